@@ -1,0 +1,285 @@
+// flux._core: the torch-free, CUDA-free part of flux for Python. Plans and tile orders come from the same
+// headers that the kernels compile, so what CPU tests enumerate is what a GPU does.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "gemm/select.h"
+#include "gemm/tile_config.h"
+#include "gemm/tile_order.h"
+#include "gemm_rs/plan.h"
+#include "runtime/host_atomics.h"
+#include "runtime/symm_buffer.h"
+
+namespace py = pybind11;
+
+namespace flux::bindings {
+namespace {
+
+using RankTile = std::tuple<int, int, int>;  // owner, m and n inside the owner's shard
+
+// Python callers pass addresses of shared memory: a wrong one would crash the process, so catch what can be
+// caught.
+uint64_t checked_word(uint64_t address) {
+  if (address == 0 || address % sizeof(uint32_t) != 0) {
+    throw py::value_error("address " + std::to_string(address) + ": expected a non-null multiple of 4");
+  }
+  return address;
+}
+
+void check_range(const char* what, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    throw py::value_error(std::string(what) + ": expected " + std::to_string(low) + " to " +
+                          std::to_string(high) + ", got " + std::to_string(value));
+  }
+}
+
+constexpr int kMaxExtent = 1 << 30;  // of M, N or K: leaves room for rounding up in 32 bits
+
+void check_problem(int m, int n, int world_size) {
+  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
+  check_range("m", m, 1, kMaxExtent);
+  check_range("n", n, 1, kMaxExtent);
+  if (m % world_size != 0) {
+    throw py::value_error("m: expected a multiple of world_size " + std::to_string(world_size) + ", got " +
+                          std::to_string(m));
+  }
+}
+
+const gemm::TileConfig& config_at(int config) {
+  check_range("config", config, 0, gemm::kNumTileConfigs - 1);
+  return gemm::kTileConfigs[config];
+}
+
+// ---- atomics ----------------------------------------------------------------------------------------------
+
+uint32_t wait_at_least(uint64_t address, uint32_t epoch, double timeout_s) {
+  checked_word(address);
+  const double seconds = std::clamp(timeout_s, 0.0, 1e9);
+  const auto timeout =
+      std::chrono::duration_cast<runtime::Clock::duration>(std::chrono::duration<double>(seconds));
+  py::gil_scoped_release release;
+  return runtime::wait_at_least(address, epoch, timeout, [] {
+    py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
+// The fields in the order of ErrorRecord, or None while no wait has run out of time.
+std::optional<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>> read_error(
+    uint64_t address) {
+  checked_word(address);
+  if (runtime::load_acquire(address + offsetof(runtime::ErrorRecord, code)) == 0) return std::nullopt;
+  runtime::ErrorRecord record;
+  std::memcpy(&record, reinterpret_cast<const void*>(address), sizeof(record));
+  return std::make_tuple(record.op, record.rank, record.peer, record.tile, record.expected, record.seen);
+}
+
+// ---- workspaces -------------------------------------------------------------------------------------------
+
+runtime::SymmBuffer make_symm_buffer(int rank, int world_size, const std::vector<uint64_t>& peers,
+                                     int64_t signal_bytes, int64_t slot_bytes, uint64_t error,
+                                     uint64_t timeout_ns) {
+  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
+  check_range("rank", rank, 0, world_size - 1);
+  check_range("len(peers)", static_cast<int64_t>(peers.size()), world_size, world_size);
+  check_range("signal_bytes", signal_bytes, 0, INT64_MAX);
+  check_range("slot_bytes", slot_bytes, 0, INT64_MAX);
+  runtime::SymmBuffer buffer{};
+  buffer.rank = rank;
+  buffer.world_size = world_size;
+  std::copy(peers.begin(), peers.end(), buffer.peers);
+  buffer.signal_bytes = signal_bytes;
+  buffer.slot_bytes = slot_bytes;
+  buffer.error = reinterpret_cast<runtime::ErrorRecord*>(error);
+  buffer.timeout_ns = timeout_ns;
+  return buffer;
+}
+
+// ---- plans ------------------------------------------------------------------------------------------------
+
+std::string tile_name(const gemm::TileConfig& config) {
+  return gemm::config_name(config.id, gemm::Cluster::kNone);
+}
+
+gemm::Choice select(int m, int n, int k, bool transpose_weight, int world_size, int num_sms, int config) {
+  check_problem(m, n, world_size);
+  check_range("k", k, 1, kMaxExtent);
+  check_range("num_sms", num_sms, 1, INT32_MAX);
+  if (config >= 0) {
+    config_at(config & 0xff);
+    check_range("cluster in config", config >> 8 & 0xff, 0, 3);
+  }
+  return gemm::select({m, n, k, transpose_weight, world_size, num_sms}, config);
+}
+
+gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
+  check_problem(m, n, world_size);
+  return gemm_rs::make_layout(m, n, world_size, config_at(config));
+}
+
+gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, int cluster, int group_m) {
+  const gemm_rs::Layout layout = gemm_rs_layout(m, n, world_size, config);
+  check_range("rank", rank, 0, world_size - 1);
+  check_range("cluster", cluster, 1, 3);
+  check_range("group_m", group_m, 1, kMaxExtent);
+  return gemm_rs::make_order(layout, rank, static_cast<gemm::Cluster>(cluster), group_m);
+}
+
+RankTile rank_tile(const gemm::Tile& tile) { return {tile.shard, tile.m, tile.n}; }
+
+std::vector<RankTile> gemm_rs_tiles(int m, int n, int world_size, int rank, int config, int cluster,
+                                    int group_m) {
+  const gemm::TileOrder order = make_order(m, n, world_size, rank, config, cluster, group_m);
+  std::vector<RankTile> tiles;
+  for (int index = 0; index < order.num_clusters(); ++index) {
+    for (int cta = 0; cta < order.cluster_size(); ++cta) {
+      const gemm::Tile tile = order.at(index, cta);
+      if (tile.valid) tiles.push_back(rank_tile(tile));
+    }
+  }
+  return tiles;
+}
+
+// The same walk as the kernel's: its grid is as many whole clusters as the SMs hold, and no more than there
+// is work for.
+std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int rank, int config,
+                                               int cluster, int group_m, int num_sms, int cta) {
+  const gemm::TileOrder order = make_order(m, n, world_size, rank, config, cluster, group_m);
+  const int cluster_size = order.cluster_size();
+  check_range("num_sms", num_sms, cluster_size, INT32_MAX);
+  check_range("cta", cta, 0, num_sms - 1);
+  const int step = std::min(num_sms / cluster_size, order.num_clusters());
+  std::vector<std::optional<RankTile>> tiles;
+  if (cta >= step * cluster_size) return tiles;
+  for (int index = cta / cluster_size; index < order.num_clusters(); index += step) {
+    const gemm::Tile tile = order.at(index, cta % cluster_size);
+    tiles.push_back(tile.valid ? std::optional<RankTile>(rank_tile(tile)) : std::nullopt);
+  }
+  return tiles;
+}
+
+// ---- module -----------------------------------------------------------------------------------------------
+
+void bind_atomics(py::module_& m) {
+  m.def(
+      "store_release",
+      [](uint64_t address, uint32_t value) { runtime::store_release(checked_word(address), value); },
+      py::arg("addr"), py::arg("value"),
+      "Store a u32; everything written before is visible to whoever acquires it.");
+  m.def(
+      "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word(address)); },
+      py::arg("addr"), "Load a u32; everything its writer released before it is visible from here on.");
+  m.def(
+      "fetch_add", [](uint64_t address, uint32_t n) { return runtime::fetch_add(checked_word(address), n); },
+      py::arg("addr"), py::arg("n"), "Add to a u32 and return the value before.");
+  m.def("wait_at_least", &wait_at_least, py::arg("addr"), py::arg("epoch"), py::arg("timeout_s"),
+        "Wait, with the GIL released, until the u32 has reached `epoch` (modulo 2**32) or `timeout_s` "
+        "seconds have "
+        "passed; return the value last seen. KeyboardInterrupt gets through.");
+  m.def("read_error", &read_error, py::arg("addr"),
+        "(op, rank, peer, tile, expected, seen) of an ErrorRecord in host memory, or None if no wait timed "
+        "out.");
+}
+
+void bind_workspace(py::module_& m) {
+  m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
+  m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
+  py::class_<runtime::SymmBuffer>(m, "SymmBuffer",
+                                  "A group's workspace as kernels see it: peer addresses and sizes.")
+      .def(py::init(&make_symm_buffer), py::arg("rank"), py::arg("world_size"), py::arg("peers"),
+           py::arg("signal_bytes"), py::arg("slot_bytes"), py::arg("error"), py::arg("timeout_ns"))
+      .def_property_readonly(
+          "address", [](const runtime::SymmBuffer& self) { return reinterpret_cast<uint64_t>(&self); },
+          "Address of the native struct; valid as long as this object lives.")
+      .def_readonly("rank", &runtime::SymmBuffer::rank)
+      .def_readonly("world_size", &runtime::SymmBuffer::world_size)
+      .def_readonly("signal_bytes", &runtime::SymmBuffer::signal_bytes)
+      .def_readonly("slot_bytes", &runtime::SymmBuffer::slot_bytes);
+}
+
+void bind_selection(py::module_& m) {
+  py::class_<gemm::TileConfig>(m, "TileConfig", "A tile shape that kernels are compiled for.")
+      .def_readonly("id", &gemm::TileConfig::id)
+      .def_readonly("block_n", &gemm::TileConfig::block_n)
+      .def_readonly("stages", &gemm::TileConfig::stages)
+      .def_readonly("slab_n", &gemm::TileConfig::slab_n)
+      .def_property_readonly("block_m", [](const gemm::TileConfig&) { return gemm::kBlockM; })
+      .def_property_readonly("block_k", [](const gemm::TileConfig&) { return gemm::kBlockK; })
+      .def_readonly("slabs", &gemm::TileConfig::slabs)
+      .def_property_readonly("smem_bytes", &gemm::smem_bytes)
+      .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
+      .def_property_readonly("name", &tile_name)
+      .def("__repr__", [](const gemm::TileConfig& self) { return "<TileConfig " + tile_name(self) + ">"; });
+  m.def("tile_configs", [] {
+    return std::vector<gemm::TileConfig>(std::begin(gemm::kTileConfigs), std::end(gemm::kTileConfigs));
+  });
+
+  py::class_<gemm::Choice>(m, "Choice", "What the cost model chose, and what else it considered.")
+      .def_readonly("config", &gemm::Choice::config)
+      .def_property_readonly("cluster",
+                             [](const gemm::Choice& choice) { return static_cast<int>(choice.cluster); })
+      .def_readonly("group_m", &gemm::Choice::group_m)
+      .def_readonly("time_us", &gemm::Choice::time_us)
+      .def_readonly("reason", &gemm::Choice::reason)
+      .def_readonly("candidates", &gemm::Choice::candidates);
+  m.def(
+      "select_gemm",
+      [](int m, int n, int k, bool transpose_weight, int num_sms, int config) {
+        return select(m, n, k, transpose_weight, 1, num_sms, config);
+      },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"), py::arg("num_sms"),
+      py::arg("config") = -1,
+      "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or tile | cluster << 8 | group_m << "
+      "16 to "
+      "fix what is not 0.");
+  m.def("select_gemm_rs", &select, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
+        py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
+        "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.");
+}
+
+void bind_gemm_rs(py::module_& m) {
+  using gemm_rs::Layout;
+  py::class_<Layout>(m, "RsLayout", "Where the tiles of GEMM+ReduceScatter lie in an owner's slots.")
+      .def_readonly("m_tiles", &Layout::m_tiles, "Per shard.")
+      .def_readonly("n_tiles", &Layout::n_tiles)
+      .def_readonly("tile_bytes", &Layout::tile_bytes)
+      .def_readonly("world_size", &Layout::world_size)
+      .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
+      .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
+      .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
+      .def("tile_offset", &Layout::tile_offset, py::arg("slot"), py::arg("m_tile"), py::arg("n_tile"))
+      .def("signal_index", &Layout::signal_index, py::arg("m_tile"), py::arg("n_tile"), py::arg("half"),
+           "Word within the region of a slot; each half of a tile (64 rows) has its own.");
+  m.def("gemm_rs_layout", &gemm_rs_layout, py::arg("m"), py::arg("n"), py::arg("world_size"),
+        py::arg("config"));
+  m.def("gemm_rs_tiles", &gemm_rs_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
+        py::arg("config"), py::arg("cluster"), py::arg("group_m"),
+        "[(owner, m_tile, n_tile)] in the order in which `rank` computes them.");
+  m.def("cta_tiles", &cta_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
+        py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("num_sms"), py::arg("cta"),
+        "What one CTA of the persistent grid computes, in order; None is the idle half of a cluster.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Plans, tile orders and shared-memory atomics of flux: no torch, no CUDA.";
+  m.attr("VERSION") = FLUX_VERSION;
+  m.attr("WHY_NO_KERNELS") = FLUX_BUILD_NOTE;
+  bind_atomics(m);
+  bind_workspace(m);
+  bind_selection(m);
+  bind_gemm_rs(m);
+}
+
+}  // namespace flux::bindings

@@ -1,0 +1,83 @@
+// The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Schemas,
+// fakes and CPU implementations live in Python (python/flux/ops); checks with good messages too, so what is
+// left here is unpacking.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "gemm/gemm.h"
+#include "gemm_rs/gemm_rs.h"
+#include "runtime/check.h"
+
+// Weak: a CPU-only torch lacks it, and the library must load there too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                                   void** stream);
+
+namespace flux::bindings {
+namespace {
+
+using torch::stable::Tensor;
+
+cudaStream_t current_stream(const Tensor& tensor) {
+  FLUX_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+  void* stream = nullptr;
+  FLUX_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+             "no current CUDA stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+runtime::Matrix matrix(const Tensor& tensor) {
+  FLUX_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1, tensor.dim());
+  return {tensor.data_ptr(), tensor.size(0), tensor.size(1), tensor.stride(0)};
+}
+
+gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                         const Tensor& out, bool transpose_weight, int64_t config, int64_t num_sms) {
+  gemm::GemmArgs args;
+  args.x = matrix(x);
+  args.weight = matrix(weight);
+  args.transpose_weight = transpose_weight;
+  args.out = matrix(out);
+  args.bias = bias.has_value() ? bias->data_ptr() : nullptr;
+  args.dtype = x.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? runtime::DType::kBFloat16
+                                                                          : runtime::DType::kFloat16;
+  args.config = static_cast<int>(config);
+  args.num_sms = static_cast<int>(num_sms);
+  return args;
+}
+
+void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
+             int64_t config, int64_t num_sms) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  gemm::gemm(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), current_stream(x));
+}
+
+void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
+                int64_t symm_buffer, int64_t config, int64_t num_sms) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
+  gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), symm,
+                   current_stream(x));
+}
+
+void prepare_op() {
+  gemm::prepare();
+  gemm_rs::prepare();
+}
+
+}  // namespace
+}  // namespace flux::bindings
+
+STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
+  m.impl("_gemm", TORCH_BOX(&flux::bindings::gemm_op));
+  m.impl("_gemm_rs", TORCH_BOX(&flux::bindings::gemm_rs_op));
+}
+
+// No tensor argument to dispatch on.
+STABLE_TORCH_LIBRARY_IMPL(flux, CompositeExplicitAutograd, m) {
+  m.impl("_prepare", TORCH_BOX(&flux::bindings::prepare_op));
+}

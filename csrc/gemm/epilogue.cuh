@@ -1,0 +1,152 @@
+// The pieces around the mainloop of sm90_gemm.cuh: how B is fetched and addressed in its two layouts, and how
+// a tile of accumulators leaves the registers.
+//
+// wgmma leaves a 64 x N fp32 tile in 128 threads: warp w holds rows 16w..16w+15; in each block of 8 columns a
+// thread has two neighbouring columns of row lane/4 and the same two of row lane/4 + 8. Two such blocks are a
+// chunk of 16 columns, 8 accumulators a thread, 16 bytes once rounded to a 16-bit type.
+#pragma once
+
+#include "gemm/policy.h"
+#include "gemm/wgmma.cuh"
+#include "runtime/device/ptx.cuh"
+
+namespace flux::gemm {
+
+// --- operands: x, and the weight as [N, K] (K-major) or [K, N] (MN-major)
+// --------------------------------------------------------
+
+constexpr int kPanelBytes = kBlockK * 128;  // MN-major: 64 columns (128 bytes) of all kBlockK rows
+
+// How far 16 steps of k lie apart in a stage.
+template <Major kMajorB>
+constexpr int kBStepBytes = kMajorB == Major::K ? 32 : 16 * 128;
+
+template <Major kMajorB>
+__device__ __forceinline__ uint64_t make_b_descriptor(uint32_t address) {
+  return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
+}
+
+// A pair of CTAs whose tiles have the same columns shares B: each fetches half and multicasts it to both.
+template <Major kMajorB, int kBlockN>
+__device__ __forceinline__ void load_b(const CUtensorMap* map, uint32_t dst, uint32_t full, int k, int column,
+                                       int cta, bool shared) {
+  if constexpr (kMajorB == Major::K) {
+    if (!shared) {
+      ptx::tma_load_2d(map, dst, full, k, column);
+    } else {
+      constexpr int kHalf = kBlockN / 2;
+      ptx::tma_load_2d_multicast(map, dst + cta * kHalf * 128, full, k, column + cta * kHalf, 0b11);
+    }
+  } else {
+#pragma unroll
+    for (int panel = 0; panel < kBlockN / 64; ++panel) {
+      if (!shared) {
+        ptx::tma_load_2d(map, dst + panel * kPanelBytes, full, column + panel * 64, k);
+      } else {
+        constexpr int kHalf = kBlockK / 2;
+        ptx::tma_load_2d_multicast(map, dst + panel * kPanelBytes + cta * kHalf * 128, full,
+                                   column + panel * 64, k + cta * kHalf, 0b11);
+      }
+    }
+  }
+}
+
+// The same for A and a pair whose tiles have the same rows.
+__device__ __forceinline__ void load_a(const CUtensorMap* map, uint32_t dst, uint32_t full, int k, int row,
+                                       int cta, bool shared) {
+  if (!shared) {
+    ptx::tma_load_2d(map, dst, full, k, row);
+  } else {
+    constexpr int kHalf = kBlockM / 2;
+    ptx::tma_load_2d_multicast(map, dst + cta * kHalf * 128, full, k, row + cta * kHalf, 0b11);
+  }
+}
+
+// --- rounding
+// -------------------------------------------------------------------------------------------------------
+
+template <class Element>
+struct Pair;
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ uint32_t round(float a, float b) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ float2 widen(uint32_t bits) {
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
+  }
+};
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ uint32_t round(float a, float b) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ float2 widen(uint32_t bits) {
+    return __half22float2(reinterpret_cast<const __half2&>(bits));
+  }
+};
+
+// A thread's share of a chunk: {left block, row}, {left block, row + 8}, {right block, row}, {right block,
+// row + 8}.
+struct Fragment {
+  uint32_t pair[4];
+};
+
+template <class Element>
+__device__ __forceinline__ Fragment pack(const float* d) {
+  return {{Pair<Element>::round(d[0], d[1]), Pair<Element>::round(d[2], d[3]),
+           Pair<Element>::round(d[4], d[5]), Pair<Element>::round(d[6], d[7])}};
+}
+
+template <class Element, int kAccumulators>
+__device__ __forceinline__ void add_bias(const void* bias, int first_column, int n,
+                                         float (&d)[kAccumulators]) {
+  const auto* pairs = static_cast<const uint32_t*>(bias);
+#pragma unroll
+  for (int block = 0; block < kAccumulators / 4; ++block) {
+    const int column = first_column + block * 8 + threadIdx.x % 4 * 2;
+    if (column < n) {
+      const float2 b = Pair<Element>::widen(__ldg(pairs + column / 2));
+      d[block * 4 + 0] += b.x;
+      d[block * 4 + 1] += b.y;
+      d[block * 4 + 2] += b.x;
+      d[block * 4 + 3] += b.y;
+    }
+  }
+}
+
+// --- staging
+// --------------------------------------------------------------------------------------------------------
+
+// As TMA wants to store it: panels of kPanelN columns x 64 rows, 16-byte pieces swizzled so that neither
+// stmatrix nor TMA meets a bank conflict.
+template <int kPanelN>
+__device__ __forceinline__ void stage_rows(uint32_t slab, int chunk, int thread, const Fragment& f) {
+  constexpr int kRowBytes = kPanelN * kElementBytes;
+  const int lane = thread % 32;
+  const int row = thread / 32 * 16 + lane % 16;
+  const int piece = chunk * kChunkN % kPanelN / 8 + lane / 16;
+  const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
+  const uint32_t panel = slab + chunk * kChunkN / kPanelN * (64 * kRowBytes);
+  ptx::stmatrix_x4(panel + row * kRowBytes + (piece ^ swizzle) * 16, f.pair[0], f.pair[1], f.pair[2],
+                   f.pair[3]);
+}
+
+// In fragment order (policy.h): one 16-byte store a thread, no conflicts, the chunk contiguous.
+__device__ __forceinline__ void stage_fragments(uint32_t slab, int chunk, int thread, const Fragment& f) {
+  ptx::store_shared_v4(slab + chunk * kChunkBytes + thread * 16, f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
+}
+
+// Storer thread: 64 rows x `columns` of staged panels to D. TMA clips what hangs over the edges of D.
+template <int kPanelN>
+__device__ __forceinline__ void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column,
+                                             int columns, int num_rows, int n) {
+  if (row >= num_rows) return;
+  for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN) {
+    ptx::tma_store_2d(d, slab + offset * 64 * kElementBytes, column + offset, row);
+  }
+}
+
+}  // namespace flux::gemm

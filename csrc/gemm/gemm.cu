@@ -1,0 +1,22 @@
+#include "gemm/gemm.h"
+#include "gemm/launch.cuh"
+
+namespace flux::gemm {
+
+void gemm(const GemmArgs& args, cudaStream_t stream) {
+  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight, 1, num_sms};
+  const Choice choice = select(problem, args.config);
+  const TileConfig& tile = kTileConfigs[choice.config];
+  const TileOrder order = {(args.m() + kBlockM - 1) / kBlockM,
+                           (args.n() + tile.block_n - 1) / tile.block_n,
+                           /*world_size=*/1,
+                           /*rank=*/0,
+                           choice.cluster,
+                           choice.group_m};
+  launch<LocalStore>(args, choice, order, args.m(), num_sms, {}, stream);
+}
+
+void prepare() { prepare_kernels<LocalStore>(); }
+
+}  // namespace flux::gemm

@@ -1,0 +1,114 @@
+// From GemmArgs to a running kernel, for any Store: picks the instantiation, encodes the tensor maps,
+// launches.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "gemm/gemm.h"
+#include "gemm/select.h"
+#include "gemm/sm90_gemm.cuh"
+#include "runtime/check.h"
+#include "runtime/device.h"
+#include "runtime/symm_buffer.h"
+
+namespace flux::gemm {
+
+template <class Store>
+using Kernel = void (*)(const GemmParams<Store>);
+
+// [dtype][transpose_weight][config]; null where the shape has no such kernel.
+template <class Store>
+struct KernelTable {
+  Kernel<Store> kernels[2][2][kNumTileConfigs];
+
+  KernelTable() {
+#define FLUX_FILL_TILE(id, ...) fill<id>();
+    FLUX_FOR_EACH_TILE(FLUX_FILL_TILE)
+#undef FLUX_FILL_TILE
+  }
+
+  Kernel<Store> get(runtime::DType dtype, bool transpose_weight, int config) const {
+    return kernels[static_cast<int>(dtype)][transpose_weight][config];
+  }
+
+ private:
+  template <int kConfig>
+  void fill() {
+    static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
+    static_assert(smem_bytes(kTileConfigs[kConfig]) <= kSmemLimit);
+    kernels[0][0][kConfig] = sm90_gemm<__nv_bfloat16, Major::K, kConfig, Store>;
+    kernels[1][0][kConfig] = sm90_gemm<__half, Major::K, kConfig, Store>;
+    if constexpr (supports_transposed_weight(kTileConfigs[kConfig])) {
+      kernels[0][1][kConfig] = sm90_gemm<__nv_bfloat16, Major::MN, kConfig, Store>;
+      kernels[1][1][kConfig] = sm90_gemm<__half, Major::MN, kConfig, Store>;
+    } else {
+      kernels[0][1][kConfig] = kernels[1][1][kConfig] = nullptr;
+    }
+  }
+};
+
+template <class Store>
+const KernelTable<Store>& kernel_table() {
+  static const KernelTable<Store> table;
+  return table;
+}
+
+// Raises each kernel's shared-memory limit on the current device, which also loads its code. Once a device.
+template <class Store>
+void prepare_kernels() {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<bool> done[kMaxDevices];
+  int device = 0;
+  FLUX_CUDA_CHECK(cudaGetDevice(&device));
+  if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return;
+  const auto& table = kernel_table<Store>();
+  for (const auto& by_layout : table.kernels) {
+    for (const auto& by_config : by_layout) {
+      for (int config = 0; config < kNumTileConfigs; ++config) {
+        if (by_config[config] == nullptr) continue;
+        FLUX_CUDA_CHECK(cudaFuncSetAttribute(by_config[config], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             smem_bytes(kTileConfigs[config])));
+      }
+    }
+  }
+  if (device < kMaxDevices) done[device].store(true, std::memory_order_release);
+}
+
+template <class Store>
+void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
+            int num_sms, const typename Store::Params& store, cudaStream_t stream) {
+  const TileConfig& tile = kTileConfigs[choice.config];
+  const Kernel<Store> kernel = kernel_table<Store>().get(args.dtype, args.transpose_weight, choice.config);
+  prepare_kernels<Store>();
+  FLUX_CHECK(kernel != nullptr, "no kernel for tile", choice.config, "transposed", args.transpose_weight);
+
+  GemmParams<Store> params;
+  params.a = make_tensor_map(args.x, args.dtype, kBlockK, kBlockM / order.cluster_n());
+  params.b = args.transpose_weight
+                 ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / order.cluster_m())
+                 : make_tensor_map(args.weight, args.dtype, kBlockK, tile.block_n / order.cluster_m());
+  params.d = make_tensor_map(args.out, args.dtype, panel_n(tile), 64);
+  params.order = order;
+  params.rows_per_shard = rows_per_shard;
+  params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
+  params.n = args.n();
+  params.bias = args.bias;
+  params.store = store;
+
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = order.cluster_size();
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = std::min(num_sms / order.cluster_size(), order.num_clusters()) * order.cluster_size();
+  config.blockDim = kNumThreads;
+  config.dynamicSmemBytes = smem_bytes(tile);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  FLUX_CHECK(num_sms >= order.cluster_size(), num_sms, order.cluster_size());
+  FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+}  // namespace flux::gemm

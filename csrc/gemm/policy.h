@@ -1,0 +1,57 @@
+// The contract between the GEMM kernel and an op: where a finished tile goes, and what is added to it before.
+// A Store is a type because it changes code on the inner path; everything that is decided once a tile (order,
+// bias) is data.
+//
+//   struct Params            plain data, part of the kernel's arguments
+//   struct Call              what a thread learns once a launch (the epoch)
+//   begin(params) -> Call    any thread, before the first tile
+//   end(params, call)        one thread of the CTA, after all its tiles
+//   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
+//   is_local(params, tile)   true: the tile is stored to D; false: it goes through send and publish
+//
+// called by the storer of a math warpgroup:
+//   send(params, call, tile, last_wave, warpgroup, first_chunk, num_chunks, smem)
+//                            bulk copies into the open group, nothing else; last_wave: the CTA has no further
+//                            tile for another rank
+//   publish(params, call, tile, warpgroup)
+//                            the half tile's bulk copies are complete (not merely read)
+//   fetch(params, call, tile, warpgroup, smem, cursor)
+//                            local tiles, while their mainloop runs: loads what peers contributed, in pieces
+//
+// and by the math warpgroup:
+//   add_arrived(params, tile, warpgroup, smem, cursor, d)
+//                            local tiles: adds those pieces to the accumulators d
+//
+// A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements],
+// exactly as the accumulators lie in the registers of the 128 threads. Sender and owner run the same tile
+// shape, so the owner's math threads find their own fragments: no swizzle, no peer tensor map, long
+// contiguous copies both ways.
+#pragma once
+
+#include "gemm/tile_order.h"
+
+namespace flux::gemm {
+
+constexpr int kChunkAccumulators = kChunkN / 2;  // per thread; 16 bytes once rounded
+
+// Everything stays here: plain GEMM.
+struct LocalStore {
+  struct Params {};
+  struct Call {};
+#ifdef __CUDACC__
+  FLUX_DEVICE static Call begin(const Params&) { return {}; }
+  FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
+  FLUX_DEVICE static bool is_local(const Params&, const Tile&) { return true; }
+  FLUX_DEVICE static void send(const Params&, const Call&, const Tile&, bool, int, int, int, uint32_t) {}
+  FLUX_DEVICE static void publish(const Params&, const Call&, const Tile&, int) {}
+  template <class Smem>
+  FLUX_DEVICE static void fetch(const Params&, const Call&, const Tile&, int, const Smem&,
+                                typename Smem::Pieces&) {}
+  template <class Element, class Smem, int kAccumulators>
+  FLUX_DEVICE static void add_arrived(const Params&, const Tile&, int, const Smem&, typename Smem::Pieces&,
+                                      float (&)[kAccumulators]) {}
+  FLUX_DEVICE static void end(const Params&, const Call&) {}
+#endif
+};
+
+}  // namespace flux::gemm

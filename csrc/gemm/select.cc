@@ -1,0 +1,96 @@
+#include "gemm/select.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace flux::gemm {
+namespace {
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Fitted to 35 shapes x 20 candidates on one H200 (docs/design/cost-model.md): within 0.6 % of the best candidate in the
+// geometric mean, 5 % at worst. Half of the last, partial wave counts: on a chip at its power limit idle SMs are not lost,
+// the others run faster.
+constexpr double kLaunchUs = 3.0;
+constexpr double kTileUs = 0.7;          // between two mainloops
+constexpr double kMathUs = 0.00298;      // of a k-block, for each column of a tile
+constexpr double kKbytesPerUs = 79;      // operands into one SM
+constexpr double kPairKbytesPerUs = 70;  // the same through multicast, which in exchange needs fewer
+// Fitted to 20 shapes of GEMM+ReduceScatter on four H200.
+constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running GEMM
+constexpr double kArrivalUs = 8.0;         // from the last store to the owner's sum
+constexpr double kAddUs = 5.0;
+
+}  // namespace
+
+std::string config_name(int config, Cluster cluster) {
+  const TileConfig& tile = kTileConfigs[config];
+  std::string name =
+      std::to_string(kBlockM) + "x" + std::to_string(tile.block_n) + "x" + std::to_string(tile.stages);
+  if (cluster == Cluster::kPairM) name += " pair-m";
+  if (cluster == Cluster::kPairN) name += " pair-n";
+  return name;
+}
+
+double model_time_us(const Problem& p, int config, Cluster cluster) {
+  const TileConfig& tile = kTileConfigs[config];
+  const int m_tiles = ceil_div(p.m / p.world_size, kBlockM);
+  const int n_tiles = ceil_div(p.n, tile.block_n);
+  const TileOrder order = {m_tiles, n_tiles, p.world_size, 0, cluster, 1};
+  const int slots = p.num_sms / order.cluster_size();
+  const double waves = ceil_div(order.num_clusters(), slots);
+  const double average = std::max(1.0, static_cast<double>(order.num_clusters()) / slots);
+
+  // One k-block: the tensor cores, or the operands' way from L2 where tiles are narrow. A pair loads half of one operand.
+  const bool paired = cluster != Cluster::kNone;
+  const double kbytes = 0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m());
+  const double block_us =
+      std::max(kMathUs * tile.block_n, kbytes / (paired ? kPairKbytesPerUs : kKbytesPerUs));
+  const double tile_us = ceil_div(p.k, kBlockK) * block_us + kTileUs;
+  double time_us = kLaunchUs + tile_us * (waves + average) / 2;
+  if (p.world_size == 1) return time_us;
+
+  // What must leave over the link, then this rank's own share of the tiles.
+  const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
+  const double wire_bytes =
+      static_cast<double>(p.m) * p.n * kElementBytes * (p.world_size - 1) / p.world_size;
+  time_us = std::max(time_us, wire_bytes / kLinkBytesPerUs + time_us / p.world_size);
+  // Remote tiles in the last wave: nothing is left to compute while they travel.
+  const int remote_in_last_wave = order.num_remote_clusters() - (static_cast<int>(waves) - 1) * slots;
+  if (remote_in_last_wave > 0) {
+    time_us += kArrivalUs + remote_in_last_wave * order.cluster_size() * tile_bytes / kLinkBytesPerUs;
+  }
+  return time_us + kAddUs;
+}
+
+Choice select(const Problem& p, int packed_choice) {
+  const bool fixed = packed_choice >= 0;
+  const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
+  const int fixed_group_m = fixed ? packed_choice >> 16 : 0;
+  // What a plan made before: on the path of every launch, so nothing is scored or named.
+  if (fixed && fixed_cluster > 0 && fixed_group_m > 0) {
+    return {fixed_config, static_cast<Cluster>(fixed_cluster), fixed_group_m, 0.0, "fixed", {}};
+  }
+  Choice best = {-1, Cluster::kNone, 1, INFINITY, "", {}};
+  for (const TileConfig& tile : kTileConfigs) {
+    if (fixed && tile.id != fixed_config) continue;
+    if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
+    for (const Cluster cluster : {Cluster::kNone, Cluster::kPairM, Cluster::kPairN}) {
+      if (cluster != Cluster::kNone && p.num_sms < 2) continue;
+      if (fixed && fixed_cluster > 0 && static_cast<int>(cluster) != fixed_cluster) continue;
+      const double time_us = model_time_us(p, tile.id, cluster);
+      best.candidates.emplace_back(config_name(tile.id, cluster), time_us);
+      if (time_us < best.time_us) {
+        best.config = tile.id;
+        best.cluster = cluster;
+        best.time_us = time_us;
+      }
+    }
+  }
+  std::stable_sort(best.candidates.begin(), best.candidates.end(),
+                   [](const auto& a, const auto& b) { return a.second < b.second; });
+  best.group_m = fixed_group_m > 0 ? fixed_group_m : best.cluster == Cluster::kPairM ? 8 : 16;
+  return best;
+}
+
+}  // namespace flux::gemm

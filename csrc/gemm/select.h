@@ -1,0 +1,43 @@
+// Chooses a tile shape and raster for a GEMM: every candidate is scored by a small, printable model of the
+// machine, no table of shapes and no tuning file. The constants were fitted to measurements
+// (docs/design/cost-model.md).
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gemm/tile_order.h"
+
+namespace flux::gemm {
+
+struct Problem {
+  int m, n, k;            // what this rank multiplies: [m, k] x [k, n]
+  bool transpose_weight;  // weight stored as [K, N]
+  int world_size;         // 1: plain GEMM; else the rows are world_size shards and the tiles of others travel
+  int num_sms;
+};
+
+struct Choice {
+  int config;
+  Cluster cluster;
+  int group_m;
+  double time_us;  // the model's guess
+  std::string reason;
+  std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
+};
+
+std::string config_name(int config, Cluster cluster);
+
+// Time the model gives one candidate, in microseconds.
+double model_time_us(const Problem& problem, int config, Cluster cluster);
+
+// For tests and sweeps: a choice as one integer, as the low-level ops take it. 0 for cluster or group_m
+// leaves that part to the model, -1 leaves everything.
+constexpr int pack_choice(int config, int cluster, int group_m) {
+  return config | cluster << 8 | group_m << 16;
+}
+
+Choice select(const Problem& problem, int packed_choice = -1);
+
+}  // namespace flux::gemm

@@ -1,0 +1,199 @@
+// THE kernel: D = A * B^T, persistent and warp-specialised for sm_90a, with tile-sized hooks (policy.h).
+//
+//   loader   warp 0, one thread       TMA loads of A and B into a ring of stages, a pair of CTAs shares A or
+//   B;
+//                                     draws the next tile (tile_queue.cuh)
+//   math     warpgroups 1 and 2       wgmma on 64 rows each, then the finished half tile slab by slab to
+//   shared memory storers  warps 1 and 2, a thread  one for each math warpgroup: drains its slabs to D by
+//   TMA, or wherever the Store
+//                                     policy sends them, and brings in what peers have sent
+//
+//
+// The storers are what makes a remote destination affordable: all CTAs finish a tile at about the same time,
+// and a link takes far longer than local memory to swallow that burst. By then the math warps are in the next
+// mainloop (docs/design/gemm-rs.md has the numbers).
+#pragma once
+
+#include "gemm/epilogue.cuh"
+#include "gemm/policy.h"
+#include "gemm/smem.cuh"
+#include "gemm/tile_queue.cuh"
+#include "gemm/wgmma.cuh"
+#include "runtime/device/ptx.cuh"
+
+namespace flux::gemm {
+
+constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);
+// 65,536 registers a CTA: 128 * 80 + 256 * 208 = 63,488. With fewer the storers of GEMM+ReduceScatter spill.
+constexpr int kProducerRegisters = 80;
+constexpr int kMathRegisters = 208;
+
+template <class Store>
+struct GemmParams {
+  CUtensorMap a, b, d;
+  TileOrder order;
+  int rows_per_shard;
+  int k_blocks;
+  int n;
+  const void* bias;  // [n] or null
+  typename Store::Params store;
+};
+
+template <class Element, Major kMajorB, int kConfig, class Store>
+__global__ void __launch_bounds__(kNumThreads, 1)
+    sm90_gemm(const __grid_constant__ GemmParams<Store> params) {
+  constexpr TileConfig kTile = kTileConfigs[kConfig];
+  constexpr int kBlockN = kTile.block_n;
+  constexpr int kSlabChunks = kTile.slab_n / kChunkN;
+  constexpr int kChunks = kBlockN / kChunkN;
+  using Shared = Smem<kConfig>;
+
+  extern __shared__ uint8_t raw_smem[];
+  const Shared smem(raw_smem);
+  const TileOrder& order = params.order;
+  const int cta = static_cast<int>(ptx::cluster_cta_rank());
+  const int cluster_size = order.cluster_size();
+  const int warp = threadIdx.x / 32;
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&params.a);
+    ptx::prefetch_tensor_map(&params.b);
+    ptx::prefetch_tensor_map(&params.d);
+    smem.init(cluster_size);
+  }
+  // Barriers must be ready before a partner arrives on them.
+  if (cluster_size > 1) ptx::cluster_sync();
+  __syncthreads();
+
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (warp == 0 && ptx::lane() == 0) {
+      const int step = gridDim.x / cluster_size, last = order.num_clusters();
+      typename Shared::Stages ring;
+      TileQueueReader<Shared> queue;
+      TileQueueWriter<Shared> next_tile;
+      uint32_t* const counter = Store::tile_counter(params.store);
+      // The draw takes as long as a k-block or two: it is on its way while those are loaded.
+      const int draw_at = params.k_blocks > 2 ? params.k_blocks - 2 : 0;
+      for (int index = blockIdx.x / cluster_size, next = 0; index < last; index = next) {
+        const Tile tile = order.at(index, cta);
+        const int row = tile.shard * params.rows_per_shard + tile.m * kBlockM;
+        const int column = tile.n * kBlockN;
+        for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
+          if (kb == draw_at && cta == 0)
+            next = counter != nullptr ? step + atomicAdd(counter, 1u) : index + step;
+          const uint32_t full = smem.full(ring.index);
+          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+          ptx::mbarrier_arrive_expect_tx(full, Shared::kStageBytes);
+          load_a(&params.a, smem.a(ring.index), full, kb * kBlockK, row, cta,
+                 order.cluster == Cluster::kPairN);
+          load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, kb * kBlockK, column, cta,
+                                   order.cluster == Cluster::kPairM);
+        }
+        if (cta == 0) {
+          next_tile.put(smem, cluster_size, next);
+        } else {
+          next = queue.next(smem, true);
+        }
+      }
+    } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {
+      const int warpgroup = warp - 1;
+      const int last = order.num_clusters();
+      const auto call = Store::begin(params.store);
+      typename Shared::Pieces pieces;
+      const int last_wave = order.num_remote_clusters() - static_cast<int>(gridDim.x) / cluster_size;
+      SlabRing<Shared> slabs;
+      TileQueueReader<Shared> queue;
+      for (int index = blockIdx.x / cluster_size; index < last; index = queue.next(smem, true)) {
+        const Tile tile = order.at(index, cta);
+        if (!tile.valid) continue;
+        const bool local = Store::is_local(params.store, tile);
+        if (local) Store::fetch(params.store, call, tile, warpgroup, smem, pieces);
+        for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
+          const int num_chunks = kChunks - chunk < kSlabChunks ? kChunks - chunk : kSlabChunks;
+          const uint32_t slab = slabs.wait_full(smem, warpgroup);
+          if (local) {
+            store_panels<panel_n(kTile)>(&params.d, slab, tile.m * kBlockM + warpgroup * 64,
+                                         tile.n * kBlockN + chunk * kChunkN, num_chunks * kChunkN,
+                                         params.rows_per_shard, params.n);
+          } else {
+            Store::send(params.store, call, tile, index >= last_wave, warpgroup, chunk, num_chunks, slab);
+          }
+          slabs.commit(smem, warpgroup);
+        }
+        slabs.drain(smem, warpgroup);
+        if (!local) {
+          ptx::bulk_wait_complete();
+          Store::publish(params.store, call, tile, warpgroup);
+        }
+      }
+      ptx::bulk_wait_complete();
+    }
+  } else {
+    ptx::setmaxnreg_inc<kMathRegisters>();
+    using Mma = Wgmma<Element, kBlockN, kMajorB>;
+    const int warpgroup = warp / 4 - 1;
+    const int thread = threadIdx.x % 128;
+    const int last = order.num_clusters();
+    float d[Mma::kAccumulators];
+    typename Shared::Stages ring;
+    typename Shared::Pieces pieces;
+    typename Shared::Slabs slabs;
+
+    TileQueueReader<Shared> queue;
+    for (int index = blockIdx.x / cluster_size; index < last; index = queue.next(smem, ptx::lane() == 0)) {
+      const Tile tile = order.at(index, cta);
+
+      int held = 0;  // the stage whose wgmmas may still be running
+      for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
+        ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
+        const uint64_t a = make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
+        const uint64_t b = make_b_descriptor<kMajorB>(smem.b(ring.index));
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kBlockK / 16; ++k) {
+          Mma::step(a + k * (32 >> 4), b + k * (kBStepBytes<kMajorB> >> 4), d, kb > 0 || k > 0);
+        }
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
+        if (kb > 0 && ptx::lane() < cluster_size) ptx::mbarrier_arrive_cluster(smem.empty(held), ptx::lane());
+        held = ring.index;
+      }
+      cute::warpgroup_wait<0>();
+#pragma unroll
+      for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
+      if (ptx::lane() < cluster_size) ptx::mbarrier_arrive_cluster(smem.empty(held), ptx::lane());
+
+      if (!tile.valid) continue;
+      const bool local = Store::is_local(params.store, tile);
+      if (local) {
+        Store::template add_arrived<Element>(params.store, tile, warpgroup, smem, pieces, d);
+        if (params.bias != nullptr) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
+      }
+#pragma unroll
+      for (int first_chunk = 0; first_chunk < kChunks; first_chunk += kSlabChunks, slabs.advance()) {
+        const uint32_t slab = smem.slab(warpgroup, slabs.index);
+        ptx::mbarrier_wait(smem.slab_empty(warpgroup, slabs.index), slabs.phase ^ 1);
+#pragma unroll
+        for (int chunk = 0; chunk < kSlabChunks; ++chunk) {
+          if (first_chunk + chunk >= kChunks) break;
+          const Fragment fragment = pack<Element>(&d[(first_chunk + chunk) * kChunkAccumulators]);
+          if (local) {
+            stage_rows<panel_n(kTile)>(slab, chunk, thread, fragment);
+          } else {
+            stage_fragments(slab, chunk, thread, fragment);
+          }
+        }
+        ptx::fence_proxy_async_smem();
+        ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));
+      }
+    }
+  }
+
+  __syncthreads();
+  if (threadIdx.x == 0) Store::end(params.store, Store::begin(params.store));
+  // A CTA must not leave while its partner can still multicast into it or arrive on its barriers.
+  if (cluster_size > 1) ptx::cluster_sync();
+}
+
+}  // namespace flux::gemm

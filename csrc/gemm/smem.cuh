@@ -1,0 +1,154 @@
+// The shared memory of a CTA: the ring of operand stages, for each math warpgroup a ring of slabs a finished
+// tile leaves through, and the barriers. The slabs have a second life as inbox: before a tile is written to
+// them, what peers contributed to that tile passes through the same memory in pieces. All addresses are the
+// 32-bit shared ones.
+#pragma once
+
+#include "gemm/tile_config.h"
+#include "runtime/device/ptx.cuh"
+
+namespace flux::gemm {
+
+// Position in a ring; the phase flips each time around.
+template <int kSize>
+struct RingCursor {
+  int index = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int size = kSize) {
+    if (++index == size) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <int kConfig>
+struct Smem {
+  static constexpr TileConfig kTile = kTileConfigs[kConfig];
+  static constexpr int kABytes = kBlockM * kBlockK * kElementBytes;
+  static constexpr int kStageBytes = stage_bytes(kTile);
+  static constexpr int kSlabBytes = 64 * kTile.slab_n * kElementBytes;
+  static constexpr int kSlabs = kTile.slabs;
+  static constexpr int kPieceChunks = piece_chunks(kTile);
+  static constexpr int kPieces = max_pieces(kTile);
+  using Stages = RingCursor<kTile.stages>;
+  using Slabs = RingCursor<kSlabs>;
+  using Pieces = RingCursor<kPieces>;
+
+  uint32_t base;
+  const uint8_t* pointer_base;
+  __device__ explicit Smem(const uint8_t* raw) : base((ptx::smem_addr(raw) + 1023) & ~1023u) {
+    pointer_base = raw + (base - ptx::smem_addr(raw));
+  }
+
+  __device__ uint32_t a(int stage) const { return base + stage * kStageBytes; }
+  __device__ uint32_t b(int stage) const { return a(stage) + kABytes; }
+  __device__ uint32_t slab(int warpgroup, int index) const {
+    return base + kTile.stages * kStageBytes + (warpgroup * kSlabs + index) * kSlabBytes;
+  }
+  // For ordinary loads, which the compiler may then schedule.
+  __device__ const uint8_t* pointer(uint32_t address) const { return pointer_base + (address - base); }
+
+  // The inbox of a warpgroup holds as many pieces as fit; a piece is [peer][chunk].
+  __device__ static constexpr int piece_bytes(int num_peers) {
+    return num_peers * kPieceChunks * kChunkBytes;
+  }
+  __device__ static int num_pieces(int num_peers) {
+    const int fit = inbox_bytes(kTile) / piece_bytes(num_peers);
+    return fit < kPieces ? fit : kPieces;
+  }
+  __device__ uint32_t piece(int warpgroup, int index, int num_peers) const {
+    return slab(warpgroup, 0) + index * piece_bytes(num_peers);
+  }
+
+  __device__ uint32_t full(int stage) const { return barrier(stage); }
+  __device__ uint32_t empty(int stage) const { return barrier(kTile.stages + stage); }
+  __device__ uint32_t slab_full(int warpgroup, int index) const {
+    return barrier(2 * kTile.stages + warpgroup * kSlabs + index);
+  }
+  __device__ uint32_t slab_empty(int warpgroup, int index) const {
+    return slab_full(kNumMathWarpgroups + warpgroup, index);
+  }
+  __device__ uint32_t piece_full(int warpgroup, int index) const {
+    return barrier(2 * (kTile.stages + kNumMathWarpgroups * kSlabs) + warpgroup * kPieces + index);
+  }
+  __device__ uint32_t piece_empty(int warpgroup, int index) const {
+    return piece_full(kNumMathWarpgroups + warpgroup, index);
+  }
+  __device__ uint32_t tile_full(int index) const {
+    return barrier(2 * (kTile.stages + kNumMathWarpgroups * (kSlabs + kPieces)) + index);
+  }
+  __device__ uint32_t tile_empty(int index) const { return tile_full(kTileQueue + index); }
+  __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
+  // A word the storer sets when a wait ran out of time.
+  __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
+
+  // One thread, before anybody uses a barrier. Every math warp of the cluster releases a stage: a partner's
+  // multicast writes into this CTA's stage too.
+  __device__ void init(int cluster_size) const {
+    constexpr int kMathWarps = 4;  // of a warpgroup
+    for (int stage = 0; stage < kTile.stages; ++stage) {
+      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(empty(stage), kNumMathWarpgroups * kMathWarps * cluster_size);
+    }
+    for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
+      for (int index = 0; index < kSlabs; ++index) {
+        ptx::mbarrier_init(slab_full(warpgroup, index), 32 * kMathWarps);
+        ptx::mbarrier_init(slab_empty(warpgroup, index), 1);
+      }
+      for (int index = 0; index < kPieces; ++index) {
+        ptx::mbarrier_init(piece_full(warpgroup, index), 1);
+        ptx::mbarrier_init(piece_empty(warpgroup, index), kMathWarps);
+      }
+      ptx::store_shared(failed(warpgroup), 0);
+    }
+    for (int index = 0; index < kTileQueue; ++index) {
+      constexpr int kReaders = kNumMathWarpgroups * (kMathWarps + 1);  // math warps and storers
+      ptx::mbarrier_init(tile_full(index), 1);
+      // The second CTA's loader reads too, the first one's writes.
+      ptx::mbarrier_init(tile_empty(index), kReaders * cluster_size + cluster_size - 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  __device__ uint32_t barrier(int index) const { return slab(kNumMathWarpgroups, 0) + index * 8; }
+};
+
+// A storer's view of its warpgroup's slabs: takes them in order, gives each back once its bulk copies have
+// read it.
+template <class Smem>
+struct SlabRing {
+  typename Smem::Slabs filled, freed;
+  int in_flight = 0;
+
+  __device__ __forceinline__ uint32_t wait_full(const Smem& smem, int warpgroup) {
+    ptx::mbarrier_wait(smem.slab_full(warpgroup, filled.index), filled.phase);
+    return smem.slab(warpgroup, filled.index);
+  }
+
+  // Ends the bulk group of the slab. Blocks only when no slab would be left for the math warps.
+  __device__ __forceinline__ void commit(const Smem& smem, int warpgroup) {
+    ptx::bulk_commit();
+    filled.advance();
+    if (++in_flight == Smem::kSlabs) free_oldest<Smem::kSlabs - 1>(smem, warpgroup);
+  }
+
+  // After the last slab of a tile: all come back as they are read, while the next mainloop runs.
+  template <int kPending = Smem::kSlabs - 1>
+  __device__ __forceinline__ void drain(const Smem& smem, int warpgroup) {
+    if (in_flight > kPending) free_oldest<kPending>(smem, warpgroup);
+    if constexpr (kPending > 0) drain<kPending - 1>(smem, warpgroup);
+  }
+
+ private:
+  template <int kPending>
+  __device__ __forceinline__ void free_oldest(const Smem& smem, int warpgroup) {
+    ptx::bulk_wait_read<kPending>();
+    ptx::mbarrier_arrive(smem.slab_empty(warpgroup, freed.index));
+    freed.advance();
+    --in_flight;
+  }
+};
+
+}  // namespace flux::gemm

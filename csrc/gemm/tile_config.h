@@ -1,0 +1,89 @@
+// The instantiation table: every tile shape the kernel is compiled for, in one place and in the tens.
+//
+// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each; K goes by in steps of kBlockK
+// through a ring of `stages`. A finished tile leaves through a second, smaller ring: `slabs` buffers of
+// slab_n columns. Few slabs are enough for local memory and buy a stage; as many as a tile has, or more, let
+// the math warps run ahead of a slow link.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/macros.h"
+
+namespace flux::gemm {
+
+constexpr int kBlockM = 128;
+constexpr int kBlockK = 64;         // 128 bytes of a 16-bit type: one row of the 128-byte TMA swizzle
+constexpr int kElementBytes = 2;    // bf16 and fp16
+constexpr int kSmemLimit = 232448;  // what sm_90 gives a block
+constexpr int kNumMathWarpgroups = 2;
+constexpr int kTileQueue = 2;  // tiles the scheduler may run ahead
+constexpr int kMaxPeers = 7;   // world sizes up to 8
+
+struct TileConfig {
+  int id;
+  int block_n;
+  int stages;
+  int slab_n;
+  int slabs;
+};
+
+//    id  block_n  stages  slab_n  slabs
+#define FLUX_FOR_EACH_TILE(X) \
+  X(0, 256, 4, 64, 2)         \
+  X(1, 256, 3, 64, 5)         \
+  X(2, 224, 4, 32, 6)         \
+  X(3, 192, 4, 64, 4)         \
+  X(4, 160, 5, 32, 5)         \
+  X(5, 128, 5, 64, 4)         \
+  X(6, 112, 6, 112, 1)        \
+  X(7, 96, 6, 96, 2)          \
+  X(8, 80, 7, 80, 2)          \
+  X(9, 64, 8, 64, 2)
+
+constexpr TileConfig kTileConfigs[] = {
+#define FLUX_TILE_ROW(id, block_n, stages, slab_n, slabs) {id, block_n, stages, slab_n, slabs},
+    FLUX_FOR_EACH_TILE(FLUX_TILE_ROW)
+#undef FLUX_TILE_ROW
+};
+constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
+
+constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockK * kElementBytes; }
+constexpr int staging_bytes(const TileConfig& c) { return kBlockM * c.slab_n * c.slabs * kElementBytes; }
+
+// What peers have sent is added to a tile through the same memory, in pieces: a few chunks of 16 columns of a
+// half tile, from every peer, so that one barrier covers all of them. A piece must fit for the largest world
+// size.
+constexpr int kChunkN = 16;
+constexpr int kChunkBytes = 64 * kChunkN * kElementBytes;
+constexpr int inbox_bytes(const TileConfig& c) { return 64 * c.slab_n * c.slabs * kElementBytes; }
+constexpr int piece_chunks(const TileConfig& c) {
+  return inbox_bytes(c) >= 2 * kMaxPeers * kChunkBytes ? 2 : 1;
+}
+// Pieces of a pair of ranks are the smallest, so this many barriers are enough for any world size.
+constexpr int max_pieces(const TileConfig& c) {
+  const int pieces = inbox_bytes(c) / (piece_chunks(c) * kChunkBytes);
+  return pieces < 8 ? pieces : 8;
+}
+
+// Barriers come in full/empty pairs: one for each stage and entry of the tile queue, and for each math
+// warpgroup one for each slab and each piece.
+constexpr int num_barriers(const TileConfig& c) {
+  return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c)));
+}
+// 1 KB aligns the ring for TMA; the last words are the tile queue and what tells the math warps that a wait
+// has failed.
+constexpr int smem_bytes(const TileConfig& c) {
+  return 1024 + c.stages * stage_bytes(c) + staging_bytes(c) + 8 * num_barriers(c) +
+         4 * (kTileQueue + kNumMathWarpgroups);
+}
+
+// With the weight stored as [K, N] a B tile is made of 64-column swizzle panels.
+constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_n % 64 == 0; }
+
+// Width of the panels a finished tile is stored in; 64 columns are one 128-byte swizzle row.
+constexpr int panel_n(const TileConfig& c) {
+  return c.block_n % 64 == 0 ? 64 : c.block_n % 32 == 0 ? 32 : 16;
+}
+
+}  // namespace flux::gemm

@@ -1,0 +1,78 @@
+// Which tile a CTA computes next. Pure functions: the loader, storer and math warps of the kernel, the host
+// plans and the CPU tests all call the same code.
+//
+// The rows of the problem are `world_size` shards; tiles never straddle two shards. All tiles of other ranks'
+// shards come first, in turns, starting with rank+1: at any time a rank sends to all of its peers, and no
+// peer is sent to by all. This rank's own shard comes last. Own tiles wait for the peers' tiles: a CTA, or a
+// pair of CTAs that share loads, must therefore never have a remote tile behind an own one, or ranks could
+// wait for each other in a circle. That is why the two regions are rastered apart. Plain GEMM is the case
+// world_size = 1: one region.
+//
+// Inside a region rows are walked in groups of `group_m`, all columns of a group before the next group, so
+// that the tiles in flight at one time cover a near-square patch whose A rows and W columns stay in L2.
+#pragma once
+
+#include "gemm/tile_config.h"
+
+namespace flux::gemm {
+
+struct Tile {
+  int shard;   // the rank that owns these rows
+  int m, n;    // tile coordinates inside the shard
+  bool valid;  // false: the idle half of a CTA pair at the edge of a region
+};
+
+// Which neighbours form a cluster: kPairM shares the loads of W (tiles one above the other), kPairN those of
+// x.
+enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3 };
+
+struct TileOrder {
+  int m_tiles;  // per shard
+  int n_tiles;
+  int world_size;
+  int rank;
+  Cluster cluster;
+  int group_m;  // in clusters
+
+  FLUX_HD int cluster_m() const { return cluster == Cluster::kPairM ? 2 : 1; }
+  FLUX_HD int cluster_n() const { return cluster == Cluster::kPairN ? 2 : 1; }
+  FLUX_HD int cluster_size() const { return cluster == Cluster::kNone ? 1 : 2; }
+
+  FLUX_HD int remote_rows() const { return (world_size - 1) * m_tiles; }
+  FLUX_HD int cluster_columns() const { return (n_tiles + cluster_n() - 1) / cluster_n(); }
+  FLUX_HD int clusters_in(int rows) const {
+    return (rows + cluster_m() - 1) / cluster_m() * cluster_columns();
+  }
+  FLUX_HD int num_remote_clusters() const { return clusters_in(remote_rows()); }
+  FLUX_HD int num_clusters() const { return num_remote_clusters() + clusters_in(m_tiles); }
+
+  // The tile of CTA `cta` (0 <= cta < cluster_size) in the index-th cluster of the order.
+  FLUX_HD Tile at(int index, int cta) const {
+    const int num_remote = num_remote_clusters();
+    const bool own = index >= num_remote;
+    const int rows = own ? m_tiles : remote_rows();
+    const int local = own ? index - num_remote : index;
+
+    const int cluster_rows = (rows + cluster_m() - 1) / cluster_m();
+    const int group_size = group_m * cluster_columns();
+    const int first_row = local / group_size * group_m;
+    const int rows_in_group = cluster_rows - first_row < group_m ? cluster_rows - first_row : group_m;
+    const int in_group = local % group_size;
+    int row = first_row + in_group % rows_in_group;
+    int column = in_group / rows_in_group;
+    if (cluster == Cluster::kPairM) row = row * 2 + cta;
+    if (cluster == Cluster::kPairN) column = column * 2 + cta;
+
+    Tile tile;
+    tile.valid = row < rows && column < n_tiles;
+    if (row >= rows) row = rows - 1;  // the idle half loads what its partner loads, and drops it
+    if (column >= n_tiles) column = n_tiles - 1;
+    const int peers = world_size - 1;
+    tile.shard = own ? rank : (rank + 1 + row % peers) % world_size;
+    tile.m = own ? row : row / peers;
+    tile.n = column;
+    return tile;
+  }
+};
+
+}  // namespace flux::gemm

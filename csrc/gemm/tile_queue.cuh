@@ -1,0 +1,48 @@
+// Who computes what next. The loader of a cluster's first CTA draws the next index of the tile order, just
+// before it has loaded the last of the tile in hand, and passes it on to every role of every CTA of the
+// cluster through a short queue in shared memory.
+//
+// Drawing from a counter in global memory instead of a fixed stride matters when tiles leave over a link: the
+// link serves the SMs unevenly, an SM whose stores wait also loads late, and with equal shares the unluckiest
+// SM would decide the time (docs/design/gemm-rs.md: the median SM was done 76 of 517 us before the last).
+// Drawing late matters too: an index drawn long before its turn is a remote tile that others wait for (599 us
+// instead of 463 where each SM has three tiles). The order itself stays: every CTA sees all its remote tiles
+// before its first own one.
+#pragma once
+
+#include "gemm/smem.cuh"
+
+namespace flux::gemm {
+
+// What a role keeps to read the queue.
+template <class Smem>
+struct TileQueueReader {
+  RingCursor<kTileQueue> cursor;
+
+  // Called by all lanes of a warp that participates, or by its only active thread.
+  __device__ __forceinline__ int next(const Smem& smem, bool arrives) {
+    ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
+    const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
+    __syncwarp(__activemask());
+    if (arrives) ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
+    cursor.advance();
+    return index;
+  }
+};
+
+// Loader of the cluster's first CTA.
+template <class Smem>
+struct TileQueueWriter {
+  RingCursor<kTileQueue> cursor;
+
+  __device__ __forceinline__ void put(const Smem& smem, int cluster_size, int index) {
+    ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
+    for (int cta = 0; cta < cluster_size; ++cta) {
+      ptx::mbarrier_arrive_expect_tx_cluster(smem.tile_full(cursor.index), sizeof(index), cta);
+      ptx::store_async_cluster(smem.tile_index(cursor.index), index, smem.tile_full(cursor.index), cta);
+    }
+    cursor.advance();
+  }
+};
+
+}  // namespace flux::gemm

@@ -1,0 +1,66 @@
+// 64 x kN x 16 tensor-core steps on fp32 accumulators, operands in shared memory. The instructions themselves
+// are CUTLASS's atoms; what is added is the operand descriptors and the call on a register array.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <utility>
+
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "cute/arch/mma_sm90_gmma_ext.hpp"
+
+namespace flux::gemm {
+
+using cute::SM90::GMMA::Major;
+using cute::SM90::GMMA::ScaleOut;
+
+template <class Element, int kN, Major kMajorB>
+struct WgmmaAtom;
+
+#define FLUX_WGMMA_ATOM(n)                                                            \
+  template <Major kMajorB>                                                            \
+  struct WgmmaAtom<__nv_bfloat16, n, kMajorB> {                                       \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<Major::K, kMajorB>; \
+  };                                                                                  \
+  template <Major kMajorB>                                                            \
+  struct WgmmaAtom<__half, n, kMajorB> {                                              \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<Major::K, kMajorB>;   \
+  };
+FLUX_WGMMA_ATOM(64)
+FLUX_WGMMA_ATOM(80)
+FLUX_WGMMA_ATOM(96)
+FLUX_WGMMA_ATOM(112)
+FLUX_WGMMA_ATOM(128)
+FLUX_WGMMA_ATOM(160)
+FLUX_WGMMA_ATOM(192)
+FLUX_WGMMA_ATOM(224)
+FLUX_WGMMA_ATOM(256)
+#undef FLUX_WGMMA_ATOM
+
+template <class Element, int kN, Major kMajorB>
+struct Wgmma {
+  static constexpr int kAccumulators = kN / 2;  // fp32 registers of each of the 128 threads
+
+  __device__ __forceinline__ static void step(uint64_t a, uint64_t b, float (&d)[kAccumulators],
+                                              bool accumulate) {
+    call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<kAccumulators>());
+  }
+
+ private:
+  template <size_t... kI>
+  __device__ __forceinline__ static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators],
+                                              ScaleOut scale, std::index_sequence<kI...>) {
+    WgmmaAtom<Element, kN, kMajorB>::Type::fma(a, b, d[kI]..., scale);
+  }
+};
+
+// Shared-memory operand with the 128-byte TMA swizzle. Offsets in bytes; `leading` is only read for MN-major
+// operands.
+__device__ __forceinline__ uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128 = 1;
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
+         (static_cast<uint64_t>(stride >> 4) << 32) | (kSwizzle128 << 62);
+}
+
+}  // namespace flux::gemm

@@ -1,0 +1,63 @@
+// Where the tiles of GEMM+ReduceScatter travel. A rank's slots hold one area for each peer (its own
+// contribution never leaves the registers); each area holds the peer's tiles of this rank's shard, one after
+// the other. Each half of a tile (64 rows, one math warpgroup's) has a signal of its own. Shared by kernel,
+// host, CPU path and tests.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/tile_order.h"
+
+namespace flux::gemm_rs {
+
+struct Layout {
+  int m_tiles;  // per shard
+  int n_tiles;
+  int tile_bytes;
+  int world_size;
+
+  FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
+  FLUX_HD int tile_index(int m, int n) const { return n * m_tiles + m; }
+  FLUX_HD int tiles_per_slot() const { return m_tiles * n_tiles; }
+  FLUX_HD int64_t tile_offset(int slot, int m, int n) const {
+    return (static_cast<int64_t>(slot) * tiles_per_slot() + tile_index(m, n)) * tile_bytes;
+  }
+  // Within the words of a slot, whose place is the workspace's affair (SymmBuffer::signal).
+  FLUX_HD int signal_index(int m, int n, int half) const { return tile_index(m, n) * 2 + half; }
+  FLUX_HD int num_signals() const { return (world_size - 1) * tiles_per_slot() * 2; }
+  FLUX_HD int64_t slot_bytes() const { return tile_offset(world_size - 1, 0, 0); }
+};
+
+// How fast a storer sends: cycles from the start of one chunk (2 KB) to the next, 0 for as fast as it can.
+struct Pace {
+  int cycles_per_chunk;
+  int last_wave;  // the same for tiles after which the CTA has no more for other ranks
+};
+
+// A tile should have left when the next mainloop is 60 % through, and the SMs together should not send more
+// than the link takes. In the last wave that only holds if a whole wave of own tiles follows; otherwise
+// somebody is waiting already.
+inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
+  constexpr int kCyclesPerBlock = 66;   // of a mainloop, for each of 16 chunks: the tensor cores' rate
+  constexpr int kLinkCyclesPerSm = 20;  // 2 x 2 KB from each of 132 SMs in 2,640 cycles: 307 GB/s at 1.5 GHz
+  const int paced = k_blocks * kCyclesPerBlock * 6 / 10;
+  const int link = kLinkCyclesPerSm * num_sms;
+  const int own_ctas = order.clusters_in(order.m_tiles) * order.cluster_size();
+  const int remote_ctas = order.num_remote_clusters() * order.cluster_size();
+  const bool own_wave_follows = own_ctas * 10 >= num_sms * 9;
+  Pace pace = {paced > link ? paced : link, own_wave_follows ? link : 0};
+  if (remote_ctas <= num_sms) pace.cycles_per_chunk = pace.last_wave;
+  return pace;
+}
+
+FLUX_HD Layout make_layout(int m, int n, int world_size, const gemm::TileConfig& config) {
+  const int rows = m / world_size;
+  return {(rows + gemm::kBlockM - 1) / gemm::kBlockM, (n + config.block_n - 1) / config.block_n,
+          gemm::kBlockM * config.block_n * gemm::kElementBytes, world_size};
+}
+
+FLUX_HD gemm::TileOrder make_order(const Layout& layout, int rank, gemm::Cluster cluster, int group_m) {
+  return {layout.m_tiles, layout.n_tiles, layout.world_size, rank, cluster, group_m};
+}
+
+}  // namespace flux::gemm_rs

@@ -1,0 +1,190 @@
+// GEMM+ReduceScatter as a Store policy: tiles of other ranks' shards go to their owner's slot as they are
+// finished, tiles of the own shard come last and add what arrived. One launch, no reduce kernel, no zeroing,
+// one rounding of the sum.
+//
+// Deterministic: partial tiles travel as 16-bit values and are summed in fp32 in rank order, this rank's own
+// unrounded accumulators at their place in that order. Two slot buffers, chosen by the parity of the epoch,
+// need no closing barrier: this rank finishes call e-1 only after every peer has started e-1, that is
+// finished e-2, so buffer e mod 2 is free when call e begins to write it.
+#pragma once
+
+#include "gemm/epilogue.cuh"
+#include "gemm_rs/plan.h"
+#include "runtime/device/sync.cuh"
+
+namespace flux::gemm_rs {
+
+constexpr uint32_t kOpId = 1;
+
+struct SlotStore {
+  struct Params {
+    runtime::SymmBuffer symm;
+    Layout layout;
+    Pace pace;
+    int rows_per_shard;
+    int n;
+  };
+  struct Call {
+    uint32_t epoch;
+  };
+
+  FLUX_DEVICE static Call begin(const Params& p) { return {ptx::load_relaxed(&p.symm.header()->epoch) + 1}; }
+
+  FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
+
+  FLUX_DEVICE static bool is_local(const Params& p, const gemm::Tile& tile) {
+    return tile.shard == p.symm.rank;
+  }
+
+  // Stores to a peer that the link cannot take at once back up into the SM and hold up the loads of the next
+  // mainloop: a burst of 64 KB costs about 12 us of it, whoever issues it. Spread over that mainloop it costs
+  // next to nothing (docs/design/gemm-rs.md).
+  FLUX_DEVICE static void send(const Params& p, const Call& call, const gemm::Tile& tile, bool last_wave,
+                               int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
+    const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
+    if (chunks <= 0) return;
+    const int slot = Layout::slot_index(p.symm.rank, tile.shard);
+    char* dst = p.symm.slots(tile.shard, call.epoch) + fragment_offset(p, slot, tile, warpgroup, first_chunk);
+    const int pace = last_wave ? p.pace.last_wave : p.pace.cycles_per_chunk;
+    if (pace == 0) {
+      ptx::bulk_store(dst, smem, chunks * gemm::kChunkBytes);
+      return;
+    }
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t start = clock64();
+      ptx::bulk_store(dst + chunk * gemm::kChunkBytes, smem + chunk * gemm::kChunkBytes, gemm::kChunkBytes);
+      while (clock64() - start < pace) {
+      }
+    }
+  }
+
+  FLUX_DEVICE static void publish(const Params& p, const Call& call, const gemm::Tile& tile, int warpgroup) {
+    const int slot = Layout::slot_index(p.symm.rank, tile.shard);
+    sync::signal(p.symm.signal(tile.shard, slot, p.layout.signal_index(tile.m, tile.n, warpgroup)),
+                 call.epoch);
+  }
+
+  template <class Smem>
+  FLUX_DEVICE static void fetch(const Params& p, const Call& call, const gemm::Tile& tile, int warpgroup,
+                                const Smem& smem, typename Smem::Pieces& cursor) {
+    const int num_peers = p.symm.world_size - 1;
+    bool arrived = true;
+    for (int slot = 0; slot < num_peers && arrived; ++slot) {
+      const uint32_t peer = slot < p.symm.rank ? slot : slot + 1;
+      const uint32_t* signal =
+          p.symm.signal(p.symm.rank, slot, p.layout.signal_index(tile.m, tile.n, warpgroup));
+      arrived = sync::wait_signal(p.symm, signal, call.epoch,
+                                  {kOpId, peer, static_cast<uint32_t>(p.layout.tile_index(tile.m, tile.n))});
+    }
+    ptx::fence_proxy_async();  // the signal was read by an ordinary load, the data is by bulk copies
+    if (!arrived) ptx::store_shared(smem.failed(warpgroup), 1);
+
+    const char* slots = p.symm.slots(p.symm.rank, call.epoch) + fragment_offset(p, 0, tile, warpgroup, 0);
+    const int64_t slot_stride = p.layout.tile_offset(1, 0, 0);
+    const int chunks = chunks_of(p, tile, warpgroup);
+    const int num_pieces = Smem::num_pieces(num_peers);
+    for (int chunk = 0; chunk < chunks; chunk += Smem::kPieceChunks, cursor.advance(num_pieces)) {
+      const uint32_t full = smem.piece_full(warpgroup, cursor.index);
+      ptx::mbarrier_wait(smem.piece_empty(warpgroup, cursor.index), cursor.phase ^ 1);
+      if (!arrived) {
+        ptx::mbarrier_arrive(full);  // let the math warps go on; they will see `failed`
+        continue;
+      }
+      const uint32_t bytes = min(Smem::kPieceChunks, chunks - chunk) * gemm::kChunkBytes;
+      ptx::mbarrier_arrive_expect_tx(full, num_peers * bytes);
+      uint32_t dst = smem.piece(warpgroup, cursor.index, num_peers);
+      const char* src = slots + chunk * gemm::kChunkBytes;
+      for (int slot = 0; slot < num_peers; ++slot) {
+        ptx::bulk_load(dst, src, bytes, full);
+        dst += Smem::kPieceChunks * gemm::kChunkBytes;
+        src += slot_stride;
+      }
+    }
+  }
+
+  template <class Element, class Smem, int kAccumulators>
+  FLUX_DEVICE static void add_arrived(const Params& p, const gemm::Tile& tile, int warpgroup,
+                                      const Smem& smem, typename Smem::Pieces& cursor,
+                                      float (&d)[kAccumulators]) {
+    constexpr int kPieceChunks = Smem::kPieceChunks;
+    constexpr int kPieceAccumulators = kPieceChunks * gemm::kChunkAccumulators;
+    const int num_peers = p.symm.world_size - 1;
+    const int num_pieces = Smem::num_pieces(num_peers);
+    const int chunks = chunks_of(p, tile, warpgroup);
+#pragma unroll
+    for (int first = 0; first < kAccumulators; first += kPieceAccumulators) {
+      if (first / gemm::kChunkAccumulators >= chunks) break;
+      ptx::mbarrier_wait(smem.piece_full(warpgroup, cursor.index), cursor.phase);
+      // [peer][chunk][thread]. The unused half of a piece at an odd edge is added to accumulators nobody
+      // stores.
+      const auto* fragments =
+          reinterpret_cast<const uint4*>(smem.pointer(smem.piece(warpgroup, cursor.index, num_peers))) +
+          threadIdx.x % 128;
+      float sum[kPieceAccumulators] = {};
+      const auto add_peers = [&](int begin, int end) {
+#pragma unroll 2
+        for (int slot = begin; slot < end; ++slot) {
+#pragma unroll
+          for (int chunk = 0; chunk < kPieceChunks; ++chunk) {
+            const uint4 v = fragments[(slot * kPieceChunks + chunk) * 128];
+            const uint32_t bits[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float2 pair = gemm::Pair<Element>::widen(bits[i]);
+              sum[chunk * gemm::kChunkAccumulators + 2 * i] += pair.x;
+              sum[chunk * gemm::kChunkAccumulators + 2 * i + 1] += pair.y;
+            }
+          }
+        }
+      };
+      add_peers(0, p.symm.rank);
+#pragma unroll
+      for (int i = 0; i < kPieceAccumulators; ++i) {
+        if (first + i < kAccumulators) sum[i] += d[first + i];
+      }
+      add_peers(p.symm.rank, num_peers);
+      __syncwarp();
+      if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));
+      cursor.advance(num_pieces);
+#pragma unroll
+      for (int i = 0; i < kPieceAccumulators; ++i) {
+        if (first + i < kAccumulators) d[first + i] = sum[i];
+      }
+    }
+    if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
+      // The host will raise; until then nobody shall mistake a partial sum for a result.
+#pragma unroll
+      for (int i = 0; i < kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
+    }
+  }
+
+  // The last CTA to finish closes the call. Every CTA has read the epoch long before.
+  FLUX_DEVICE static void end(const Params& p, const Call& call) {
+    runtime::Header* header = p.symm.header();
+    __threadfence();
+    if (atomicAdd(&header->ctas_done, 1u) == gridDim.x - 1) {
+      header->ctas_done = 0;
+      header->next_tile = 0;
+      __threadfence();
+      atomicExch(&header->epoch, call.epoch);
+    }
+  }
+
+ private:
+  // Chunks of a tile that hold anything, for one warpgroup: what lies past the edges of the shard does not
+  // travel.
+  FLUX_DEVICE static int chunks_of(const Params& p, const gemm::Tile& tile, int warpgroup) {
+    if (tile.m * gemm::kBlockM + warpgroup * 64 >= p.rows_per_shard) return 0;
+    const int block_n = p.layout.tile_bytes / (gemm::kBlockM * gemm::kElementBytes);
+    const int columns = min(block_n, p.n - tile.n * block_n);
+    return (columns + gemm::kChunkN - 1) / gemm::kChunkN;
+  }
+
+  FLUX_DEVICE static int64_t fragment_offset(const Params& p, int slot, const gemm::Tile& tile, int warpgroup,
+                                             int chunk) {
+    return p.layout.tile_offset(slot, tile.m, tile.n) + warpgroup * (p.layout.tile_bytes / 2) +
+           chunk * gemm::kChunkBytes;
+  }
+};
+
+}  // namespace flux::gemm_rs

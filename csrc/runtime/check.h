@@ -1,0 +1,36 @@
+// Invariants of the native code. User mistakes are caught in Python with better words; what arrives here and
+// is wrong is a bug or a driver's refusal, and the message carries the values.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace flux::runtime {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+template <class... Values>
+[[noreturn]] void fail(const char* file, int line, const char* what, const Values&... values) {
+  std::ostringstream out;
+  out << "flux: " << what;
+  ((out << " " << values), ...);
+  out << " (" << file << ":" << line << ")";
+  throw Error(out.str());
+}
+
+}  // namespace flux::runtime
+
+#define FLUX_CHECK(condition, ...)                                                        \
+  do {                                                                                    \
+    if (!(condition)) ::flux::runtime::fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
+  } while (0)
+
+#define FLUX_CUDA_CHECK(call)                                                        \
+  do {                                                                               \
+    const cudaError_t status_ = (call);                                              \
+    if (status_ != cudaSuccess)                                                      \
+      ::flux::runtime::fail(__FILE__, __LINE__, #call, cudaGetErrorString(status_)); \
+  } while (0)

@@ -1,0 +1,66 @@
+// Signals between ranks: the whole memory model of the library is in the two functions below.
+//
+// A signal is an epoch: a u32 that only grows, so nothing is ever reset. The sender's data travels by bulk
+// copies (the async proxy) or ordinary stores; `signal` makes it visible before the epoch, `wait_signal` sees
+// the epoch before the data. Every wait has a deadline: a dead peer must not hang the GPU.
+#pragma once
+
+#include "runtime/device/ptx.cuh"
+#include "runtime/symm_buffer.h"
+
+namespace flux::sync {
+
+// One thread, after its bulk copies are complete (ptx::bulk_wait_complete): completion makes them visible to
+// this thread, the proxy fence orders them with the ordinary store that follows, and the release at system
+// scope publishes both.
+__device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
+  ptx::fence_proxy_async();
+  ptx::store_release_sys(address, epoch);
+}
+
+// Wrap-around safe: epochs are compared by their distance.
+__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
+  return static_cast<int32_t>(seen - epoch) >= 0;
+}
+
+struct WaitInfo {
+  uint32_t op, peer, tile;
+};
+
+// First failure wins; the code is written last, so that a host that sees it sees the rest.
+__device__ __noinline__ void report_timeout(const runtime::SymmBuffer& symm, WaitInfo info, uint32_t expected,
+                                            uint32_t seen) {
+  if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return;
+  runtime::ErrorRecord* record = symm.error;
+  record->op = info.op;
+  record->rank = symm.rank;
+  record->peer = info.peer;
+  record->tile = info.tile;
+  record->expected = expected;
+  record->seen = seen;
+  __threadfence_system();
+  ptx::store_release_sys(&record->code, 1);
+}
+
+// One thread. True: everything the sender wrote before `signal(address, epoch)` is visible to ordinary loads
+// of this thread, and of the threads it then meets at a barrier. False: the deadline has passed here or
+// elsewhere on this rank.
+__device__ __forceinline__ bool wait_signal(const runtime::SymmBuffer& symm, const uint32_t* address,
+                                            uint32_t epoch, WaitInfo info) {
+  uint32_t seen = ptx::load_acquire_sys(address);
+  if (reached(seen, epoch)) return true;
+  const uint64_t start = ptx::globaltimer_ns();
+  while (true) {
+    for (int poll = 0; poll < 1024; ++poll) {
+      seen = ptx::load_acquire_sys(address);
+      if (reached(seen, epoch)) return true;
+    }
+    if (ptx::load_relaxed(&symm.header()->aborted) != 0) return false;
+    if (ptx::globaltimer_ns() - start > symm.timeout_ns) {
+      report_timeout(symm, info, epoch, seen);
+      return false;
+    }
+  }
+}
+
+}  // namespace flux::sync

@@ -1,0 +1,55 @@
+// A group's symmetric workspace as the kernels see it: the same bytes on every rank, reachable by plain
+// pointers. Python allocates and maps it (python/flux/comm); nothing here owns memory. Peers are just
+// pointers, so several ranks can also live on one GPU, which is how most kernel tests run.
+//
+//   [0, 4096)                  header: words only the owning rank touches
+//   [4096, 4096+signal_bytes)  signals: one u32 epoch for each half tile of each slot, written by peers
+//   then two slot buffers      slot_bytes each; call number `epoch` uses buffer epoch & 1
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/macros.h"
+
+namespace flux::runtime {
+
+constexpr int kMaxWorldSize = 8;
+constexpr int64_t kHeaderBytes = 4096;
+
+// What a kernel leaves in pinned host memory when a wait runs out of time.
+struct ErrorRecord {
+  uint32_t code;  // 0: nothing happened; written last
+  uint32_t op, rank, peer, tile, expected, seen;
+  uint32_t reserved[9];
+};
+static_assert(sizeof(ErrorRecord) == 64);
+
+struct Header {
+  uint32_t epoch;      // calls this rank has finished
+  uint32_t ctas_done;  // CTAs of the running call that have finished
+  uint32_t aborted;    // sticky: a wait ran out of time, later calls must not wait again
+  uint32_t next_tile;  // of the running call: clusters of CTAs draw their next tile here
+};
+
+struct SymmBuffer {
+  int32_t rank;
+  int32_t world_size;
+  uint64_t peers[kMaxWorldSize];  // base address of each rank's copy, in this process's address space
+  int64_t signal_bytes;
+  int64_t slot_bytes;
+  ErrorRecord* error;
+  uint64_t timeout_ns;
+
+  FLUX_HD Header* header() const { return reinterpret_cast<Header*>(peers[rank]); }
+  // Each source has a region of words of its own, the same in every call: a word that belonged to different
+  // sources in successive calls of different shape could be overtaken by the faster of them.
+  FLUX_HD uint32_t* signal(int peer, int slot, int index) const {
+    const int words_per_slot = static_cast<int>(signal_bytes / sizeof(uint32_t)) / (world_size - 1);
+    return reinterpret_cast<uint32_t*>(peers[peer] + kHeaderBytes) + slot * words_per_slot + index;
+  }
+  FLUX_HD char* slots(int peer, uint32_t epoch) const {
+    return reinterpret_cast<char*>(peers[peer] + kHeaderBytes + signal_bytes + (epoch & 1) * slot_bytes);
+  }
+};
+
+}  // namespace flux::runtime

@@ -1,0 +1,25 @@
+"""flux: fused communication and computation kernels for PyTorch.
+
+Importing flux loads its native library and registers its torch operators; it touches neither a GPU nor a
+process group.
+"""
+
+from flux.errors import CommTimeoutError
+from flux.ops.gemm import gemm
+from flux.ops.gemm_rs import gemm_rs
+from flux.ops.plan import Plan, explain
+from flux.ops.workspaces import check, release, reserve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommTimeoutError",
+    "Plan",
+    "__version__",
+    "check",
+    "explain",
+    "gemm",
+    "gemm_rs",
+    "release",
+    "reserve",
+]

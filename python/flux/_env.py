@@ -1,0 +1,103 @@
+"""Every environment variable that flux reads, in one table.
+
+Run-time variables are read when they are needed, never at import, so a test or a launcher may still set them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable; `parse` turns its text into a value or raises ValueError."""
+
+    name: str
+    default: str
+    meaning: str
+    read: str  # "run" or "build"
+    parse: Callable[[str], Any]
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < 1e6:
+        raise ValueError("must be a positive number of seconds")
+    return value
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        value = text.strip().lower()
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return value
+
+    return parse
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("FLUX_TIMEOUT_S", "30", "Deadline of every wait for a peer, in seconds.", "run", _seconds),
+    Variable(
+        "FLUX_SYMM_BACKEND",
+        "cuda",
+        "Who allocates symmetric GPU memory: torch's cuda or nvshmem backend. Once per process.",
+        "run",
+        _one_of("cuda", "nvshmem"),
+    ),
+    Variable(
+        "FLUX_FUSED",
+        "auto",
+        "off: run gemm_rs unfused through torch, to find out whether a problem is flux's. Read when a group "
+        "is first used.",
+        "run",
+        _one_of("auto", "off"),
+    ),
+    Variable("FLUX_COMMIT", "unknown", "What benchmark records name where there is no git tree.", "run", str),
+    Variable(
+        "FLUX_CUDA",
+        "auto",
+        "Build CUDA kernels: auto (if a GPU is visible or FLUX_CUDA_ARCHS is set), on (or fail), off.",
+        "build",
+        _one_of("auto", "on", "off"),
+    ),
+    Variable(
+        "FLUX_CUDA_ARCHS", "90a", "CUDA architectures to build for; only 90a has kernels.", "build", str
+    ),
+    Variable(
+        "FLUX_CUTLASS_DIR", "", "CUTLASS source tree instead of the nvidia-cutlass package.", "build", str
+    ),
+    Variable("FLUX_TORCH_DIR", "", "Torch package whose headers to build against.", "build", str),
+    Variable("FLUX_BUILD_DIR", "", "Where object files go, to keep them between builds.", "build", str),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def get(name: str) -> Any:
+    """The value of a variable of the table.
+
+    Raises:
+        ValueError: the variable is set to something its parser refuses.
+    """
+    variable = _BY_NAME[name]
+    text = os.environ.get(name, variable.default)
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error} (default {variable.default!r})") from None
+
+
+def timeout_s() -> float:
+    """Deadline of every wait for a peer, in seconds."""
+    return float(get("FLUX_TIMEOUT_S"))
+
+
+def table() -> str:
+    """The variables as a Markdown table, for the documentation and ``flux doctor``."""
+    rows = ["| variable | default | read at | meaning |", "|---|---|---|---|"]
+    rows += [f"| `{v.name}` | `{v.default}` | {v.read} | {v.meaning} |" for v in VARIABLES]
+    return "\n".join(rows)

@@ -1,0 +1,36 @@
+"""Ops that can be benchmarked. A new op is one module beside this file and one entry in :data:`OPS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flux.bench.cases import gemm, gemm_rs
+from flux.bench.cases.common import Context, Prepared
+from flux.bench.suites import Problem
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """How one op is measured.
+
+    patterns: which shapes of a suite it takes, and in which order.
+    custom: the pattern of a shape given by --n and --k.
+    collective: whether its ranks talk to each other; if not, one GPU can measure the shapes of any TP.
+    check: runs the op on exact data; "exact", or what is wrong with the result.
+    prepare: the candidates of one row, ready to be timed.
+    sweep: the op with every tile shape there is (--all-configs).
+    """
+
+    patterns: tuple[str, ...]
+    custom: str
+    collective: bool
+    check: Callable[[Problem, Context], str]
+    prepare: Callable[[Problem, Context], Prepared]
+    sweep: Callable[[Problem, Context], Prepared]
+
+
+OPS: dict[str, OpSpec] = {
+    "gemm_rs": OpSpec(("gemm_rs",), "gemm_rs", True, gemm_rs.check, gemm_rs.prepare, gemm_rs.sweep),
+    "gemm": OpSpec(("gemm_rs", "ag_gemm"), "local", False, gemm.check, gemm.prepare, gemm.sweep),
+}

@@ -1,0 +1,125 @@
+"""What every benchmarked op is made of: where it runs, its candidates, its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux import _native
+from flux.bench.timing import Call
+
+# Below this M the weights of a burst would stay in L2, which no model sees: rotate over copies of them.
+_DECODE_M = 256
+_WEIGHT_SETS = 3
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank of a benchmark. ``group`` is None for a single rank."""
+
+    rank: int
+    world_size: int
+    tp: int
+    device: torch.device
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do the work.
+
+    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", or "config" (one tile shape of a sweep).
+    """
+
+    name: str
+    role: str
+    call: Call
+
+
+@dataclass
+class Prepared:
+    """The candidates of one row in the order in which they take turns."""
+
+    candidates: list[Candidate]
+    plan: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def random_operands(m: int, n: int, k: int, context: Context) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """x [m, k] and one weight [n, k], several for decode shapes.
+
+    Normal x 0.1: zeros and small integers draw less power and would run 10-20 % faster.
+    """
+    generator = torch.Generator(context.device).manual_seed(1234 + context.rank)
+
+    def normal(rows: int) -> torch.Tensor:
+        tensor = torch.randn(rows, k, generator=generator, device=context.device, dtype=context.dtype)
+        return tensor.mul_(0.1)
+
+    sets = _WEIGHT_SETS if context.cuda and m <= _DECODE_M else 1
+    return normal(m), [normal(n) for _ in range(sets)]
+
+
+def rotating(weights: list[torch.Tensor], call: Callable[[torch.Tensor], object]) -> Call:
+    """Calls with the next weight each time."""
+    if len(weights) == 1:
+        only = weights[0]
+        return lambda: call(only)
+    position = 0
+
+    def rotate() -> object:
+        nonlocal position
+        position = (position + 1) % len(weights)
+        return call(weights[position])
+
+    return rotate
+
+
+def compare(got: torch.Tensor, want: torch.Tensor) -> str:
+    """ "exact", or where and by how much a result differs."""
+    if got.shape != want.shape:
+        return f"shape {list(got.shape)}, expected {list(want.shape)}"
+    wrong = got != want
+    count = int(wrong.sum())
+    if count == 0:
+        return "exact"
+    first = wrong.nonzero()[0].tolist()
+    at = tuple(first)
+    return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
+
+
+# Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
+_CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3}
+
+
+def packed_choices(plan: Any) -> list[tuple[str, int]]:
+    """Every (tile shape, cluster) the cost model considered: its name, and the `config` of a low-level op."""
+    known = {
+        config.name + suffix: config.id | cluster << 8
+        for config in _native.core.tile_configs()
+        for suffix, cluster in _CLUSTERS.items()
+    }
+    return [(name, known[name]) for name, _ in plan.candidates if name in known]
+
+
+def plan_dict(plan: Any) -> dict[str, Any]:
+    """A flux.Plan as JSON: what was chosen, why, and what the model gave to the others."""
+    # Candidates are sorted: the model's best is the plan.
+    chosen = f"{plan.candidates[0][0]} g{plan.group_m}" if plan.fused else ""
+    return {
+        "fused": bool(plan.fused),
+        "transport": str(plan.transport),
+        "config": chosen,
+        "time_us": plan.time_us,
+        "reason": str(plan.reason),
+        "candidates": [[str(name), float(time)] for name, time in plan.candidates],
+    }

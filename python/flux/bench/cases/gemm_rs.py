@@ -1,0 +1,142 @@
+"""GEMM+ReduceScatter: flux against cuBLAS then NCCL, and against PyTorch's async tensor parallelism."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+import flux
+from flux import _native
+from flux.bench.cases.common import (
+    Candidate,
+    Context,
+    Prepared,
+    compare,
+    packed_choices,
+    plan_dict,
+    random_operands,
+    rotating,
+)
+from flux.bench.cases.gemm import library
+from flux.bench.suites import Problem
+from flux.bench.timing import all_max
+from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan import gemm_rs_room, workspace_plan
+from flux.testing import GemmRsCase
+
+_CALLS = 3  # of the correctness check: both buffers of the workspace, and one of them again
+
+
+def check(problem: Problem, context: Context) -> str:
+    """flux.gemm_rs on integers that carry each rank's mark, several calls in a row."""
+    m, n, k = problem.local(context.tp)
+    results = []
+    for seed in range(_CALLS):
+        case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
+        x, weight, _ = case.inputs(context.rank, context.device)
+        got = flux.gemm_rs(x, weight, group=context.group)
+        results.append(compare(got, case.expected(context.rank, context.device)))
+    flux.check(context.group)
+    return next((r for r in results if r != "exact"), "exact")
+
+
+def prepare(problem: Problem, context: Context) -> Prepared:
+    m, n, k = problem.local(context.tp)
+    group = context.group
+    assert group is not None
+    x, weights = random_operands(m, n, k, context)
+    rows = m // context.world_size
+    full = torch.empty(m, n, dtype=context.dtype, device=context.device)
+    shard, ours = (torch.empty(rows, n, dtype=context.dtype, device=context.device) for _ in range(2))
+    own_gemm = torch.empty_like(full)
+    scatter = reduce_scatter()
+
+    def serial(weight: torch.Tensor) -> None:
+        torch.mm(x, weight.t(), out=full)
+        scatter(shard, full, group=group)
+
+    blas, comm = library(context), "NCCL" if context.cuda else "gloo"
+    candidates = [
+        Candidate("flux", "flux", rotating(weights, lambda w: flux.gemm_rs(x, w, group=group, out=ours))),
+        Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(x, w.t(), out=full))),
+        Candidate(comm, "comm", lambda: scatter(shard, full, group=group)),
+        Candidate(f"{blas}+{comm}", "serial", rotating(weights, serial)),
+    ]
+    notes = []
+    if context.cuda:
+        call = rotating(weights, lambda w: flux.gemm(x, w, out=own_gemm))
+        candidates.insert(2, Candidate("flux.gemm", "gemm", call))
+        peer, why_not = async_tp(x, weights, context)
+        if peer is None:
+            notes.append(f"async-TP could not run: {why_not}")
+        else:
+            candidates.append(peer)
+    plan = None
+    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
+        plan = plan_dict(flux.explain("gemm_rs", m, n, k, dtype=context.dtype, group=group))
+    return Prepared(candidates, plan, notes)
+
+
+def reduce_scatter() -> Callable[..., object]:
+    """torch's reduce-scatter of one tensor, under the name this torch prefers."""
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def async_tp(x: torch.Tensor, weights: list[torch.Tensor], context: Context) -> tuple[Candidate | None, str]:
+    """PyTorch's own fused op, or why it cannot run. All ranks agree on which."""
+    group = context.group
+    assert group is not None
+    try:
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch enables every group by itself
+            symm_mem.enable_symm_mem_for_group(group.group_name)
+        name = group.group_name
+        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        call = rotating(weights, lambda w: fused(x, w.t(), "sum", 0, name))
+        call()
+        torch.cuda.synchronize(context.device)
+        error = ""
+    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
+        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+    if all_max([1.0 if error else 0.0], group, context.device)[0]:
+        return None, error or "it failed on another rank"
+    return Candidate("async-TP", "peer", call), ""
+
+
+def sweep(problem: Problem, context: Context) -> Prepared:
+    """The kernel with every tile shape and cluster, against what the plan chose.
+
+    All use one workspace with room for the largest, so that none of them pays for growing it.
+    """
+    m, n, k = problem.local(context.tp)
+    group = context.group
+    assert group is not None
+    x, weights = random_operands(m, n, k, context)
+    out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
+    workspace = registry.get(group, context.device, "gemm_rs")
+    plan = workspace_plan(workspace, m, n, k, context.dtype, False)
+    if not plan.fused or not isinstance(workspace, CudaWorkspace):
+        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    configs = _native.core.tile_configs()
+    rooms = [gemm_rs_room(m, n, context.world_size, c.id, context.dtype) for c in configs]
+    signal_bytes, slot_bytes = max(r[0] for r in rooms), max(r[1] for r in rooms)
+
+    def run(name: str, config: int, role: str) -> Candidate:
+        # Exactly what flux.gemm_rs launches, but for the tile shape.
+        chosen = replace(plan, config=config, signal_bytes=signal_bytes, slot_bytes=slot_bytes)
+
+        def launch(weight: torch.Tensor) -> None:
+            address = workspace.enter(chosen)
+            torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0)
+
+        return Candidate(name, role, rotating(weights, launch))
+
+    shapes = [run(name, config, "config") for name, config in packed_choices(plan)]
+    return Prepared([run("plan", plan.config, "flux"), *shapes], plan_dict(plan))

@@ -1,0 +1,135 @@
+"""What a result was measured on: versions, GPUs, clocks, commit. Everything here only reads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Multicast is never used by flux, and a peer that used it would be another machine's result.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+_SMI_FIELDS = {
+    "index": "index",
+    "name": "name",
+    "driver_version": "driver",
+    "memory.total": "memory_mib",
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "mem_mhz",
+    "clocks.max.sm": "sm_max_mhz",
+    "clocks.max.mem": "mem_max_mhz",
+    "power.draw": "power_w",
+    "power.limit": "power_limit_w",
+    "temperature.gpu": "temperature_c",
+}
+_SMI_TEXT = ("name", "driver")
+
+
+def disable_multicast() -> None:
+    """Keeps flux and its peers from creating multicast objects; call before NCCL starts."""
+    os.environ.update(NO_MULTICAST)
+
+
+def run_text(command: Sequence[str], timeout_s: float = 20.0) -> str | None:
+    """Standard output of a command, or None if it is absent, fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def parse_smi(text: str) -> list[dict[str, Any]]:
+    """One dict per GPU from what nvidia-smi prints for the fields this module asks for."""
+    gpus = []
+    for line in text.strip().splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) != len(_SMI_FIELDS):
+            continue
+        gpu = dict(zip(_SMI_FIELDS.values(), values, strict=True))
+        gpus.append({key: value if key in _SMI_TEXT else _number(value) for key, value in gpu.items()})
+    return gpus
+
+
+def _number(value: str) -> float | None:
+    """None for what the driver does not tell ("[N/A]")."""
+    try:
+        return float(value) if "." in value else int(value)
+    except ValueError:
+        return None
+
+
+def smi() -> list[dict[str, Any]]:
+    """Per GPU: name, driver, clocks (MHz, now and maximum), power (W), temperature. [] without nvidia-smi."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    return parse_smi(run_text(query) or "")
+
+
+def commit() -> str:
+    """``git describe`` of the source tree, FLUX_COMMIT where there is none, else "unknown"."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--tags"]
+    # An installed copy may lie inside somebody else's repository: only believe git if this file is tracked.
+    tracked = run_text(["git", "-C", str(here), "ls-files", "--error-unmatch", "machine.py"])
+    described = run_text(command) if tracked else None
+    return (described or "").strip() or os.environ.get("FLUX_COMMIT", "unknown")
+
+
+def nccl_version() -> str | None:
+    """NCCL's version as torch reports it; None in a build without NCCL."""
+    try:
+        nccl: Any = torch.cuda.nccl
+        version = nccl.version()
+    except (AttributeError, RuntimeError):
+        return None
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def describe(device: str) -> dict[str, Any]:
+    """The ``machine`` part of a result file."""
+    info: dict[str, Any] = {
+        "device": device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "multicast": "off",
+    }
+    if device == "cuda":
+        gpus = smi()
+        properties = torch.cuda.get_device_properties(0)
+        info |= {
+            "gpu": properties.name,
+            "gpu_count": torch.cuda.device_count(),
+            "sms": properties.multi_processor_count,
+            "arch": f"sm_{properties.major}{properties.minor}",
+            "driver": gpus[0]["driver"] if gpus else None,
+            "gpus_idle": gpus,
+        }
+    return info
+
+
+def now() -> str:
+    """UTC, to the second, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

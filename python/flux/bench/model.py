@@ -1,0 +1,215 @@
+"""The arithmetic of a benchmark row: what is derived from measured times, and the bar they are held to.
+
+Pure functions: no torch, no GPU. Times are in milliseconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+# What a copy engine of a Hopper GPU pushes over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
+LINK_GB_PER_S = 380.0
+
+# What a candidate is. "config" is one tile shape in a sweep; the others are columns of the table.
+ROLES = ("flux", "gemm", "comm", "serial", "peer")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call: one sample per round, each the mean of a burst on the slowest rank."""
+
+    role: str
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.samples)
+
+    @property
+    def min(self) -> float:
+        return min(self.samples)
+
+    @property
+    def max(self) -> float:
+        return max(self.samples)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What an op must reach. ``geomean_tp`` limits the geomean bar to one world size (None: all)."""
+
+    row: float
+    geomean: float | None = None
+    geomean_tp: int | None = None
+    over_floor: float | None = None
+    floor_from_ms: float = 0.15
+
+
+@dataclass
+class Row:
+    """One measured problem: what went in, what the clock said, and what the plan was."""
+
+    op: str
+    model: str
+    pattern: str
+    m: int
+    n: int
+    k: int
+    tp: int
+    dtype: str
+    local: tuple[int, int, int]
+    wire_bytes: int
+    times: dict[str, Timing] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)
+    plan: dict[str, Any] | None = None
+    check: str = "not run"
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.check == "exact"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Columns computed from a row; None where a column has no meaning."""
+
+    flux: float | None
+    gemm: float | None
+    comm: float | None
+    serial: float | None
+    peer: float | None
+    peer_name: str | None
+    speedup: float | None
+    e_overlap: float | None
+    floor: float | None
+    over_floor: float | None
+    tflops: float | None
+
+
+def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int) -> int:
+    """Bytes that each rank must send to its peers, whatever the algorithm.
+
+    gemm_rs: p-1 of the p row shards of its partial [M, N]. ag_gemm: its shard of x [M/p, K] to p-1 peers.
+    """
+    if pattern == "gemm_rs":
+        return (tp - 1) * m * n * element_bytes // tp
+    if pattern == "ag_gemm":
+        return (tp - 1) * m * k * element_bytes // tp
+    if pattern == "local":
+        return 0
+    raise ValueError(f"wire_bytes: pattern expected to be gemm_rs, ag_gemm or local, got {pattern!r}")
+
+
+def floor_ms(gemm: float, bytes_on_wire: int, link_gb_per_s: float = LINK_GB_PER_S) -> float:
+    """The time nothing can beat: the GEMM alone, or its bytes at the speed of the link."""
+    return max(gemm, bytes_on_wire / (link_gb_per_s * 1e6))
+
+
+def e_overlap(flux: float, gemm: float, serial: float) -> float | None:
+    """Share of the communication time that is hidden (FLUX, arXiv 2406.06858, section 5).
+
+    1: all of it; below 0: slower than one after the other. None where the serial pipeline adds nothing.
+    """
+    return 1.0 - (flux - gemm) / (serial - gemm) if serial > gemm else None
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean; ValueError on an empty input."""
+    logs = [math.log(v) for v in values]
+    if not logs:
+        raise ValueError("geomean: no values")
+    return math.exp(sum(logs) / len(logs))
+
+
+def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool = True) -> Derived:
+    """Everything the table shows about a row.
+
+    The best peer is the fastest candidate that does the same job without flux: roles ``serial`` and ``peer``.
+    GEMM alone is the fastest candidate of role ``gemm``; a plain GEMM row has no such role, hence no floor.
+    """
+    best: dict[str, tuple[float, str]] = {}
+    for name, timing in row.times.items():
+        roles = (timing.role, "peer") if timing.role == "serial" else (timing.role,)
+        for role in roles:
+            if role not in best or timing.median < best[role][0]:
+                best[role] = (timing.median, name)
+
+    def time_of(role: str) -> float | None:
+        return best[role][0] if role in best else None
+
+    t, gemm, comm, serial, peer = (time_of(r) for r in ROLES)
+    floor = floor_ms(gemm, row.wire_bytes, link_gb_per_s) if gemm is not None and with_floor else None
+    m, n, k = row.local
+    return Derived(
+        flux=t,
+        gemm=gemm,
+        comm=comm,
+        serial=serial,
+        peer=peer,
+        peer_name=best["peer"][1] if "peer" in best else None,
+        speedup=peer / t if peer is not None and t is not None else None,
+        e_overlap=e_overlap(t, gemm, serial) if None not in (t, gemm, serial) else None,  # type: ignore[arg-type]
+        floor=floor,
+        over_floor=t / floor if t is not None and floor is not None else None,
+        tflops=2e-9 * m * n * k / t if t is not None else None,
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The footer under a table of one op."""
+
+    rows: int
+    wrong: int
+    geomean_speedup: float | None
+    min_speedup: float | None
+    geomean_over_floor: float | None
+    max_over_floor: float | None
+    median_e_overlap: float | None
+    under_row_bar: int
+    over_floor_bar: int
+    floor_bar_rows: int
+    geomean_bar_met: bool | None
+    max_host_us: float | None
+
+    @property
+    def meets_bar(self) -> bool:
+        return not (self.wrong or self.under_row_bar or self.over_floor_bar or self.geomean_bar_met is False)
+
+
+def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
+    """Footer of the rows of one op; ``derived`` belongs to ``rows`` one to one.
+
+    E_overlap can be negative, so its middle is a median and not a geometric mean.
+    """
+    speedups = [d.speedup for d in derived if d.speedup is not None]
+    floors = [(d.over_floor, d.floor) for d in derived if d.over_floor is not None and d.floor is not None]
+    overlaps = [d.e_overlap for d in derived if d.e_overlap is not None]
+    held = [ratio for ratio, floor in floors if floor >= bar.floor_from_ms] if bar.over_floor else []
+    mean = geomean(speedups) if speedups else None
+    applies = bar.geomean is not None and mean is not None
+    if bar.geomean_tp is not None:
+        applies = applies and all(row.tp == bar.geomean_tp for row in rows)
+    hosts = [row.host_us["flux"] for row in rows if "flux" in row.host_us]
+    return Summary(
+        rows=len(rows),
+        wrong=sum(not row.ok for row in rows),
+        geomean_speedup=mean,
+        min_speedup=min(speedups, default=None),
+        geomean_over_floor=geomean(r for r, _ in floors) if floors else None,
+        max_over_floor=max((r for r, _ in floors), default=None),
+        median_e_overlap=median(overlaps) if overlaps else None,
+        under_row_bar=sum(s < bar.row for s in speedups),
+        over_floor_bar=sum(r > bar.over_floor for r in held) if bar.over_floor else 0,
+        floor_bar_rows=len(held),
+        geomean_bar_met=mean >= bar.geomean
+        if applies and mean is not None and bar.geomean is not None
+        else None,
+        max_host_us=max(hosts, default=None),
+    )

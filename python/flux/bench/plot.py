@@ -1,0 +1,188 @@
+"""A result as a picture: how far each candidate is from the floor, and what flux gains over the best peer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flux.bench.model import Derived, Row, derive
+from flux.bench.record import Record
+
+_FLUX = "#e4572e"
+_PEERS = ["#3d5a80", "#7a9cc6", "#98c1d9", "#b9c0c9"]
+_INK = "#22303c"
+_LOSS = "#9aa3ad"
+_TALLEST = 3.0  # bars above it are cut and carry their value, so that one slow peer doesn't flatten the rest
+
+
+def require_matplotlib() -> Any:
+    """matplotlib.pyplot with a file backend; RuntimeError saying what to install if it is absent."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise RuntimeError("bench --plot needs matplotlib: pip install matplotlib") from error
+    return plt
+
+
+def plot(record: Record, path: str | Path) -> Path:
+    """Draws every op of ``record`` into one picture (PNG, PDF or SVG by suffix) and returns its path.
+
+    Raises RuntimeError if matplotlib is absent, ValueError if there is nothing to draw.
+    """
+    plt = require_matplotlib()
+    ops = [op for op in record.ops() if any("flux" in row.times for row in record.rows if row.op == op)]
+    if not ops:
+        raise ValueError("bench: this result has no row of flux to plot")
+    most = max(sum(row.op == op for row in record.rows) for op in ops)
+    style = {
+        "font.size": 9,
+        "font.family": "DejaVu Sans",
+        "axes.edgecolor": "#c9cfd6",
+        "axes.labelcolor": _INK,
+        "text.color": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with plt.rc_context(style):
+        width = min(max(7.0, 0.62 * most + 1.5), 26.0)
+        figure, axes = plt.subplots(
+            2 * len(ops),
+            1,
+            figsize=(width, 5.4 * len(ops) + 0.6),
+            squeeze=False,
+            gridspec_kw={"height_ratios": [3.0, 1.5] * len(ops)},
+            layout="constrained",
+        )
+        for i, op in enumerate(ops):
+            rows = [row for row in record.rows if row.op == op and "flux" in row.times]
+            derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
+            _times(axes[2 * i][0], record, op, rows, derived)
+            _speedups(axes[2 * i + 1][0], rows, derived)
+        figure.supxlabel(_caption(record), fontsize=7.5, color="#6b7785")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=160, facecolor="white")
+        plt.close(figure)
+    return path
+
+
+def _caption(record: Record) -> str:
+    machine = record.machine
+    if record.device == "cuda":
+        where = f"{machine.get('gpu_count')}× {machine.get('gpu')}, CUDA {machine.get('cuda')}"
+        where += f", NCCL {machine.get('nccl')}"
+    else:
+        where = str(machine.get("cpu"))
+    what = f"flux {record.version} ({record.commit}) · {record.date[:10]}"
+    return f"{where}, torch {machine.get('torch')} · {what}"
+
+
+def _unit(d: Derived) -> float:
+    """What a row is measured in: its floor, or where there is none (plain GEMM, CPU) its best peer."""
+    return d.floor or d.peer or d.flux or 1.0
+
+
+def _times(axis: Any, record: Record, op: str, rows: list[Row], derived: list[Derived]) -> None:
+    """Grouped bars: each candidate's time over the floor. The floor itself is the line at 1."""
+    names = ["flux"] + sorted({n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer")})
+    colours = dict(zip(names, [_FLUX, *_PEERS], strict=False))
+    tallest = max(
+        r.times[n].median / _unit(d)
+        for r, d in zip(rows, derived, strict=True)
+        for n in names
+        if n in r.times
+    )
+    axis.set_ylim(0, _TALLEST * 1.08 if tallest > _TALLEST else tallest * 1.1)
+    bar = 0.8 / len(names)
+    for j, name in enumerate(names):
+        at = [i + (j - (len(names) - 1) / 2) * bar for i, r in enumerate(rows) if name in r.times]
+        pairs = [(r, d) for r, d in zip(rows, derived, strict=True) if name in r.times]
+        heights = [r.times[name].median / _unit(d) for r, d in pairs]
+        axis.bar(at, heights, width=bar * 0.94, color=colours.get(name, _LOSS), label=name, zorder=3)
+        for x, height in zip(at, heights, strict=True):
+            if height > _TALLEST:
+                value = f"{height:.1f}"
+                axis.text(x, _TALLEST, value, ha="center", va="bottom", color="white", fontsize=7, zorder=6)
+        if name == "flux":
+            for x, (row, _) in zip(at, pairs, strict=True):
+                label = f" {row.times[name].median:.3g} ms"
+                style = {"rotation": 90, "ha": "center", "va": "bottom", "color": "white", "fontsize": 6.5}
+                axis.text(x, 0, label, zorder=4, **style)
+    base = "floor" if any(d.floor for d in derived) else "best peer"
+    axis.axhline(1.0, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
+    axis.text(len(rows) - 0.45, 1.0, base, va="center", ha="left", fontsize=8)
+    axis.set_ylabel(f"time / {base}  (lower is better)")
+    axis.grid(axis="y", color="#e7eaee", zorder=0)
+    ranks = f"{rows[0].tp} processes" if record.device == "cpu" else f"TP {rows[0].tp}"
+    axis.set_title(
+        f"{op}  ·  {ranks}  ·  {rows[0].dtype}", loc="left", fontsize=12, fontweight="bold", pad=12
+    )
+    axis.legend(
+        frameon=False, ncols=len(names), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1
+    )
+    axis.set_xlim(-0.6, len(rows) - 0.4)
+    axis.set_xticks([])
+    _dividers(axis, rows)
+
+
+def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
+    """Speed-up over the best peer of the row."""
+    values = [d.speedup if d.speedup is not None else 1.0 for d in derived]
+    colours = [_FLUX if v >= 1.0 else _LOSS for v in values]
+    low = min(0.9, min(values) * 0.97)
+    axis.bar(range(len(rows)), [v - 1.0 for v in values], bottom=1.0, width=0.62, color=colours, zorder=3)
+    for i, value in enumerate(values):
+        above = value >= 1.0
+        axis.text(
+            i, value, f"{value:.2f}×", ha="center", va="bottom" if above else "top", fontsize=7.5, zorder=4
+        )
+    axis.axhline(1.0, color=_INK, linewidth=1.0, zorder=5)
+    axis.set_ylim(low - 0.12 * (max(values) - low), max(1.05, max(values)) + 0.14 * (max(values) - low))
+    axis.set_ylabel("speed-up over\nbest peer")
+    axis.grid(axis="y", color="#e7eaee", zorder=0)
+    axis.set_xlim(-0.6, len(rows) - 0.4)
+    axis.set_xticks(range(len(rows)), [str(r.m) for r in rows], fontsize=8)
+    axis.annotate(
+        "M",
+        (0, 0),
+        xycoords="axes fraction",
+        xytext=(-6, -5),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+    )
+    axis.tick_params(axis="x", length=0)
+    _dividers(axis, rows)
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or _group(rows[end]) != _group(rows[start]):
+            middle = (start + end - 1) / 2
+            axis.annotate(
+                _group(rows[start]),
+                (middle, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, -20),
+                textcoords="offset points",
+                ha="center",
+                va="top",
+                fontsize=9,
+                fontweight="bold",
+            )
+            start = end
+    axis.set_xlabel(" ", labelpad=14)
+
+
+def _group(row: Row) -> str:
+    """Rows that belong together under one name."""
+    return f"{row.model}\n({row.pattern})" if row.op == "gemm" and row.pattern != "local" else row.model
+
+
+def _dividers(axis: Any, rows: list[Row]) -> None:
+    for i in range(1, len(rows)):
+        if _group(rows[i]) != _group(rows[i - 1]):
+            axis.axvline(i - 0.5, color="#d5dae0", linewidth=0.8, zorder=1)

@@ -1,0 +1,99 @@
+"""The JSON result file: written row by row, read back by ``--show`` and by ``--plot``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flux.bench.model import LINK_GB_PER_S, Row, Timing, derive
+
+SCHEMA = 1
+
+
+@dataclass
+class Record:
+    """One run of ``flux bench``.
+
+    settings: iters, rounds, world, tp, link_gb_per_s and whatever else decided what was measured.
+    complete: False in a file whose run was cut off; its rows are good.
+    """
+
+    version: str
+    commit: str
+    date: str
+    suite: str
+    device: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def link_gb_per_s(self) -> float:
+        return float(self.settings.get("link_gb_per_s", LINK_GB_PER_S))
+
+    @property
+    def with_floor(self) -> bool:
+        """A floor is a statement about GPU links: there is none on CPUs."""
+        return self.device == "cuda"
+
+    def ops(self) -> list[str]:
+        return list(dict.fromkeys(row.op for row in self.rows))
+
+
+def row_to_json(row: Row, record: Record) -> dict[str, Any]:
+    data = asdict(row)
+    data["local"] = list(row.local)
+    data["times"] = {
+        name: {
+            "role": t.role,
+            "median_ms": round(t.median, 6),
+            "min_ms": round(t.min, 6),
+            "max_ms": round(t.max, 6),
+            "samples_ms": [round(s, 6) for s in t.samples],
+        }
+        for name, t in row.times.items()
+    }
+    # Only for readers of the file: what is derived is computed again from the samples when it is shown.
+    data["derived"] = asdict(derive(row, record.link_gb_per_s, with_floor=record.with_floor))
+    return data
+
+
+def row_from_json(data: dict[str, Any]) -> Row:
+    fields = {key: value for key, value in data.items() if key not in ("times", "derived", "local")}
+    times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data["times"].items()}
+    return Row(**fields, local=tuple(data["local"]), times=times)
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    data = {key: value for key, value in vars(record).items() if key != "rows"}
+    return {"schema": SCHEMA, **data, "rows": [row_to_json(row, record) for row in record.rows]}
+
+
+def from_json(data: dict[str, Any]) -> Record:
+    """Raises ValueError if the file is of another schema."""
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"bench: result file expected to have schema {SCHEMA}, got {data.get('schema')!r}")
+    fields = {key: value for key, value in data.items() if key not in ("schema", "rows")}
+    return Record(**fields, rows=[row_from_json(row) for row in data["rows"]])
+
+
+def write(record: Record, path: str | Path) -> None:
+    """Replaces the file in one step, so that a run that is cut off leaves its last whole state."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(to_json(record), indent=1) + "\n")
+    os.replace(part, path)
+
+
+def read(path: str | Path) -> Record:
+    try:
+        data = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"bench: {path} is not a JSON result file: {error}") from error
+    return from_json(data)

@@ -1,0 +1,319 @@
+"""Tables of a result, for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flux.bench.model import Bar, Derived, Row, Summary, derive, geomean, summarise
+from flux.bench.record import Record
+
+# What each op is held to: docs/benchmarks.md, "The bar".
+BARS = {
+    "gemm": Bar(row=0.90, geomean=0.95),
+    "gemm_rs": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
+    "ag_gemm": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
+    "gemm_ar": Bar(row=1.0, geomean=1.25),
+    "moe": Bar(row=1.0, geomean=1.30, geomean_tp=4),
+}
+HOST_BAR_US = 25.0
+_WIDE = 220
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that doesn't fold a table when its output goes to a file or a pipe."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. ``spare``: columns with a higher number go first where the terminal is narrow; 0 stays."""
+
+    title: str
+    cell: Callable[[Row, Derived, Bar], str | Text]
+    justify: str = "right"
+    spare: int = 0
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _ratio(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _judged(value: float | None, good: bool, digits: int = 2) -> str | Text:
+    return "–" if value is None else Text(_ratio(value, digits), style="green" if good else "bold red")
+
+
+def _speedup(row: Row, d: Derived, bar: Bar) -> str | Text:
+    return _judged(d.speedup, d.speedup is not None and d.speedup >= bar.row)
+
+
+def _over_floor(row: Row, d: Derived, bar: Bar) -> str | Text:
+    if d.over_floor is None or d.floor is None or bar.over_floor is None:
+        return _ratio(d.over_floor)
+    if d.floor < bar.floor_from_ms:
+        return Text(_ratio(d.over_floor), style="dim")
+    return _judged(d.over_floor, d.over_floor <= bar.over_floor)
+
+
+def _peer(row: Row, d: Derived, bar: Bar) -> str:
+    return f"{_ms(d.peer)} {d.peer_name}" if d.peer_name else "–"
+
+
+def _plan(row: Row, d: Derived, bar: Bar) -> str | Text:
+    if not row.plan:
+        return "–"
+    if not row.plan.get("fused", True):
+        return Text("unfused", style="yellow")
+    return str(row.plan.get("config", "–"))
+
+
+def _check(row: Row, d: Derived, bar: Bar) -> Text:
+    return Text("exact", style="green") if row.ok else Text(row.check, style="bold red")
+
+
+def _host(row: Row, d: Derived, bar: Bar) -> str | Text:
+    value = row.host_us.get("flux")
+    return "–" if value is None else Text(f"{value:.0f}", style="" if value <= HOST_BAR_US else "red")
+
+
+def _size(row: Row) -> str:
+    """The local GEMM, M excepted: that is what the kernels see."""
+    return f"{row.local[1]} × {row.local[2]}"
+
+
+_HEAD = [
+    Column("model", lambda r, d, b: r.model, "left"),
+    Column("M", lambda r, d, b: str(r.m)),
+    Column("N × K", lambda r, d, b: _size(r), spare=3),
+]
+_GPU_COLLECTIVE = [
+    *_HEAD,
+    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
+    Column("GEMM", lambda r, d, b: _ms(d.gemm), spare=2),
+    Column("comm", lambda r, d, b: _ms(d.comm), spare=6),
+    Column("serial", lambda r, d, b: _ms(d.serial), spare=5),
+    Column("best peer", _peer, "left"),
+    Column("speed-up", _speedup),
+    Column("E_overlap", lambda r, d, b: _ratio(d.e_overlap), spare=4),
+    Column("floor", lambda r, d, b: _ms(d.floor), spare=7),
+    Column("t/floor", _over_floor),
+    Column("host µs", _host, spare=8),
+    Column("plan", _plan, "left", spare=9),
+    Column("check", _check, "left", spare=1),
+]
+_GPU_GEMM = [
+    Column("model", lambda r, d, b: f"{r.model} ({r.pattern})", "left"),
+    *_HEAD[1:],
+    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
+    Column("cuBLAS", lambda r, d, b: _ms(d.peer)),
+    Column("speed-up", lambda r, d, b: _judged(d.speedup, d.speedup is not None and d.speedup >= b.row, 3)),
+    Column("TFLOP/s", lambda r, d, b: _ratio(d.tflops, 0)),
+    Column(
+        "cuBLAS TFLOP/s", lambda r, d, b: _ratio(d.tflops / d.speedup if d.tflops and d.speedup else None, 0)
+    ),
+    Column("host µs", _host, spare=8),
+    Column("plan", _plan, "left", spare=9),
+    Column("check", _check, "left", spare=1),
+]
+_CPU = [
+    *_HEAD,
+    Column("fused", lambda r, d, b: Text(_ms(d.flux), style="bold")),
+    Column("unfused", lambda r, d, b: _ms(d.peer)),
+    Column("speed-up", lambda r, d, b: _ratio(d.speedup)),
+    Column("GEMM", lambda r, d, b: _ms(d.gemm), spare=2),
+    Column("comm", lambda r, d, b: _ms(d.comm)),
+    Column("check", _check, "left", spare=1),
+]
+
+
+def sweep_table(record: Record, op: str) -> tuple[Table, Text]:
+    """What the plan chose against the best tile shape there is, and how far the cost model is off."""
+    out = Table(
+        title=f"{op} · every tile shape · ms", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
+    )
+    for title, left in (
+        ("model", True),
+        ("M", False),
+        ("N × K", False),
+        ("plan", True),
+        ("plan ms", False),
+        ("expected", False),
+        ("best", True),
+        ("best ms", False),
+        ("expected", False),
+        ("plan/best", False),
+        ("next best", True),
+    ):
+        out.add_column(title, justify="left" if left else "right", no_wrap=True)
+    ratios, errors = [], []
+    for row in (row for row in record.rows if row.op == op and "plan" in row.times):
+        plan = row.plan or {}
+        guesses = {name: time_us / 1e3 for name, time_us in plan.get("candidates", [])}
+        mine = row.times["plan"].median
+        ranked = sorted((t.median, name) for name, t in row.times.items() if t.role == "config")
+        best, name = ranked[0]
+        ratios.append(mine / best)
+        errors += [guesses[n] / t for t, n in ranked if guesses.get(n)]
+        out.add_row(
+            f"{row.model} ({row.pattern})" if op == "gemm" else row.model,
+            str(row.m),
+            _size(row),
+            str(plan.get("config", "–")),
+            _ms(mine),
+            _ms(plan["time_us"] / 1e3 if plan.get("time_us") else None),
+            name,
+            _ms(best),
+            _ms(guesses.get(name)),
+            _judged(mine / best, mine <= 1.03 * best, 3),
+            ", ".join(f"{n} {t:.3f}" for t, n in ranked[1:4]),
+        )
+    lines = []
+    if ratios:
+        lines.append(f"plan over best: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
+    if errors:
+        spread = f"min {min(errors):.2f}, max {max(errors):.2f}"
+        lines.append(
+            f"cost model over measured, {len(errors)} choices: geomean {geomean(errors):.3f}, {spread}"
+        )
+    return out, Text("\n".join(lines) or "nothing measured")
+
+
+def _columns(record: Record, op: str) -> list[Column]:
+    if record.device == "cpu":
+        return _CPU
+    return _GPU_GEMM if op == "gemm" else _GPU_COLLECTIVE
+
+
+def table(record: Record, op: str, width: int = _WIDE) -> Table:
+    """All rows of one op, in the columns that fit into ``width`` characters."""
+    rows = [row for row in record.rows if row.op == op]
+    ranks = (
+        f"{record.settings.get('world', rows[0].tp)} processes"
+        if record.device == "cpu"
+        else f"TP {rows[0].tp}"
+    )
+    title = (
+        f"{op} · {ranks} · {rows[0].dtype} · ms per call, median of {record.settings.get('rounds')} rounds"
+    )
+    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    bar = BARS.get(op, Bar(row=1.0))
+    derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
+    columns = [
+        (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
+        for column in _columns(record, op)
+    ]
+    for column, _ in _fit(columns, width):
+        out.add_column(column.title, justify=column.justify, no_wrap=True)  # type: ignore[arg-type]
+    previous = None
+    for i, row in enumerate(rows):
+        if previous is not None and (row.model, row.pattern) != previous:
+            out.add_section()
+        previous = (row.model, row.pattern)
+        out.add_row(*(cells[i] for _, cells in _fit(columns, width)))
+    return out
+
+
+Filled = tuple[Column, list[str | Text]]
+
+
+def _fit(columns: list[Filled], width: int) -> list[Filled]:
+    """The columns that a terminal of this width has room for: numbers are shown whole or not at all."""
+    kept = list(columns)
+
+    def needed() -> int:
+        # The box puts three spaces between columns and two around them.
+        return 1 + sum(3 + max(cell_len(str(c)) for c in (column.title, *cells)) for column, cells in kept)
+
+    while needed() > width and any(column.spare for column, _ in kept):
+        kept.remove(max(kept, key=lambda filled: filled[0].spare))
+    return kept
+
+
+def footer(record: Record, op: str) -> tuple[Text, Summary]:
+    """Geometric means, the worst row, and how many rows are under the bar."""
+    bar = BARS.get(op, Bar(row=1.0))
+    rows = [row for row in record.rows if row.op == op]
+    s = summarise(rows, [derive(r, record.link_gb_per_s, with_floor=record.with_floor) for r in rows], bar)
+    lines = []
+    if s.geomean_speedup is not None:
+        against = "cuBLAS" if op == "gemm" and record.device == "cuda" else "best peer"
+        if record.device == "cpu":
+            against = "unfused"
+        line = f"speed-up over {against}: geomean {s.geomean_speedup:.3f}, min {s.min_speedup:.3f}"
+        if record.device == "cuda":
+            line += f"; {s.under_row_bar} of {s.rows} rows under {bar.row:.2f}"
+            if s.geomean_bar_met is not None:
+                line += f"; geomean bar {bar.geomean:.2f} {'met' if s.geomean_bar_met else 'MISSED'}"
+        lines.append(line)
+    if s.geomean_over_floor is not None:
+        line = f"t/floor: geomean {s.geomean_over_floor:.3f}, max {s.max_over_floor:.3f}"
+        if bar.over_floor is not None:
+            line += (
+                f"; {s.over_floor_bar} of {s.floor_bar_rows} rows with floor ≥ {bar.floor_from_ms:g} ms"
+                f" over {bar.over_floor:.2f}"
+            )
+        if s.median_e_overlap is not None:
+            line += f"; E_overlap median {s.median_e_overlap:.2f}"
+        lines.append(line)
+    if s.max_host_us is not None:
+        lines.append(f"host cost of a call: max {s.max_host_us:.1f} µs (bar {HOST_BAR_US:.0f})")
+    if s.wrong:
+        lines.append(f"WRONG RESULTS in {s.wrong} rows: their times mean nothing")
+    good = s.meets_bar or (record.device == "cpu" and not s.wrong)
+    return Text("\n".join(lines), style="green" if good else "yellow" if not s.wrong else "bold red"), s
+
+
+def heading(record: Record) -> Text:
+    machine = record.machine
+    if record.device == "cuda":
+        where = f"{machine.get('gpu_count')}× {machine.get('gpu')}, driver {machine.get('driver')}"
+    else:
+        where = f"{machine.get('cpu')}, {machine.get('cpus')} CPUs"
+    software = [f"torch {machine.get('torch')}"]
+    if record.device == "cuda":
+        software += [f"CUDA {machine.get('cuda')}", f"NCCL {machine.get('nccl')}"]
+    text = f"flux {record.version} ({record.commit}) · {where} · {', '.join(software)} · {record.date}"
+    return Text(text, style="dim")
+
+
+def notes(record: Record) -> list[str]:
+    """What a reader must know besides the numbers: peers that could not run, rows that were left out."""
+    seen: dict[str, list[str]] = {}
+    for row in record.rows:
+        for note in row.notes:
+            seen.setdefault(note, []).append(f"{row.model} M={row.m}")
+    lines = []
+    for note, where in seen.items():
+        at = (
+            "all rows"
+            if len(where) == len(record.rows)
+            else ", ".join(where[:4]) + (" …" if len(where) > 4 else "")
+        )
+        lines.append(f"{note} [{at}]")
+    return lines + record.skipped
+
+
+def render(record: Record, width: int = _WIDE) -> RenderableType:
+    """The whole result: heading, a table and its footer for each op, notes."""
+    parts: list[RenderableType] = [heading(record)]
+    for op in record.ops():
+        if record.settings.get("all_configs"):
+            parts += [*sweep_table(record, op), Text("")]
+            continue
+        parts += [table(record, op, width), footer(record, op)[0], Text("")]
+    parts += [Text(f"· {line}", style="dim") for line in notes(record)]
+    if not record.complete:
+        parts.append(Text("this run was cut off: the rows above are what it finished", style="yellow"))
+    return Group(*parts)

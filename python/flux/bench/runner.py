@@ -1,0 +1,222 @@
+"""Runs a suite: one function for all ranks, and two ways to start them (our own processes, or torchrun)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import flux
+from flux.bench import machine
+from flux.bench.cases import OPS, OpSpec
+from flux.bench.cases.common import Context
+from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S, Row, Timing, derive, wire_bytes
+from flux.bench.record import Record, write
+from flux.bench.report import make_console
+from flux.bench.suites import Problem
+from flux.bench.timing import Timer, make_timer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what is measured. world: processes; tp: by how much the shapes are cut."""
+
+    problems: tuple[Problem, ...]
+    suite: str
+    device: str
+    world: int
+    tp: int
+    dtype: str
+    iters: int = 20
+    rounds: int = 7
+    link_gb_per_s: float = LINK_GB_PER_S
+    all_configs: bool = False
+    json_file: str | None = None
+    skipped: tuple[str, ...] = ()
+    timeout_s: float = 3600.0
+
+    def public(self) -> dict[str, Any]:
+        """What a result file says about how it was measured."""
+        hidden = ("problems", "json_file", "skipped", "suite", "device")
+        return {key: value for key, value in asdict(self).items() if key not in hidden}
+
+
+def run(settings: Settings) -> Record | None:
+    """Measures on this machine. Under torchrun only rank 0 gets the record, the others None."""
+    machine.disable_multicast()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if settings.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo")
+        try:
+            return run_rank(rank, world, settings)
+        finally:
+            dist.destroy_process_group()
+    if settings.world == 1:
+        return run_rank(0, 1, settings)
+    from flux.testing import spawn
+
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
+    results: list[Record | None] = spawn(
+        run_rank,
+        settings.world,
+        settings,
+        timeout_s=settings.timeout_s,
+        backend=backend,
+        env=machine.NO_MULTICAST,
+    )
+    return results[0]
+
+
+def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
+    """One rank's part of a run: checks and times every problem. Rank 0 keeps record and shows progress."""
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    group = dist.group.WORLD if world_size > 1 else None
+    dtype = getattr(torch, settings.dtype)
+    context = Context(rank, world_size, settings.tp, device, dtype, group)
+    record = Record(
+        version=flux.__version__,
+        commit=machine.commit(),
+        date=machine.now(),
+        suite=settings.suite,
+        device=settings.device,
+        machine=machine.describe(settings.device) if rank == 0 else {},
+        settings=settings.public(),
+        skipped=list(settings.skipped),
+    )
+    with torch.no_grad():
+        timer = make_timer(device, group)
+        if context.cuda:
+            load = _heat(context)
+            if load:
+                record.machine["gpus_load"] = load
+        with _progress(rank == 0, len(settings.problems)) as step:
+            for problem in settings.problems:
+                step(_label(problem), None)
+                row = measure(problem, context, timer, settings)
+                record.rows.append(row)
+                if rank == 0 and settings.json_file:
+                    write(record, settings.json_file)
+                step(_label(problem), _outcome(row, settings))
+    record.complete = True
+    if rank == 0 and context.cuda:
+        record.machine["gpus_after"] = machine.smi()
+    if rank == 0 and settings.json_file:
+        write(record, settings.json_file)
+    return record if rank == 0 else None
+
+
+def measure(problem: Problem, context: Context, timer: Timer, settings: Settings) -> Row:
+    """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
+    spec = OPS[problem.op]
+    local = problem.local(context.tp)
+    on_wire = wire_bytes(
+        problem.pattern, problem.m, problem.n, problem.k, context.tp, DTYPE_BYTES[settings.dtype]
+    )
+    row = Row(
+        op=problem.op,
+        model=problem.model,
+        pattern=problem.pattern,
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        tp=context.tp,
+        dtype=settings.dtype,
+        local=local,
+        wire_bytes=on_wire if spec.collective else 0,
+    )
+    row.check = _agree(spec.check(problem, context), context)
+    prepared = spec.sweep(problem, context) if settings.all_configs else spec.prepare(problem, context)
+    row.plan, row.notes = prepared.plan, prepared.notes
+    candidates = [c for c in prepared.candidates if row.ok or c.role not in ("flux", "config")]
+    if not candidates:
+        return row
+    _time(row, spec, prepared.candidates if row.ok else candidates, timer, settings)
+    return row
+
+
+def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings: Settings) -> None:
+    calls = {c.name: c.call for c in candidates}
+    for call in calls.values():
+        timer.warm(call)
+    samples = timer.interleaved(calls, settings.iters, settings.rounds)
+    row.notes += [
+        f"{name}: the host never got ahead of the GPU; its time is included" for name in timer.host_bound
+    ]
+    row.times = {c.name: Timing(c.role, tuple(samples[c.name])) for c in candidates}
+    if settings.device == "cuda" and not settings.all_configs:
+        wanted = ("flux", "serial", "peer")
+        row.host_us = {c.name: round(timer.host_us(c.call), 2) for c in candidates if c.role in wanted}
+
+
+def _agree(mine: str, context: Context) -> str:
+    """The first complaint of any rank."""
+    if context.group is None:
+        return mine
+    told: list[Any] = [None] * context.world_size
+    dist.all_gather_object(told, mine, group=context.group)
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(told) if said != "exact"), "exact")
+
+
+def _heat(context: Context) -> list[dict[str, Any]]:
+    """Runs GEMMs for about two seconds so that clocks settle; rank 0 reads clocks and power meanwhile."""
+    x = torch.randn(8192, 8192, device=context.device, dtype=torch.bfloat16).mul_(0.1)
+    out = torch.empty_like(x)
+    cuda: Any = torch.cuda
+    end = cuda.Event()
+    for _ in range(900):
+        torch.mm(x, x, out=out)
+    end.record()
+    load = machine.smi() if context.rank == 0 and not end.query() else []
+    end.synchronize()
+    return load
+
+
+def _label(problem: Problem) -> str:
+    side = f" ({problem.pattern})" if problem.op == "gemm" else ""
+    return f"{problem.op}{side} {problem.model} M={problem.m}"
+
+
+def _outcome(row: Row, settings: Settings) -> str:
+    if not row.ok:
+        return f"WRONG: {row.check}"
+    d = derive(row, settings.link_gb_per_s)
+    if d.flux is None or d.peer is None:
+        return "done"
+    return f"{d.flux:.3f} ms, {d.peer_name} {d.peer:.3f} ms, {d.speedup:.2f}x"
+
+
+@contextmanager
+def _progress(show: bool, total: int) -> Iterator[Any]:
+    """A live bar on a terminal, a line per row where the output is a file."""
+    if not show:
+        yield lambda label, outcome: None
+        return
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+
+        def line(label: str, outcome: str | None) -> None:
+            if outcome is not None:
+                console.print(f"{label}: {outcome}", highlight=False, markup=False)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def move(label: str, outcome: str | None) -> None:
+            bar.update(task, description=label if outcome is None else f"{label}: {outcome}")
+            if outcome is not None:
+                bar.advance(task)
+
+        yield move

@@ -1,0 +1,129 @@
+"""Suites of problem sizes, one TOML file each. A suite is data: adding a model is adding four lines."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a benchmark.
+
+    ``m, n, k`` are the global sizes of the projection. ``pattern`` says how tensor parallelism cuts it:
+    ``ag_gemm`` divides ``n`` (x is gathered), ``gemm_rs`` divides ``k`` (the sum is scattered),
+    ``local`` divides nothing.
+    """
+
+    op: str
+    model: str
+    pattern: str
+    m: int
+    n: int
+    k: int
+
+    def local(self, tp: int) -> tuple[int, int, int]:
+        """(M, N, K) of the GEMM that one rank computes.
+
+        Raises ValueError if the cut dimension does not divide by ``tp``.
+        """
+        if self.pattern == "local":
+            return self.m, self.n, self.k
+        name, size = ("n", self.n) if self.pattern == "ag_gemm" else ("k", self.k)
+        if size % tp:
+            raise ValueError(f"{self.op}: {name} must be divisible by the {tp} ranks, got {name}={size}")
+        if self.pattern == "ag_gemm":
+            return self.m, self.n // tp, self.k
+        return self.m, self.n, self.k // tp
+
+
+@dataclass(frozen=True)
+class Model:
+    """The projections of one model: pattern name -> (n, k), both global."""
+
+    name: str
+    shapes: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    description: str
+    dtype: str
+    m: tuple[int, ...]
+    models: tuple[Model, ...]
+
+    def problems(self, op: str, patterns: tuple[str, ...]) -> list[Problem]:
+        """Rows of ``op``: every model that has one of ``patterns``, at every M."""
+        return [
+            Problem(op, model.name, pattern, m, *model.shapes[pattern])
+            for pattern in patterns
+            for model in self.models
+            if pattern in model.shapes
+            for m in self.m
+        ]
+
+    def select(self, models: list[str] | None = None, m: list[int] | None = None) -> Suite:
+        """The part of the suite with these model names and these M.
+
+        Raises ValueError naming the models there are if one is unknown.
+        """
+        suite = self
+        if models:
+            known = {model.name: model for model in self.models}
+            for name in models:
+                if name not in known:
+                    have = ", ".join(known)
+                    raise ValueError(
+                        f"bench: model expected to be one of {have} (suite {self.name}), got {name!r}"
+                    )
+            suite = replace(suite, models=tuple(known[name] for name in models))
+        return replace(suite, m=tuple(m)) if m else suite
+
+
+def available() -> list[str]:
+    """Names of the suites that come with flux."""
+    files = resources.files(__name__).iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def parse(text: str) -> Suite:
+    """Reads a suite from TOML text; ValueError says which key is wrong."""
+    data = tomllib.loads(text)
+    head = data.get("suite", {})
+    for key in ("name", "dtype", "m"):
+        if key not in head:
+            raise ValueError(f"suite: [suite] needs {key!r}")
+    models = []
+    for entry in data.get("model", []):
+        if "name" not in entry:
+            raise ValueError("suite: every [[model]] needs 'name'")
+        shapes = {}
+        for pattern, shape in entry.items():
+            if pattern == "name":
+                continue
+            if not isinstance(shape, dict) or set(shape) != {"n", "k"}:
+                raise ValueError(
+                    f"suite: {entry['name']}.{pattern} expected {{n = ..., k = ...}}, got {shape!r}"
+                )
+            shapes[pattern] = (int(shape["n"]), int(shape["k"]))
+        models.append(Model(entry["name"], shapes))
+    if not models:
+        raise ValueError("suite: no [[model]] in it")
+    return Suite(head["name"], head.get("description", ""), head["dtype"], tuple(head["m"]), tuple(models))
+
+
+def load(name: str) -> Suite:
+    """A suite by name (see :func:`available`) or by path to a TOML file."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ValueError(f"bench: suite file not found: {name}")
+        return parse(path.read_text())
+    if name not in available():
+        raise ValueError(
+            f"bench: suite expected to be one of {', '.join(available())} or a .toml file, got {name!r}"
+        )
+    return parse((resources.files(__name__) / f"{name}.toml").read_text())

@@ -1,0 +1,186 @@
+"""How candidates are timed. One class for GPUs, one for CPUs; the same three methods.
+
+The rules, each of which has spoiled somebody's published result:
+
+* ranks start together: they meet on the host, then a GPU-side collective lines their streams up;
+* a delay kernel goes first, so that a burst is enqueued before it starts and host launch cost stays out.
+  If the host was still enqueueing when the burst began, the sample is thrown away and the delay doubled;
+* a sample is a burst of back-to-back calls between two events, and the slowest rank counts;
+* candidates take turns (A B A B ...) in one process, because clocks drift with heat and power;
+* host cost is measured separately, behind a long delay, so that the GPU never makes the host wait.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], object]
+
+_EXTRA_ROUNDS = 3
+_cuda: Any = torch.cuda  # events and the delay kernel are not typed
+
+
+class Timer(Protocol):
+    """What the runner needs from a timer. Every method is collective: all ranks call it in the same order.
+
+    host_bound: candidates of the last row whose samples contain host time, because the host never got ahead.
+    """
+
+    host_bound: list[str]
+
+    def warm(self, call: Call) -> None: ...
+
+    def interleaved(self, calls: Mapping[str, Call], iters: int, rounds: int) -> dict[str, list[float]]: ...
+
+    def host_us(self, call: Call) -> float: ...
+
+
+def all_max(values: list[float], group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """Element-wise maximum over ranks."""
+    if group is None or dist.get_world_size(group) == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return [float(v) for v in tensor.tolist()]
+
+
+class CpuTimer:
+    """Wall-clock bursts between processes that start from a barrier."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._device = torch.device("cpu")
+        self.host_bound: list[str] = []
+
+    def _burst(self, call: Call, iters: int) -> float:
+        if self._group is not None:
+            dist.barrier(self._group)
+        start = time.perf_counter()
+        for _ in range(iters):
+            call()
+        return (time.perf_counter() - start) * 1e3 / iters
+
+    def warm(self, call: Call) -> None:
+        self._burst(call, 2)
+
+    def interleaved(self, calls: Mapping[str, Call], iters: int, rounds: int) -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                samples[name].append(self._burst(call, iters))
+        return {name: all_max(values, self._group, self._device) for name, values in samples.items()}
+
+    def host_us(self, call: Call) -> float:
+        return self._burst(call, 3) * 1e3
+
+
+class GpuTimer:
+    """Bursts on the current stream between two events, behind a delay kernel."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._mark = torch.zeros(1, device=device)
+        self._cycles_per_ms = self._calibrate()
+        self._enqueue_ms: dict[str, float] = {}
+        self.host_bound: list[str] = []
+
+    def _calibrate(self) -> float:
+        """Cycles of the delay kernel that make one millisecond, at the clock the GPU has under load."""
+        cycles = 20_000_000
+        _cuda._sleep(cycles)
+        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+        start.record()
+        _cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        return float(cycles / start.elapsed_time(end))
+
+    def _delay(self, milliseconds: float) -> None:
+        # The clock may be higher later than when it was calibrated: a third on top.
+        _cuda._sleep(int(self._cycles_per_ms * milliseconds * 1.33) + 1)
+
+    def _meet(self) -> None:
+        torch.cuda.synchronize(self._device)
+        if self._group is not None:
+            dist.all_reduce(self._mark, group=self._group)
+            torch.cuda.synchronize(self._device)
+
+    def _burst(self, name: str, call: Call, iters: int) -> tuple[float, bool]:
+        """(ms per call on this rank, whether the host stayed ahead of the GPU)."""
+        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+        self._meet()
+        self._delay(self._enqueue_ms[name] * iters + 0.3)
+        if self._group is not None:
+            dist.all_reduce(self._mark, group=self._group)
+        start.record()
+        for _ in range(iters):
+            call()
+        end.record()
+        ahead = not start.query()
+        end.synchronize()
+        if not ahead:
+            self._enqueue_ms[name] *= 2
+        return start.elapsed_time(end) / iters, ahead
+
+    def warm(self, call: Call) -> None:
+        """Three calls, waiting after each: first calls allocate, load modules and rendezvous."""
+        for _ in range(3):
+            call()
+            torch.cuda.synchronize(self._device)
+
+    def interleaved(self, calls: Mapping[str, Call], iters: int, rounds: int) -> dict[str, list[float]]:
+        """Samples in ms per call, one per round, maximum over ranks.
+
+        Rounds in which a host fell behind on any rank are repeated up to three times; a candidate that never
+        stays ahead returns the samples it has, host cost included.
+        """
+        for name, call in calls.items():
+            self._enqueue_ms[name] = self._enqueue_once(call)
+        good: dict[str, list[float]] = {name: [] for name in calls}
+        late: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds + _EXTRA_ROUNDS):
+            wanted = [name for name in calls if len(good[name]) < rounds]
+            if not wanted:
+                break
+            bursts = {name: self._burst(name, calls[name], iters) for name in wanted}
+            flat = [x for t, ahead in bursts.values() for x in (t, 0.0 if ahead else 1.0)]
+            worst = all_max(flat, self._group, self._device)
+            for i, name in enumerate(wanted):
+                (late if worst[2 * i + 1] else good)[name].append(worst[2 * i])
+        self.host_bound = [name for name in calls if not good[name]]
+        return {name: good[name] or late[name] for name in calls}
+
+    def _enqueue_once(self, call: Call) -> float:
+        """Milliseconds the host needs to enqueue one call while the GPU is busy; a generous first guess."""
+        self._meet()
+        self._delay(5.0)
+        start = time.perf_counter()
+        for _ in range(3):
+            call()
+        guess = (time.perf_counter() - start) * 1e3 / 3
+        torch.cuda.synchronize(self._device)
+        return 1.5 * guess
+
+    def host_us(self, call: Call, calls: int = 20, repeats: int = 3) -> float:
+        """Host microseconds per eager call: N enqueues behind a delay that outlasts them; slowest rank."""
+        times = []
+        for _ in range(repeats):
+            self._meet()
+            self._delay(10.0)
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times.append((time.perf_counter() - start) * 1e6 / calls)
+            torch.cuda.synchronize(self._device)
+        return all_max([statistics.median(times)], self._group, self._device)[0]
+
+
+def make_timer(device: torch.device, group: dist.ProcessGroup | None) -> Timer:
+    return GpuTimer(group, device) if device.type == "cuda" else CpuTimer(group)

@@ -1,0 +1,172 @@
+"""What `flux doctor` finds, and the checks that only look: versions, libraries, GPUs, environment, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import flux
+from flux import _env, _native
+from flux.bench import machine
+
+# Below this, a moderate CPU call cannot allocate its workspace (a default container has 64 MiB in all).
+_SHM_FREE_MIB = 256
+_CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. state: "ok", "info" (neither good nor bad), "bad" (advice says what to do)."""
+
+    section: str
+    name: str
+    value: str
+    state: str = "info"
+    advice: str | None = None
+    data: Any = None
+
+
+def kernels_fit(index: int) -> bool:
+    """Whether flux's kernels can run on this GPU: they are built for sm_90a only."""
+    return tuple(torch.cuda.get_device_capability(index)) == (9, 0)
+
+
+def versions() -> Iterator[Finding]:
+    section = "versions"
+    yield Finding(section, "flux", f"{flux.__version__} ({machine.commit()})")
+    yield Finding(section, "python", platform.python_version())
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    yield Finding(section, "torch", f"{torch.__version__} ({cuda})")
+    if torch.version.cuda:
+        yield Finding(section, "NCCL", machine.nccl_version() or "not in this torch")
+    gpus = machine.smi()
+    if gpus:
+        yield Finding(section, "driver", str(gpus[0]["driver"]))
+        if not torch.cuda.is_available():
+            advice = "torch cannot use the GPUs that nvidia-smi sees: install a CUDA build for this driver"
+            yield Finding(section, "torch.cuda", "not available", "bad", advice)
+    nvcc = shutil.which("nvcc")
+    yield Finding(
+        section, "nvcc, CUTLASS", f"not needed to run ({'nvcc is at ' + nvcc if nvcc else 'no nvcc found'})"
+    )
+
+
+def native() -> Iterator[Finding]:
+    section = "native library"
+    cpu = sum(1 for _ in _native.core.tile_configs())
+    yield Finding(section, "_core (plans, CPU path)", f"loaded, {cpu} tile shapes", "ok")
+    why = _native.why_not()
+    name = "_C (CUDA kernels)"
+    if why is None:
+        yield Finding(section, name, f"loaded from {_native.library_path}", "ok")
+    elif not torch.cuda.is_available():
+        yield Finding(section, name, f"absent, and no GPU to use it: {why}")
+    elif not any(kernels_fit(i) for i in range(torch.cuda.device_count())):
+        yield Finding(section, name, f"absent, and no GPU it would fit: {why}")
+    else:
+        advice = "every op runs unfused: reinstall with FLUX_CUDA=on and nvcc on PATH"
+        yield Finding(section, name, why, "bad", advice)
+
+
+def gpus() -> Iterator[Finding]:
+    section = "GPUs"
+    if not torch.cuda.is_available():
+        yield Finding(section, "GPUs", "none: flux runs its CPU path", "ok")
+        return
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        memory = f"{p.total_memory / 2**30:.0f} GiB"
+        value = f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {memory}"
+        if kernels_fit(i):
+            yield Finding(section, f"GPU {i}", value, "ok")
+        else:
+            advice = f"GPU {i} is not Hopper (sm_90): flux runs its ops unfused through torch there"
+            yield Finding(section, f"GPU {i}", value, "bad", advice)
+    for gpu in machine.smi():
+        limit = gpu["power_limit_w"]
+        clocks = (
+            f"SM {gpu['sm_mhz']}/{gpu['sm_max_mhz']} MHz, memory {gpu['mem_mhz']}/{gpu['mem_max_mhz']} MHz"
+        )
+        yield Finding(section, f"GPU {gpu['index']} clocks", f"{clocks}, power limit {limit} W")
+
+
+def multicast() -> Iterator[Finding]:
+    """Reads a device attribute and three variables. Nothing here may ever create a multicast object."""
+    if not torch.cuda.is_available():
+        return
+    section = "multicast"
+    answers = [_multicast_attribute(i) for i in range(torch.cuda.device_count())]
+    told = ", ".join("unknown" if a is None else "yes" if a else "no" for a in answers)
+    yield Finding(section, "driver offers it", f"{told} (flux never uses it)")
+    for name, off in machine.NO_MULTICAST.items():
+        value = os.environ.get(name)
+        yield Finding(
+            section, name, "not set" if value is None else f"{value}{' (off)' if value == off else ''}"
+        )
+
+
+def _multicast_attribute(index: int) -> bool | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        value, device = ctypes.c_int(-1), ctypes.c_int(-1)
+        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+            return None
+        attribute = _CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+        if cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return bool(value.value)
+
+
+def environment() -> Iterator[Finding]:
+    """Every variable that flux reads, and those that somebody set and probably misspelt."""
+    section = "environment"
+    known = {v.name for v in _env.VARIABLES}
+    for variable in _env.VARIABLES:
+        text = os.environ.get(variable.name)
+        shown = f"{variable.default} (default)" if text is None else text
+        try:
+            _env.get(variable.name)
+        except ValueError as error:
+            advice = f"{error}; unset it or give it one of these values"
+            yield Finding(section, variable.name, shown, "bad", advice)
+            continue
+        yield Finding(
+            section, variable.name, f"{shown} · {variable.meaning}", "info" if text is None else "ok"
+        )
+    for name in sorted(name for name in os.environ if name.startswith("FLUX_") and name not in known):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        hint = f"flux does not read {name}: is {near[0]} meant?" if near else None
+        shown = f"{os.environ[name]} (not read at run time)"
+        yield Finding(section, name, shown, "bad" if near else "info", hint)
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Where the CPU path keeps its workspaces."""
+    section = "shared memory"
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as error:
+        advice = "the CPU path needs /dev/shm between processes: mount a tmpfs there"
+        yield Finding(
+            section, "/dev/shm", str(error), "bad" if not torch.cuda.is_available() else "info", advice
+        )
+        return
+    total, free = (blocks * stat.f_frsize / 2**20 for blocks in (stat.f_blocks, stat.f_bavail))
+    value = f"{free:.0f} MiB free of {total:.0f} MiB"
+    if free >= _SHM_FREE_MIB or torch.cuda.is_available():
+        yield Finding(section, "/dev/shm", value, "ok" if free >= _SHM_FREE_MIB else "info")
+    else:
+        advice = (
+            f"less than {_SHM_FREE_MIB} MiB free: CPU workspaces may not fit (in a container: --shm-size=2g)"
+        )
+        yield Finding(section, "/dev/shm", value, "bad", advice)

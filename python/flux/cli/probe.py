@@ -1,0 +1,169 @@
+"""Active measurements between GPUs: ``python -m flux.cli.probe push|signal|symm``.
+
+Prints one JSON object on the last line of its output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import combinations, permutations
+from typing import Any
+
+import torch
+
+from flux.bench import machine
+
+_PUSH_BYTES = 256 << 20
+_REPEATS = 6
+_ROUNDS = 1000
+_cuda: Any = torch.cuda  # parts of it are not typed
+
+# Two GPUs throw a counter back and forth. Every wait has a deadline: a broken link must not hang the GPU.
+_PING_PONG = r"""
+extern "C" __global__ void ping_pong(unsigned* mine, unsigned* theirs, unsigned long long* out, int rounds,
+                                     int first) {
+  unsigned long long start, now, done = 0;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  now = start;
+  for (unsigned i = 1; i <= (unsigned)rounds; ++i) {
+    if (first) asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(i) : "memory");
+    unsigned seen = 0, polls = 0;
+    while (seen < i) {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+      if ((++polls & 1023u) == 0) {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        if (now - start > 2000000000ull) { out[0] = 0; out[1] = done; return; }
+      }
+    }
+    if (!first) asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(i) : "memory");
+    done = i;
+  }
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  out[0] = now - start;
+  out[1] = done;
+}
+"""
+
+
+def _timed_copies(
+    pairs: list[tuple[int, int]],
+    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    streams: list[torch.cuda.Stream],
+) -> float:
+    """GB/s of the slowest of these pairs when all push at once. The source issues the copy: a push."""
+    events = []
+    for i, j in pairs:
+        # torch orders a copy after the current streams of both devices: on default ones a ring is a queue.
+        with torch.cuda.stream(streams[i]):
+            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            # The delay lets all GPUs enqueue everything before the first byte moves.
+            _cuda._sleep(4_000_000)
+            start.record()
+            for _ in range(_REPEATS):
+                buffers[j][1].copy_(buffers[i][0], non_blocking=True)
+            end.record()
+            events.append((start, end))
+    for i in buffers:
+        torch.cuda.synchronize(i)
+    slowest = max(start.elapsed_time(end) for start, end in events)
+    return float(_PUSH_BYTES * _REPEATS / slowest / 1e6)
+
+
+def push() -> dict[str, Any]:
+    """Copy-engine bandwidth of every ordered pair, and with every GPU pushing to its neighbour at once."""
+    count = torch.cuda.device_count()
+    buffers = {}
+    for i in range(count):
+        source = torch.empty(_PUSH_BYTES, dtype=torch.uint8, device=f"cuda:{i}").fill_(i + 1)
+        buffers[i] = (source, torch.empty_like(source))
+    for i in range(count):
+        torch.cuda.synchronize(i)
+    streams = [_cuda.Stream(i) for i in range(count)]
+    pairs = list(permutations(range(count), 2))
+    rates = {}
+    for pair in pairs:
+        _timed_copies([pair], buffers, streams)
+        rates[f"{pair[0]}-{pair[1]}"] = max(_timed_copies([pair], buffers, streams) for _ in range(2))
+    ring = [(i, (i + 1) % count) for i in range(count)]
+    return {"pairs": rates, "ring": max(_timed_copies(ring, buffers, streams) for _ in range(3))}
+
+
+def signal() -> dict[str, Any]:
+    """One-way latency of a release store seen by an acquire load on the peer, in microseconds, per pair."""
+    count = torch.cuda.device_count()
+    kernels, flags, outs = [], [], []
+    for i in range(count):
+        with torch.cuda.device(i):
+            kernels.append(_cuda._compile_kernel(_PING_PONG, "ping_pong"))
+            flags.append(torch.zeros(1, dtype=torch.int32, device=f"cuda:{i}"))
+            outs.append(torch.zeros(2, dtype=torch.int64, device=f"cuda:{i}"))
+    for i, j in permutations(range(count), 2):
+        # torch opens peer access with the first copy of a pair.
+        flags[j].copy_(flags[i])
+    times = {}
+    for i, j in combinations(range(count), 2):
+        for rounds in (10, _ROUNDS):  # the first run loads the kernel
+            for k in (i, j):
+                flags[k].zero_()
+                outs[k].zero_()
+                torch.cuda.synchronize(k)
+            for k, peer in ((j, i), (i, j)):
+                with torch.cuda.device(k):
+                    arguments = [flags[k], flags[peer], outs[k], rounds, int(k == i)]
+                    kernels[k](grid=(1, 1, 1), block=(1, 1, 1), args=arguments)
+            torch.cuda.synchronize(i)
+            torch.cuda.synchronize(j)
+        nanoseconds, done = outs[i].tolist()
+        if done != _ROUNDS or nanoseconds <= 0:
+            return {"error": f"GPUs {i} and {j} exchanged {done} of {_ROUNDS} signals within 2 s"}
+        times[f"{i}-{j}"] = nanoseconds / 1e3 / (2 * _ROUNDS)
+    return {"pairs": times}
+
+
+def _symm_rank(rank: int, size: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    import flux
+    from flux import _env, _native
+    from flux.comm.symm_mem import SymmetricMemory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = dist.group.WORLD
+    assert group is not None
+    memory = SymmetricMemory(1 << 20, group, device)
+    answer: dict[str, Any] = {"backend": str(_env.get("FLUX_SYMM_BACKEND")), "peers": len(memory.peers)}
+    if _native.available():
+        x = torch.full((128 * size, 256), float(rank + 1), device=device, dtype=torch.bfloat16)
+        weight = torch.full((256, 256), 1 / 256, device=device, dtype=torch.bfloat16)
+        with torch.no_grad():
+            out = flux.gemm_rs(x, weight)
+        flux.check()
+        exact = bool((out == size * (size + 1) / 2).all())
+        answer["gemm_rs"] = "exact" if exact else f"rank {rank} got a wrong sum"
+    return answer
+
+
+def symm() -> dict[str, Any]:
+    """Symmetric memory between all GPUs, and one tiny fused call through it."""
+    from flux.cli.probe import _symm_rank as fn  # by a name that other processes know: this one is __main__
+    from flux.testing import spawn
+
+    answers: list[dict[str, Any]] = spawn(fn, torch.cuda.device_count(), timeout_s=90)
+    wrong = [a for a in answers if a.get("gemm_rs", "exact") != "exact"]
+    return wrong[0] if wrong else answers[0]
+
+
+def main() -> None:
+    """Runs the probe named on the command line."""
+    machine.disable_multicast()
+    probes = {"push": push, "signal": signal, "symm": symm}
+    try:
+        answer = probes[sys.argv[1]]()
+    except Exception as error:  # the parent shows it; a probe has no other duty
+        answer = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Process groups, and the memory that their ranks share."""

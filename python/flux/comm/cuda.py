@@ -1,0 +1,149 @@
+"""The workspace of GPUs that reach each other's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux import _env, _native
+from flux.comm import shm, symm_mem
+from flux.comm.group import Meeting
+from flux.comm.workspace import HEADER_BYTES, OP_NAMES, Call, Workspace, call_facts
+from flux.errors import CommTimeoutError
+
+_cuda: Any = torch.cuda  # parts of it are not typed
+_why_not: dict[int, str | None] = {}
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why flux's kernels cannot run on that CUDA device at all, or None."""
+    index = device.index
+    if index not in _why_not:
+        reason = _native.why_not()
+        if reason is None:
+            major, minor = torch.cuda.get_device_capability(device)
+            if (major, minor) != (9, 0):
+                reason = f"{device} has compute capability {major}.{minor}, the kernels need 9.0"
+        _why_not[index] = reason
+    return _why_not[index]
+
+
+def refuse_capture(group: ProcessGroup, op: str) -> None:
+    """Raises RuntimeError while a CUDA graph is being captured: it cannot capture an allocation."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: group {group.group_name!r} has no workspace large enough for this call, and a CUDA graph "
+            "cannot capture its allocation. Before the capture call flux.reserve(group, max_m=, max_n=, "
+            "max_k=, dtype=) on all ranks, or run the operator once with this shape."
+        )
+
+
+class CudaWorkspace(Workspace):
+    """Symmetric memory, and the record in which a kernel leaves its timeout.
+
+    The epoch lives in the header on the device, where kernels count it: calls replay in CUDA graphs.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
+        super().__init__(group, device, op, meeting)
+        self._memory: symm_mem.SymmetricMemory | None = None
+        self._symm_buffer: Any = None
+        self._address = 0
+        self._captured = False
+        self._kept: list[Any] = []
+        self._last_stream: int | None = None
+        if self.why_not is None:
+            # Loading a kernel lazily, behind one that already spins, can hang: load all of them now.
+            torch.ops.flux._prepare()
+            # Pinned: kernels write it, the host reads it without synchronising.
+            self._error = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+            self._error_address = self._error.data_ptr()
+
+    @property
+    def transport(self) -> str:  # type: ignore[override]
+        return f"stores to peers' symmetric memory (torch's {_env.get('FLUX_SYMM_BACKEND')} backend)"
+
+    def _facts(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(self.device)
+        off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
+        return {
+            "why_not": off or why_not(self.device) or symm_mem.why_not(self.group, self.device),
+            "host": shm.host_id(),
+            "backend": _env.get("FLUX_SYMM_BACKEND"),
+            "num_sms": properties.multi_processor_count,
+            "uuid": str(properties.uuid),
+        }
+
+    def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:
+        return symm_mem.unreachable_peer(self.device, [f["uuid"] for f in facts], self.rank)
+
+    def _allocate(self, signal_bytes: int, slot_bytes: int, op: str) -> None:
+        # Peers may still write to the old buffers until they too have come here.
+        torch.cuda.synchronize(self.device)
+        met = self._meet(op, {"rendezvous": symm_mem.rendezvous_count()})
+        if self._captured:
+            self._kept.append((self._memory, self._symm_buffer))
+        self._captured = False
+        nbytes = HEADER_BYTES + signal_bytes + 2 * slot_bytes
+        self._memory = symm_mem.SymmetricMemory(
+            nbytes, self.group, self.device, [facts["rendezvous"] for facts in met]
+        )
+        self._symm_buffer = _native.core.SymmBuffer(
+            self.rank,
+            self.world_size,
+            self._memory.peers,
+            signal_bytes,
+            slot_bytes,
+            self._error_address,
+            int(self.timeout_s * 1e9),
+        )
+        self._address = int(self._symm_buffer.address)
+        # Nobody may write to buffers that are not zeroed yet.
+        self._meet(op, {})
+
+    def enter(self, call: Call) -> int:
+        """Readies the workspace for a launch on the current stream; returns the address of its SymmBuffer.
+
+        Synchronises only where it must grow.
+
+        Raises:
+            CommTimeoutError: an earlier call on this workspace ran out of time.
+            RuntimeError: it would have to grow while a CUDA graph is being captured.
+        """
+        self.check(call.op)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if call.slot_bytes > self.slot_bytes or call.signal_bytes > self.signal_bytes:
+            refuse_capture(self.group, call.op)
+            self.grow(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
+        if capturing:
+            # The graph keeps using these buffers. Ordering its replays is the user's, as for any graph.
+            self._captured = True
+            return self._address
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self._last_stream:
+            if self._last_stream is not None:
+                # Calls on one workspace must run in the order they were made, whatever their streams.
+                event = _cuda.ExternalStream(self._last_stream, device=self.device).record_event()
+                torch.cuda.current_stream(self.device).wait_event(event)
+            self._last_stream = stream
+        return self._address
+
+    def check(self, op: str) -> None:
+        """Raises CommTimeoutError if a kernel has left a record of a timeout. Does not synchronise."""
+        self.raise_if_failed()
+        if self.why_not is not None:
+            return
+        record = _native.core.read_error(self._error_address)
+        if record is not None:
+            op_id, rank, peer, tile, expected, seen = record
+            self.failure = CommTimeoutError(
+                OP_NAMES.get(op_id, op), rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
+            )
+            raise self.failure
+
+    def release(self) -> None:
+        if self.why_not is None:
+            torch.cuda.synchronize(self.device)
+        super().release()

@@ -1,0 +1,110 @@
+"""Symmetric GPU memory. The only file that uses torch's symmetric memory, an API that torch calls alpha.
+
+Written for torch 2.11 and checked against 2.13. Peers are given to kernels as plain device pointers; NVLink
+multicast is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, _SymmetricMemory
+from torch.distributed import ProcessGroup
+
+from flux import _env
+
+_backend_set: str | None = None
+_rendezvous_count = 0
+_ALONE = "flux-symm-mem-alone"
+
+
+def why_not(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why this rank cannot have symmetric memory with the configured backend, or None. Allocates nothing."""
+    wanted = str(_env.get("FLUX_SYMM_BACKEND"))
+    if _backend_set is not None and wanted != _backend_set:
+        return f"FLUX_SYMM_BACKEND={wanted}, but this process already allocated with {_backend_set}"
+    if wanted == "nvshmem" and group.size() != dist.get_world_size():
+        # nvshmem_malloc is a collective of the whole job: subgroups that grow at different times would hang
+        # each other.
+        return (
+            f"the nvshmem backend allocates on the whole job ({dist.get_world_size()} ranks), the group has "
+            f"{group.size()}; FLUX_SYMM_BACKEND=cuda serves any group"
+        )
+    if _backend_set is None:
+        try:
+            if _SymmetricMemory.get_backend(device) != wanted.upper():
+                _SymmetricMemory.set_backend(wanted.upper())
+        except RuntimeError as error:
+            return f"torch has no {wanted} backend for symmetric memory here: {str(error).splitlines()[0]}"
+    return None
+
+
+def unreachable_peer(device: torch.device, uuids: list[str], rank: int) -> str | None:
+    """Why this GPU cannot write to a peer's memory, or None.
+
+    Peers hidden by CUDA_VISIBLE_DEVICES are taken to be reachable: the allocation itself then decides.
+    """
+    for peer, uuid in enumerate(uuids):
+        if peer == rank:
+            continue
+        if uuid == uuids[rank]:
+            return f"ranks {rank} and {peer} share one GPU"
+        for index in range(torch.cuda.device_count()):
+            visible = str(torch.cuda.get_device_properties(index).uuid) == uuid
+            if visible and not torch.cuda.can_device_access_peer(device.index, index):
+                return f"no peer-to-peer access from {device} to rank {peer}'s cuda:{index}"
+    return None
+
+
+def rendezvous_count() -> int:
+    """How many allocations this process has shared. Ranks tell each other before they make the next one."""
+    return _rendezvous_count
+
+
+def _rendezvous(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
+    global _rendezvous_count
+    # Not symm_mem.empty(): newer torch may put that into a shared pool, at an offset.
+    tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    _rendezvous_count += 1
+    return tensor, _SymmetricMemory.rendezvous(tensor, group_name)
+
+
+def _catch_up(count: int, device: torch.device) -> None:
+    """Shares memory with nobody until this process has made `count` allocations.
+
+    Up to torch 2.13 the keys under which ranks exchange handles are numbered per process, not per group: two
+    ranks that have met in different numbers of groups would wait for each other's keys for ever.
+    """
+    if _rendezvous_count < count:
+        _SymmetricMemory.set_group_info(_ALONE, 0, 1, HashStore())
+    while _rendezvous_count < count:
+        _rendezvous(16, _ALONE, device)
+
+
+class SymmetricMemory:
+    """The same number of zeroed bytes on every rank's GPU. Making one is a collective of the group.
+
+    Args:
+        counts: rendezvous_count() of every rank of the group; needed where ranks are in several groups.
+
+    Attributes:
+        tensor: this rank's bytes (uint8), which own the allocation.
+        peers: for every rank, the device address of its bytes, usable by kernels of this rank.
+        nbytes: bytes per rank.
+    """
+
+    def __init__(
+        self, nbytes: int, group: ProcessGroup, device: torch.device, counts: Sequence[int] = ()
+    ) -> None:
+        global _backend_set
+        _backend_set = str(_env.get("FLUX_SYMM_BACKEND"))
+        _catch_up(max(counts, default=0), device)
+        self.tensor, self._handle = _rendezvous(nbytes, group.group_name, device)
+        offset = self.tensor.data_ptr() - self._handle.buffer_ptrs[self._handle.rank]
+        self.peers = [base + offset for base in self._handle.buffer_ptrs]
+        self.nbytes = nbytes
+        self.tensor.zero_()
+        torch.cuda.synchronize(device)

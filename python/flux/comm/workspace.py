@@ -1,0 +1,186 @@
+"""The memory through which the ranks of a group exchange tiles: what CPU and CUDA workspaces have in common.
+
+Every rank holds the same layout, on a GPU in symmetric memory, on CPUs in POSIX shared memory:
+
+    [0, 4096)                  header: u32 words, [0] epoch = calls finished on this rank;
+                               on GPUs [1] CTAs done, [2] aborted
+    [4096, 4096+signal_bytes)  signals, u32 epochs written by peers; zero at allocation, never reset
+    then two slot buffers      of slot_bytes each; call number `epoch` uses buffer epoch & 1
+
+`signal_bytes` and `slot_bytes` belong to the workspace, not to a call: both may only grow, together on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux import _env, _native
+from flux.comm.group import Meeting
+from flux.errors import CommTimeoutError
+
+HEADER_BYTES: int = _native.core.HEADER_BYTES
+PAGE_BYTES = 4096
+MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
+
+# Ids of operators in headers and in the records that kernels leave (csrc/*: kOpId).
+OP_IDS = {"gemm_rs": 1}
+OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
+
+log = logging.getLogger("flux")
+
+
+class Call(Protocol):
+    """What a workspace must know of a call; the plans of the operators are such calls."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def transpose_weight(self) -> bool: ...
+    @property
+    def config(self) -> int: ...
+    @property
+    def signal_bytes(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+
+def round_up(value: int, to: int = PAGE_BYTES) -> int:
+    """The smallest multiple of `to` that is not below `value`."""
+    return -(-value // to) * to
+
+
+def call_facts(call: Call) -> dict[str, Any]:
+    """What must be equal on all ranks, as JSON can carry it."""
+    return {
+        "op": call.op,
+        "m": call.m,
+        "n": call.n,
+        "k": call.k,
+        "dtype": str(call.dtype),
+        "transpose_weight": call.transpose_weight,
+        "config": call.config,
+    }
+
+
+def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
+    """Raises ValueError, on every rank alike, if the ranks of a group did not make the same call."""
+    if any(call != calls[0] for call in calls):
+        told = "; ".join(
+            f"rank {r}: " + ", ".join(f"{key}={value}" for key, value in call.items())
+            for r, call in enumerate(calls)
+        )
+        raise ValueError(f"{op}: expected the same call on all ranks of the group, got {told}")
+
+
+class Workspace(ABC):
+    """Buffers, plans and failure of one group on one device. Made collectively, at the group's first call.
+
+    Attributes:
+        why_not: why the group cannot run fused on this device, or None. Equal on all ranks.
+        num_sms: streaming multiprocessors of the smallest GPU of the group (CPU: 0).
+        plans: what the ops decided per problem, kept here because a plan holds for one group.
+        failure: what made the workspace unusable, or None.
+    """
+
+    transport: str  # what carries the tiles, for people to read
+
+    def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.timeout_s = _env.timeout_s()
+        self.signal_bytes = 0
+        self.slot_bytes = 0
+        self.plans: dict[Any, Any] = {}
+        self.failure: Exception | None = None
+        self._meeting = meeting
+        facts = meeting.exchange(op, self._facts())
+        self.num_sms = min(f["num_sms"] for f in facts)
+        self.why_not = self._verdict(op, facts)
+        if self.why_not is not None:
+            log.warning("group %r on %s runs unfused: %s", group.group_name, device, self.why_not)
+
+    def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
+        if self.world_size > MAX_WORLD_SIZE:
+            return f"the group has {self.world_size} ranks, fused operators serve at most {MAX_WORLD_SIZE}"
+        for rank, fact in enumerate(facts):
+            if fact["why_not"] is not None:
+                return f"rank {rank}: {fact['why_not']}"
+            for key in ("host", "backend"):
+                if fact[key] != facts[0][key]:
+                    return f"ranks 0 and {rank} differ in {key}: {facts[0][key]!r}, {fact[key]!r}"
+        # Each rank sees only its own way to the others; one that has none makes all run unfused.
+        seen = self._meeting.exchange(op, {"why_not": self._unreachable(facts)})
+        return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(seen) if f["why_not"]), None)
+
+    @abstractmethod
+    def _facts(self) -> dict[str, Any]:
+        """why_not, host, backend and num_sms of this rank."""
+
+    @abstractmethod
+    def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:
+        """Why this rank cannot write to a peer's memory, or None."""
+
+    @abstractmethod
+    def _allocate(self, signal_bytes: int, slot_bytes: int, op: str) -> None:
+        """Collective: replaces the buffers by zeroed ones of that size."""
+
+    def raise_if_failed(self) -> None:
+        """Raises what made this workspace unusable, if anything has."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fits(self, signal_bytes: int, slot_bytes: int) -> bool:
+        """Whether a call with these needs can run without growing."""
+        return signal_bytes <= self.signal_bytes and slot_bytes <= self.slot_bytes
+
+    def grow(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
+        """Collective: makes room for a call, or does nothing where there is room.
+
+        Args:
+            facts: what is called; must be equal on all ranks.
+
+        Raises:
+            ValueError: the ranks do not make the same call.
+            CommTimeoutError: a rank did not come.
+        """
+        self.raise_if_failed()
+        if self.fits(signal_bytes, slot_bytes):
+            return
+        compare_calls(op, self._meet(op, facts))
+        signal_bytes = _grown(self.signal_bytes, signal_bytes)
+        slot_bytes = _grown(self.slot_bytes, slot_bytes)
+        self._allocate(signal_bytes, slot_bytes, op)
+        self.signal_bytes = signal_bytes
+        self.slot_bytes = slot_bytes
+
+    def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            return self._meeting.exchange(op, facts)
+        except CommTimeoutError as error:
+            self.failure = error
+            raise
+
+    def release(self) -> None:
+        """Waits until no rank uses the buffers any more; after a failure only says that this one does not."""
+        self._meeting.leave("release", wait=self.failure is None)
+
+
+def _grown(have: int, need: int) -> int:
+    # Geometric, so that slowly growing shapes do not reallocate at every step.
+    return have if need <= have else round_up(max(need, 3 * have // 2))

@@ -1,0 +1,188 @@
+"""Plain GEMM: x · weightᵀ + bias. The yardstick of the fused operators, and what they are on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flux.comm import cuda
+from flux.ops import _check
+from flux.ops._library import library, may_skip_dispatch
+from flux.ops.plan import Plan, plan_gemm
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transpose_weight: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x · weightᵀ + bias, accumulated in fp32 and rounded once.
+
+    Args:
+        x: [..., K], bfloat16 or float16 for the kernel; float32 and float64 go through torch.
+        weight: [N, K] as in nn.Linear, or [K, N] with `transpose_weight`; dtype and device of x.
+        bias: [N], dtype and device of x.
+        out: contiguous [..., N] to write to.
+
+    Returns:
+        [..., N] in x's dtype: a fresh tensor, or `out`.
+
+    Raises:
+        ValueError: an argument does not fit, or needs a gradient in grad mode.
+    """
+    if torch.is_grad_enabled():
+        _check.no_grad_needed("gemm", x, weight, bias)
+    direct = may_skip_dispatch(x, weight)
+    if out is None:
+        result: torch.Tensor = (_cuda if direct else _op)(x, weight, bias, transpose_weight)
+        return result
+    (_cuda_out if direct else _op_out)(x, weight, bias, transpose_weight, out)
+    return out
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, transpose_weight: bool = False
+) -> torch.Tensor:
+    """The same result from torch alone: fp32 (for float64: float64) product, bias, one rounding."""
+    shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    w = weight if transpose_weight else weight.t()
+    total = torch.mm(x.reshape(m, k).to(wide), w.to(wide))
+    if bias is not None:
+        total += bias.to(wide)
+    # A copy even where nothing is rounded: results are fresh tensors.
+    return total.to(x.dtype).view(shape)
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
+) -> torch.Tensor:
+    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
+    return x.new_empty(shape)
+
+
+def _fake_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+) -> None:
+    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
+    _check.out_arg("gemm", out, shape, x)
+
+
+def _cpu_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+) -> None:
+    _fake_out(x, weight, bias, transpose_weight, out)
+    out.copy_(reference(x, weight, bias, transpose_weight))
+
+
+def _cuda(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
+) -> torch.Tensor:
+    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
+    out = x.new_empty(shape)
+    launch(x, weight, bias, transpose_weight, out, m, n, k)
+    return out
+
+
+def _cuda_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+) -> None:
+    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
+    _check.out_arg("gemm", out, shape, x)
+    launch(x, weight, bias, transpose_weight, out, m, n, k)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+    m: int,
+    n: int,
+    k: int,
+) -> None:
+    """Runs checked arguments on a GPU: in the kernel, or through torch where the kernel does not apply."""
+    key = (m, n, k, x.dtype, transpose_weight, x.device)
+    plan = _plans.get(key)
+    if plan is None:
+        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        plan = _plans[key] = plan_gemm(
+            "cuda", m, n, k, x.dtype, transpose_weight, cuda.why_not(x.device), num_sms
+        )
+    x2 = x if x.dim() == 2 else x.reshape(m, k)
+    out2 = out if out.dim() == 2 else out.view(m, n)
+    if not plan.fused:
+        unfused(x2, weight, bias, transpose_weight, out2)
+        return
+    target = out2 if out2.data_ptr() % 16 == 0 else torch.empty_like(out2)
+    _kernel(
+        aligned(x2),
+        aligned(weight),
+        None if bias is None else bias.contiguous(),
+        target,
+        transpose_weight,
+        plan.choice,
+        0,
+    )
+    if target is not out2:
+        out2.copy_(target)
+
+
+def unfused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+) -> None:
+    """out [m, n] = x [m, k] · weight + bias by torch."""
+    w = weight if transpose_weight else weight.t()
+    if bias is None:
+        torch.mm(x, w, out=out)
+    else:
+        torch.addmm(bias, x, w, out=out)
+
+
+def aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself if TMA can read it where it lies, else a copy. For the kernels' 16-bit types.
+
+    TMA needs unit column stride and rows that start at multiples of 16 bytes.
+    """
+    if matrix.data_ptr() % 16 == 0:
+        if matrix.is_contiguous():  # K and N of what the kernels take are multiples of 8
+            return matrix
+        row_stride, column_stride = matrix.stride()
+        if column_stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1]:
+            return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+library.impl("gemm", reference, "CPU")
+library.impl("gemm", _cuda, "CUDA")
+library.impl("gemm_out", _cpu_out, "CPU")
+library.impl("gemm_out", _cuda_out, "CUDA")
+torch.library.register_fake("flux::gemm", _fake, lib=library)
+torch.library.register_fake("flux::gemm_out", _fake_out, lib=library)
+
+_op: Any = torch.ops.flux.gemm.default
+_op_out: Any = torch.ops.flux.gemm_out.default
+_kernel: Any = torch.ops.flux._gemm.default

@@ -1,0 +1,293 @@
+"""GEMM+ReduceScatter: x · weightᵀ summed over ranks, each keeping its rows (arXiv 2406.06858, section 4)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux import _native
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.ops import _check
+from flux.ops import gemm as plain
+from flux.ops._library import library, may_skip_dispatch
+from flux.ops.plan import Plan, workspace_plan
+
+
+def gemm_rs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum over ranks of x · weightᵀ, of which each of p ranks gets M/p rows, plus bias once. A collective.
+
+    Accumulated in fp32. What ranks send each other is rounded to x's dtype; the sum is taken in fp32, in rank
+    order, and rounded once: results are bitwise repeatable.
+
+    Args:
+        x: [M, K/p], or with more leading dimensions, of which the first is scattered; bfloat16 or float16 for
+            the kernel, float32 and float64 go through torch on GPUs.
+        weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x.
+        bias: [N], dtype and device of x; each rank adds it to its own rows.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        out: contiguous [M/p, ..., N] to write to.
+
+    Returns:
+        [M/p, ..., N] in x's dtype: a fresh tensor, or `out`.
+
+    Raises:
+        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
+            they made different calls.
+        CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
+            flux.check(group) raises it.
+        RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+    """
+    if torch.is_grad_enabled():
+        _check.no_grad_needed("gemm_rs", x, weight, bias)
+    name = group_name(group, "gemm_rs")
+    direct = may_skip_dispatch(x, weight)
+    if out is None:
+        result: torch.Tensor = (_eager if direct else _op)(x, weight, bias, transpose_weight, name)
+        return result
+    (_eager_out if direct else _op_out)(x, weight, bias, transpose_weight, name, out)
+    return out
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+) -> torch.Tensor:
+    """The same from torch alone: fp32 products, gathered, summed in rank order, bias, one rounding."""
+    pg = resolve_group(group, "gemm_rs")
+    p = pg.size()
+    shape, m, n, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight).view(m, n)
+    gathered = [torch.empty_like(partial) for _ in range(p)]
+    dist.all_gather(gathered, partial, group=pg)
+    rows = m // p
+    total = torch.zeros(rows, n, dtype=wide, device=x.device)
+    for other in gathered:
+        total += other[pg.rank() * rows : (pg.rank() + 1) * rows]
+    if bias is not None:
+        total += bias.to(wide)
+    return total.to(x.dtype).view(shape)
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, group_name: str
+) -> torch.Tensor:
+    p = process_group(group_name).size()
+    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
+    return x.new_empty(shape)
+
+
+def _fake_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group_name: str,
+    out: torch.Tensor,
+) -> None:
+    p = process_group(group_name).size()
+    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
+    _check.out_arg("gemm_rs", out, shape, x)
+
+
+def _eager(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, group_name: str
+) -> torch.Tensor:
+    group = process_group(group_name)
+    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
+    out = x.new_empty(shape)
+    _run(x, weight, bias, transpose_weight, group, out, m, n, k)
+    return out
+
+
+def _eager_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group_name: str,
+    out: torch.Tensor,
+) -> None:
+    group = process_group(group_name)
+    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
+    _check.out_arg("gemm_rs", out, shape, x)
+    _run(x, weight, bias, transpose_weight, group, out, m, n, k)
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group: ProcessGroup,
+    out: torch.Tensor,
+    m: int,
+    n: int,
+    k: int,
+) -> None:
+    if group.size() == 1:
+        if x.is_cuda:
+            plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
+        else:
+            out.copy_(plain.reference(x, weight, bias, transpose_weight))
+        return
+    workspace = registry.get(group, x.device, "gemm_rs")
+    plan = workspace_plan(workspace, m, n, k, x.dtype, transpose_weight)
+    x2 = x if x.dim() == 2 else x.reshape(m, k)
+    out2 = out if out.dim() == 2 else out.view(-1, n)
+    if not plan.fused:
+        _unfused(x2, weight, bias, transpose_weight, group, out2)
+    elif x.is_cuda:
+        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, weight, bias, out2)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, weight, bias, out2)
+
+
+def _unfused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group: ProcessGroup,
+    out: torch.Tensor,
+) -> None:
+    if out.numel() == 0:
+        return
+    if x.shape[1] == 0:
+        out.zero_()
+    elif x.device.type == "cuda":
+        partial = torch.mm(x, weight if transpose_weight else weight.t())
+        dist.reduce_scatter_tensor(out, partial, group=group)
+    else:
+        # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight)
+        total = torch.empty(out.shape, dtype=wide)
+        dist.reduce_scatter_tensor(total, partial, group=group)
+        out.copy_(total if bias is None else total + bias)
+        return
+    if bias is not None:
+        out += bias
+
+
+def _fused_cuda(
+    workspace: CudaWorkspace,
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    symm_buffer = workspace.enter(plan)
+    target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    _kernel(
+        plain.aligned(x),
+        plain.aligned(weight),
+        None if bias is None else bias.contiguous(),
+        target,
+        plan.transpose_weight,
+        symm_buffer,
+        plan.choice,
+        0,
+    )
+    if target is not out:
+        out.copy_(target)
+
+
+def _fused_cpu(
+    workspace: CpuWorkspace,
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    with workspace.guarded():
+        epoch = workspace.begin(plan)
+        _exchange_tiles(workspace, plan, epoch, x, weight, bias, out)
+        workspace.finish(epoch)
+
+
+def _exchange_tiles(
+    workspace: CpuWorkspace,
+    plan: Plan,
+    epoch: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The kernel's work tile by tile: others' tiles go to their owners' slots, the own shard comes last."""
+    core = _native.core
+    rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide_x = x.to(wide)
+    wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
+    wide_bias = None if bias is None else bias.to(wide)
+    config = core.tile_configs()[plan.config]
+    block_m, block_n = config.block_m, config.block_n
+    layout = core.gemm_rs_layout(plan.m, plan.n, p, plan.config)
+
+    def slot_tile(owner: int, source: int, m_tile: int, n_tile: int, shape: torch.Size) -> torch.Tensor:
+        offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile) * x.dtype.itemsize // 2
+        area = workspace.slot(owner, epoch, offset, block_m * block_n, x.dtype)
+        return area.view(block_m, block_n)[: shape[0], : shape[1]]
+
+    agreed = False
+    order = core.gemm_rs_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
+    for owner, m_tile, n_tile in order:
+        first_row, first_column = m_tile * block_m, n_tile * block_n
+        row_range = slice(owner * rows + first_row, owner * rows + min(first_row + block_m, rows))
+        columns = slice(first_column, first_column + block_n)
+        partial = torch.mm(wide_x[row_range], wide_w[:, columns])
+        tile = n_tile * layout.m_tiles + m_tile
+        # Within the words of a slot; each half of a tile, the rows of one math warpgroup, has its own.
+        signals = [layout.signal_index(m_tile, n_tile, half) for half in (0, 1)]
+        if owner != rank:
+            slot = layout.slot_index(rank, owner)
+            there = slot_tile(owner, rank, m_tile, n_tile, partial.shape)
+            for half, signal in enumerate(signals):
+                part = slice(half * block_m // 2, (half + 1) * block_m // 2)
+                there[part] = partial[part]
+                workspace.signal(owner, slot, signal, epoch)
+            continue
+        if not agreed:
+            workspace.agree(plan, epoch)
+            agreed = True
+        total = torch.zeros_like(partial)
+        for source in range(p):
+            if source != rank:
+                for signal in signals:
+                    workspace.wait(plan.op, source, layout.slot_index(source, rank), signal, epoch, tile)
+            total += partial if source == rank else slot_tile(rank, source, m_tile, n_tile, partial.shape)
+        if wide_bias is not None:
+            total += wide_bias[columns]
+        out[first_row : first_row + block_m, columns] = total
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("gemm_rs", _eager, _device)
+    library.impl("gemm_rs_out", _eager_out, _device)
+torch.library.register_fake("flux::gemm_rs", _fake, lib=library)
+torch.library.register_fake("flux::gemm_rs_out", _fake_out, lib=library)
+
+_op: Any = torch.ops.flux.gemm_rs.default
+_op_out: Any = torch.ops.flux.gemm_rs_out.default
+_kernel: Any = torch.ops.flux._gemm_rs.default

@@ -1,0 +1,260 @@
+"""What a call will do, and why: fused or unfused, the tile shape, and the room it needs.
+
+Everything here follows from facts that all ranks of a group share, so ranks cannot decide differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flux import _native
+from flux.comm import cuda, registry
+from flux.comm import group as groups
+from flux.comm.workspace import Workspace, round_up
+from flux.ops import _check
+
+OPS = ("gemm", "gemm_rs")
+
+# The CPU path walks tiles in the order of a GPU with this many SMs. Any number gives the same result.
+_CPU_NUM_SMS = 8
+_MAX_EXTENT = 2**30
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+# Rows must start at multiples of 16 bytes for TMA.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem runs. ``print(plan)`` explains it.
+
+    m counts the rows of x on every rank, n the columns of the result, k the columns of x on one rank.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    world_size: int
+    transpose_weight: bool
+    fused: bool
+    transport: str
+    reason: str
+    config: int = -1
+    config_name: str = ""
+    cluster: int = 1
+    group_m: int = 1
+    time_us: float = 0.0  # of the cost model
+    candidates: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # (name, time_us), best first
+    signal_bytes: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def choice(self) -> int:
+        """Tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h)."""
+        return self.config | self.cluster << 8 | self.group_m << 16
+
+    def __str__(self) -> str:
+        weight = f"[{self.k}, {self.n}]" if self.transpose_weight else f"[{self.n}, {self.k}]"
+        lines = [
+            f"{self.op}: x [{self.m}, {self.k}], weight {weight}, {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
+            f"  runs       {'fused' if self.fused else 'unfused'}: {self.reason}",
+            f"  transport  {self.transport}",
+        ]
+        if self.fused:
+            lines += [
+                f"  tile       {self.config_name}, cluster {self.cluster}, raster groups of {self.group_m}",
+                f"  model      {self.time_us:.1f} us",
+            ]
+            if self.slot_bytes:
+                lines.append(
+                    f"  workspace  {(2 * self.slot_bytes + self.signal_bytes) / 2**20:.1f} MiB per rank"
+                )
+            if len(self.candidates) > 1:
+                others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
+                lines.append(f"  considered {others} us")
+        return "\n".join(lines)
+
+
+def can_run_fused(
+    op: str,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    why_not: str | None = None,
+) -> tuple[bool, str]:
+    """Whether a problem runs in flux's kernel (on CPU: its protocol), and the reason. A pure function.
+
+    Args:
+        why_not: what already rules it out for the group and device (`Workspace.why_not`), or None.
+    """
+    if min(m, n, k) == 0:
+        return False, "the problem is empty"
+    if max(m, n, k) > _MAX_EXTENT:
+        return False, f"a dimension exceeds {_MAX_EXTENT}"
+    if why_not is not None:
+        return False, why_not
+    if device_type == "cpu":
+        if op == "gemm":
+            return False, "CPU tensors without communication: one torch.mm"
+        return True, "ranks of one host share memory"
+    if device_type != "cuda":
+        return False, f"no kernels for {device_type} tensors"
+    if dtype not in _KERNEL_DTYPES:
+        return False, f"kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    for name, size in (("k", k), ("n", n)):
+        if size % _ALIGNMENT:
+            return False, f"{name} = {size} is not a multiple of {_ALIGNMENT}: TMA needs 16-byte aligned rows"
+    return True, "supported by the kernel"
+
+
+def plan_gemm(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    why_not: str | None,
+    num_sms: int,
+) -> Plan:
+    """The plan of a plain GEMM on a device with `num_sms` SMs."""
+    fused, reason = can_run_fused(
+        "gemm", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
+    )
+    common = ("gemm", m, n, k, dtype, 1, transpose_weight, fused, "none (one rank)")
+    if not fused:
+        return Plan(*common, reason)
+    choice = _native.core.select_gemm(m, n, k, transpose_weight, num_sms)
+    return Plan(*common, **_chosen(choice, reason))
+
+
+def plan_gemm_rs(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    why_not: str | None,
+    num_sms: int,
+    transport: str,
+) -> Plan:
+    """The plan of a GEMM+ReduceScatter. `num_sms` is that of the group's smallest GPU (0 on CPU)."""
+    fused, reason = can_run_fused(
+        "gemm_rs", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
+    )
+    common = ("gemm_rs", m, n, k, dtype, world_size, transpose_weight, fused)
+    if not fused:
+        return Plan(*common, "torch.distributed.reduce_scatter_tensor", reason)
+    core = _native.core
+    choice = core.select_gemm_rs(m, n, k, transpose_weight, world_size, num_sms or _CPU_NUM_SMS)
+    signal_bytes, slot_bytes = gemm_rs_room(m, n, world_size, choice.config, dtype)
+    return Plan(
+        *common, transport, **_chosen(choice, reason), signal_bytes=signal_bytes, slot_bytes=slot_bytes
+    )
+
+
+def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtype) -> tuple[int, int]:
+    """signal_bytes and slot_bytes that a workspace must have for one problem."""
+    layout = _native.core.gemm_rs_layout(m, n, world_size, config)
+    # The layout counts in 2-byte elements.
+    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
+
+
+def _chosen(choice: Any, reason: str) -> dict[str, Any]:
+    return {
+        "reason": f"{reason}; {choice.reason}" if choice.reason else reason,
+        "config": choice.config,
+        "config_name": _native.core.tile_configs()[choice.config].name,
+        "cluster": choice.cluster,
+        "group_m": choice.group_m,
+        "time_us": choice.time_us,
+        "candidates": tuple(choice.candidates),
+    }
+
+
+def workspace_plan(
+    workspace: Workspace, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
+) -> Plan:
+    """The plan of gemm_rs on a workspace, made once for each problem."""
+    key = (m, n, k, dtype, transpose_weight)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = workspace.plans[key] = plan_gemm_rs(
+            workspace.device.type,
+            m,
+            n,
+            k,
+            dtype,
+            transpose_weight,
+            workspace.world_size,
+            workspace.why_not,
+            workspace.num_sms,
+            workspace.transport,
+        )
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def explain(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    group: groups.GroupLike = None,
+    transpose_weight: bool = False,
+) -> Plan:
+    """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
+
+    `m`, `n`, `k` are what the op sees on one rank: for gemm_rs x is [m, k] with m the rows of all ranks and k
+    this rank's part of K. Decides for the current CUDA device if there is one, else for CPU tensors. Not a
+    collective: before the group's first call it cannot know whether the peers can be reached, and says so in
+    `reason`.
+
+    Raises:
+        ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
+            ranks.
+    """
+    if op not in OPS:
+        _check.fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if size < 0:
+            _check.fail("explain", name, "a size", size)
+    if dtype not in _check.FLOATING:
+        _check.fail("explain", "dtype", "bfloat16, float16, float32 or float64", dtype)
+    device = current_device()
+    process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
+    world_size = 1 if process_group is None else process_group.size()
+    if m % world_size:
+        _check.fail("explain", "m", f"a multiple of the {world_size} ranks of the group", m)
+    if process_group is not None and world_size > 1:
+        for workspace in registry.existing(process_group):
+            if workspace.device == device:
+                return workspace_plan(workspace, m, n, k, dtype, transpose_weight)
+    num_sms, why_not = 0, None
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        why_not = cuda.why_not(device)
+    if world_size == 1:
+        return plan_gemm(device.type, m, n, k, dtype, transpose_weight, why_not, num_sms)
+    transport = "not known before the group's first call, when the ranks ask each other"
+    return plan_gemm_rs(
+        device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms, transport
+    )
+
+
+def current_device() -> torch.device:
+    """Where explain and reserve look when nobody says: the current GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,100 @@
+"""What users do to workspaces: reserve room, release it, ask whether a peer was lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flux import _native
+from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, resolve_group
+from flux.comm.workspace import round_up
+from flux.ops import _check
+from flux.ops.plan import can_run_fused, current_device, gemm_rs_room
+
+_cuda: Any = torch.cuda  # parts of it are not typed
+
+
+def reserve(
+    group: GroupLike = None,
+    *,
+    max_m: int,
+    max_n: int,
+    max_k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    slots: int = 1,
+    device: torch.device | str | None = None,
+) -> None:
+    """Makes room for every problem up to the given sizes. A collective; idempotent; never shrinks.
+
+    Calls make room themselves, except while a CUDA graph is being captured: then call this first.
+
+    Args:
+        max_m: rows of x, of all ranks.
+        max_n: columns of the result.
+        max_k: columns of x on one rank (the workspace does not depend on it).
+        dtype: of x.
+        slots: micro-batches in flight at the same time; this version supports 1.
+        device: of the tensors; default: the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        ValueError: an argument does not fit, or the ranks ask for different sizes.
+        CommTimeoutError: a rank did not come.
+    """
+    for name, size in (("max_m", max_m), ("max_n", max_n), ("max_k", max_k)):
+        if size < 1:
+            _check.fail("reserve", name, "a positive size", size)
+    if dtype not in _check.FLOATING:
+        _check.fail("reserve", "dtype", "bfloat16, float16, float32 or float64", dtype)
+    if slots != 1:
+        _check.fail("reserve", "slots", "1 (this version has one set of buffers for each group)", slots)
+    pg = resolve_group(group, "reserve")
+    where = current_device() if device is None else torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if pg.size() == 1:
+        return
+    workspace = registry.get(pg, where, "reserve")
+    # Sizes that never run fused need no room; others up to them might.
+    if (
+        workspace.why_not is not None
+        or not can_run_fused("gemm_rs", device_type=where.type, dtype=dtype, m=8, n=8, k=8)[0]
+    ):
+        return
+    m = round_up(max_m, pg.size())
+    rooms = [gemm_rs_room(m, max_n, pg.size(), c.id, dtype) for c in _native.core.tile_configs()]
+    call = {"max_m": max_m, "max_n": max_n, "max_k": max_k, "dtype": str(dtype)}
+    workspace.grow(max(r[0] for r in rooms), max(r[1] for r in rooms), "reserve", call)
+
+
+def release(group: GroupLike = None) -> None:
+    """Frees the workspaces of a group, and forgets a timeout. A collective, except after a timeout: then only
+    the caller's side is freed, and all ranks that live on must release before the group's next call.
+
+    CUDA graphs that captured calls on the group must not be replayed afterwards.
+
+    Raises:
+        CommTimeoutError: a rank did not come. The caller's side is freed nevertheless.
+    """
+    for workspace in registry.existing(resolve_group(group, "release")):
+        try:
+            workspace.release()
+        finally:
+            registry.drop(workspace)
+
+
+def check(group: GroupLike = None) -> None:
+    """Waits for the current stream, and raises what went wrong on the group's workspaces, if anything.
+
+    Raises:
+        CommTimeoutError: a peer did not deliver in time in some call since the workspace was made.
+    """
+    pg = resolve_group(group, "check")
+    if _cuda.is_available() and _cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    for workspace in registry.existing(pg):
+        if isinstance(workspace, CudaWorkspace):
+            workspace.check("check")
+        workspace.raise_if_failed()

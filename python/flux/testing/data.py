@@ -1,0 +1,99 @@
+"""Exact-integer data in which every rank's contribution to every element is marked.
+
+Why nothing missing, doubled or misplaced can pass a comparison for equality:
+
+- Every number involved is an integer that the output type represents exactly (256 for bfloat16, 2048 for
+  float16): the inputs, each rank's partial sum of each element, and the total. So fp32 accumulation, the
+  rounding of partial sums that travel as 16-bit values, and the final rounding change nothing, whatever the
+  order: the result is one exact matrix.
+- Rank r's partial sum of *every* element is odd: one column c of its x is all ones and its weight there is
+  the odd mark 2r + 1, all other weights are even. An odd number is not zero, so leaving out any rank's
+  contribution to any element, or adding it twice, changes that element.
+- The even part is random, from about `nonzeros` positions of each row of x, scattered over all of K, times
+  dense random weights: a tile at the wrong place, a tile of an earlier call, or a K block left out for a
+  128-row tile changes its elements.
+
+Bound: a partial sum is at most 2*nonzeros + 2r + 1, the total of p ranks at most p*(2*nonzeros + p), plus the
+bias, which is even and at most 8; `nonzeros` is chosen so that this fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+EXACT_LIMIT = {torch.bfloat16: 256, torch.float16: 2048, torch.float32: 2**24, torch.float64: 2**53}
+_MAX_BIAS = 8
+
+
+@dataclass(frozen=True)
+class GemmRsCase:
+    """One GEMM+ReduceScatter problem: x[m, k] on each rank times weight[n, k]ᵀ, summed, rows scattered over
+    ranks.
+
+    `k` is what one rank holds. With world_size 1 it is a plain GEMM. Every rank can make every rank's data
+    from the seed, so the expected result needs no communication.
+    """
+
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: torch.dtype = torch.bfloat16
+    transpose_weight: bool = False
+    bias: bool = False
+    seed: int = 0
+
+    @property
+    def nonzeros(self) -> int:
+        """Random positions of a row of x that are not zero."""
+        p = self.world_size
+        room = (EXACT_LIMIT[self.dtype] - _MAX_BIAS - p * p) // (2 * p)
+        if room < 1:
+            raise ValueError(f"{p} ranks cannot be marked in {self.dtype}")
+        return min(self.k - 1, room, 64)
+
+    def inputs(
+        self, rank: int, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x [m, k], weight [n, k] (or [k, n]), bias [n] or None of one rank. The same on every call and every
+        device of a kind.
+        """
+        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + rank)
+        x = torch.zeros(self.m, self.k, device=device)
+        if self.nonzeros > 0:
+            shape = (self.m, self.nonzeros)
+            columns = torch.randint(self.k, shape, generator=g, device=device)
+            # Adding, because the winner of two writes to one position is not defined on a GPU.
+            x.scatter_add_(1, columns, torch.randint(2, shape, generator=g, device=device).float() * 2 - 1)
+        weight = torch.randint(-1, 2, (self.n, self.k), generator=g, device=device).float() * 2
+        mark = (7 * rank + 13 * self.seed) % self.k
+        x[:, mark] = 1
+        weight[:, mark] = 2 * rank + 1
+        x, weight = x.to(self.dtype), weight.to(self.dtype)
+        if self.transpose_weight:
+            weight = weight.t().contiguous()
+        return x, weight, self._bias(device)
+
+    def _bias(self, device: torch.device | str) -> torch.Tensor | None:
+        if not self.bias:
+            return None
+        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + 999_983)
+        half = torch.randint(-_MAX_BIAS // 2, _MAX_BIAS // 2 + 1, (self.n,), generator=g, device=device)
+        return (2 * half).to(self.dtype)
+
+    def expected(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The exact result [m / world_size, n] of one rank."""
+        rows = self.m // self.world_size
+        total = torch.zeros(rows, self.n, device=device)
+        for peer in range(self.world_size):
+            x, weight, _ = self.inputs(peer, device)
+            weight = weight if self.transpose_weight else weight.t()
+            # In fp32 every product and sum is a small integer, exact even where a GPU multiplies in TF32 or
+            # 16 bits.
+            total += x[rank * rows : (rank + 1) * rows].float() @ weight.float()
+        bias = self._bias(device)
+        if bias is not None:
+            total += bias.float()
+        return total.to(self.dtype)

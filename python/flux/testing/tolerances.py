@@ -1,0 +1,32 @@
+"""How far a correct result may be from the exact one: derived from K and the type, not tuned to pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# Unit roundoff: half the distance of neighbouring numbers, relative.
+_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+
+
+def tolerance(
+    k: int, dtype: torch.dtype, world_size: int = 1, *, x_std: float = 1.0, weight_std: float = 1.0
+) -> tuple[float, float]:
+    """(atol, rtol) for x·Wᵀ summed over ranks, against a float64 or float32 reference.
+
+    `k` columns a rank, zero-mean independent entries with the given standard deviations. A partial sum then
+    has standard deviation s = x_std * weight_std * sqrt(k); elements are taken to stay within 6 s (1 in 10^9
+    does not).
+
+    - The result is rounded once: relative error u (half an ulp), the rtol.
+    - Of the p partial sums, those that travel are rounded too: each errs by at most u * 6 s; the errors are
+      independent, so sqrt(p) of them, not p, with a margin of 2.
+    - fp32 accumulation of k * p terms: a random walk of roundings of at most 2^-24 * 6 s, hence sqrt(k * p)
+      of them, times 4, because tensor cores truncate some low bits instead of rounding.
+    """
+    u = _UNIT[dtype]
+    accumulate = _UNIT[torch.float64] if dtype == torch.float64 else _UNIT[torch.float32]
+    extent = 6.0 * x_std * weight_std * math.sqrt(k)
+    travel = 2.0 * math.sqrt(world_size) * u * extent if world_size > 1 else 0.0
+    return travel + 4.0 * math.sqrt(k * world_size) * accumulate * extent, u * 1.01

@@ -1,0 +1,45 @@
+"""Which tests this machine can run: tests/cpu everywhere, tests/gpu on one GPU, tests/dist on as many as a
+test asks for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flux import _native
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs one GPU that runs flux's kernels")
+    config.addinivalue_line("markers", "dist: needs several GPUs that run flux's kernels")
+    config.addinivalue_line("markers", "gpus(n): how many GPUs a test of tests/dist needs (default 2)")
+
+
+def _missing(gpus: int) -> str | None:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < gpus:
+        return f"needs {gpus} GPU{'s' if gpus > 1 else ''}, this machine has {found}"
+    capability = torch.cuda.get_device_capability(0)
+    if capability != (9, 0):
+        return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    # On a machine with such a GPU, tests/gpu/test_gpu_build.py fails where this skips.
+    return _native.why_not()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+        if folder not in ("gpu", "dist"):
+            continue
+        item.add_marker(getattr(pytest.mark, folder))
+        if item.get_closest_marker("gpus") is None and folder == "dist":
+            item.add_marker(pytest.mark.gpus(2))
+        wanted = item.get_closest_marker("gpus")
+        reason = _missing(1 if wanted is None else int(wanted.args[0]))
+        if reason is not None and item.path.name != "test_gpu_build.py":
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,212 @@
+"""The arithmetic behind the tables: derived columns, footers, suites."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from flux.bench import suites
+from flux.bench.cases import OPS
+from flux.bench.model import (
+    Bar,
+    Row,
+    Timing,
+    derive,
+    e_overlap,
+    floor_ms,
+    geomean,
+    summarise,
+    wire_bytes,
+)
+from flux.bench.suites import Problem
+
+# docs/benchmarks.md: model -> (N, K) of the all-gather GEMM, (N, K) of the GEMM reduce-scatter; global sizes.
+DEFAULT = {
+    "gpt3-175b-mlp": ((49152, 12288), (12288, 49152)),
+    "llama3-70b-mlp": ((57344, 8192), (8192, 28672)),
+    "llama3-70b-attn": ((10240, 8192), (8192, 8192)),
+    "llama3-8b-mlp": ((28672, 4096), (4096, 14336)),
+}
+
+
+def row(times: dict[str, tuple[str, float]], *, wire: int = 0, check: str = "exact", tp: int = 4) -> Row:
+    """A row whose candidates have the given roles and median times, in ms."""
+    measured = {name: Timing(role, (9 * t, t, t / 9)) for name, (role, t) in times.items()}
+    return Row(
+        "gemm_rs", "a", "gemm_rs", 512, 64, 256, tp, "bfloat16", (512, 64, 64), wire, measured, check=check
+    )
+
+
+FULL = {
+    "flux": ("flux", 1.2),
+    "cuBLAS": ("gemm", 1.0),
+    "flux.gemm": ("gemm", 0.9),
+    "NCCL": ("comm", 0.5),
+    "cuBLAS+NCCL": ("serial", 1.5),
+    "async-TP": ("peer", 1.44),
+}
+
+
+def test_default_suite_is_the_documented_one() -> None:
+    suite = suites.load("default")
+    assert suite.m == (512, 1024, 2048, 4096, 8192)
+    assert suite.dtype == "bfloat16"
+    assert {m.name: (m.shapes["ag_gemm"], m.shapes["gemm_rs"]) for m in suite.models} == DEFAULT
+
+
+def test_ops_get_their_rows() -> None:
+    suite = suites.load("default")
+    assert len(suite.problems("gemm_rs", OPS["gemm_rs"].patterns)) == 20
+    gemm = suite.problems("gemm", OPS["gemm"].patterns)
+    assert len(gemm) == 40
+    local = {p.local(4) for p in gemm if p.model == "llama3-70b-attn" and p.m == 512}
+    assert local == {(512, 8192, 2048), (512, 2560, 8192)}
+
+
+@pytest.mark.parametrize("name", suites.available())
+def test_every_suite_loads_and_divides(name: str) -> None:
+    suite = suites.load(name)
+    assert suite.name == name
+    for spec_name, spec in OPS.items():
+        for problem in suite.problems(spec_name, spec.patterns):
+            for tp in (2, 4, 8):
+                m, n, k = problem.local(tp)
+                assert m % tp == 0 and n % 8 == 0 and k % 8 == 0
+
+
+def test_select_narrows_and_names_what_there_is() -> None:
+    suite = suites.load("default").select(["llama3-8b-mlp"], [16, 32])
+    assert [(p.model, p.m) for p in suite.problems("gemm_rs", ("gemm_rs",))] == [
+        ("llama3-8b-mlp", 16),
+        ("llama3-8b-mlp", 32),
+    ]
+    with pytest.raises(ValueError, match="expected to be one of gpt3-175b-mlp.*got 'bert'"):
+        suites.load("default").select(["bert"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[suite]\nname = 'a'\ndtype = 'bfloat16'", "needs 'm'"),
+        ("[suite]\nname='a'\ndtype='b'\nm=[1]", r"no \[\[model\]\]"),
+        ("[suite]\nname='a'\ndtype='b'\nm=[1]\n[[model]]\nname='x'\ngemm_rs={n=1}", "x.gemm_rs expected"),
+        ("[suite]\nname='a'\ndtype='b'\nm=[1]\n[[model]]\ngemm_rs={n=1,k=1}", "needs 'name'"),
+    ],
+)
+def test_bad_suites_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        suites.parse(text)
+
+
+def test_unknown_suite_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="one of cpu, default or a .toml file, got 'tiny'"):
+        suites.load("tiny")
+
+
+def test_local_shapes_refuse_what_does_not_divide() -> None:
+    assert Problem("gemm", "a", "local", 8, 9, 10).local(4) == (8, 9, 10)
+    with pytest.raises(ValueError, match="k must be divisible by the 4 ranks, got k=10"):
+        Problem("gemm_rs", "a", "gemm_rs", 8, 9, 10).local(4)
+
+
+def test_wire_bytes() -> None:
+    # 4 ranks: 3 of 4 shards of the partial [M, N] leave; the own shard [M/4, K] goes to 3 peers.
+    assert wire_bytes("gemm_rs", 8, 6, 100, 4, 2) == 3 * 2 * 6 * 2
+    assert wire_bytes("ag_gemm", 8, 6, 100, 4, 2) == 3 * 2 * 100 * 2
+    assert wire_bytes("gemm_rs", 8, 6, 100, 1, 2) == 0
+    assert wire_bytes("local", 8, 6, 100, 4, 2) == 0
+    with pytest.raises(ValueError, match="pattern"):
+        wire_bytes("all_reduce", 8, 6, 100, 4, 2)
+
+
+def test_floor_is_the_slower_of_gemm_and_wire() -> None:
+    assert floor_ms(0.2, 38_000_000, 380.0) == 0.2
+    assert floor_ms(0.05, 38_000_000, 380.0) == pytest.approx(0.1)
+
+
+def test_e_overlap() -> None:
+    assert e_overlap(1.0, 1.0, 1.5) == 1.0
+    assert e_overlap(1.5, 1.0, 1.5) == 0.0
+    assert e_overlap(2.0, 1.0, 1.5) == -1.0
+    assert e_overlap(1.0, 1.5, 1.5) is None
+
+
+def test_derived_columns() -> None:
+    d = derive(row(FULL, wire=100), 380.0)
+    assert (d.flux, d.gemm, d.comm, d.serial) == (1.2, 0.9, 0.5, 1.5)
+    assert (d.peer, d.peer_name) == (1.44, "async-TP")
+    assert d.speedup == pytest.approx(1.2)
+    assert d.e_overlap == pytest.approx(0.5)
+    assert d.floor == 0.9
+    assert d.over_floor == pytest.approx(4 / 3)
+    assert d.tflops == pytest.approx(2 * 512 * 64 * 64 / 1.2e-3 / 1e12)
+    bound_by_link = derive(row(FULL, wire=760_000_000), 380.0)
+    assert bound_by_link.floor == pytest.approx(2.0)
+
+
+def test_serial_counts_as_a_peer() -> None:
+    times = {**FULL, "async-TP": ("peer", 1.6)}
+    assert derive(row(times)).peer_name == "cuBLAS+NCCL"
+
+
+def test_derived_of_missing_candidates_is_none() -> None:
+    d = derive(row({"cuBLAS": ("peer", 1.0)}))
+    assert (d.flux, d.speedup, d.floor, d.e_overlap, d.over_floor) == (None,) * 5
+
+
+def test_no_floor_without_gpu_links() -> None:
+    assert derive(row(FULL), with_floor=False).floor is None
+
+
+def test_geomean() -> None:
+    assert geomean([2.0, 8.0]) == pytest.approx(4.0)
+    with pytest.raises(ValueError):
+        geomean([])
+
+
+def test_summary_counts_rows_under_the_bar() -> None:
+    bar = Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15)
+    good = row({**FULL, "flux": ("flux", 1.0)})
+    slow = row({**FULL, "flux": ("flux", 1.6)})
+    wrong = row({k: v for k, v in FULL.items() if k != "flux"}, check="3 of 9 wrong")
+    rows = [good, slow, wrong]
+    s = summarise(rows, [derive(r) for r in rows], bar)
+    assert (s.rows, s.wrong, s.under_row_bar) == (3, 1, 1)
+    assert s.min_speedup == pytest.approx(0.9)
+    assert s.geomean_speedup == pytest.approx(math.sqrt(1.44 * 0.9))
+    assert (s.over_floor_bar, s.floor_bar_rows) == (1, 2)
+    assert s.geomean_bar_met is False
+    assert not s.meets_bar
+    assert summarise([good], [derive(good)], bar).meets_bar
+
+
+def test_short_rows_are_not_held_to_the_floor() -> None:
+    bar = Bar(row=0.98, over_floor=1.15, floor_from_ms=0.15)
+    short = row(
+        {"flux": ("flux", 0.1), "cuBLAS": ("gemm", 0.05), "NCCL": ("comm", 0.05), "s": ("serial", 0.2)}
+    )
+    s = summarise([short], [derive(short)], bar)
+    assert (s.floor_bar_rows, s.over_floor_bar, s.meets_bar) == (0, 0, True)
+
+
+def test_geomean_bar_is_for_its_world_size() -> None:
+    bar = Bar(row=0.5, geomean=99.0, geomean_tp=4)
+    two = row(FULL, tp=2)
+    assert summarise([two], [derive(two)], bar).geomean_bar_met is None
+    four = row(FULL, tp=4)
+    assert summarise([four], [derive(four)], bar).geomean_bar_met is False
+
+
+def test_a_suite_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        "[suite]\nname = 'mine'\ndtype = 'float16'\nm = [8]\n"
+        "[[model]]\nname = 'a'\ngemm_rs = { n = 16, k = 24 }\n"
+    )
+    suite = suites.load(str(file))
+    assert suite.problems("gemm_rs", ("gemm_rs",)) == [Problem("gemm_rs", "a", "gemm_rs", 8, 16, 24)]
+    assert suite.problems("gemm", ("ag_gemm",)) == []
+    with pytest.raises(ValueError, match="suite file not found"):
+        suites.load(str(tmp_path / "other.toml"))

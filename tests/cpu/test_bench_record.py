@@ -1,0 +1,194 @@
+"""Result files, tables and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flux.bench import machine, plot, record, report
+from flux.bench.model import Row, Timing
+from flux.bench.record import Record
+
+
+def make_record(device: str = "cuda", *, complete: bool = True) -> Record:
+    def timing(role: str, t: float) -> Timing:
+        return Timing(role, tuple(round(f * t, 6) for f in (1.02, 1.0, 0.99)))
+
+    rows = []
+    for model, m, speed in (("small", 512, 0.9), ("small", 1024, 1.3), ("large", 512, 6.0)):
+        times = {
+            "flux": timing("flux", 0.2),
+            "cuBLAS": timing("gemm", 0.18),
+            "NCCL": timing("comm", 0.1),
+            "cuBLAS+NCCL": timing("serial", 0.2 * speed),
+        }
+        plan = {
+            "fused": m == 512,
+            "config": "128x256x4",
+            "time_us": 190.0,
+            "candidates": [["128x256x4", 190.0]],
+        }
+        rows.append(
+            Row(
+                "gemm_rs",
+                model,
+                "gemm_rs",
+                m,
+                64,
+                256,
+                4,
+                "bfloat16",
+                (m, 64, 64),
+                1000,
+                times,
+                {"flux": 9.0},
+                plan,
+                "exact",
+            )
+        )
+    rows[1].notes.append("async-TP could not run: no reason")
+    settings = {"rounds": 3, "world": 4, "tp": 4, "link_gb_per_s": 380.0}
+    info = {
+        "gpu": "Some GPU",
+        "gpu_count": 4,
+        "cuda": "13.0",
+        "nccl": "2.28",
+        "torch": "2.11",
+        "cpu": "Some CPU",
+    }
+    date = "2026-01-02T03:04:05+00:00"
+    return Record("0.1.0", "abc", date, "default", device, info, settings, rows, ["gemm left out"], complete)
+
+
+def text_of(result: Record) -> str:
+    # The width of a pipe, which must have room for every column.
+    console = Console(file=io.StringIO(), width=report._WIDE)
+    console.print(report.render(result, console.width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    before = make_record()
+    record.write(before, tmp_path / "deep" / "result.json")
+    assert record.read(tmp_path / "deep" / "result.json") == before
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["result.json"]
+
+
+def test_json_has_what_a_reader_needs(tmp_path: Path) -> None:
+    record.write(make_record(), tmp_path / "r.json")
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["schema"] == record.SCHEMA
+    assert {"commit", "date", "machine", "settings", "suite", "version", "complete"} <= data.keys()
+    flux = data["rows"][0]["times"]["flux"]
+    assert (flux["median_ms"], flux["min_ms"], flux["max_ms"]) == (0.2, 0.198, 0.204)
+    assert len(flux["samples_ms"]) == 3
+    assert data["rows"][0]["derived"]["speedup"] == pytest.approx(0.9)
+
+
+def test_other_schemas_and_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="expected to have schema 1, got 99"):
+        record.read(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("not json")
+    with pytest.raises(ValueError, match="not a JSON result file"):
+        record.read(tmp_path / "b.json")
+
+
+def test_table_shows_columns_footer_and_notes() -> None:
+    text = text_of(make_record())
+    for word in ("speed-up", "E_overlap", "t/floor", "best peer", "host µs", "plan", "unfused"):
+        assert word in text
+    assert "min 0.900; 1 of 3 rows under 0.98" in text
+    assert "host cost of a call: max 9.0 µs" in text
+    assert "async-TP could not run: no reason [small M=1024]" in text
+    assert "gemm left out" in text
+    assert "cut off" not in text
+    assert "cut off" in text_of(make_record(complete=False))
+
+
+def test_cpu_table_compares_fused_and_unfused() -> None:
+    text = text_of(make_record("cpu"))
+    assert "unfused" in text and "floor" not in text
+    assert "speed-up over unfused: geomean" in text
+
+
+def test_wrong_rows_are_loud() -> None:
+    bad = make_record()
+    bad.rows[0].check = "rank 1: 7 of 9 wrong"
+    del bad.rows[0].times["flux"]
+    text = text_of(bad)
+    assert "rank 1: 7 of 9 wrong" in text
+    assert "WRONG RESULTS in 1 rows" in text
+
+
+def test_sweep_table_ranks_tile_shapes() -> None:
+    sweep = make_record()
+    sweep.settings["all_configs"] = True
+    for row in sweep.rows:
+        row.times = {
+            "plan": Timing("flux", (0.22,)),
+            "128x256x4": Timing("config", (0.2,)),
+            "128x128x6": Timing("config", (0.25,)),
+        }
+    text = text_of(sweep)
+    assert "plan over best: geomean 1.100, max 1.100" in text
+    assert "cost model over measured, 3 choices: geomean 0.950" in text
+    assert "128x128x6 0.250" in text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_plot_draws_a_picture(tmp_path: Path, device: str) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is an optional dependency")
+    path = plot.plot(make_record(device), tmp_path / "new" / "p.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    pixels = image.imread(path)
+    assert pixels.shape[0] > 300 and pixels.shape[1] > 300
+    assert pixels[..., :3].std() > 0.02, "an empty picture"
+
+
+def test_plot_refuses_an_empty_result(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
+    empty = make_record()
+    empty.rows.clear()
+    with pytest.raises(ValueError, match="no row of flux"):
+        plot.plot(empty, tmp_path / "p.png")
+
+
+def test_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(RuntimeError, match="pip install matplotlib"):
+        plot.require_matplotlib()
+
+
+def test_nvidia_smi_is_parsed() -> None:
+    line = "0, Some GPU, 580.1, 143771, 345, 3201, 1980, 3201, 77.51, 700.00, [N/A]\n"
+    (gpu,) = machine.parse_smi(line)
+    assert gpu["name"] == "Some GPU" and gpu["driver"] == "580.1"
+    assert (gpu["sm_mhz"], gpu["sm_max_mhz"], gpu["power_w"]) == (345, 1980, 77.51)
+    assert gpu["temperature_c"] is None
+    assert machine.parse_smi("") == []
+
+
+def test_commit_falls_back_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "run_text", lambda *a, **k: None)
+    monkeypatch.setenv("FLUX_COMMIT", "v1-2-gabc")
+    assert machine.commit() == "v1-2-gabc"
+    monkeypatch.delenv("FLUX_COMMIT")
+    assert machine.commit() == "unknown"
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_narrow_terminals_get_fewer_columns_but_whole_numbers(width: int) -> None:
+    result = make_record()
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report.table(result, "gemm_rs", width))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for always in ("flux", "best peer", "speed-up", "t/floor", "0.200", "0.180 cuBLAS+NCCL"):
+        assert always in text

@@ -1,0 +1,149 @@
+"""The timing protocol, against a clock that the test turns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flux.bench import timing
+from flux.bench.cases.common import Context, random_operands, rotating
+from flux.bench.timing import CpuTimer, GpuTimer
+
+CYCLES_PER_MS = 1_000_000.0
+
+
+class FakeGpu:
+    """A GPU with one stream: work is queued with its length, and runs while the host's clock stands still.
+
+    host, gpu: times in ms; gpu is when everything queued so far will be done.
+    """
+
+    def __init__(self) -> None:
+        self.host = 0.0
+        self.gpu = 0.0
+        self.log: list[str] = []
+
+    def enqueue(self, name: str, gpu_ms: float, host_ms: float) -> None:
+        self.log.append(name)
+        self.gpu = max(self.gpu, self.host) + gpu_ms
+        self.host += host_ms
+
+    def sleep(self, cycles: int) -> None:
+        self.enqueue("delay", cycles / CYCLES_PER_MS, 0.0)
+
+    def synchronize(self, *args: object) -> None:
+        self.host = max(self.host, self.gpu)
+
+    def event(self, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.at = 0.0
+
+    def record(self) -> None:
+        # Where the stream is idle, the event happens as soon as the host says so.
+        self.at = max(self._gpu.gpu, self._gpu.host)
+        self._gpu.log.append("event")
+
+    def query(self) -> bool:
+        return self.at <= self._gpu.host
+
+    def synchronize(self) -> None:
+        self._gpu.host = max(self._gpu.host, self.at)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    monkeypatch.setattr(timing, "_cuda", SimpleNamespace(_sleep=fake.sleep, Event=fake.event))
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.host / 1e3)
+    return fake
+
+
+def make_timer(gpu: FakeGpu) -> GpuTimer:
+    timer = GpuTimer(None, torch.device("cpu"))
+    gpu.log.clear()
+    return timer
+
+
+def test_a_burst_excludes_host_time(gpu: FakeGpu) -> None:
+    """The host needs ten times as long as the GPU, and the sample still says what the GPU needed."""
+    timer = make_timer(gpu)
+    slow_host = {"a": lambda: gpu.enqueue("a", gpu_ms=0.05, host_ms=0.5)}
+    assert timer.interleaved(slow_host, 20, 3)["a"] == pytest.approx([0.05] * 3)
+    assert timer.host_bound == []
+
+
+def test_candidates_take_turns_behind_a_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = make_timer(gpu)
+    calls = {name: lambda name=name: gpu.enqueue(name, 0.1, 0.01) for name in "ab"}
+    monkeypatch.setattr(timer, "_enqueue_once", lambda call: 0.01)
+    samples = timer.interleaved(calls, 2, 2)
+    bursts = [["delay", "event", name, name, "event"] for name in "abab"]
+    assert gpu.log == [step for burst in bursts for step in burst]
+    assert samples["a"] == pytest.approx([0.1, 0.1])
+
+
+def test_late_samples_are_repeated_with_a_longer_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first guess that is far too short costs rounds, but no wrong sample is kept."""
+    timer = make_timer(gpu)
+    monkeypatch.setattr(timer, "_enqueue_once", lambda call: 0.05)
+    samples = timer.interleaved({"a": lambda: gpu.enqueue("a", 0.1, 0.3)}, 20, 4)
+    assert samples["a"] == pytest.approx([0.1] * 4)
+    assert timer._enqueue_ms["a"] > 0.2
+    assert gpu.log.count("delay") > 4
+
+
+def test_a_candidate_that_never_stays_ahead_still_has_samples(gpu: FakeGpu) -> None:
+    """Something that blocks the host, like a synchronisation inside the call, cannot be hidden by a delay."""
+    timer = make_timer(gpu)
+
+    def blocks() -> None:
+        gpu.enqueue("a", 0.1, 0.0)
+        gpu.synchronize()
+
+    samples = timer.interleaved({"a": blocks}, 20, 2)["a"]
+    assert timer.host_bound == ["a"]
+    assert len(samples) == 5 and all(s == pytest.approx(0.1) for s in samples)
+
+
+def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:
+    timer = make_timer(gpu)
+    assert timer.host_us(lambda: gpu.enqueue("a", gpu_ms=5.0, host_ms=0.012)) == pytest.approx(12.0)
+
+
+def test_cpu_timer_counts_calls() -> None:
+    count = {"a": 0, "b": 0}
+
+    def call(name: str) -> None:
+        count[name] += 1
+
+    samples = CpuTimer(None).interleaved({n: lambda n=n: call(n) for n in count}, 3, 2)
+    assert count == {"a": 6, "b": 6}
+    assert all(len(s) == 2 and min(s) > 0 for s in samples.values())
+
+
+def test_data_is_random_normal() -> None:
+    context = Context(1, 4, 4, torch.device("cpu"), torch.bfloat16, None)
+    x, (weight,) = random_operands(256, 128, 512, context)
+    for tensor, rows in ((x, 256), (weight, 128)):
+        assert tensor.shape == (rows, 512) and tensor.dtype == torch.bfloat16
+        assert abs(float(tensor.float().std()) - 0.1) < 0.01
+        assert len(tensor.unique()) > 1000
+
+
+def test_weights_rotate() -> None:
+    seen: list[float] = []
+    call = rotating([torch.tensor(float(i)) for i in range(3)], lambda w: seen.append(float(w)))
+    for _ in range(6):
+        call()
+    assert sorted(seen[:3]) == [0.0, 1.0, 2.0] and seen[:3] == seen[3:]

@@ -1,0 +1,155 @@
+"""The host side of a CUDA workspace, on what torch.cuda would say: growth, capture, streams, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from flux._native import core
+from flux.comm import cuda, symm_mem
+from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan import Plan, plan_gemm_rs
+
+
+class Echo:
+    """A meeting whose other rank says what this one says, from another GPU."""
+
+    def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        return [facts, {**facts, "uuid": "B"} if "uuid" in facts else facts]
+
+    def leave(self, op: str, wait: bool) -> None:
+        self.left = wait
+
+
+class Machine:
+    """What the replaced torch.cuda says, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.stream = 7
+        self.waits: list[tuple[int, int]] = []
+        self.allocated: list[int] = []
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    state = Machine()
+
+    class Memory:
+        def __init__(self, nbytes: int, group: Any, device: torch.device) -> None:
+            state.allocated.append(nbytes)
+            self.peers = [4096, 8192]
+
+    def external_stream(raw: int, device: torch.device) -> Any:
+        return SimpleNamespace(record_event=lambda: raw)
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(wait_event=lambda event: state.waits.append((event, state.stream)))
+
+    zeros = torch.zeros
+    properties = SimpleNamespace(multi_processor_count=132, uuid="A")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external_stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **rest: zeros(*size, **rest))
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    monkeypatch.setattr(symm_mem, "why_not", lambda group, device: None)
+    monkeypatch.setattr(symm_mem, "SymmetricMemory", Memory)
+    library = torch.library.Library("flux", "IMPL")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("flux::_prepare", "CompositeExplicitAutograd"):
+        library.impl("_prepare", lambda: None, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    yield state
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def make() -> CudaWorkspace:
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2, group_name="g")
+    meeting: Any = Echo()
+    return CudaWorkspace(group, torch.device("cuda", 0), "gemm_rs", meeting)
+
+
+def plan(rows: int) -> Plan:
+    return plan_gemm_rs("cuda", 2 * rows, 1024, 512, torch.bfloat16, False, 2, None, 132, "test")
+
+
+def test_it_grows_when_it_must_and_geometrically(machine: Machine) -> None:
+    workspace = make()
+    assert (workspace.why_not, workspace.num_sms, machine.allocated) == (None, 132, [])
+    small, large, larger = plan(128), plan(4096), plan(4200)
+    address = workspace.enter(small)
+    assert address == workspace._symm_buffer.address != 0
+    assert workspace.enter(small) == address and len(machine.allocated) == 1
+    workspace.enter(large)
+    assert workspace._symm_buffer.slot_bytes == workspace.slot_bytes >= large.slot_bytes
+    assert workspace._symm_buffer.signal_bytes == workspace.signal_bytes >= large.signal_bytes
+    workspace.enter(larger)
+    assert workspace.slot_bytes >= 3 * large.slot_bytes // 2
+    expected = 4096 + workspace.signal_bytes + 2 * workspace.slot_bytes
+    assert machine.allocated[-1] == expected and len(machine.allocated) == 3
+    assert workspace.signal_bytes % 4096 == workspace.slot_bytes % 4096 == 0
+    workspace.enter(small)
+    assert len(machine.allocated) == 3, "never shrinks"
+
+
+def test_a_capture_cannot_grow_it_but_keeps_what_it_used(machine: Machine) -> None:
+    workspace = make()
+    machine.capturing = True
+    with pytest.raises(RuntimeError, match=r"gemm_rs: group 'g' .* Before the capture call flux.reserve"):
+        workspace.enter(plan(128))
+    machine.capturing = False
+    workspace.enter(plan(128))
+    workspace.enter(plan(512))
+    assert workspace._kept == [], "no graph knows the first buffers"
+    machine.capturing = True
+    captured = workspace.enter(plan(512))
+    memory = workspace._memory
+    machine.capturing = False
+    assert workspace.enter(plan(8192)) != captured
+    assert [kept[0] for kept in workspace._kept] == [memory]
+
+
+def test_calls_on_another_stream_wait_for_the_last_one(machine: Machine) -> None:
+    workspace = make()
+    for stream in (7, 7, 8, 8, 0, 7):
+        machine.stream = stream
+        workspace.enter(plan(128))
+    assert machine.waits == [(7, 8), (8, 0), (0, 7)]
+    machine.capturing, machine.stream = True, 9
+    workspace.enter(plan(128))
+    assert len(machine.waits) == 3, "a graph must not wait for work outside of it"
+
+
+def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> None:
+    workspace = make()
+    workspace.enter(plan(128))
+    workspace.check("check")
+    # code, op, rank, peer, tile, expected, seen
+    workspace._error[:7] = torch.tensor([1, 1, 0, 1, 5, 42, 41])
+    for attempt in (lambda: workspace.enter(plan(128)), lambda: workspace.check("check")):
+        with pytest.raises(flux.CommTimeoutError) as caught:
+            attempt()
+        error = caught.value
+        told = (error.op, error.rank, error.peer, error.tile, error.epoch, error.seen)
+        assert told == ("gemm_rs", 0, 1, 5, 42, 41)
+    workspace.release()
+    assert workspace._meeting.left is False, "after a failure nobody is waited for"  # type: ignore[attr-defined]
+
+
+def test_ranks_on_one_gpu_run_unfused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "exchange", lambda self, op, facts: [facts, facts])
+    assert make().why_not == "rank 0: ranks 0 and 1 share one GPU"
+
+
+def test_the_error_record_is_the_one_kernels_write() -> None:
+    record = torch.tensor([1, 1, 0, 1, 5, 42, 41] + [0] * 9, dtype=torch.int32)
+    assert tuple(core.read_error(record.data_ptr())) == (1, 0, 1, 5, 42, 41)
+    record[0] = 0
+    assert core.read_error(record.data_ptr()) is None

@@ -1,0 +1,298 @@
+"""What goes wrong between ranks ends in an error that says what, in time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.comm import shm
+from flux.comm.cpu import CpuWorkspace
+from flux.testing import GemmRsCase, RankFailure, SpawnError, spawn
+
+TIMEOUT_S = 1.0
+ENV = {"FLUX_TIMEOUT_S": str(TIMEOUT_S)}
+SHM = Path("/dev/shm")
+
+
+def files() -> set[str]:
+    return {path.name for path in SHM.glob("flux-*")}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def victim(rank: int, world_size: int, dying: int, after_signals: int, exit_hard: bool) -> dict[str, Any]:
+    case = GemmRsCase(world_size * 200, 520, 16, world_size)
+    x, weight, _ = case.inputs(rank)
+    assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    dist.barrier()
+    if rank == dying:
+        send, sent = CpuWorkspace.signal, [0]
+
+        def last_signals(self: CpuWorkspace, *args: Any) -> None:
+            if sent[0] == after_signals:
+                os._exit(7) if exit_hard else die()
+            sent[0] += 1
+            send(self, *args)
+
+        CpuWorkspace.signal = last_signals  # type: ignore[method-assign]
+    start = time.monotonic()
+    told: list[flux.CommTimeoutError] = []
+    for attempt in (lambda: flux.gemm_rs(x, weight), lambda: flux.gemm_rs(x, weight), flux.check):
+        try:
+            attempt()
+        except flux.CommTimeoutError as error:
+            told.append(error)
+            if len(told) == 1:
+                first_s = time.monotonic() - start
+    again_s = time.monotonic() - start - first_s
+    return {"errors": told, "first_s": first_s, "again_s": again_s, "rank": rank}
+
+
+@pytest.mark.parametrize("round_", range(10))
+def test_a_rank_that_dies_in_the_middle_is_named(round_: int) -> None:
+    world_size, dying = 3, round_ % 3
+    before = files()
+    results = spawn(
+        victim, world_size, dying, round_ % 6, round_ % 2 == 0, env=ENV, backend="gloo", may_die={dying}
+    )
+    assert isinstance(results[dying], RankFailure)
+    assert results[dying].exit_code == (7 if round_ % 2 == 0 else -signal.SIGKILL)
+    for rank in set(range(world_size)) - {dying}:
+        result = results[rank]
+        assert len(result["errors"]) == 3, "the first call, a second one and check() must raise"
+        for error in result["errors"]:
+            assert (error.op, error.rank, error.peer, error.epoch) == ("gemm_rs", rank, dying, 2)
+            for word in ("gemm_rs", f"rank {rank} ", f"peer {dying}", "epoch 2", "FLUX_TIMEOUT_S"):
+                assert word in str(error)
+        assert result["first_s"] < TIMEOUT_S + 5
+        assert result["again_s"] < 0.5, "later calls must not wait again"
+    assert files() <= before, "shared memory was left behind"
+
+
+def absent(rank: int, world_size: int) -> list[Any]:
+    x, weight = torch.ones(world_size, 4), torch.ones(3, 4)
+    if rank == 1:
+        time.sleep(2.5)
+        return []
+    start = time.monotonic()
+    try:
+        flux.gemm_rs(x, weight)
+    except flux.CommTimeoutError as error:
+        return [error.op, error.peer, time.monotonic() - start]
+    return []
+
+
+def test_a_rank_that_never_comes_to_the_first_call_is_named() -> None:
+    op, peer, seconds = spawn(absent, 2, env=ENV, backend="gloo")[0]
+    assert (op, peer) == ("gemm_rs", 1)
+    assert seconds < TIMEOUT_S + 1
+
+
+def recovering(rank: int, world_size: int) -> list[str]:
+    case = GemmRsCase(world_size * 10, 8, 16, world_size)
+    x, weight, _ = case.inputs(rank)
+    flux.gemm_rs(x, weight)
+    told = []
+    if rank == 1:
+        time.sleep(2.0)  # misses a call, and lives
+    else:
+        try:
+            flux.gemm_rs(x, weight)
+        except flux.CommTimeoutError as error:
+            told.append(str(error))
+    if rank == 1:
+        try:
+            flux.gemm_rs(x, weight)  # the others' tiles have arrived: only this rank believes in this call
+        except flux.CommTimeoutError as error:
+            told.append(str(error))
+    try:
+        flux.release()
+    except flux.CommTimeoutError:
+        told.append("release")
+    assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    return told
+
+
+def test_release_makes_a_group_usable_again() -> None:
+    env = {"FLUX_TIMEOUT_S": "1.5"}
+    results = spawn(recovering, 3, env=env, backend="gloo")
+    assert all("peer 1" in results[rank][0] for rank in (0, 2))
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("n", {"n": 24}),
+    ("n beyond the workspace", {"n": 3000}),
+    ("m", {"m": 12 * 50}),
+    ("m beyond the workspace", {"m": 12 * 5000}),
+    ("k", {"k": 9}),
+    ("dtype", {"dtype": torch.float16}),
+    ("transpose_weight", {"transpose_weight": True}),
+]
+
+
+def disagreeing(rank: int, world_size: int) -> list[tuple[str, float]]:
+    told = []
+    case = GemmRsCase(world_size * 20, 16, 8, world_size)
+    for odd in (0, world_size - 1):
+        for _, change in CHANGES:
+            mine = replace(case, **change) if rank == odd else case
+            x, weight, _ = mine.inputs(rank)
+            start = time.monotonic()
+            try:
+                flux.gemm_rs(x, weight, transpose_weight=mine.transpose_weight)
+                told.append(("no error", 0.0))
+            except ValueError as error:
+                told.append((str(error), time.monotonic() - start))
+            # The group works on as if nothing had happened.
+            x, weight, _ = case.inputs(rank)
+            for _ in range(3):
+                assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    return told
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_are_all_told(world_size: int) -> None:
+    results = spawn(disagreeing, world_size, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
+    for number, (name, _) in enumerate(CHANGES * 2):
+        messages = {rank[number][0] for rank in results}
+        assert len(messages) == 1, f"{name}: ranks were told different things: {messages}"
+        message = messages.pop()
+        assert message.startswith("gemm_rs: expected the same call on all ranks")
+        assert all(f"rank {rank}: " in message for rank in range(world_size))
+        assert f"{name.split()[0]}=" in message
+        assert all(rank[number][1] < 10 for rank in results), "an error, not a timeout"
+
+
+def reserving(rank: int, world_size: int) -> list[str]:
+    told = []
+    for arguments in ({"max_m": 64 + rank}, {"slots": 2}, {"max_n": 0}, {"dtype": torch.int8}):
+        try:
+            flux.reserve(**{"max_m": 64, "max_n": 64, "max_k": 64, **arguments})
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_reserve_refuses() -> None:
+    for told in spawn(reserving, 2, backend="gloo"):
+        assert told[0].startswith("reserve: expected the same call") and "max_m=65" in told[0]
+        assert told[1].startswith("reserve: slots: expected 1") and told[1].endswith("got 2")
+        assert told[2] == "reserve: max_n: expected a positive size, got 0"
+        assert told[3].startswith("reserve: dtype: expected") and told[3].endswith("got torch.int8")
+
+
+def interrupted(rank: int, world_size: int) -> list[str]:
+    case = GemmRsCase(world_size * 10, 8, 16, world_size)
+    x, weight, _ = case.inputs(rank)
+    flux.gemm_rs(x, weight)
+    if rank == 1:
+        time.sleep(1.0)
+        return []
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    told = []
+    start = time.monotonic()
+    try:
+        flux.gemm_rs(x, weight)
+    except KeyboardInterrupt:
+        told.append(f"{time.monotonic() - start:.1f}")
+    try:
+        flux.gemm_rs(x, weight)
+    except RuntimeError as error:
+        told.append(str(error))
+    return told
+
+
+def test_a_wait_can_be_interrupted_from_the_keyboard() -> None:
+    seconds, message = spawn(interrupted, 2, backend="gloo")[0]
+    assert float(seconds) < 0.9
+    assert "broken off by KeyboardInterrupt" in message and "flux.release" in message
+
+
+def mapped(rank: int, world_size: int) -> tuple[list[str], int]:
+    flux.gemm_rs(torch.ones(world_size, 4), torch.ones(3, 4))
+    maps = Path("/proc/self/maps").read_text()
+    return [path.name for path in SHM.glob(f"flux-{os.getpid()}-*")], maps.count("/dev/shm/flux-")
+
+
+def test_shared_memory_has_no_name_once_all_have_mapped_it() -> None:
+    for names, mappings in spawn(mapped, 3, backend="gloo"):
+        assert names == []
+        assert mappings >= 3
+
+
+def test_full_shared_memory_is_an_error_not_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Alone:
+        def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+            return [facts]
+
+    monkeypatch.setattr(shm, "_DIRECTORY", tmp_path)
+    with pytest.raises(RuntimeError, match="gemm_rs: no shared memory: rank 0: .* bytes in .*"):
+        shm.SharedMemory(1 << 60, 0, Alone(), "gemm_rs")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_travels_between_processes() -> None:
+    error = flux.CommTimeoutError("gemm_rs", 1, 2, 7, seen=5, tile=9, timeout_s=30.0, detail="Because.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def raising(rank: int, world_size: int) -> int:
+    if rank == 1:
+        raise KeyError("what a test would want to see")
+    return rank
+
+
+def hanging(rank: int, world_size: int) -> None:
+    while rank == 0:
+        time.sleep(1)
+
+
+def test_spawn_reports_every_rank_and_kills_stragglers() -> None:
+    assert spawn(raising, 1, backend="gloo") == [0]
+    with pytest.raises(SpawnError, match="what a test would want to see") as caught:
+        spawn(raising, 2, backend="gloo")
+    assert [failure.rank for failure in caught.value.failures] == [1]
+    start = time.monotonic()
+    with pytest.raises(SpawnError, match="rank 0 did not finish in time"):
+        spawn(hanging, 2, backend="gloo", timeout_s=1.5)
+    assert time.monotonic() - start < 8
+    with pytest.raises(SpawnError, match="rank 0 died with exit code -9"):
+        spawn(killed, 2, backend="gloo", timeout_s=20)
+
+
+def killed(rank: int, world_size: int) -> None:
+    if rank == 0:
+        die()
+
+
+def dying_at_setup(rank: int, world_size: int) -> str:
+    if rank == 1:
+        shm._open = lambda path, nbytes: die()  # type: ignore[assignment,return-value]
+    try:
+        flux.gemm_rs(torch.ones(world_size, 4), torch.ones(3, 4))
+    except flux.CommTimeoutError as error:
+        return f"{error.op} {error.peer}"
+    return "no error"
+
+
+def test_a_rank_that_dies_while_memory_is_set_up_leaves_none_behind() -> None:
+    before = files()
+    results = spawn(dying_at_setup, 3, env=ENV, backend="gloo", may_die={1})
+    assert results[0] == results[2] == "gemm_rs 1"
+    assert files() <= before

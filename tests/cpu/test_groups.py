@@ -1,0 +1,187 @@
+"""Which groups a call can name, several groups at once, and what happens to their workspaces."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import flux
+from flux.comm import registry
+from flux.comm.group import resolve_group
+from flux.ops.plan import can_run_fused
+from flux.testing import GemmRsCase, spawn
+
+
+def test_without_torch_distributed() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="gemm_rs: group: expected an initialised torch.distributed"):
+        flux.gemm_rs(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def forms(rank: int, world_size: int) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    case = GemmRsCase(world_size * 9, 24, 16, world_size)
+    x, weight, _ = case.inputs(rank)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    for group in (None, world, world.group_name, mesh, mesh["tp"], mesh.get_group()):
+        assert torch.equal(flux.gemm_rs(x, weight, group=group), case.expected(rank))
+    inner = square["tp"]
+    half = GemmRsCase(inner.size() * 9, 24, 16, inner.size(), seed=rank // inner.size())
+    x, weight, _ = half.inputs(inner.get_local_rank())
+    assert torch.equal(flux.gemm_rs(x, weight, group=inner), half.expected(inner.get_local_rank()))
+    told = []
+    bad: list[Any] = [square, "no such group", 3, dist.GroupMember.NON_GROUP_MEMBER]
+    for group in bad:
+        try:
+            flux.gemm_rs(x, weight, group=group)
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error))
+    assert "one-dimensional DeviceMesh, got 2 dimensions ('dp', 'tp')" in told[0], told
+    assert "got 'no such group'" in told[1] and "got int" in told[2] and "member" in told[3], told
+    assert all(message.startswith("gemm_rs: group: expected") for message in told)
+    try:
+        flux.gemm_rs(torch.ones(world_size * 2 + 1, 4), torch.ones(3, 4))
+        return "rows that do not divide passed"
+    except ValueError as error:
+        told_rows = str(error)
+    assert told_rows.startswith(f"gemm_rs: x: expected dimension 0 divisible by the {world_size} ranks"), (
+        told_rows
+    )
+    assert told_rows.endswith(f"got shape [{world_size * 2 + 1}, 4]"), told_rows
+    return ""
+
+
+def test_forms_of_a_group() -> None:
+    assert spawn(forms, 4, backend="gloo") == [""] * 4
+
+
+def two_groups(rank: int, world_size: int) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    strided = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    delays = random.Random(rank)
+    for number in range(25):
+        # Different shapes in the two groups, at different speeds: they must not notice each other.
+        mine, place, colour = (
+            (groups[rank // 2], rank % 2, rank // 2)
+            if number % 3
+            else (strided[rank % 2], rank // 2, rank % 2)
+        )
+        shapes = random.Random(100 * number + colour)
+        case = GemmRsCase(
+            2 * shapes.randint(1, 300), shapes.randint(1, 600), 12, 2, seed=10 * number + colour
+        )
+        x, weight, _ = case.inputs(place)
+        if delays.random() < 0.3:
+            time.sleep(delays.random() * 0.03)
+        result = flux.gemm_rs(x, weight, group=mine)
+        if not torch.equal(result, case.expected(place)):
+            return f"call {number} of group {colour} is wrong"
+        if number % 10 == 9:
+            world = GemmRsCase(4 * 40, 64, 12, 4, seed=number)
+            x, weight, _ = world.inputs(rank)
+            if not torch.equal(flux.gemm_rs(x, weight), world.expected(rank)):
+                return f"call {number} of all ranks is wrong"
+    return ""
+
+
+def test_two_groups_of_two_at_the_same_time() -> None:
+    assert spawn(two_groups, 4, backend="gloo") == [""] * 4
+
+
+def lifecycle(rank: int, world_size: int) -> str:
+    world = resolve_group(None, "test")
+    flux.release()  # nothing to release is fine
+    flux.check()
+    flux.reserve(max_m=4000, max_n=3000, max_k=64)
+    workspace = registry.existing(world)[0]
+    size = workspace.slot_bytes
+    flux.reserve(max_m=4000, max_n=3000, max_k=64)
+    flux.reserve(max_m=8, max_n=8, max_k=8)
+    assert (workspace.slot_bytes, registry.existing(world)) == (size, [workspace]), "reserve is idempotent"
+    for m, n in ((4000 // world_size * world_size, 3000), (world_size, 8)):
+        for config in range(10):
+            plan = flux.explain("gemm_rs", m, n, 16)
+            assert workspace.fits(plan.signal_bytes, plan.slot_bytes), config
+            break
+    case = GemmRsCase(world_size * 300, 700, 16, world_size)
+    x, weight, _ = case.inputs(rank)
+    assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    assert workspace.slot_bytes == size, "what was reserved did not suffice"
+    flux.check()
+    plan = flux.explain("gemm_rs", case.m, case.n, case.k)
+    assert plan.fused and plan.transport == "POSIX shared memory" and plan.config_name, plan
+    flux.release()
+    assert registry.existing(world) == []
+    assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    # A group that is gone takes its workspace along, and its name may come again.
+    for _ in range(2):
+        group = dist.new_group(list(range(world_size)))
+        assert torch.equal(flux.gemm_rs(x, weight, group=group), case.expected(rank))
+        dist.destroy_process_group(group)
+    group = dist.new_group(list(range(world_size)))
+    flux.gemm_rs(x, weight, group=group)
+    assert sorted(key[0].group_name for key in registry._workspaces) == sorted(
+        [world.group_name, group.group_name]
+    )
+    return ""
+
+
+def test_reserve_release_and_the_end_of_a_group() -> None:
+    assert spawn(lifecycle, 2, backend="gloo") == [""] * 2
+
+
+def nine(rank: int, world_size: int) -> tuple[bool, str]:
+    result = flux.gemm_rs(torch.ones(world_size, 4), torch.ones(3, 4))
+    assert torch.equal(result, torch.full((1, 3), 4.0 * world_size))
+    plan = flux.explain("gemm_rs", world_size, 3, 4, torch.float32)
+    return plan.fused, plan.reason
+
+
+def test_more_ranks_than_a_kernel_serves_run_unfused() -> None:
+    for fused, reason in spawn(nine, 9, backend="gloo"):
+        assert not fused
+        assert "9 ranks" in reason and "at most 8" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "fused", "reason"),
+    [
+        ({}, True, "supported"),
+        ({"dtype": torch.float16}, True, "supported"),
+        ({"dtype": torch.float32}, False, "not float32"),
+        ({"k": 60}, False, "k = 60 is not a multiple of 8"),
+        ({"n": 129}, False, "n = 129 is not a multiple of 8"),
+        ({"m": 1}, True, "supported"),
+        ({"m": 0}, False, "empty"),
+        ({"k": 0}, False, "empty"),
+        ({"m": 2**31}, False, "exceeds"),
+        ({"why_not": "rank 3: no way to its peers"}, False, "rank 3: no way"),
+        ({"device_type": "cpu", "n": 129, "dtype": torch.float32}, True, "share memory"),
+        ({"device_type": "cpu", "op": "gemm"}, False, "torch.mm"),
+        ({"device_type": "xpu"}, False, "no kernels for xpu"),
+    ],
+)
+def test_what_runs_fused(change: dict[str, Any], fused: bool, reason: str) -> None:
+    facts = {
+        "op": "gemm_rs",
+        "device_type": "cuda",
+        "dtype": torch.bfloat16,
+        "m": 128,
+        "n": 128,
+        "k": 64,
+        "why_not": None,
+        **change,
+    }
+    op = facts.pop("op")
+    decided, why = can_run_fused(op, **facts)
+    assert decided is fused
+    assert reason in why

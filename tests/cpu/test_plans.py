@@ -1,0 +1,190 @@
+"""Plans as the kernels and the CPU path walk them, enumerated: nothing missing, nothing twice, no order that
+can deadlock.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from protocol_model import Call, Deadlock, Model, WrongData, region_of_the_call
+
+from flux._native import core
+
+CONFIGS = [c.id for c in core.tile_configs()]
+WIDEST, NARROWEST = (
+    min(CONFIGS, key=lambda c: -core.tile_configs()[c].block_n),
+    min(CONFIGS, key=lambda c: core.tile_configs()[c].block_n),
+)
+NO_CLUSTER, CLUSTERS = 1, (1, 2, 3)  # csrc/gemm/tile_order.h: kNone, kPairM, kPairN
+
+
+def problems() -> list[tuple[int, int, int, int, int, int]]:
+    """(world_size, m, n, config, cluster, group_m): edges and a random sample."""
+    rng = random.Random(7)
+    listed = []
+    for world_size in (1, 2, 3, 4, 8):
+        for cluster in CLUSTERS:
+            listed += [(world_size, world_size, 1, CONFIGS[0], cluster, 1)]
+            for _ in range(25):
+                rows, n = rng.randint(1, 900), rng.randint(1, 1500)
+                listed += [
+                    (
+                        world_size,
+                        rows * world_size,
+                        n,
+                        rng.choice(CONFIGS),
+                        cluster,
+                        rng.choice((1, 2, 3, 8, 16)),
+                    )
+                ]
+    return listed
+
+
+def test_every_tile_is_computed_once_and_the_own_shard_last() -> None:
+    for world_size, m, n, config, cluster, group_m in problems():
+        layout = core.gemm_rs_layout(m, n, world_size, config)
+        everything = {
+            (owner, i, j)
+            for owner in range(world_size)
+            for i in range(layout.m_tiles)
+            for j in range(layout.n_tiles)
+        }
+        for rank in range(world_size):
+            tiles = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m)
+            assert len(tiles) == len(everything)
+            assert set(tiles) == everything
+            owners = [owner for owner, _, _ in tiles]
+            first_own = owners.index(rank)
+            assert set(owners[first_own:]) == {rank}
+            assert first_own == (world_size - 1) * layout.m_tiles * layout.n_tiles
+            if world_size > 1:
+                assert owners[0] == (rank + 1) % world_size
+
+
+def test_the_ctas_of_a_grid_share_the_tiles() -> None:
+    for world_size, m, n, config, cluster, group_m in problems()[::3]:
+        for num_sms in (2, 7, 132):
+            rank = world_size // 2
+            wanted = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m)
+            ctas = [
+                core.cta_tiles(m, n, world_size, rank, config, cluster, group_m, num_sms, cta)
+                for cta in range(num_sms)
+            ]
+            got = [tile for cta in ctas for tile in cta if tile is not None]
+            assert sorted(got) == sorted(wanted)
+            for cta, tiles in enumerate(ctas):
+                own = [tile is not None and tile[0] == rank for tile in tiles]
+                real = [is_own for is_own, tile in zip(own, tiles, strict=True) if tile is not None]
+                assert real == sorted(real), "a remote tile behind an own one"
+                if cluster == NO_CLUSTER:
+                    assert None not in tiles
+                elif cta % 2 == 0:
+                    partner = ctas[cta + 1] if cta + 1 < num_sms else []
+                    assert len(partner) == len(tiles), "the CTAs of a pair walk together"
+                    for a, b in zip(tiles, partner, strict=True):
+                        # Half of a pair that waits for peers while the other still has to send would be a
+                        # deadlock.
+                        assert a is None or b is None or (a[0] == rank) == (b[0] == rank)
+                        assert a is not None or b is not None
+
+
+def test_slots_and_signals_do_not_overlap() -> None:
+    for world_size, m, n, config, _, _ in problems():
+        layout = core.gemm_rs_layout(m, n, world_size, config)
+        block_n = core.tile_configs()[config].block_n
+        assert layout.tile_bytes == 128 * block_n * 2
+        offsets, signals = set(), set()
+        for slot in range(world_size - 1):
+            for i in range(layout.m_tiles):
+                for j in range(layout.n_tiles):
+                    offset = layout.tile_offset(slot, i, j)
+                    assert offset % layout.tile_bytes == 0
+                    assert offset + layout.tile_bytes <= layout.slot_bytes
+                    offsets.add(offset)
+            for i in range(layout.m_tiles):
+                for j in range(layout.n_tiles):
+                    signals |= {layout.signal_index(i, j, half) for half in (0, 1)}
+        count = layout.m_tiles * layout.n_tiles
+        assert len(offsets) == (world_size - 1) * count
+        assert layout.num_signals == (world_size - 1) * 2 * count
+        if world_size > 1:
+            assert signals == set(range(2 * count)), "the words of one slot are dense"
+        for owner in range(world_size):
+            sources = [layout.slot_index(source, owner) for source in range(world_size) if source != owner]
+            assert sources == list(range(world_size - 1))
+
+
+def calls_of_many_shapes(world_size: int, rng: random.Random, number: int) -> list[Call]:
+    return [
+        Call(
+            world_size * rng.randint(1, 500),
+            rng.randint(1, 700),
+            rng.choice((WIDEST, NARROWEST)),
+            rng.choice(CLUSTERS),
+            rng.choice((1, 2, 8)),
+        )
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_no_order_of_events_deadlocks_or_corrupts(world_size: int, drawn: bool) -> None:
+    for seed in range(60):
+        rng = random.Random(1000 * world_size + seed)
+        calls = calls_of_many_shapes(world_size, rng, 6)
+        Model(world_size, rng.choice((2, 3, 6)), calls, drawn=drawn).run(rng)
+
+
+def test_the_model_notices_signals_that_change_their_source() -> None:
+    # One array of signals laid out by each call's shape: a source that is one call ahead passes for another
+    # one.
+    failures = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        try:
+            Model(3, 4, calls_of_many_shapes(3, rng, 6), region_of_the_call).run(rng)
+        except (WrongData, Deadlock):
+            failures += 1
+    assert failures > 0
+
+
+def test_the_model_notices_an_own_shard_that_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = core.cta_tiles
+    monkeypatch.setattr("protocol_model.core", Reversed(walk))
+    with pytest.raises(Deadlock):
+        for seed in range(20):
+            Model(2, 2, [Call(2 * 300, 300, NARROWEST, 1, 4)]).run(random.Random(seed))
+
+
+class Reversed:
+    """`_core` with every CTA's tiles backwards."""
+
+    def __init__(self, walk: object) -> None:
+        self._walk = walk
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(core, name)
+
+    def cta_tiles(self, *args: int) -> list[tuple[int, int, int] | None]:
+        return list(reversed(self._walk(*args)))  # type: ignore[operator]
+
+
+def test_selection_prefers_a_model_and_names_its_candidates() -> None:
+    for world_size in (1, 2, 4):
+        for transpose_weight in (False, True):
+            for num_sms in (1, 2, 8, 78, 132):
+                m, n, k = 512 * world_size, 1000, 512
+                choice = (
+                    core.select_gemm_rs(m, n, k, transpose_weight, world_size, num_sms)
+                    if world_size > 1
+                    else core.select_gemm(m, n, k, transpose_weight, num_sms)
+                )
+                assert choice.config in CONFIGS
+                times = [time_us for _, time_us in choice.candidates]
+                assert times == sorted(times)
+                assert choice.time_us == pytest.approx(times[0])
+                tile = core.tile_configs()[choice.config]
+                assert tile.supports_transposed_weight or not transpose_weight
+                assert tile.smem_bytes <= 232448

@@ -1,0 +1,33 @@
+"""What test_gpu_sanitizer.py runs under compute-sanitizer; slow there, so small. Prints "all exact" if all
+results are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import flux
+from flux.testing import GemmRsCase
+from flux.testing.emulate import EmulatedRanks
+
+
+def main() -> None:
+    for m, n, k, transpose_weight in ((129, 136, 72, False), (64, 264, 200, True)):
+        plain = GemmRsCase(m, n, k, 1, transpose_weight=transpose_weight, bias=True)
+        x, weight, bias = plain.inputs(0, "cuda")
+        result = flux.gemm(x, weight, bias, transpose_weight=transpose_weight)
+        assert torch.equal(result, plain.expected(0, "cuda")), plain
+    for world_size in (2, 3):
+        ranks = EmulatedRanks(world_size, timeout_s=60.0)
+        for seed, (rows, n, k) in enumerate(((129, 136, 72), (40, 264, 200))):
+            case = GemmRsCase(rows * world_size, n, k, world_size, bias=True, seed=seed)
+            inputs = [case.inputs(rank, "cuda") for rank in range(world_size)]
+            results = ranks.gemm_rs([x for x, _, _ in inputs], [w for _, w, _ in inputs], inputs[0][2])
+            ranks.check()
+            for rank, result in enumerate(results):
+                assert torch.equal(result, case.expected(rank, "cuda")), (rank, case)
+    print("all exact")
+
+
+if __name__ == "__main__":
+    main()

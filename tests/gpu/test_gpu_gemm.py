@@ -1,0 +1,184 @@
+"""The GEMM kernel on one GPU: every tile shape and cluster, ragged sizes, strides, and nothing written beside
+the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from flux._native import core
+from flux.testing import GemmRsCase, tolerance
+
+CLUSTERS = (1, 2, 3)
+DTYPES = [torch.bfloat16, torch.float16]
+# Ragged in every direction; K shorter than one block, longer than a ring of stages, and not a multiple of a
+# block.
+SHAPES = [(1, 8, 8), (127, 200, 72), (128, 256, 64), (129, 264, 520), (1000, 1032, 1096), (2048, 2048, 4096)]
+
+
+def guarded(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result matrix inside a larger buffer of sevens."""
+    margin = 4096
+    whole = torch.full((m * n + 2 * margin,), 7, dtype=dtype, device="cuda")
+    return whole[margin : margin + m * n].view(m, n), whole
+
+
+def assert_untouched(whole: torch.Tensor) -> None:
+    assert (whole[:4096] == 7).all() and (whole[-4096:] == 7).all(), "written beside the result"
+
+
+@pytest.mark.parametrize("config", range(len(core.tile_configs())))
+@pytest.mark.parametrize("transpose_weight", [False, True])
+def test_every_tile_shape_and_cluster(config: int, transpose_weight: bool) -> None:
+    if transpose_weight and not core.tile_configs()[config].supports_transposed_weight:
+        pytest.skip("this tile shape is not compiled for [K, N] weights")
+    for cluster in CLUSTERS:
+        for number, (m, n, k) in enumerate(SHAPES):
+            dtype = DTYPES[(number + cluster) % 2]
+            case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
+            x, weight, bias = case.inputs(0, "cuda")
+            out, whole = guarded(m, n, dtype)
+            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, config | cluster << 8, 0)
+            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, cluster)
+            assert_untouched(whole)
+
+
+@pytest.mark.parametrize("num_sms", [2, 6, 64, 0])
+def test_any_number_of_sms(num_sms: int) -> None:
+    case = GemmRsCase(700, 904, 256, 1)
+    x, weight, _ = case.inputs(0, "cuda")
+    out, whole = guarded(700, 904, case.dtype)
+    torch.ops.flux._gemm(x, weight, None, out, False, -1, num_sms)
+    assert torch.equal(out, case.expected(0, "cuda"))
+    assert_untouched(whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transpose_weight", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_random_data_within_derived_tolerance(dtype: torch.dtype, transpose_weight: bool, bias: bool) -> None:
+    for m, n, k in SHAPES:
+        g = torch.Generator("cuda").manual_seed(m)
+        x = torch.randn(m, k, generator=g, device="cuda").to(dtype)
+        weight = torch.randn(*((k, n) if transpose_weight else (n, k)), generator=g, device="cuda").to(dtype)
+        b = torch.randn(n, generator=g, device="cuda").to(dtype) if bias else None
+        result = flux.gemm(x, weight, b, transpose_weight=transpose_weight)
+        exact = x.double() @ (weight if transpose_weight else weight.t()).double()
+        if b is not None:
+            exact += b.double()
+        atol, rtol = tolerance(k, dtype)
+        assert ((result.double() - exact).abs() <= atol + rtol * exact.abs()).all(), (m, n, k)
+        assert torch.equal(result, flux.gemm(x, weight, b, transpose_weight=transpose_weight))
+
+
+def views(x: torch.Tensor, weight: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The same matrices, laid out in memory in ways that TMA can and cannot read."""
+    m, k = x.shape
+    n = weight.shape[0]
+
+    def inside(t: torch.Tensor, columns: int, first: int) -> torch.Tensor:
+        room = torch.full((t.shape[0], columns), 9, dtype=t.dtype, device=t.device)
+        room[:, first : first + t.shape[1]] = t
+        return room[:, first : first + t.shape[1]]
+
+    return {
+        "wider rows": (inside(x, k + 64, 0), inside(weight, k + 8, 0)),
+        "wider rows, offset": (inside(x, k + 64, 8), inside(weight, k + 64, 24)),
+        "misaligned start": (inside(x, k + 8, 1), inside(weight, k + 8, 3)),
+        "misaligned rows": (inside(x, k + 1, 0), inside(weight, k + 3, 0)),
+        "columns first": (x.t().contiguous().t(), weight.t().contiguous().t()),
+        "every second row": (x.repeat_interleave(2, 0)[::2], weight.repeat_interleave(2, 0)[::2]),
+        "expanded row": (x[:1].expand(m, k), weight[:1].expand(n, k)),
+    }
+
+
+@pytest.mark.parametrize("how", list(views(torch.zeros(1, 1), torch.zeros(1, 1))))
+def test_strides(how: str) -> None:
+    case = GemmRsCase(300, 264, 136, 1)
+    x, weight, _ = case.inputs(0, "cuda")
+    x, weight = views(x, weight)[how]
+    expected = (x.float() @ weight.float().t()).to(case.dtype)
+    assert torch.equal(flux.gemm(x, weight), expected)
+    assert torch.equal(flux.gemm(x, weight.t(), transpose_weight=True), expected)
+
+
+def test_out_and_leading_dimensions() -> None:
+    case = GemmRsCase(60, 40, 64, 1, bias=True)
+    x, weight, bias = case.inputs(0, "cuda")
+    expected = case.expected(0, "cuda")
+    assert torch.equal(flux.gemm(x.view(3, 20, 64), weight, bias), expected.view(3, 20, 40))
+    buffer = torch.zeros(60 * 40 + 1, dtype=case.dtype, device="cuda")
+    for start in (0, 1):  # aligned and not
+        out = buffer[start : start + 60 * 40].view(60, 40)
+        assert flux.gemm(x, weight, bias, out=out) is out
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"), [(33, 64, DTYPES[0]), (64, 33, DTYPES[1]), (64, 64, torch.float32)]
+)
+def test_what_the_kernel_does_not_take_runs_through_torch(n: int, k: int, dtype: torch.dtype) -> None:
+    case = GemmRsCase(50, n, k, 1, dtype, bias=True)
+    x, weight, bias = case.inputs(0, "cuda")
+    assert torch.equal(flux.gemm(x, weight, bias), case.expected(0, "cuda"))
+    plan = flux.explain("gemm", 50, n, k, dtype)
+    assert not plan.fused and plan.reason
+
+
+def test_plan_of_a_kernel() -> None:
+    plan = flux.explain("gemm", 4096, 4096, 4096)
+    assert plan.fused and plan.config_name and plan.time_us > 0
+
+
+def test_graph_replay() -> None:
+    cases = [GemmRsCase(300, 264, 136, 1, bias=True, seed=seed) for seed in range(4)]
+    x, weight, bias = (t.clone() for t in cases[0].inputs(0, "cuda") if t is not None)
+    flux.gemm(x, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = flux.gemm(x, weight, bias)
+    for case in cases:
+        for static, new in zip((x, weight, bias), case.inputs(0, "cuda"), strict=True):
+            assert new is not None
+            static.copy_(new)
+        graph.replay()
+        assert torch.equal(result, case.expected(0, "cuda"))
+
+
+def test_compile_fullgraph_and_opcheck() -> None:
+    x, weight, bias = (torch.randn(s, device="cuda").half() for s in ((24, 64), (40, 64), (40,)))
+    torch.library.opcheck(torch.ops.flux.gemm.default, (x, weight, bias, False))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(flux.gemm(x, weight, bias))
+
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+
+
+def test_bad_input_is_refused_before_a_launch() -> None:
+    x, weight = torch.ones(8, 16, device="cuda"), torch.ones(8, 16, device="cuda")
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"weight": weight.cpu()}, "gemm: weight: expected device cuda:0, that of x, got cpu"),
+        ({"bias": torch.ones(8)}, "gemm: bias: expected device cuda:0, that of x, got cpu"),
+        ({"weight": weight[:, :8]}, "gemm: weight: expected"),
+    ]
+    for change, told in bad:
+        with pytest.raises(ValueError, match=told):
+            flux.gemm(**{"x": x, "weight": weight, **change})
+
+
+def test_a_stream_of_its_own() -> None:
+    case = GemmRsCase(512, 512, 512, 1)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x, weight, _ = case.inputs(0, "cuda")
+        torch.cuda._sleep(20_000_000)  # on the default stream the kernel would now run too early
+        x = x.clone()
+        result = flux.gemm(x, weight)
+        expected = case.expected(0, "cuda")
+    stream.synchronize()
+    assert torch.equal(result, expected)

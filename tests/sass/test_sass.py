@@ -1,0 +1,91 @@
+"""The machine code of the built kernels, and that the check finds what it looks for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import check_sass
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = [ROOT / "python" / "flux" / "_C.so", ROOT / "build" / "kernels" / "lib" / "flux" / "_C.so"]
+
+needs_tools = pytest.mark.skipif(
+    not (check_sass.tool("cuobjdump") and check_sass.tool("nvdisasm")),
+    reason="cuobjdump or nvdisasm is missing: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm",
+)
+
+
+def built_library() -> Path:
+    """The newest kernel library of this source tree, unless the sources have changed since."""
+    built = [path for path in LIBRARIES if path.exists()]
+    if not built:
+        pytest.skip("no kernel library was built: run `make kernels` (needs nvcc, no GPU)")
+    newest = max(built, key=lambda path: path.stat().st_mtime)
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    if max(path.stat().st_mtime for path in sources) > newest.stat().st_mtime:
+        pytest.skip(f"{newest.relative_to(ROOT)} is older than csrc/: run `make kernels`")
+    return newest
+
+
+@needs_tools
+def test_kernels_use_hopper_and_no_local_memory() -> None:
+    kernels = check_sass.read_kernels(built_library())
+    assert any(kernel.is_gemm for kernel in kernels)
+    assert {kernel.name: kernel.faults() for kernel in kernels if kernel.faults()} == {}
+
+
+def test_library_loads_without_a_driver() -> None:
+    # In a process of its own: flux may have loaded the file already, and a crash must not take pytest down.
+    code = f"import torch; torch.ops.load_library({str(built_library())!r})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def compile_kernel(folder: Path, source: str, *flags: str) -> Path:
+    nvcc = shutil.which("nvcc")
+    if not nvcc:
+        pytest.skip("nvcc is not on PATH")
+    (folder / "kernel.cu").write_text(source)
+    command = [nvcc, "-cubin", "-O3", *flags, "-o", "kernel.cubin", "kernel.cu"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "kernel.cubin"
+
+
+@needs_tools
+def test_check_finds_a_gemm_without_tensor_cores_and_local_memory(tmp_path: Path) -> None:
+    source = """
+extern "C" __global__ void gemm_by_hand(const int* index, float* out) {
+  float values[64];
+  for (int i = 0; i < 64; ++i) values[i] = out[i];
+  for (int i = 0; i < 64; ++i) values[index[i]] += 1.0f;
+  for (int i = 0; i < 64; ++i) out[i] = values[index[i]];
+}
+"""
+    (kernel,) = check_sass.read_kernels(
+        compile_kernel(tmp_path, source, "-gencode=arch=compute_90,code=sm_90")
+    )
+    faults = "\n".join(kernel.faults())
+    assert kernel.name == "gemm_by_hand"
+    for expected in ("local memory", "no wgmma", "no TMA load", "setmaxnreg dropped"):
+        assert expected in faults
+
+
+def test_log_check_finds_complaints_only() -> None:
+    good = """
+ptxas info    : Used 168 registers, used 10 barriers
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+[3/10] Building CUDA object CMakeFiles/flux_gemm.dir/csrc/gemm/gemm.cu.o
+"""
+    bad = """
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored
+    8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+    0 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas warning : Registers are spilled to local memory in function 'f', 16 bytes spill stores
+"""
+    assert check_sass.log_faults(good) == []
+    assert len(check_sass.log_faults(bad)) == 5
