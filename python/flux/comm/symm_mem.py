@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, _SymmetricMemory
+from torch._C._distributed_c10d import HashStore, _register_process_group, _SymmetricMemory
 from torch.distributed import ProcessGroup
 
 from flux import _env
 
 _backend_set: str | None = None
 _rendezvous_count = 0
-_ALONE = "flux-symm-mem-alone"
+_ALONE: Any = "flux-symm-mem-alone"  # torch has a type for group names, and functions that take str
+_alone: ProcessGroup | None = None
 
 
 def why_not(group: ProcessGroup, device: torch.device) -> str | None:
@@ -78,7 +79,11 @@ def _catch_up(count: int, device: torch.device) -> None:
     Up to torch 2.13 the keys under which ranks exchange handles are numbered per process, not per group: two
     ranks that have met in different numbers of groups would wait for each other's keys for ever.
     """
-    if _rendezvous_count < count:
+    global _alone
+    if _alone is None and _rendezvous_count < count:
+        _alone = ProcessGroup(HashStore(), 0, 1)
+        _alone._set_group_name(_ALONE)
+        _register_process_group(_ALONE, _alone)
         _SymmetricMemory.set_group_info(_ALONE, 0, 1, HashStore())
     while _rendezvous_count < count:
         _rendezvous(16, _ALONE, device)
