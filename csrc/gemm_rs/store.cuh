@@ -151,6 +151,8 @@ struct SlotStore {
         if (first + i < kAccumulators) d[first + i] = sum[i];
       }
     }
+    // The tile is about to be written over the pieces: no warp may still be reading one.
+    ptx::named_barrier_sync(1 + warpgroup, 128);
     if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
       // The host will raise; until then nobody shall mistake a partial sum for a result.
 #pragma unroll

@@ -30,6 +30,11 @@ def why_not(device: torch.device) -> str | None:
     return _why_not[index]
 
 
+def load_kernels() -> None:
+    """Loads every kernel for the current device, once."""
+    torch.ops.flux._prepare()
+
+
 def refuse_capture(group: ProcessGroup, op: str) -> None:
     """Raises RuntimeError while a CUDA graph is being captured: it cannot capture an allocation."""
     if torch.cuda.is_current_stream_capturing():
@@ -56,7 +61,7 @@ class CudaWorkspace(Workspace):
         self._last_stream: int | None = None
         if self.why_not is None:
             # Loading a kernel lazily, behind one that already spins, can hang: load all of them now.
-            torch.ops.flux._prepare()
+            load_kernels()
             # Pinned: kernels write it, the host reads it without synchronising.
             self._error = torch.zeros(16, dtype=torch.int32, pin_memory=True)
             self._error_address = self._error.data_ptr()
