@@ -12,8 +12,7 @@
 
 namespace flux::gemm {
 
-// --- operands: x, and the weight as [N, K] (K-major) or [K, N] (MN-major)
-// --------------------------------------------------------
+// --- operands: x, and the weight as [N, K] (K-major) or [K, N] (MN-major) ---
 
 constexpr int kPanelBytes = kBlockK * 128;  // MN-major: 64 columns (128 bytes) of all kBlockK rows
 
@@ -62,8 +61,7 @@ __device__ __forceinline__ void load_a(const CUtensorMap* map, uint32_t dst, uin
   }
 }
 
-// --- rounding
-// -------------------------------------------------------------------------------------------------------
+// --- rounding ---
 
 template <class Element>
 struct Pair;
@@ -117,8 +115,7 @@ __device__ __forceinline__ void add_bias(const void* bias, int first_column, int
   }
 }
 
-// --- staging
-// --------------------------------------------------------------------------------------------------------
+// --- staging ---
 
 // As TMA wants to store it: panels of kPanelN columns x 64 rows, 16-byte pieces swizzled so that neither
 // stmatrix nor TMA meets a bank conflict.

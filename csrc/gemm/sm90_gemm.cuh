@@ -1,13 +1,10 @@
 // THE kernel: D = A * B^T, persistent and warp-specialised for sm_90a, with tile-sized hooks (policy.h).
 //
-//   loader   warp 0, one thread       TMA loads of A and B into a ring of stages, a pair of CTAs shares A or
-//   B;
-//                                     draws the next tile (tile_queue.cuh)
-//   math     warpgroups 1 and 2       wgmma on 64 rows each, then the finished half tile slab by slab to
-//   shared memory storers  warps 1 and 2, a thread  one for each math warpgroup: drains its slabs to D by
-//   TMA, or wherever the Store
-//                                     policy sends them, and brings in what peers have sent
-//
+//   loader     warp 0, a thread        TMA loads of A and B into a ring of stages, a pair of CTAs shares A or B;
+//                                      draws the next tile (tile_queue.cuh)
+//   math       warpgroups 1 and 2      wgmma on 64 rows each, then the half tile slab by slab to shared memory
+//   storers    warps 1 and 2, a thread one for each math warpgroup: drains its slabs to D by TMA, or wherever the
+//                                      Store policy sends them, and brings in what peers have sent
 //
 // The storers are what makes a remote destination affordable: all CTAs finish a tile at about the same time,
 // and a link takes far longer than local memory to swallow that burst. By then the math warps are in the next

@@ -3,10 +3,11 @@
 //
 // The rows of the problem are `world_size` shards; tiles never straddle two shards. All tiles of other ranks'
 // shards come first, in turns, starting with rank+1: at any time a rank sends to all of its peers, and no
-// peer is sent to by all. This rank's own shard comes last. Own tiles wait for the peers' tiles: a CTA, or a
-// pair of CTAs that share loads, must therefore never have a remote tile behind an own one, or ranks could
-// wait for each other in a circle. That is why the two regions are rastered apart. Plain GEMM is the case
-// world_size = 1: one region.
+// peer is sent to by all. This rank's own shard comes last.
+//
+// Own tiles wait for the peers' tiles: a CTA, or a pair of CTAs that share loads, must therefore never have a
+// remote tile behind an own one, or ranks could wait for each other in a circle. That is why the two regions
+// are rastered apart. Plain GEMM is the case world_size = 1: one region.
 //
 // Inside a region rows are walked in groups of `group_m`, all columns of a group before the next group, so
 // that the tiles in flight at one time cover a near-square patch whose A rows and W columns stay in L2.

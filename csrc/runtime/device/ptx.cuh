@@ -36,8 +36,7 @@ __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// --- barriers
-// -------------------------------------------------------------------------------------------------------
+// --- barriers ---
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -103,8 +102,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t phase) {
       : "memory");
 }
 
-// --- TMA and bulk copies
-// --------------------------------------------------------------------------------------------
+// --- TMA and bulk copies ---
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -160,8 +158,7 @@ __device__ __forceinline__ void bulk_wait_complete() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// --- memory order
-// ---------------------------------------------------------------------------------------------------
+// --- memory order ---
 
 // Shared memory written by ordinary stores before this is seen by TMA after it.
 __device__ __forceinline__ void fence_proxy_async_smem() {
@@ -184,8 +181,7 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
   return value;
 }
 
-// --- shared memory from registers
-// -----------------------------------------------------------------------------------
+// --- shared memory from registers ---
 
 __device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                                 uint32_t d) {
