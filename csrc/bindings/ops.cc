@@ -32,7 +32,9 @@ cudaStream_t current_stream(const Tensor& tensor) {
 
 runtime::Matrix matrix(const Tensor& tensor) {
   FLUX_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1, tensor.dim());
-  return {tensor.data_ptr(), tensor.size(0), tensor.size(1), tensor.stride(0)};
+  // Of a single row torch does not care for the stride, TMA does.
+  const int64_t row_stride = tensor.size(0) == 1 ? tensor.size(1) : tensor.stride(0);
+  return {tensor.data_ptr(), tensor.size(0), tensor.size(1), row_stride};
 }
 
 gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -3,7 +3,7 @@
 // bias) is data.
 //
 //   struct Params            plain data, part of the kernel's arguments
-//   struct Call              what a thread learns once a launch (the epoch)
+//   struct Call              what a thread learns once a launch (the epoch), and a storer's own state
 //   begin(params) -> Call    any thread, before the first tile
 //   end(params, call)        one thread of the CTA, after all its tiles
 //   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
@@ -42,7 +42,7 @@ struct LocalStore {
   FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
   FLUX_DEVICE static bool is_local(const Params&, const Tile&) { return true; }
-  FLUX_DEVICE static void send(const Params&, const Call&, const Tile&, bool, int, int, int, uint32_t) {}
+  FLUX_DEVICE static void send(const Params&, Call&, const Tile&, bool, int, int, int, uint32_t) {}
   FLUX_DEVICE static void publish(const Params&, const Call&, const Tile&, int) {}
   template <class Smem>
   FLUX_DEVICE static void fetch(const Params&, const Call&, const Tile&, int, const Smem&,

@@ -8,9 +8,9 @@ namespace {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Fitted to 35 shapes x 20 candidates on one GPU (docs/design/cost-model.md): within 0.6 % of the best candidate
-// in the geometric mean, 5 % at worst. Half of the last, partial wave counts: on a chip at its power limit idle
-// SMs are not lost, the others run faster.
+// Fitted to 35 shapes x 20 candidates on one GPU (docs/design/cost-model.md): within 0.6 % of the best
+// candidate in the geometric mean, 5 % at worst. Half of the last, partial wave counts: on a chip at its
+// power limit idle SMs are not lost, the others run faster.
 constexpr double kLaunchUs = 3.0;
 constexpr double kTileUs = 0.7;          // between two mainloops
 constexpr double kMathUs = 0.00298;      // of a k-block, for each column of a tile
@@ -48,7 +48,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double waves = ceil_div(order.num_clusters(), slots);
   const double average = std::max(1.0, static_cast<double>(order.num_clusters()) / slots);
 
-  // One k-block: the tensor cores, or the operands' way from L2 where tiles are narrow. A pair shares one operand.
+  // One k-block: the tensor cores, or the operands' way from L2 where tiles are narrow. A pair shares one
+  // operand.
   const bool paired = cluster != Cluster::kNone;
   const double kbytes = 0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m());
   const double block_us =

@@ -1,10 +1,10 @@
 // THE kernel: D = A * B^T, persistent and warp-specialised for sm_90a, with tile-sized hooks (policy.h).
 //
-//   loader     warp 0, a thread        TMA loads of A and B into a ring of stages, a pair of CTAs shares A or B;
-//                                      draws the next tile (tile_queue.cuh)
-//   math       warpgroups 1 and 2      wgmma on 64 rows each, then the half tile slab by slab to shared memory
-//   storers    warps 1 and 2, a thread one for each math warpgroup: drains its slabs to D by TMA, or wherever the
-//                                      Store policy sends them, and brings in what peers have sent
+//   loader   warp 0, one thread     TMA loads of A and B into a ring of stages, a pair of CTAs shares A or B;
+//                                   draws the next tile (tile_queue.cuh)
+//   math     warpgroups 1 and 2     wgmma on 64 rows each, then the half tile to shared memory, slab by slab
+//   storers  warps 1 and 2, one     one for each math warpgroup: drains its slabs to D by TMA, or wherever the
+//            thread each            Store policy sends them, and brings in what peers have sent
 //
 // The storers are what makes a remote destination affordable: all CTAs finish a tile at about the same time,
 // and a link takes far longer than local memory to swallow that burst. By then the math warps are in the next
@@ -72,13 +72,21 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       uint32_t* const counter = Store::tile_counter(params.store);
       // The draw takes as long as a k-block or two: it is on its way while those are loaded.
       const int draw_at = params.k_blocks > 2 ? params.k_blocks - 2 : 0;
-      for (int index = blockIdx.x / cluster_size, next = 0; index < last; index = next) {
+      const auto draw = [&](int index) {
+        return counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : index;
+      };
+      const auto pass_on = [&](int index) {
+        if (cta != 0) return queue.next(smem, true);
+        next_tile.put(smem, cluster_size, index);
+        return index;
+      };
+      int next = cta == 0 ? draw(blockIdx.x / cluster_size) : 0;
+      for (int index = pass_on(next); index < last; index = pass_on(next)) {
         const Tile tile = order.at(index, cta);
         const int row = tile.shard * params.rows_per_shard + tile.m * kBlockM;
         const int column = tile.n * kBlockN;
         for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
-          if (kb == draw_at && cta == 0)
-            next = counter != nullptr ? step + atomicAdd(counter, 1u) : index + step;
+          if (kb == draw_at && cta == 0) next = draw(index + step);
           const uint32_t full = smem.full(ring.index);
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           ptx::mbarrier_arrive_expect_tx(full, Shared::kStageBytes);
@@ -87,21 +95,16 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, kb * kBlockK, column, cta,
                                    order.cluster == Cluster::kPairM);
         }
-        if (cta == 0) {
-          next_tile.put(smem, cluster_size, next);
-        } else {
-          next = queue.next(smem, true);
-        }
       }
     } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {
       const int warpgroup = warp - 1;
       const int last = order.num_clusters();
-      const auto call = Store::begin(params.store);
+      auto call = Store::begin(params.store);
       typename Shared::Pieces pieces;
       const int last_wave = order.num_remote_clusters() - static_cast<int>(gridDim.x) / cluster_size;
       SlabRing<Shared> slabs;
       TileQueueReader<Shared> queue;
-      for (int index = blockIdx.x / cluster_size; index < last; index = queue.next(smem, true)) {
+      for (int index = queue.next(smem, true); index < last; index = queue.next(smem, true)) {
         const Tile tile = order.at(index, cta);
         if (!tile.valid) continue;
         const bool local = Store::is_local(params.store, tile);
@@ -138,7 +141,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     typename Shared::Slabs slabs;
 
     TileQueueReader<Shared> queue;
-    for (int index = blockIdx.x / cluster_size; index < last; index = queue.next(smem, ptx::lane() == 0)) {
+    const bool arrives = ptx::lane() == 0;
+    for (int index = queue.next(smem, arrives); index < last; index = queue.next(smem, arrives)) {
       const Tile tile = order.at(index, cta);
 
       int held = 0;  // the stage whose wgmmas may still be running

@@ -6,8 +6,11 @@
 // link serves the SMs unevenly, an SM whose stores wait also loads late, and with equal shares the unluckiest
 // SM would decide the time (docs/design/gemm-rs.md: the median SM was done 76 of 517 us before the last).
 // Drawing late matters too: an index drawn long before its turn is a remote tile that others wait for (599 us
-// instead of 463 where each SM has three tiles). The order itself stays: every CTA sees all its remote tiles
-// before its first own one.
+// instead of 463 where each SM has three tiles).
+//
+// The order itself stays: every CTA sees all its remote tiles before its first own one. The first tile is
+// drawn too: an own tile is then drawn only after every remote one has been drawn by a cluster that is
+// running, so a CTA still waiting for an SM (NCCL may hold some) never holds a tile that others wait for.
 #pragma once
 
 #include "gemm/smem.cuh"

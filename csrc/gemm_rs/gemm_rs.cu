@@ -5,6 +5,7 @@
 namespace flux::gemm_rs {
 
 void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, cudaStream_t stream) {
+  FLUX_CHECK(symm.world_size >= 2, symm.world_size);
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const gemm::Problem problem = {args.m(),        args.n(), args.k(), args.transpose_weight,
                                  symm.world_size, num_sms};

@@ -38,9 +38,9 @@ struct Pace {
 // than the link takes. In the last wave that only holds if a whole wave of own tiles follows; otherwise
 // somebody is waiting already.
 inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
-  constexpr int kCyclesPerBlock = 66;   // of a mainloop, for each of 16 chunks: the tensor cores' rate
+  constexpr int kCyclesPerBlock = 40;   // 60 % of the 66 that a k-block of one chunk's columns takes
   constexpr int kLinkCyclesPerSm = 20;  // 4 KB from an SM in 20 cycles for each SM: 307 GB/s at 1.5 GHz
-  const int paced = k_blocks * kCyclesPerBlock * 6 / 10;
+  const int paced = k_blocks * kCyclesPerBlock;
   const int link = kLinkCyclesPerSm * num_sms;
   const int own_ctas = order.clusters_in(order.m_tiles) * order.cluster_size();
   const int remote_ctas = order.num_remote_clusters() * order.cluster_size();

@@ -26,9 +26,14 @@ struct SlotStore {
   };
   struct Call {
     uint32_t epoch;
+    bool aborted;       // an earlier call ran out of time
+    int64_t next_send;  // in SM cycles
   };
 
-  FLUX_DEVICE static Call begin(const Params& p) { return {ptx::load_relaxed(&p.symm.header()->epoch) + 1}; }
+  FLUX_DEVICE static Call begin(const Params& p) {
+    const runtime::Header* header = p.symm.header();
+    return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0, 0};
+  }
 
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
 
@@ -39,10 +44,13 @@ struct SlotStore {
   // Stores to a peer that the link cannot take at once back up into the SM and hold up the loads of the next
   // mainloop: a burst of 64 KB costs about 12 us of it, whoever issues it. Spread over that mainloop it costs
   // next to nothing (docs/design/gemm-rs.md).
-  FLUX_DEVICE static void send(const Params& p, const Call& call, const gemm::Tile& tile, bool last_wave,
+  //
+  // Calls behind one that ran out of time send nothing: they no longer wait for their peers, so a peer that
+  // is merely late may be two calls behind and would find its buffers overwritten.
+  FLUX_DEVICE static void send(const Params& p, Call& call, const gemm::Tile& tile, bool last_wave,
                                int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
     const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
-    if (chunks <= 0) return;
+    if (chunks <= 0 || call.aborted) return;
     const int slot = Layout::slot_index(p.symm.rank, tile.shard);
     char* dst = p.symm.slots(tile.shard, call.epoch) + fragment_offset(p, slot, tile, warpgroup, first_chunk);
     const int pace = last_wave ? p.pace.last_wave : p.pace.cycles_per_chunk;
@@ -51,14 +59,15 @@ struct SlotStore {
       return;
     }
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int64_t start = clock64();
-      ptx::bulk_store(dst + chunk * gemm::kChunkBytes, smem + chunk * gemm::kChunkBytes, gemm::kChunkBytes);
-      while (clock64() - start < pace) {
+      while (clock64() < call.next_send) {
       }
+      ptx::bulk_store(dst + chunk * gemm::kChunkBytes, smem + chunk * gemm::kChunkBytes, gemm::kChunkBytes);
+      call.next_send = clock64() + pace;
     }
   }
 
   FLUX_DEVICE static void publish(const Params& p, const Call& call, const gemm::Tile& tile, int warpgroup) {
+    if (call.aborted) return;
     const int slot = Layout::slot_index(p.symm.rank, tile.shard);
     sync::signal(p.symm.signal(tile.shard, slot, p.layout.signal_index(tile.m, tile.n, warpgroup)),
                  call.epoch);

@@ -64,6 +64,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(symm_mem, "why_not", lambda group, device: None)
     monkeypatch.setattr(symm_mem, "SymmetricMemory", Memory)
     monkeypatch.setattr(cuda, "load_kernels", lambda: None)
+    monkeypatch.setattr(CudaWorkspace, "_last_streams", {})
     yield state
 
 

@@ -47,6 +47,19 @@ def test_every_tile_shape_and_cluster(config: int, transpose_weight: bool) -> No
             assert_untouched(whole)
 
 
+def test_a_bias_and_a_row_that_lie_where_the_kernels_cannot_read_them() -> None:
+    case = GemmRsCase(1, 136, 72, 1, bias=True)
+    x, weight, bias = case.inputs(0, "cuda")
+    assert bias is not None
+    flat = torch.zeros(1 + bias.numel(), dtype=bias.dtype, device="cuda")
+    flat[1:] = bias
+    wide = torch.zeros(10, 73, dtype=x.dtype, device="cuda")
+    wide[:1, :72] = x
+    odd_row = wide[:1, :72]
+    assert odd_row.is_contiguous() and odd_row.stride(0) == 73, "torch ignores the stride of one row"
+    assert torch.equal(flux.gemm(odd_row, weight, flat[1:]), case.expected(0, "cuda"))
+
+
 @pytest.mark.parametrize("num_sms", [2, 6, 64, 0])
 def test_any_number_of_sms(num_sms: int) -> None:
     case = GemmRsCase(700, 904, 256, 1)

@@ -132,3 +132,20 @@ def test_a_rank_that_never_comes_is_named(missing: int) -> None:
     end.record()
     torch.cuda.synchronize()
     assert start.elapsed_time(end) < 250
+
+
+def test_a_late_rank_gets_its_result_or_an_error_but_never_another_calls_tiles() -> None:
+    ranks = EmulatedRanks(2, timeout_s=0.3)
+    cases = [GemmRsCase(2 * 200, 520, 136, 2, seed=seed) for seed in range(4)]
+    assert_exact(ranks, cases[0])
+    calls = [gpu_inputs(case)[:2] for case in cases[1:]]
+    # Rank 0 gives up in the first call and runs on through the other two, while rank 1 has started none.
+    for xs, weights in calls:
+        ranks.gemm_rs(xs, weights, absent={1})
+    with pytest.raises(flux.CommTimeoutError):
+        ranks.check()
+    first = ranks.gemm_rs(*calls[0], absent={0})[1]
+    second = ranks.gemm_rs(*calls[1], absent={0})[1]
+    torch.cuda.synchronize()
+    assert torch.equal(first, cases[1].expected(1, "cuda")), "what rank 0 sent before it gave up is whole"
+    assert second.isnan().all(), "rank 0 has sent nothing for this call"

@@ -55,9 +55,9 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// Says "I have read this stage" to a CTA of the cluster. The reads were wgmma's, complete by
-// wgmma.wait_group: no ordinary access needs ordering, and release at cluster scope would cost a full memory
-// barrier each time (measured: 0.7 us).
+// Says "I have read this" to a CTA of the cluster. What was read is overwritten only by TMA loads and
+// st.async that the arrival itself sets off. Release at cluster scope would cost a full memory barrier each
+// time (measured: 0.7 us).
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
   asm volatile(
       "{\n.reg .b32 remote;\n"

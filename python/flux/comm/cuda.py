@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -51,6 +51,8 @@ class CudaWorkspace(Workspace):
     The epoch lives in the header on the device, where kernels count it: calls replay in CUDA graphs.
     """
 
+    _last_streams: ClassVar[dict[int, int]] = {}  # by device: where the last call of any group went
+
     def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
         super().__init__(group, device, op, meeting)
         self._memory: symm_mem.SymmetricMemory | None = None
@@ -58,7 +60,6 @@ class CudaWorkspace(Workspace):
         self._address = 0
         self._captured = False
         self._kept: list[Any] = []
-        self._last_stream: int | None = None
         if self.why_not is None:
             # Loading a kernel lazily, behind one that already spins, can hang: load all of them now.
             load_kernels()
@@ -127,12 +128,14 @@ class CudaWorkspace(Workspace):
             self._captured = True
             return self._address
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream != self._last_stream:
-            if self._last_stream is not None:
-                # Calls on one workspace must run in the order they were made, whatever their streams.
-                event = _cuda.ExternalStream(self._last_stream, device=self.device).record_event()
+        last_stream = self._last_streams.get(self.device.index)
+        if stream != last_stream:
+            if last_stream is not None:
+                # Calls must run in the order they were made, whatever their streams and groups: a kernel
+                # waits on all its SMs for its peers, who may be waiting for the other one.
+                event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
                 torch.cuda.current_stream(self.device).wait_event(event)
-            self._last_stream = stream
+            self._last_streams[self.device.index] = stream
         return self._address
 
     def check(self, op: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -132,3 +133,8 @@ class Meeting:
             detail = f"The store of the group failed: {error}."
             raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=timeout_s, detail=detail) from error
         return result
+
+
+def reduce_scatter() -> Callable[..., object]:
+    """torch's reduce-scatter of one tensor, under the name this torch prefers."""
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -137,7 +137,7 @@ def launch(
     _kernel(
         aligned(x2),
         aligned(weight),
-        None if bias is None else bias.contiguous(),
+        aligned_bias(bias),
         target,
         transpose_weight,
         plan.choice,
@@ -160,6 +160,13 @@ def unfused(
         torch.mm(x, w, out=out)
     else:
         torch.addmm(bias, x, w, out=out)
+
+
+def aligned_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias itself if the kernels can read it two elements at a time, else a copy."""
+    if bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(matrix: torch.Tensor) -> torch.Tensor:

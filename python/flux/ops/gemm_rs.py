@@ -12,7 +12,7 @@ from flux import _native
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
 from flux.ops import _check
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch
@@ -174,13 +174,13 @@ def _unfused(
         out.zero_()
     elif x.device.type == "cuda":
         partial = torch.mm(x, weight if transpose_weight else weight.t())
-        dist.reduce_scatter_tensor(out, partial, group=group)
+        reduce_scatter()(out, partial, group=group)
     else:
         # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight)
         total = torch.empty(out.shape, dtype=wide)
-        dist.reduce_scatter_tensor(total, partial, group=group)
+        reduce_scatter()(total, partial, group=group)
         out.copy_(total if bias is None else total + bias)
         return
     if bias is not None:
@@ -200,7 +200,7 @@ def _fused_cuda(
     _kernel(
         plain.aligned(x),
         plain.aligned(weight),
-        None if bias is None else bias.contiguous(),
+        plain.aligned_bias(bias),
         target,
         plan.transpose_weight,
         symm_buffer,

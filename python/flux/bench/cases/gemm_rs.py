@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 import flux
 from flux import _native
@@ -26,6 +24,7 @@ from flux.bench.suites import Problem
 from flux.bench.timing import all_max
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import reduce_scatter
 from flux.ops.plan import gemm_rs_room, workspace_plan
 from flux.testing import GemmRsCase
 
@@ -80,11 +79,6 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
         plan = plan_dict(flux.explain("gemm_rs", m, n, k, dtype=context.dtype, group=group))
     return Prepared(candidates, plan, notes)
-
-
-def reduce_scatter() -> Callable[..., object]:
-    """torch's reduce-scatter of one tensor, under the name this torch prefers."""
-    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def async_tp(x: torch.Tensor, weights: list[torch.Tensor], context: Context) -> tuple[Candidate | None, str]:

@@ -1,0 +1,70 @@
+"""What the documentation says about names that a program can look up: links, variables, examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flux import _env
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page can be linked by."""
+    titles = re.findall(r"^#+ +(.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead to no file, or to no heading of it."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# Some `title`, here\n")
+    page = tmp_path / "a.md"
+    page.write_text("[x](b.md#some-title-here) [y](b.md#other) [z](c.md) [w](https://arxiv.org)\n")
+    assert broken_links(page) == ["b.md#other", "c.md"]
+
+
+def test_environment_table_is_that_of_the_code() -> None:
+    assert _env.table() in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_names_an_unknown_variable(page: Path) -> None:
+    known = {variable.name for variable in _env.VARIABLES}
+    assert set(re.findall(r"\bFLUX_[A-Z_]+\b", page.read_text())) <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_are_python(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, str(page), "exec")
+
+
+def test_the_laptop_example_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = tmp_path / "laptop.py"
+    script.write_text(next(block for block in blocks if "spawn(" in block))
+    subprocess.run([sys.executable, str(script)], check=True, timeout=120)
+    assert capfd.readouterr().out.count("[") == 9  # a tensor of 8 rows
