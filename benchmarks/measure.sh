@@ -3,11 +3,11 @@
 #   benchmarks/measure.sh OUT_DIR [PYTHON]
 # Correctness first, then the result files of docs/benchmarks.md. flux must be importable by PYTHON.
 set -u
-out=${1:?"usage: measure.sh OUT_DIR [PYTHON]"}
+mkdir -p "${1:?usage: measure.sh OUT_DIR [PYTHON]}"
+out=$(cd "$1" && pwd) # before leaving the folder that a relative path is meant from
 python=${2:-python3}
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 cd "$(dirname "$0")/.."
-mkdir -p "$out"
 rm -f "$out/failed"
 
 step() { # NAME SECONDS COMMAND...

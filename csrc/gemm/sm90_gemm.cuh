@@ -21,7 +21,8 @@
 namespace flux::gemm {
 
 constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);
-// 65,536 registers a CTA: 128 * 80 + 256 * 208 = 63,488. With fewer the storers of GEMM+ReduceScatter spill.
+// 65,536 registers a CTA: 128 * 80 + 256 * 208 = 63,488. With 56 the storers of GEMM+ReduceScatter spill, 72 is
+// the edge.
 constexpr int kProducerRegisters = 80;
 constexpr int kMathRegisters = 208;
 
