@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       uint32_t* const counter = Store::tile_counter(params.store);
       // The draw takes as long as a k-block or two: it is on its way while those are loaded.
       const int draw_at = params.k_blocks > 2 ? params.k_blocks - 2 : 0;
+      uint32_t own_phase = 0;
       const auto draw = [&](int index) {
         return counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : index;
       };
@@ -86,8 +87,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         const Tile tile = order.at(index, cta);
         const int row = tile.shard * params.rows_per_shard + tile.m * kBlockM;
         const int column = tile.n * kBlockN;
+        // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
+        const bool waits = counter != nullptr && Store::is_local(params.store, tile);
         for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
-          if (kb == draw_at && cta == 0) next = draw(index + step);
+          if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
           const uint32_t full = smem.full(ring.index);
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           ptx::mbarrier_arrive_expect_tx(full, Shared::kStageBytes);
@@ -95,6 +98,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                  order.cluster == Cluster::kPairN);
           load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, kb * kBlockK, column, cta,
                                    order.cluster == Cluster::kPairM);
+        }
+        if (waits && cta == 0) {
+          ptx::mbarrier_wait(smem.arrived(), own_phase);
+          own_phase ^= 1;
+          next = draw(index + step);
         }
       }
     } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {

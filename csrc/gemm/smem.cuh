@@ -79,6 +79,8 @@ struct Smem {
     return barrier(2 * (kTile.stages + kNumMathWarpgroups * (kSlabs + kPieces)) + index);
   }
   __device__ uint32_t tile_empty(int index) const { return tile_full(kTileQueue + index); }
+  // A phase for each own tile: both storers have seen that its peers' parts are there.
+  __device__ uint32_t arrived() const { return tile_empty(kTileQueue); }
   __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
   // A word the storer sets when a wait ran out of time.
   __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
@@ -98,10 +100,11 @@ struct Smem {
       }
       for (int index = 0; index < kPieces; ++index) {
         ptx::mbarrier_init(piece_full(warpgroup, index), 1);
-        ptx::mbarrier_init(piece_empty(warpgroup, index), kMathWarps);
+        ptx::mbarrier_init(piece_empty(warpgroup, index), 32 * kMathWarps);
       }
       ptx::store_shared(failed(warpgroup), 0);
     }
+    ptx::mbarrier_init(arrived(), kNumMathWarpgroups);
     for (int index = 0; index < kTileQueue; ++index) {
       constexpr int kReaders = kNumMathWarpgroups * (kMathWarps + 1);  // math warps and storers
       ptx::mbarrier_init(tile_full(index), 1);

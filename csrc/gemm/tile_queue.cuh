@@ -6,7 +6,9 @@
 // link serves the SMs unevenly, an SM whose stores wait also loads late, and with equal shares the unluckiest
 // SM would decide the time (docs/design/gemm-rs.md: the median SM was done 76 of 517 us before the last).
 // Drawing late matters too: an index drawn long before its turn is a remote tile that others wait for (599 us
-// instead of 463 where each SM has three tiles).
+// instead of 463 where each SM has three tiles). A CTA whose own tile waits for peers draws nothing until
+// their parts are there: with two tiles an SM, the four SMs that get an own tile in the first wave would take
+// a second one and finish it a third of a tile after everybody else (384 us instead of 339).
 //
 // The order itself stays: every CTA sees all its remote tiles before its first own one. The first tile is
 // drawn too: an own tile is then drawn only after every remote one has been drawn by a cluster that is
@@ -22,11 +24,13 @@ template <class Smem>
 struct TileQueueReader {
   RingCursor<kTileQueue> cursor;
 
-  // Called by all lanes of a warp that participates, or by its only active thread.
+  // Called by all lanes of a warp that participates, or by its only active thread, lane 0. The thread that
+  // gives the entry back is the one that has read it, so that racecheck can follow.
   __device__ __forceinline__ int next(const Smem& smem, bool arrives) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
-    const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
-    __syncwarp(__activemask());
+    int index = 0;
+    if (arrives) index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
+    index = __shfl_sync(__activemask(), index, 0);
     if (arrives) ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
     cursor.advance();
     return index;
@@ -40,9 +44,14 @@ struct TileQueueWriter {
 
   __device__ __forceinline__ void put(const Smem& smem, int cluster_size, int index) {
     ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
-    for (int cta = 0; cta < cluster_size; ++cta) {
-      ptx::mbarrier_arrive_expect_tx_cluster(smem.tile_full(cursor.index), sizeof(index), cta);
-      ptx::store_async_cluster(smem.tile_index(cursor.index), index, smem.tile_full(cursor.index), cta);
+    if (cluster_size == 1) {
+      ptx::store_shared(smem.tile_index(cursor.index), index);
+      ptx::mbarrier_arrive(smem.tile_full(cursor.index));
+    } else {
+      for (int cta = 0; cta < cluster_size; ++cta) {
+        ptx::mbarrier_arrive_expect_tx_cluster(smem.tile_full(cursor.index), sizeof(index), cta);
+        ptx::store_async_cluster(smem.tile_index(cursor.index), index, smem.tile_full(cursor.index), cta);
+      }
     }
     cursor.advance();
   }

@@ -85,6 +85,7 @@ struct SlotStore {
       arrived = sync::wait_signal(p.symm, signal, call.epoch,
                                   {kOpId, peer, static_cast<uint32_t>(p.layout.tile_index(tile.m, tile.n))});
     }
+    ptx::mbarrier_arrive(smem.arrived());
     ptx::fence_proxy_async();  // the signal was read by an ordinary load, the data is by bulk copies
     if (!arrived) ptx::store_shared(smem.failed(warpgroup), 1);
 
@@ -152,8 +153,7 @@ struct SlotStore {
         if (first + i < kAccumulators) sum[i] += d[first + i];
       }
       add_peers(p.symm.rank, num_peers);
-      __syncwarp();
-      if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));
+      ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));  // each reader itself: for racecheck
       cursor.advance(num_pieces);
 #pragma unroll
       for (int i = 0; i < kPieceAccumulators; ++i) {

@@ -24,7 +24,7 @@ def test_compute_sanitizer(check: str) -> None:
         TOOL,
         f"--tool={check}",
         "--error-exitcode=9",
-        "--kernel-regex=kns=flux",
+        "--kernel-name=kns=flux",
         sys.executable,
         str(script),
     ]
