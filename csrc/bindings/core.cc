@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ag_gemm/plan.h"
 #include "gemm/select.h"
 #include "gemm/tile_config.h"
 #include "gemm/tile_order.h"
@@ -111,15 +112,15 @@ std::string tile_name(const gemm::TileConfig& config) {
   return gemm::config_name(config.id, gemm::Cluster::kNone);
 }
 
-gemm::Choice select(int m, int n, int k, bool transpose_weight, int world_size, int num_sms, int config) {
-  check_problem(m, n, world_size);
-  check_range("k", k, 1, kMaxExtent);
-  check_range("num_sms", num_sms, 1, INT32_MAX);
+gemm::Choice select(const gemm::Problem& problem, int config) {
+  check_problem(problem.m, problem.n, problem.world_size);
+  check_range("k", problem.k, 1, kMaxExtent);
+  check_range("num_sms", problem.num_sms, 1, INT32_MAX);
   if (config >= 0) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, 3);
   }
-  return gemm::select({m, n, k, transpose_weight, world_size, num_sms}, config);
+  return gemm::select(problem, config);
 }
 
 gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
@@ -137,9 +138,7 @@ gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, i
 
 RankTile rank_tile(const gemm::Tile& tile) { return {tile.shard, tile.m, tile.n}; }
 
-std::vector<RankTile> gemm_rs_tiles(int m, int n, int world_size, int rank, int config, int cluster,
-                                    int group_m) {
-  const gemm::TileOrder order = make_order(m, n, world_size, rank, config, cluster, group_m);
+std::vector<RankTile> all_tiles(const gemm::TileOrder& order) {
   std::vector<RankTile> tiles;
   for (int index = 0; index < order.num_clusters(); ++index) {
     for (int cta = 0; cta < order.cluster_size(); ++cta) {
@@ -148,6 +147,40 @@ std::vector<RankTile> gemm_rs_tiles(int m, int n, int world_size, int rank, int 
     }
   }
   return tiles;
+}
+
+std::vector<RankTile> gemm_rs_tiles(int m, int n, int world_size, int rank, int config, int cluster,
+                                    int group_m) {
+  return all_tiles(make_order(m, n, world_size, rank, config, cluster, group_m));
+}
+
+gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config) {
+  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, config);
+}
+
+gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
+                            int config) {
+  return select({m, n, k, transpose_weight, world_size, num_sms}, config);
+}
+
+gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
+                            int config) {
+  return select({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true}, config);
+}
+
+ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size) {
+  check_problem(m, k, world_size);
+  return ag_gemm::make_layout(m, k, world_size);
+}
+
+std::vector<RankTile> ag_gemm_tiles(int m, int n, int world_size, int rank, int config, int cluster,
+                                    int group_m) {
+  check_problem(m, n, world_size);
+  check_range("rank", rank, 0, world_size - 1);
+  check_range("cluster", cluster, 1, 3);
+  check_range("group_m", group_m, 1, kMaxExtent);
+  return all_tiles(ag_gemm::make_order(m, n, world_size, rank, config_at(config),
+                                       static_cast<gemm::Cluster>(cluster), group_m));
 }
 
 // The same walk as the kernel's: its grid is as many whole clusters as the SMs hold, and no more than there
@@ -194,6 +227,7 @@ void bind_atomics(py::module_& m) {
 void bind_workspace(py::module_& m) {
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
+  m.attr("MAX_PUSH_BLOCKS") = runtime::kMaxPushBlocks;
   py::class_<runtime::SymmBuffer>(m, "SymmBuffer",
                                   "A group's workspace as kernels see it: peer addresses and sizes.")
       .def(py::init(&make_symm_buffer), py::arg("rank"), py::arg("world_size"), py::arg("peers"),
@@ -233,18 +267,17 @@ void bind_selection(py::module_& m) {
       .def_readonly("reason", &gemm::Choice::reason)
       .def_readonly("candidates", &gemm::Choice::candidates);
   m.def(
-      "select_gemm",
-      [](int m, int n, int k, bool transpose_weight, int num_sms, int config) {
-        return select(m, n, k, transpose_weight, 1, num_sms, config);
-      },
-      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"), py::arg("num_sms"),
-      py::arg("config") = -1,
+      "select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
+      py::arg("num_sms"), py::arg("config") = -1,
       "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or tile | cluster << 8 | group_m << "
       "16 to "
       "fix what is not 0.");
-  m.def("select_gemm_rs", &select, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
-        py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
+  m.def("select_gemm_rs", &select_gemm_rs, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
         "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.");
+  m.def("select_ag_gemm", &select_ag_gemm, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
+        "The same for AllGather+GEMM; m counts the rows of all shards, n is this rank's part.");
 }
 
 void bind_gemm_rs(py::module_& m) {
@@ -270,6 +303,22 @@ void bind_gemm_rs(py::module_& m) {
         "What one CTA of the persistent grid computes, in order; None is the idle half of a cluster.");
 }
 
+void bind_ag_gemm(py::module_& m) {
+  using ag_gemm::Layout;
+  py::class_<Layout>(m, "AgLayout", "Where the rows of peers lie in a rank's slots.")
+      .def_readonly("rows", &Layout::rows, "Of one shard.")
+      .def_readonly("row_bytes", &Layout::row_bytes, "Of 2-byte elements, as all sizes here.")
+      .def_property_readonly("row_blocks", &Layout::row_blocks, "Of a shard; each has a signal.")
+      .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
+      .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
+      .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
+      .def("offset", &Layout::offset, py::arg("slot"), py::arg("row"));
+  m.def("ag_gemm_layout", &ag_gemm_layout, py::arg("m"), py::arg("k"), py::arg("world_size"));
+  m.def("ag_gemm_tiles", &ag_gemm_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
+        py::arg("config"), py::arg("cluster"), py::arg("group_m"),
+        "[(source, m_tile, n_tile)] in the order in which `rank` computes them; m counts all rows.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -280,6 +329,7 @@ PYBIND11_MODULE(_core, m) {
   bind_workspace(m);
   bind_selection(m);
   bind_gemm_rs(m);
+  bind_ag_gemm(m);
 }
 
 }  // namespace flux::bindings

@@ -9,6 +9,7 @@
 
 #include <optional>
 
+#include "ag_gemm/ag_gemm.h"
 #include "gemm/gemm.h"
 #include "gemm_rs/gemm_rs.h"
 #include "runtime/check.h"
@@ -52,6 +53,10 @@ gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optio
   return args;
 }
 
+const runtime::SymmBuffer& symm_buffer_at(int64_t address) {
+  return *reinterpret_cast<const runtime::SymmBuffer*>(address);
+}
+
 void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
              int64_t config, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -61,14 +66,35 @@ void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bo
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
-  gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), symm,
-                   current_stream(x));
+  gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms),
+                   symm_buffer_at(symm_buffer), current_stream(x));
+}
+
+void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
+                int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunk_rows,
+                bool reuse) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  ag_gemm::ag_gemm(
+      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), symm_buffer_at(symm_buffer),
+      {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, reuse, current_stream(x));
+}
+
+void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  ag_gemm::all_gather(matrix(x), matrix(out), symm_buffer_at(symm_buffer),
+                      {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, current_stream(x));
+}
+
+void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epoch) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  ag_gemm::collect(matrix(x), matrix(gathered), symm_buffer_at(symm_buffer),
+                   static_cast<uint32_t>(copy_epoch), current_stream(x));
 }
 
 void prepare_op() {
   gemm::prepare();
   gemm_rs::prepare();
+  ag_gemm::prepare();
 }
 
 }  // namespace
@@ -77,6 +103,9 @@ void prepare_op() {
 STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_gemm", TORCH_BOX(&flux::bindings::gemm_op));
   m.impl("_gemm_rs", TORCH_BOX(&flux::bindings::gemm_rs_op));
+  m.impl("_ag_gemm", TORCH_BOX(&flux::bindings::ag_gemm_op));
+  m.impl("_all_gather", TORCH_BOX(&flux::bindings::all_gather_op));
+  m.impl("_collect", TORCH_BOX(&flux::bindings::collect_op));
 }
 
 // No tensor argument to dispatch on.

@@ -136,13 +136,13 @@ __device__ __forceinline__ void stage_fragments(uint32_t slab, int chunk, int th
   ptx::store_shared_v4(slab + chunk * kChunkBytes + thread * 16, f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
 }
 
-// Storer thread: 64 rows x `columns` of staged panels to D. TMA clips what hangs over the edges of D.
+// Storer thread: 64 rows x `columns` of staged panels to a shard of D. TMA clips what hangs over its edges.
 template <int kPanelN>
 __device__ __forceinline__ void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column,
-                                             int columns, int num_rows, int n) {
+                                             int columns, int num_rows, int n, int shard) {
   if (row >= num_rows) return;
   for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN) {
-    ptx::tma_store_2d(d, slab + offset * 64 * kElementBytes, column + offset, row);
+    ptx::tma_store_3d(d, slab + offset * 64 * kElementBytes, column + offset, row, shard);
   }
 }
 

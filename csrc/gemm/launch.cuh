@@ -77,7 +77,7 @@ void prepare_kernels() {
 
 template <class Store>
 void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
-            int num_sms, const typename Store::Params& store, cudaStream_t stream) {
+            int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
   const TileConfig& tile = kTileConfigs[choice.config];
   const Kernel<Store> kernel = kernel_table<Store>().get(args.dtype, args.transpose_weight, choice.config);
   prepare_kernels<Store>();
@@ -88,7 +88,8 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   params.b = args.transpose_weight
                  ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / order.cluster_m())
                  : make_tensor_map(args.weight, args.dtype, kBlockK, tile.block_n / order.cluster_m());
-  params.d = make_tensor_map(args.out, args.dtype, panel_n(tile), 64);
+  params.d = make_sharded_tensor_map(args.out, args.dtype, panel_n(tile), 64,
+                                     static_cast<int>(args.out.rows / rows_per_shard));
   params.order = order;
   params.rows_per_shard = rows_per_shard;
   params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
@@ -101,7 +102,8 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   cluster.val.clusterDim.x = order.cluster_size();
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = std::min(num_sms / order.cluster_size(), order.num_clusters()) * order.cluster_size();
+  const int wanted = std::max(order.num_clusters(), min_ctas / order.cluster_size());
+  config.gridDim = std::min(num_sms / order.cluster_size(), wanted) * order.cluster_size();
   config.blockDim = kNumThreads;
   config.dynamicSmemBytes = smem_bytes(tile);
   config.stream = stream;

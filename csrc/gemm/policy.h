@@ -4,10 +4,21 @@
 //
 //   struct Params            plain data, part of the kernel's arguments
 //   struct Call              what a thread learns once a launch (the epoch), and a storer's own state
+//   kReduces                 own tiles wait for what peers contribute (fetch, add_arrived)
+//   kGathers                 some of x comes from peers (push, admit)
 //   begin(params) -> Call    any thread, before the first tile
 //   end(params, call)        one thread of the CTA, after all its tiles
 //   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
 //   is_local(params, tile)   true: the tile is stored to D; false: it goes through send and publish
+//
+// called by the loader:
+//   admit(params, call, tile) -> bool
+//                            waits until the rows of x that the tile needs are here; false: they will not come
+//   source(gemm_params, call, tile) -> Source
+//                            where they lie
+//
+// where kGathers, by all threads of the first num_pushers(params) CTAs, before they take part in the GEMM:
+//   push(params, smem)       sends rows of x to peers
 //
 // called by the storer of a math warpgroup:
 //   send(params, call, tile, last_wave, warpgroup, first_chunk, num_chunks, smem)
@@ -28,19 +39,32 @@
 // contiguous copies both ways.
 #pragma once
 
+#include <cuda.h>
+
 #include "gemm/tile_order.h"
 
 namespace flux::gemm {
 
 constexpr int kChunkAccumulators = kChunkN / 2;  // per thread; 16 bytes once rounded
 
+struct Source {
+  const CUtensorMap* map;
+  int row;
+};
+
 // Everything stays here: plain GEMM.
 struct LocalStore {
   struct Params {};
   struct Call {};
+  static constexpr bool kReduces = false;
+  static constexpr bool kGathers = false;
 #ifdef __CUDACC__
   FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
+  template <class GemmParams>
+  FLUX_DEVICE static Source source(const GemmParams& params, const Call&, const Tile& tile) {
+    return {&params.a, tile.m * kBlockM};
+  }
   FLUX_DEVICE static bool is_local(const Params&, const Tile&) { return true; }
   FLUX_DEVICE static void send(const Params&, Call&, const Tile&, bool, int, int, int, uint32_t) {}
   FLUX_DEVICE static void publish(const Params&, const Call&, const Tile&, int) {}

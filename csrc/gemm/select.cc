@@ -8,22 +8,24 @@ namespace {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Fitted to 35 shapes x 20 candidates on one GPU (docs/design/cost-model.md): within 0.6 % of the best
-// candidate in the geometric mean, 5 % at worst. Half of the last, partial wave counts: on a chip at its
-// power limit idle SMs are not lost, the others run faster.
-constexpr double kLaunchUs = 3.0;
-constexpr double kTileUs = 0.7;          // between two mainloops
-constexpr double kMathUs = 0.00298;      // of a k-block, for each column of a tile
-constexpr double kKbytesPerUs = 79;      // operands into one SM
-constexpr double kPairKbytesPerUs = 70;  // the same through multicast, which in exchange needs fewer
-// Fitted to 20 shapes of GEMM+ReduceScatter on four GPUs.
-constexpr double kSentTileUs = 3.5;        // kTileUs, with the tile sent or added to
+// Fitted to 75 shapes with 20 to 30 candidates each, on one GPU (docs/design/cost-model.md).
+constexpr double kLaunchUs = 2.0;
+constexpr double kTileUs = 0.3;      // between two mainloops
+constexpr double kKblockUs = 0.031;  // of a k-block, whatever the width: reading A, barriers
+constexpr double kMathUs = 0.0023;   // of a k-block, for each column of a tile: 4 cycles at some 1.75 GHz
+constexpr double kL2Us = 0.0019;     // of a k-block, for each KB of operands that comes from L2
+// With every SM at work the chip is at its power limit and slower by about this; idle SMs of a last, partial
+// wave let the others run faster. From 1.04 to 1.10 the choices are as good.
+constexpr double kPower = 1.08;
+// For GEMM+ReduceScatter. kSentTileUs is set by hand, so that mid-size shapes keep the tiles that were
+// measured to be good; the others were fitted to 20 shapes on four GPUs.
+constexpr double kSentTileUs = 1.0;        // kTileUs, with the tile sent or added to
 constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running GEMM
-constexpr double kArrivalUs = 8.0;         // from the last store to the owner's sum
+constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
 
-// A tile that leaves slowly must fit into its slabs whole, or the math warps wait for the link. And each tile
-// sent or added to costs some 3 us whatever its width: narrower tiles lost on all shapes measured.
+// A tile that leaves slowly must fit into its slabs whole, or the math warps wait for the link. And narrower
+// tiles lost on all shapes measured.
 bool worth_sending(const TileConfig& tile) {
   return tile.slab_n * tile.slabs >= tile.block_n && tile.block_n >= 128;
 }
@@ -48,16 +50,17 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double waves = ceil_div(order.num_clusters(), slots);
   const double average = std::max(1.0, static_cast<double>(order.num_clusters()) / slots);
 
-  // One k-block: the tensor cores, or the operands' way from L2 where tiles are narrow. A pair shares one
-  // operand.
-  const bool paired = cluster != Cluster::kNone;
-  const double kbytes = 0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m());
-  const double block_us =
-      std::max(kMathUs * tile.block_n, kbytes / (paired ? kPairKbytesPerUs : kKbytesPerUs));
-  const double tile_us = ceil_div(p.k, kBlockK) * block_us + (p.world_size > 1 ? kSentTileUs : kTileUs);
-  if (p.world_size == 1) return kLaunchUs + tile_us * (waves + average) / 2;
-
-  double time_us = kLaunchUs + tile_us * waves;
+  // A pair shares one operand. What the idle half of a pair loads is charged to the tiles there are, so a
+  // pair at a single row of tiles gains nothing.
+  const double ctas_per_tile = static_cast<double>(order.num_clusters()) * order.cluster_size() /
+                               (static_cast<double>(m_tiles) * p.world_size * n_tiles);
+  const double kbytes =
+      0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
+  const double block_us = kKblockUs + kMathUs * tile.block_n + kL2Us * kbytes;
+  const bool sends = p.world_size > 1 && !p.gathers;
+  const double tile_us = ceil_div(p.k, kBlockK) * block_us + (sends ? kSentTileUs : kTileUs);
+  double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average);
+  if (!sends) return time_us;
 
   // What must leave over the link, then this rank's own share of the tiles.
   const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
@@ -84,14 +87,14 @@ Choice select(const Problem& p, int packed_choice) {
   for (const TileConfig& tile : kTileConfigs) {
     if (fixed && tile.id != fixed_config) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
-    if (!fixed && p.world_size > 1 && !worth_sending(tile)) continue;
+    if (!fixed && p.world_size > 1 && !p.gathers && !worth_sending(tile)) continue;
     for (const Cluster cluster : {Cluster::kNone, Cluster::kPairM, Cluster::kPairN}) {
       if (cluster != Cluster::kNone && p.num_sms < 2) continue;
       if (!fixed && p.world_size > 1 && cluster == Cluster::kPairN) continue;  // not measured there
       if (fixed && fixed_cluster > 0 && static_cast<int>(cluster) != fixed_cluster) continue;
       const double time_us = model_time_us(p, tile.id, cluster);
       best.candidates.emplace_back(config_name(tile.id, cluster), time_us);
-      if (time_us < best.time_us) {
+      if (time_us < best.time_us) {  // of equals the first, which is the widest: it takes the least energy
         best.config = tile.id;
         best.cluster = cluster;
         best.time_us = time_us;

@@ -16,6 +16,7 @@ struct Problem {
   bool transpose_weight;  // weight stored as [K, N]
   int world_size;         // 1: plain GEMM; else the rows are world_size shards and the tiles of others travel
   int num_sms;
+  bool gathers = false;  // it is x that travels: rows of other shards arrive, results stay
 };
 
 struct Choice {

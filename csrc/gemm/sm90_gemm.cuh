@@ -53,6 +53,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int cluster_size = order.cluster_size();
   const int warp = threadIdx.x / 32;
 
+  if constexpr (Store::kGathers) {
+    if (blockIdx.x < Store::num_pushers(params.store)) Store::push(params.store, smem);
+  }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.a);
     ptx::prefetch_tensor_map(&params.b);
@@ -71,6 +74,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       TileQueueReader<Shared> queue;
       TileQueueWriter<Shared> next_tile;
       uint32_t* const counter = Store::tile_counter(params.store);
+      const auto call = Store::begin(params.store);
       // The draw takes as long as a k-block or two: it is on its way while those are loaded.
       const int draw_at = params.k_blocks > 2 ? params.k_blocks - 2 : 0;
       uint32_t own_phase = 0;
@@ -85,17 +89,19 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       int next = cta == 0 ? draw(blockIdx.x / cluster_size) : 0;
       for (int index = pass_on(next); index < last; index = pass_on(next)) {
         const Tile tile = order.at(index, cta);
-        const int row = tile.shard * params.rows_per_shard + tile.m * kBlockM;
+        const Source x = Store::source(params, call, tile);
         const int column = tile.n * kBlockN;
+        if constexpr (Store::kGathers) {
+          if (!Store::admit(params.store, call, tile)) smem.set_failed();
+        }
         // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
-        const bool waits = counter != nullptr && Store::is_local(params.store, tile);
+        const bool waits = Store::kReduces && Store::is_local(params.store, tile);
         for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
           if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
           const uint32_t full = smem.full(ring.index);
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           ptx::mbarrier_arrive_expect_tx(full, Shared::kStageBytes);
-          load_a(&params.a, smem.a(ring.index), full, kb * kBlockK, row, cta,
-                 order.cluster == Cluster::kPairN);
+          load_a(x.map, smem.a(ring.index), full, kb * kBlockK, x.row, cta, order.cluster == Cluster::kPairN);
           load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, kb * kBlockK, column, cta,
                                    order.cluster == Cluster::kPairM);
         }
@@ -124,7 +130,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           if (local) {
             store_panels<panel_n(kTile)>(&params.d, slab, tile.m * kBlockM + warpgroup * 64,
                                          tile.n * kBlockN + chunk * kChunkN, num_chunks * kChunkN,
-                                         params.rows_per_shard, params.n);
+                                         params.rows_per_shard, params.n, Store::kGathers ? tile.shard : 0);
           } else {
             Store::send(params.store, call, tile, index >= last_wave, warpgroup, chunk, num_chunks, slab);
           }
@@ -179,6 +185,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       if (local) {
         Store::template add_arrived<Element>(params.store, tile, warpgroup, smem, pieces, d);
         if (params.bias != nullptr) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
+      }
+      if constexpr (Store::kGathers || Store::kReduces) {
+        // The host will raise; until then nobody shall mistake what was computed for a result.
+        if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
+#pragma unroll
+          for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
+        }
       }
 #pragma unroll
       for (int first_chunk = 0; first_chunk < kChunks; first_chunk += kSlabChunks, slabs.advance()) {

@@ -41,6 +41,11 @@ struct Smem {
     pointer_base = raw + (base - ptx::smem_addr(raw));
   }
 
+  // For what a CTA does before the ring exists: this much memory at `base`, and as many barriers as it has.
+  static constexpr int kDataBytes = kTile.stages * kStageBytes + staging_bytes(kTile);
+  static constexpr int kBarriers = num_barriers(kTile);
+  __device__ uint32_t first_barrier() const { return barrier(0); }
+
   __device__ uint32_t a(int stage) const { return base + stage * kStageBytes; }
   __device__ uint32_t b(int stage) const { return a(stage) + kABytes; }
   __device__ uint32_t slab(int warpgroup, int index) const {
@@ -82,8 +87,13 @@ struct Smem {
   // A phase for each own tile: both storers have seen that its peers' parts are there.
   __device__ uint32_t arrived() const { return tile_empty(kTileQueue); }
   __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
-  // A word the storer sets when a wait ran out of time.
+  // A word that is set when a wait ran out of time: by the storer, or for both warpgroups by the loader.
   __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
+  __device__ void set_failed() const {
+    for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
+      ptx::store_shared(failed(warpgroup), 1);
+    }
+  }
 
   // One thread, before anybody uses a barrier. Every math warp of the cluster releases a stage: a partner's
   // multicast writes into this CTA's stage too.

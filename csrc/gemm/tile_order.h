@@ -1,13 +1,18 @@
 // Which tile a CTA computes next. Pure functions: the loader, storer and math warps of the kernel, the host
 // plans and the CPU tests all call the same code.
 //
-// The rows of the problem are `world_size` shards; tiles never straddle two shards. All tiles of other ranks'
-// shards come first, in turns, starting with rank+1: at any time a rank sends to all of its peers, and no
-// peer is sent to by all. This rank's own shard comes last.
+// The rows of the problem are `world_size` shards; tiles never straddle two shards. This rank's own shard is a
+// region apart, and so are the others together.
 //
-// Own tiles wait for the peers' tiles: a CTA, or a pair of CTAs that share loads, must therefore never have a
-// remote tile behind an own one, or ranks could wait for each other in a circle. That is why the two regions
-// are rastered apart. Plain GEMM is the case world_size = 1: one region.
+// Where tiles travel to their owners, the others come first. They take turns, starting with rank+1: at any time
+// a rank sends to all of its peers, and no peer is sent to by all. Where x is gathered, the own shard comes
+// first, then one shard after the other in the order of their arrival, rank-1, rank-2 and so on: with
+// everybody sending to one peer at a time, and each to another one, links carry 350 GB/s, with everybody
+// sending to all at once 220 (4 GPUs behind a switch).
+//
+// Where tiles travel, own tiles wait for the peers' tiles: a CTA, or a pair of CTAs that share loads, must
+// therefore never have a remote tile behind an own one, or ranks could wait for each other in a circle. That
+// is why the two regions are rastered apart. Plain GEMM is the case world_size = 1: one region.
 //
 // Inside a region rows are walked in groups of `group_m`, all columns of a group before the next group, so
 // that the tiles in flight at one time cover a near-square patch whose A rows and W columns stay in L2.
@@ -34,6 +39,7 @@ struct TileOrder {
   int rank;
   Cluster cluster;
   int group_m;  // in clusters
+  bool gathers = false;
 
   FLUX_HD int cluster_m() const { return cluster == Cluster::kPairM ? 2 : 1; }
   FLUX_HD int cluster_n() const { return cluster == Cluster::kPairN ? 2 : 1; }
@@ -45,14 +51,15 @@ struct TileOrder {
     return (rows + cluster_m() - 1) / cluster_m() * cluster_columns();
   }
   FLUX_HD int num_remote_clusters() const { return clusters_in(remote_rows()); }
-  FLUX_HD int num_clusters() const { return num_remote_clusters() + clusters_in(m_tiles); }
+  FLUX_HD int num_own_clusters() const { return clusters_in(m_tiles); }
+  FLUX_HD int num_clusters() const { return num_remote_clusters() + num_own_clusters(); }
 
   // The tile of CTA `cta` (0 <= cta < cluster_size) in the index-th cluster of the order.
   FLUX_HD Tile at(int index, int cta) const {
-    const int num_remote = num_remote_clusters();
-    const bool own = index >= num_remote;
+    const int first_region = gathers ? num_own_clusters() : num_remote_clusters();
+    const bool own = gathers == (index < first_region);
     const int rows = own ? m_tiles : remote_rows();
-    const int local = own ? index - num_remote : index;
+    const int local = index < first_region ? index : index - first_region;
 
     const int cluster_rows = (rows + cluster_m() - 1) / cluster_m();
     const int group_size = group_m * cluster_columns();
@@ -69,8 +76,10 @@ struct TileOrder {
     if (row >= rows) row = rows - 1;  // the idle half loads what its partner loads, and drops it
     if (column >= n_tiles) column = n_tiles - 1;
     const int peers = world_size - 1;
-    tile.shard = own ? rank : (rank + 1 + row % peers) % world_size;
-    tile.m = own ? row : row / peers;
+    tile.shard = own       ? rank
+                 : gathers ? (rank + peers - row / m_tiles) % world_size
+                           : (rank + 1 + row % peers) % world_size;
+    tile.m = own ? row : gathers ? row % m_tiles : row / peers;
     tile.n = column;
     return tile;
   }

@@ -24,15 +24,19 @@ struct SlotStore {
     int rows_per_shard;
     int n;
   };
-  struct Call {
-    uint32_t epoch;
-    bool aborted;       // an earlier call ran out of time
-    int64_t next_send;  // in SM cycles
+  struct Call : sync::Call {
+    int64_t next_send = 0;  // in SM cycles
   };
 
-  FLUX_DEVICE static Call begin(const Params& p) {
-    const runtime::Header* header = p.symm.header();
-    return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0, 0};
+  static constexpr bool kReduces = true;
+  static constexpr bool kGathers = false;
+
+  FLUX_DEVICE static Call begin(const Params& p) { return {sync::begin_call(p.symm)}; }
+
+  // x is all here: the rows of every shard, one below the other.
+  template <class GemmParams>
+  FLUX_DEVICE static gemm::Source source(const GemmParams& params, const Call&, const gemm::Tile& tile) {
+    return {&params.a, tile.shard * params.rows_per_shard + tile.m * gemm::kBlockM};
   }
 
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
@@ -162,24 +166,9 @@ struct SlotStore {
     }
     // The tile is about to be written over the pieces: no warp may still be reading one.
     ptx::named_barrier_sync(1 + warpgroup, 128);
-    if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
-      // The host will raise; until then nobody shall mistake a partial sum for a result.
-#pragma unroll
-      for (int i = 0; i < kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
-    }
   }
 
-  // The last CTA to finish closes the call. Every CTA has read the epoch long before.
-  FLUX_DEVICE static void end(const Params& p, const Call& call) {
-    runtime::Header* header = p.symm.header();
-    __threadfence();
-    if (atomicAdd(&header->ctas_done, 1u) == gridDim.x - 1) {
-      header->ctas_done = 0;
-      header->next_tile = 0;
-      __threadfence();
-      atomicExch(&header->epoch, call.epoch);
-    }
-  }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 
  private:
   // Chunks of a tile that hold anything, for one warpgroup: what lies past the edges of the shard does not

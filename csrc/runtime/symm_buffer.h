@@ -2,8 +2,8 @@
 // pointers. Python allocates and maps it (python/flux/comm); nothing here owns memory. Peers are just
 // pointers, so several ranks can also live on one GPU, which is how most kernel tests run.
 //
-//   [0, 4096)                  header: words only the owning rank touches
-//   [4096, 4096+signal_bytes)  signals: one u32 epoch for each half tile of each slot, written by peers
+//   [0, 16384)                 header: words only the owning rank touches
+//   then signal_bytes          signals: one u32 epoch for each half tile of each slot, written by peers
 //   then two slot buffers      slot_bytes each; call number `epoch` uses buffer epoch & 1
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace flux::runtime {
 
 constexpr int kMaxWorldSize = 8;
-constexpr int64_t kHeaderBytes = 4096;
+constexpr int64_t kHeaderBytes = 16384;
 
 // What a kernel leaves in pinned host memory when a wait runs out of time.
 struct ErrorRecord {
@@ -25,11 +25,17 @@ struct ErrorRecord {
 static_assert(sizeof(ErrorRecord) == 64);
 
 struct Header {
-  uint32_t epoch;      // calls this rank has finished
-  uint32_t ctas_done;  // CTAs of the running call that have finished
-  uint32_t aborted;    // sticky: a wait ran out of time, later calls must not wait again
-  uint32_t next_tile;  // of the running call: clusters of CTAs draw their next tile here
+  uint32_t epoch;       // calls this rank has finished
+  uint32_t ctas_done;   // CTAs of the running call that have finished
+  uint32_t aborted;     // sticky: a wait ran out of time, later calls must not wait again
+  uint32_t next_tile;   // of the running call: clusters of CTAs draw their next tile here
+  uint32_t next_piece;  // of the running call: CTAs that push rows draw what to push next
+  uint32_t reserved[123];
+  // Of each block of rows, for each peer; whoever pushes the last piece resets it.
+  uint32_t pieces_pushed[kHeaderBytes / 4 - 128];
 };
+constexpr int kMaxPushBlocks = sizeof(Header::pieces_pushed) / sizeof(uint32_t);
+static_assert(sizeof(Header) == kHeaderBytes);
 
 struct SymmBuffer {
   int32_t rank;

@@ -19,4 +19,9 @@ struct Matrix {
 // box_columns * 2 = 32, 64 or 128 bytes. What lies outside the matrix is read as zero and not written.
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows);
 
+// The same for a matrix whose rows are `shards` shards of equal height, with the shard as third coordinate: a
+// box does not reach from one shard into the next.
+CUtensorMap make_sharded_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows,
+                                    int shards);
+
 }  // namespace flux::runtime

@@ -5,6 +5,8 @@ process group.
 """
 
 from flux.errors import CommTimeoutError
+from flux.ops.ag_gemm import ag_gemm
+from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.plan import Plan, explain
@@ -16,6 +18,8 @@ __all__ = [
     "CommTimeoutError",
     "Plan",
     "__version__",
+    "ag_gemm",
+    "all_gather",
     "check",
     "explain",
     "gemm",

@@ -59,6 +59,7 @@ def test_default_suite_is_the_documented_one() -> None:
 def test_ops_get_their_rows() -> None:
     suite = suites.load("default")
     assert len(suite.problems("gemm_rs", OPS["gemm_rs"].patterns)) == 20
+    assert len(suite.problems("ag_gemm", OPS["ag_gemm"].patterns)) == 20
     gemm = suite.problems("gemm", OPS["gemm"].patterns)
     assert len(gemm) == 40
     local = {p.local(4) for p in gemm if p.model == "llama3-70b-attn" and p.m == 512}

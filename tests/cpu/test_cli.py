@@ -41,18 +41,22 @@ def test_bench_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
     file, picture = tmp_path / "r.json", tmp_path / "p.png"
     shape = ["--n", "264", "--k", "128", "--m", "264", "--json", str(file), "--plot", str(picture)]
-    result = runner.invoke(app, ["bench", "gemm_rs", "gemm", *shape, *_TINY])
+    result = runner.invoke(app, ["bench", "gemm_rs", "ag_gemm", "gemm", *shape, *_TINY])
     assert result.exit_code == 0, result.output
     assert "unfused" in result.stdout and "exact" in result.stdout
     stored = record.read(file)
     assert stored.complete and stored.settings["world"] == 2
-    fused, plain = stored.rows
-    assert fused.check == plain.check == "exact"
+    fused, gathering, plain = stored.rows
+    assert fused.check == gathering.check == plain.check == "exact"
     assert fused.local == (264, 264, 64) and plain.local == (264, 264, 128)
+    assert gathering.local == (264, 132, 128)
     assert set(fused.times) == {"flux", "torch", "gloo", "torch+gloo"}
+    assert set(gathering.times) == {"flux", "torch", "gloo", "gloo+torch"}
     assert all(len(t.samples) == 2 and t.min > 0 for t in fused.times.values())
     # Each of two ranks keeps half of its fp32 partial and sends the other half.
     assert (fused.wire_bytes, plain.wire_bytes) == (264 * 264 * 4 // 2, 0)
+    # Each sends its half of x.
+    assert gathering.wire_bytes == 132 * 128 * 4
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     shown = runner.invoke(app, ["bench", "--show", str(file), "--plot", str(tmp_path / "again.png")])
@@ -99,10 +103,18 @@ def test_verify_two_processes(tmp_path: Path) -> None:
     result = runner.invoke(app, ["verify", "--cpu", "--world", "2", "--json", str(tmp_path / "v.json")])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "v.json").read_text())
-    assert report["ok"] and {o["op"] for o in report["outcomes"]} == {"gemm", "gemm_rs"}
-    names = [name for name, _ in verify_cases.named_cases(2, "cpu")]
-    assert [o["case"] for o in report["outcomes"] if o["op"] == "gemm_rs"] == names
+    assert report["ok"] and {o["op"] for o in report["outcomes"]} == {"gemm", *verify_cases.COLLECTIVES}
+    for op in verify_cases.COLLECTIVES:
+        names = [name for name, _ in verify_cases.named_cases(2, "cpu", op)]
+        assert [o["case"] for o in report["outcomes"] if o["op"] == op] == names
     assert {o["state"] for o in report["outcomes"]} == {"exact"}
+
+
+def test_verify_reaches_both_transports_on_gpus() -> None:
+    for op in ("ag_gemm", "all_gather"):
+        cases = verify_cases.named_cases(2, "cuda", op)
+        copied = [name for name, case in cases if verify_cases.is_copied(case)]
+        assert copied == ["by copy engine"] and len(cases) > 5
 
 
 def test_verify_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +165,7 @@ def test_compare_points_at_the_difference() -> None:
 def test_defaults_without_a_gpu() -> None:
     settings = choose_cpu([], cpu=False)
     assert (settings.device, settings.world, settings.tp, settings.suite) == ("cpu", 4, 4, "cpu")
-    assert {p.op for p in settings.problems} == {"gemm_rs"}
+    assert {p.op for p in settings.problems} == {"gemm_rs", "ag_gemm"}
 
 
 def test_gemm_alone_may_have_another_tp() -> None:
@@ -167,12 +179,13 @@ def test_gemm_alone_may_have_another_tp() -> None:
 @pytest.mark.parametrize(
     ("ops", "changes", "message"),
     [
-        (["gem"], {}, "op expected to be one of gemm_rs, gemm, got 'gem'"),
+        (["gem"], {}, "op expected to be one of gemm_rs, ag_gemm, gemm, got 'gem'"),
         (["gemm_rs"], {"n": 64}, "--n and --k come together"),
         (["gemm_rs"], {"models": ["x"]}, "model expected to be one of tiny-mlp"),
         (["gemm_rs"], {"world": 1}, "nothing to measure: gemm_rs left out"),
         (["gemm_rs"], {"m": [63], "world": 2}, "m must be divisible by the 2 ranks, got m=63"),
         (["gemm_rs"], {"n": 64, "k": 63, "world": 2}, "k must be divisible by the 2 ranks, got k=63"),
+        (["ag_gemm"], {"n": 63, "k": 64, "world": 2}, "n must be divisible by the 2 ranks, got n=63"),
         (["gemm_rs"], {"dtype": "fp8"}, "--dtype expected"),
         (["gemm_rs"], {"world": 0}, "at least 1"),
     ],

@@ -13,7 +13,8 @@ import flux
 from flux._native import core
 from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
-from flux.ops.plan import Plan, plan_gemm_rs
+from flux.ops import all_gather
+from flux.ops.plan import COPY_FROM_BYTES, Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
 
 class Echo:
@@ -123,6 +124,52 @@ def test_calls_on_another_stream_wait_for_the_last_one(machine: Machine) -> None
     machine.capturing, machine.stream = True, 9
     workspace.enter(plan(128))
     assert len(machine.waits) == 3, "a graph must not wait for work outside of it"
+
+
+def gathering(rows: int, k: int = 4096, world_size: int = 2) -> Plan:
+    m = rows * world_size
+    return plan_ag_gemm("cuda", m, 1024, k, torch.bfloat16, False, world_size, None, 132, "pushed")
+
+
+def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> None:
+    workspace = make()
+    small, large = gathering(1023), gathering(1024)
+    assert (small.copied, small.chunk_rows, small.transport) == (False, 0, "pushed")
+    assert (large.copied, large.chunk_rows) == (True, 512)
+    assert large.transport == "copy engines, 512 rows at a time; in CUDA graphs pushed"
+    address, epoch, chunk_rows = all_gather.enter(workspace, small)
+    assert (address, epoch, chunk_rows) == (workspace._symm_buffer.address, 0, 0)
+    copied = [all_gather.enter(workspace, large) for _ in range(3)]
+    assert [call[1:] for call in copied] == [(1, 512), (2, 512), (3, 512)]
+    assert len({call[0] for call in copied} - {address}) == 1
+    machine.capturing = True
+    with pytest.raises(RuntimeError, match="ag_gemm: group 'g' .* Before the capture call flux.reserve"):
+        all_gather.enter(workspace, gathering(4096))
+    machine.capturing = False
+    workspace.enter(large)
+    machine.capturing = True
+    assert all_gather.enter(workspace, large) == (workspace._symm_buffer.address, 0, 0)
+
+
+def test_chunks_are_whole_tiles_and_about_half_a_shard() -> None:
+    for rows in (129, 300, 1024, 1025, 4097, 100_000):
+        for row_bytes in (16, 2048, 24576, 98304):
+            chunk_rows = copy_chunk_rows(rows, row_bytes)
+            assert chunk_rows % 128 == 0
+            chunks = -(-rows // chunk_rows)
+            assert chunks == (2 if rows * row_bytes >= COPY_FROM_BYTES else 1), (rows, row_bytes)
+
+
+def test_what_a_gather_needs() -> None:
+    plan = gathering(300, k=1000, world_size=4)
+    assert plan.slot_bytes == -(-3 * 300 * 1000 * 2 // 4096) * 4096
+    assert plan.signal_bytes == 4096
+    bytes_moved = plan_all_gather("cuda", 4 * 300, 500, torch.float32, 4, None, "pushed")
+    assert (bytes_moved.fused, bytes_moved.slot_bytes) == (True, plan.slot_bytes)
+    assert "weight" not in str(bytes_moved) and "x [300, 500], float32" in str(bytes_moved)
+    assert "x [300, 1000], weight [1024, 1000]" in str(plan)
+    too_many = gathering(200_000, k=8)
+    assert not too_many.fused and "200000 rows of one rank" in too_many.reason
 
 
 def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from flux.testing import GemmRsCase
+from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.data import EXACT_LIMIT
 
 CASES = [
@@ -73,3 +75,76 @@ def test_the_same_data_every_time() -> None:
         assert torch.equal(a, b)
     straight = GemmRsCase(64, 32, 16, 2, bias=True, seed=3)
     assert torch.equal(case.inputs(1)[1].t(), straight.inputs(1)[1])
+
+
+AG_CASES = [
+    AgGemmCase(m, n, k, world_size, dtype, bias=bias, seed=seed)
+    for seed, (m, n, k) in enumerate([(384, 96, 64), (24, 8, 2), (48, 16, 500), (24, 8, 1)])
+    for world_size in (1, 2, 3, 4, 8)
+    for dtype in (torch.bfloat16, torch.float16)
+    for bias in (False, True)
+]
+
+
+def product(case: AgGemmCase, rank: int) -> torch.Tensor:
+    return case.gathered().double() @ case.inputs(rank)[1].double().t()
+
+
+@pytest.mark.parametrize("case", AG_CASES, ids=str)
+def test_gathered_everything_is_exact_and_every_element_marked(case: AgGemmCase) -> None:
+    rows = case.m // case.world_size
+    for rank in range(case.world_size):
+        total = product(case, rank)
+        for source in range(case.world_size):
+            of_source = total[source * rows : (source + 1) * rows]
+            assert (of_source % case.unit == case.mark(source)).all()
+            assert torch.equal(case.gathered()[source * rows : (source + 1) * rows], case.inputs(source)[0])
+        bias = case.inputs(rank)[2]
+        if bias is not None:
+            assert (bias % 2 == 1).all()
+            total += bias.double()
+        assert total.abs().max() <= EXACT_LIMIT[case.dtype]
+        assert torch.equal(case.expected(rank).double(), total)
+
+
+def test_gathered_no_row_passes_for_one_of_another_rank_or_call() -> None:
+    for world_size in (1, 2, 3, 4, 8):
+        for first in range(4):
+            marks = [
+                AgGemmCase(8, 8, 8, world_size, seed=seed).mark(source)
+                for seed in range(first, first + 3)
+                for source in range(world_size)
+            ]
+            # 0 is what a row that nobody wrote has.
+            assert len({0, *marks}) == len(marks) + 1
+            assert max(marks) < AgGemmCase(8, 8, 8, world_size).unit
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_gathered_rows_differ_from_each_other(world_size: int) -> None:
+    total = AgGemmCase(512 * world_size, 64, 2048, world_size).expected(0)
+    for distance in (1, 64, 128):
+        assert (total[distance:] != total[:-distance]).float().mean() > 0.7
+
+
+def test_gathered_every_block_of_k_counts_in_every_element_of_a_row_of_every_tile() -> None:
+    for world_size, k in ((2, 3840), (4, 1792 * 64), (8, 12288)):
+        case = AgGemmCase(256 * world_size, 8, k, world_size)
+        x, weight, _ = case.inputs(1)
+        for row in range(0, 256, 128):
+            pieces = x[row : row + 128].view(128, -1, 64).float()
+            products = torch.einsum("rbk,nbk->brn", pieces, weight.view(8, -1, 64).float())
+            assert (products != 0).all(2).any(1).all()
+
+
+def test_gathered_x_does_not_depend_on_the_weight() -> None:
+    case = AgGemmCase(64, 32, 16, 2, transpose_weight=True, bias=True, seed=3)
+    for a, b in zip(case.inputs(1), case.inputs(1), strict=True):
+        assert a is not None and b is not None
+        assert torch.equal(a, b)
+    straight, other = replace(case, transpose_weight=False), replace(case, n=24)
+    assert torch.equal(case.inputs(1)[1].t(), straight.inputs(1)[1])
+    assert torch.equal(case.inputs(1)[0], other.inputs(1)[0])
+    assert not torch.equal(case.inputs(1)[1][:, :24], other.inputs(1)[1])
+    with pytest.raises(ValueError, match="64 ranks cannot be marked in torch.bfloat16"):
+        AgGemmCase(64, 8, 8, 64).inputs(0)

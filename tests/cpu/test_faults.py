@@ -18,7 +18,7 @@ import torch.distributed as dist
 import flux
 from flux.comm import shm
 from flux.comm.cpu import CpuWorkspace
-from flux.testing import GemmRsCase, RankFailure, SpawnError, spawn
+from flux.testing import AgGemmCase, GemmRsCase, RankFailure, SpawnError, spawn
 
 TIMEOUT_S = 1.0
 ENV = {"FLUX_TIMEOUT_S": str(TIMEOUT_S)}
@@ -33,10 +33,25 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def victim(rank: int, world_size: int, dying: int, after_signals: int, exit_hard: bool) -> dict[str, Any]:
-    case = GemmRsCase(world_size * 200, 520, 16, world_size)
+def make_case(op: str, m: int, n: int, k: int, world_size: int) -> GemmRsCase | AgGemmCase:
+    return (GemmRsCase if op == "gemm_rs" else AgGemmCase)(m, n, k, world_size)
+
+
+def run(op: str, case: GemmRsCase | AgGemmCase, rank: int) -> bool:
+    """Makes the call; whether its result is right."""
     x, weight, _ = case.inputs(rank)
-    assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    if op == "all_gather":
+        assert isinstance(case, AgGemmCase)
+        return torch.equal(flux.all_gather(x), case.gathered())
+    result = getattr(flux, op)(x, weight, transpose_weight=case.transpose_weight)
+    return torch.equal(result, case.expected(rank))
+
+
+def victim(
+    rank: int, world_size: int, op: str, dying: int, after_signals: int, exit_hard: bool
+) -> dict[str, Any]:
+    case = make_case(op, world_size * 400, 520, 16, world_size)
+    assert run(op, case, rank)
     dist.barrier()
     if rank == dying:
         send, sent = CpuWorkspace.signal, [0]
@@ -50,7 +65,7 @@ def victim(rank: int, world_size: int, dying: int, after_signals: int, exit_hard
         CpuWorkspace.signal = last_signals  # type: ignore[method-assign]
     start = time.monotonic()
     told: list[flux.CommTimeoutError] = []
-    for attempt in (lambda: flux.gemm_rs(x, weight), lambda: flux.gemm_rs(x, weight), flux.check):
+    for attempt in (lambda: run(op, case, rank), lambda: run(op, case, rank), flux.check):
         try:
             attempt()
         except flux.CommTimeoutError as error:
@@ -61,12 +76,15 @@ def victim(rank: int, world_size: int, dying: int, after_signals: int, exit_hard
     return {"errors": told, "first_s": first_s, "again_s": again_s, "rank": rank}
 
 
-@pytest.mark.parametrize("round_", range(10))
-def test_a_rank_that_dies_in_the_middle_is_named(round_: int) -> None:
+@pytest.mark.parametrize(
+    ("op", "round_"),
+    [("gemm_rs", round_) for round_ in range(10)] + [("ag_gemm", 0), ("ag_gemm", 4), ("all_gather", 5)],
+)
+def test_a_rank_that_dies_in_the_middle_is_named(op: str, round_: int) -> None:
     world_size, dying = 3, round_ % 3
     before = files()
     results = spawn(
-        victim, world_size, dying, round_ % 6, round_ % 2 == 0, env=ENV, backend="gloo", may_die={dying}
+        victim, world_size, op, dying, round_ % 6, round_ % 2 == 0, env=ENV, backend="gloo", may_die={dying}
     )
     assert isinstance(results[dying], RankFailure)
     assert results[dying].exit_code == (7 if round_ % 2 == 0 else -signal.SIGKILL)
@@ -74,8 +92,8 @@ def test_a_rank_that_dies_in_the_middle_is_named(round_: int) -> None:
         result = results[rank]
         assert len(result["errors"]) == 3, "the first call, a second one and check() must raise"
         for error in result["errors"]:
-            assert (error.op, error.rank, error.peer, error.epoch) == ("gemm_rs", rank, dying, 2)
-            for word in ("gemm_rs", f"rank {rank} ", f"peer {dying}", "epoch 2", "FLUX_TIMEOUT_S"):
+            assert (error.op, error.rank, error.peer, error.epoch) == (op, rank, dying, 2)
+            for word in (op, f"rank {rank} ", f"peer {dying}", "epoch 2", "FLUX_TIMEOUT_S"):
                 assert word in str(error)
         assert result["first_s"] < TIMEOUT_S + 5
         assert result["again_s"] < 0.5, "later calls must not wait again"
@@ -143,37 +161,64 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def disagreeing(rank: int, world_size: int) -> list[tuple[str, float]]:
+def disagreeing(rank: int, world_size: int, op: str) -> list[tuple[str, float]]:
     told = []
-    case = GemmRsCase(world_size * 20, 16, 8, world_size)
+    case = make_case(op, world_size * 20, 16, 8, world_size)
     for odd in (0, world_size - 1):
         for _, change in CHANGES:
             mine = replace(case, **change) if rank == odd else case
-            x, weight, _ = mine.inputs(rank)
             start = time.monotonic()
             try:
-                flux.gemm_rs(x, weight, transpose_weight=mine.transpose_weight)
+                run(op, mine, rank)
                 told.append(("no error", 0.0))
             except ValueError as error:
                 told.append((str(error), time.monotonic() - start))
             # The group works on as if nothing had happened.
-            x, weight, _ = case.inputs(rank)
             for _ in range(3):
-                assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+                assert run(op, case, rank)
     return told
 
 
+@pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_disagree_are_all_told(world_size: int) -> None:
-    results = spawn(disagreeing, world_size, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
+def test_ranks_that_disagree_are_all_told(world_size: int, op: str) -> None:
+    results = spawn(disagreeing, world_size, op, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
     for number, (name, _) in enumerate(CHANGES * 2):
         messages = {rank[number][0] for rank in results}
         assert len(messages) == 1, f"{name}: ranks were told different things: {messages}"
         message = messages.pop()
-        assert message.startswith("gemm_rs: expected the same call on all ranks")
+        assert message.startswith(f"{op}: expected the same call on all ranks")
         assert all(f"rank {rank}: " in message for rank in range(world_size))
         assert f"{name.split()[0]}=" in message
         assert all(rank[number][1] < 10 for rank in results), "an error, not a timeout"
+
+
+def disagreeing_lists_and_ops(rank: int, world_size: int) -> list[str]:
+    x, weight = torch.ones(2 * world_size, 4), torch.ones(3, 4)
+    calls: list[Any] = [
+        lambda: flux.ag_gemm(x, [weight, weight[rank:]]),
+        lambda: flux.ag_gemm(x, [weight] * (1 + rank)),
+        lambda: flux.all_gather(x[rank:]),
+        lambda: flux.all_gather(x[:, rank:]),
+        lambda: flux.all_gather(x) if rank else flux.ag_gemm(x, weight),
+        lambda: flux.ag_gemm(x, weight) if rank else flux.gemm_rs(x, weight),
+    ]
+    told = []
+    for call in calls:
+        try:
+            call()
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error).split(": ", 1)[1])
+    assert torch.equal(flux.ag_gemm(x, weight), torch.full((2 * world_size**2, 3), 4.0))
+    return told
+
+
+def test_ranks_that_disagree_about_lists_or_operators_are_all_told() -> None:
+    results = spawn(disagreeing_lists_and_ops, 2, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
+    assert results[0] == results[1]
+    for message, word in zip(results[0], ("n=6", "n=6", "m=8", "k=4", "all_gather", "gemm_rs"), strict=True):
+        assert message.startswith("expected the same call on all ranks") and word in message, message
 
 
 def reserving(rank: int, world_size: int) -> list[str]:

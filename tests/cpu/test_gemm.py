@@ -160,7 +160,7 @@ def test_explain_says_why() -> None:
     assert not plan.fused
     assert "torch.mm" in plan.reason
     assert "unfused" in str(plan)
-    with pytest.raises(ValueError, match="explain: op: expected one of gemm, gemm_rs, got 'conv'"):
+    with pytest.raises(ValueError, match="explain: op: expected one of gemm, gemm_rs, ag_gemm, got 'conv'"):
         flux.explain("conv", 1, 1, 1)
     with pytest.raises(ValueError, match="explain: dtype: expected .* got torch.int8"):
         flux.explain("gemm", 1, 1, 1, torch.int8)

@@ -15,13 +15,17 @@ import flux
 from flux.comm import registry
 from flux.comm.group import resolve_group
 from flux.ops.plan import can_run_fused
-from flux.testing import GemmRsCase, spawn
+from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 
 def test_without_torch_distributed() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="gemm_rs: group: expected an initialised torch.distributed"):
         flux.gemm_rs(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="ag_gemm: group: expected an initialised torch.distributed"):
+        flux.ag_gemm(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="all_gather: group: expected an initialised torch.distributed"):
+        flux.all_gather(torch.ones(2, 2))
 
 
 def forms(rank: int, world_size: int) -> str:
@@ -33,6 +37,8 @@ def forms(rank: int, world_size: int) -> str:
     square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     for group in (None, world, world.group_name, mesh, mesh["tp"], mesh.get_group()):
         assert torch.equal(flux.gemm_rs(x, weight, group=group), case.expected(rank))
+        assert flux.ag_gemm(x, weight, group=group).shape == (world_size * case.m, case.n)
+        assert flux.all_gather(x, group=group).shape == (world_size * case.m, case.k)
     inner = square["tp"]
     half = GemmRsCase(inner.size() * 9, 24, 16, inner.size(), seed=rank // inner.size())
     x, weight, _ = half.inputs(inner.get_local_rank())
@@ -76,13 +82,14 @@ def two_groups(rank: int, world_size: int) -> str:
             else (strided[rank % 2], rank // 2, rank % 2)
         )
         shapes = random.Random(100 * number + colour)
-        case = GemmRsCase(
+        gathers = shapes.random() < 0.5
+        case = (AgGemmCase if gathers else GemmRsCase)(
             2 * shapes.randint(1, 300), shapes.randint(1, 600), 12, 2, seed=10 * number + colour
         )
         x, weight, _ = case.inputs(place)
         if delays.random() < 0.3:
             time.sleep(delays.random() * 0.03)
-        result = flux.gemm_rs(x, weight, group=mine)
+        result = (flux.ag_gemm if gathers else flux.gemm_rs)(x, weight, group=mine)
         if not torch.equal(result, case.expected(place)):
             return f"call {number} of group {colour} is wrong"
         if number % 10 == 9:
@@ -115,6 +122,10 @@ def lifecycle(rank: int, world_size: int) -> str:
     case = GemmRsCase(world_size * 300, 700, 16, world_size)
     x, weight, _ = case.inputs(rank)
     assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
+    wide = AgGemmCase(4000 // world_size * world_size, 8, 64, world_size)
+    x, weight, _ = wide.inputs(rank)
+    assert torch.equal(flux.ag_gemm(x, weight), wide.expected(rank))
+    x, weight, _ = case.inputs(rank)
     assert workspace.slot_bytes == size, "what was reserved did not suffice"
     flux.check()
     plan = flux.explain("gemm_rs", case.m, case.n, case.k)
@@ -167,6 +178,11 @@ def test_more_ranks_than_a_kernel_serves_run_unfused() -> None:
         ({"why_not": "rank 3: no way to its peers"}, False, "rank 3: no way"),
         ({"device_type": "cpu", "n": 129, "dtype": torch.float32}, True, "share memory"),
         ({"device_type": "cpu", "op": "gemm"}, False, "torch.mm"),
+        ({"op": "ag_gemm"}, True, "supported"),
+        ({"op": "ag_gemm", "n": 129}, False, "n = 129 is not a multiple of 8"),
+        ({"op": "all_gather", "n": 1, "dtype": torch.float64, "k": 2}, True, "supported"),
+        ({"op": "all_gather", "n": 1, "k": 9}, False, "rows of 18 bytes"),
+        ({"device_type": "cpu", "op": "all_gather", "n": 1, "k": 9}, True, "share memory"),
         ({"device_type": "xpu"}, False, "no kernels for xpu"),
     ],
 )

@@ -115,6 +115,38 @@ def test_slots_and_signals_do_not_overlap() -> None:
             assert sources == list(range(world_size - 1))
 
 
+def test_every_tile_of_the_gathered_rows_is_computed_once_and_own_rows_first() -> None:
+    for world_size, m, n, config, cluster, group_m in problems():
+        layout = core.ag_gemm_layout(m, 8, world_size)
+        n_tiles = -(-n // core.tile_configs()[config].block_n)
+        everything = {
+            (source, i, j)
+            for source in range(world_size)
+            for i in range(layout.row_blocks)
+            for j in range(n_tiles)
+        }
+        for rank in range(world_size):
+            tiles = core.ag_gemm_tiles(m, n, world_size, rank, config, cluster, group_m)
+            assert len(tiles) == len(everything)
+            assert set(tiles) == everything
+            own = layout.row_blocks * n_tiles
+            assert {source for source, _, _ in tiles[:own]} == {rank}
+
+
+def test_gathered_rows_and_their_signals_do_not_overlap() -> None:
+    for world_size, m, k in ((2, 2, 8), (2, 600, 24), (3, 3 * 129, 1), (4, 4 * 128, 7), (8, 8 * 1000, 16)):
+        layout = core.ag_gemm_layout(m, k, world_size)
+        rows = m // world_size
+        assert (layout.rows, layout.row_bytes, layout.row_blocks) == (rows, 2 * k, -(-rows // 128))
+        starts = [layout.offset(slot, row) for slot in range(world_size - 1) for row in range(rows)]
+        assert starts == [2 * k * i for i in range(len(starts))]
+        assert layout.slot_bytes == 2 * k * len(starts)
+        assert layout.num_signals == (world_size - 1) * layout.row_blocks
+        for owner in range(world_size):
+            sources = [layout.slot_index(source, owner) for source in range(world_size) if source != owner]
+            assert sources == list(range(world_size - 1))
+
+
 def calls_of_many_shapes(world_size: int, rng: random.Random, number: int) -> list[Call]:
     return [
         Call(

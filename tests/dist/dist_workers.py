@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -192,15 +193,21 @@ def streams(rank: int, world_size: int) -> list[str]:
 
 
 def victim(rank: int, world_size: int, dying: int, delay_s: float) -> dict[str, Any]:
-    """One rank is killed between calls (delay 0) or while calls run; the others must say so."""
     case = GemmRsCase(2048 * world_size, 4096, 512, world_size)
     x, weight, _ = case.inputs(rank, "cuda")
+    return outlive(lambda: flux.gemm_rs(x, weight), case.expected(rank, "cuda"), rank == dying, delay_s)
+
+
+def outlive(
+    call: Callable[[], torch.Tensor], expected: torch.Tensor, dies: bool, delay_s: float
+) -> dict[str, Any]:
+    """One rank is killed between calls (delay 0) or while calls run; the others must say so."""
     for _ in range(3):
-        result = flux.gemm_rs(x, weight)
+        result = call()
     torch.cuda.synchronize()
-    assert not wrong(result, case, rank)
+    assert torch.equal(result, expected)
     dist.barrier()
-    if rank == dying:
+    if dies:
         if delay_s == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -209,12 +216,12 @@ def victim(rank: int, world_size: int, dying: int, delay_s: float) -> dict[str, 
     while not told and time.monotonic() - start < 30:
         try:
             for _ in range(5):
-                flux.gemm_rs(x, weight)
+                call()
             flux.check()
         except flux.CommTimeoutError as error:
             told.append(error)
     seconds = time.monotonic() - start
-    for attempt in (lambda: flux.gemm_rs(x, weight), flux.check):
+    for attempt in (call, flux.check):
         try:
             attempt()
         except flux.CommTimeoutError as error:

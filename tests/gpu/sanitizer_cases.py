@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 import flux
-from flux.testing import GemmRsCase
+from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
 
@@ -26,6 +26,18 @@ def main() -> None:
             ranks.check()
             for rank, result in enumerate(results):
                 assert torch.equal(result, case.expected(rank, "cuda")), (rank, case)
+            # On the same workspaces, whose two buffers gemm_rs has used too.
+            gathering = AgGemmCase(rows * world_size, n, k, world_size, bias=True, seed=seed)
+            made = [gathering.inputs(rank, "cuda") for rank in range(world_size)]
+            xs = [x for x, _, _ in made]
+            results = ranks.ag_gemm(xs, [w for _, w, _ in made], [b for _, _, b in made if b is not None])
+            collected = ranks.collect(xs)
+            gathered = ranks.all_gather(xs)
+            ranks.check()
+            for rank, result in enumerate(results):
+                assert torch.equal(result, gathering.expected(rank, "cuda")), (rank, gathering)
+                assert torch.equal(collected[rank], gathering.gathered("cuda")), (rank, gathering)
+                assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
     print("all exact")
 
 

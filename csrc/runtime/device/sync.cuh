@@ -22,13 +22,39 @@ __device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
 // ago.
 __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
 
+// A call, as every thread of its launch sees it: which one it is, and whether an earlier one on this rank ran
+// out of time.
+struct Call {
+  uint32_t epoch;
+  bool aborted;
+};
+
+__device__ __forceinline__ Call begin_call(const runtime::SymmBuffer& symm) {
+  const runtime::Header* header = symm.header();
+  return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0};
+}
+
+// One thread of each CTA, after all else it does. The last CTA closes the call; every CTA has read the epoch
+// long before.
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch) {
+  runtime::Header* header = symm.header();
+  __threadfence();
+  if (atomicAdd(&header->ctas_done, 1u) == gridDim.x - 1) {
+    header->ctas_done = 0;
+    header->next_tile = 0;
+    header->next_piece = 0;
+    __threadfence();
+    atomicExch(&header->epoch, epoch);
+  }
+}
+
 struct WaitInfo {
   uint32_t op, peer, tile;
 };
 
 // First failure wins; the code is written last, so that a host that sees it sees the rest.
-__device__ __noinline__ void report_timeout(const runtime::SymmBuffer& symm, WaitInfo info, uint32_t expected,
-                                            uint32_t seen) {
+inline __device__ __noinline__ void report_timeout(const runtime::SymmBuffer& symm, WaitInfo info,
+                                                   uint32_t expected, uint32_t seen) {
   if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return;
   runtime::ErrorRecord* record = symm.error;
   record->op = info.op;
@@ -49,17 +75,17 @@ __device__ __forceinline__ bool wait_signal(const runtime::SymmBuffer& symm, con
   uint32_t seen = ptx::load_acquire_sys(address);
   if (reached(seen, epoch)) return true;
   const uint64_t start = ptx::globaltimer_ns();
-  while (true) {
+  while (ptx::load_relaxed(&symm.header()->aborted) == 0) {
     for (int poll = 0; poll < 1024; ++poll) {
       seen = ptx::load_acquire_sys(address);
       if (reached(seen, epoch)) return true;
     }
-    if (ptx::load_relaxed(&symm.header()->aborted) != 0) return false;
     if (ptx::globaltimer_ns() - start > symm.timeout_ns) {
       report_timeout(symm, info, epoch, seen);
       return false;
     }
   }
+  return false;
 }
 
 }  // namespace flux::sync

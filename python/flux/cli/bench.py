@@ -94,7 +94,7 @@ def choose(
         raise ValueError("bench: --world and --tp expected to be at least 1")
     tp = tp or world
     chosen = suites.load(suite or ("default" if gpus else "cpu")).select(models, m)
-    ops = ops or (["gemm_rs", "gemm"] if gpus else ["gemm_rs"])
+    ops = ops or (list(OPS) if gpus else [op for op, spec in OPS.items() if spec.collective])
     problems, skipped = choose_problems(chosen, ops, n, k, world, tp)
     if not problems:
         raise ValueError(
@@ -127,7 +127,8 @@ def show(record: Record, picture: Path | None) -> None:
 
 def command(
     ops: Annotated[
-        list[str] | None, typer.Argument(help=f"Ops: {', '.join(OPS)}. Default: all on GPUs.")
+        list[str] | None,
+        typer.Argument(help=f"Ops: {', '.join(OPS)}. Default: all; on CPUs the collective ones."),
     ] = None,
     suite: Annotated[str | None, typer.Option(help="Suite by name, or a TOML file.")] = None,
     model: Annotated[

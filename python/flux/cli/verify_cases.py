@@ -14,9 +14,14 @@ import torch.distributed as dist
 import flux
 from flux.bench import machine
 from flux.bench.cases.common import compare
-from flux.testing import GemmRsCase, spawn
+from flux.ops.plan import COPY_FROM_BYTES, copy_chunk_rows
+from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.emulate import EmulatedRanks, why_not
 
+Case = GemmRsCase | AgGemmCase
+Tensors = list[torch.Tensor]
+
+COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather")
 _CALLS = 3  # back to back: both buffers of a workspace, and one of them again
 
 
@@ -32,27 +37,50 @@ class Outcome:
     seconds: float = 0.0
 
 
-def named_cases(world_size: int, device: str) -> list[tuple[str, GemmRsCase]]:
-    """Cases for `world_size` ranks; 1 makes them plain GEMMs. M is per rank times ranks."""
+def named_cases(world_size: int, device: str, op: str = "gemm_rs") -> list[tuple[str, Case]]:
+    """Cases of an op for `world_size` ranks; 1 makes them plain GEMMs. M is per rank times ranks."""
     p = world_size
     big, small = (512 if device == "cuda" else 256), 128
     dtype = torch.bfloat16
-    base = GemmRsCase(big * p, 2 * big, 2 * big, p, dtype, seed=1)
+    make: Callable[..., Case] = GemmRsCase if op in ("gemm", "gemm_rs") else AgGemmCase
+    base = make(big * p, 2 * big, 2 * big, p, dtype, seed=1)
     other = torch.float16 if device == "cuda" else torch.float32
     cases = [
-        ("one tile a rank", GemmRsCase(small * p, 2 * small, 64, p, dtype, seed=2)),
+        ("one tile a rank", make(small * p, 2 * small, 64, p, dtype, seed=2)),
         ("many tiles", base),
-        ("M, N, K ragged", GemmRsCase((small + 3) * p, 5 * small + 8, 2 * small + 24, p, dtype, seed=3)),
-        ("shard smaller than a tile", GemmRsCase(5 * p, 2 * small + 8, 136, p, dtype, seed=4)),
-        ("one row a rank", GemmRsCase(p, 3 * small, 264, p, dtype, seed=5)),
-        ("bias", replace(base, bias=True, seed=6)),
-        ("weight as [K, N]", replace(base, transpose_weight=True, seed=7)),
+        ("M, N, K ragged", make((small + 3) * p, 5 * small + 8, 2 * small + 24, p, dtype, seed=3)),
+        ("shard smaller than a tile", make(5 * p, 2 * small + 8, 136, p, dtype, seed=4)),
+        ("one row a rank", make(p, 3 * small, 264, p, dtype, seed=5)),
         (str(other).removeprefix("torch."), replace(base, dtype=other, bias=True, seed=8)),
-        ("sizes no kernel takes", GemmRsCase(3 * p, 21, 13, p, dtype, seed=9)),
+        ("sizes no kernel takes", make(3 * p, 21, 13, p, dtype, seed=9)),
     ]
+    if op != "all_gather":  # which has no weight
+        cases[5:5] = [
+            ("bias", replace(base, bias=True, seed=6)),
+            ("weight as [K, N]", replace(base, transpose_weight=True, seed=7)),
+        ]
     if device == "cuda":
-        cases.append(("large", GemmRsCase(2048 * p, 4096, 1024, p, dtype, seed=10)))
+        cases.append(("large", make(2048 * p, 4096, 1024, p, dtype, seed=10)))
+    if device == "cuda" and make is AgGemmCase:
+        cases.append(("by copy engine", make(2048 * p, 1024, 2304, p, dtype, seed=11)))
     return cases
+
+
+def is_copied(case: Case) -> bool:
+    return case.m // case.world_size * case.k * case.dtype.itemsize >= COPY_FROM_BYTES
+
+
+def _successive(case: Case) -> list[Case]:
+    return [replace(case, seed=case.seed + 100 * i) for i in range(_CALLS)]
+
+
+def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device) -> str:
+    """ "exact", or how the results of one call on one rank differ: product, gathered rows, or both."""
+    wanted = [] if op == "all_gather" else [case.expected(rank, device)]
+    if isinstance(case, AgGemmCase) and len(wanted) < len(outs):
+        wanted.append(case.gathered(device))
+    said = [compare(out, want) for out, want in zip(outs, wanted, strict=True)]
+    return next((s for s in said if s != "exact"), "exact")
 
 
 def _timed(op: str, name: str, where: str, run: Callable[[], str]) -> Outcome:
@@ -76,7 +104,7 @@ def gemm(device: torch.device) -> Iterator[Outcome]:
     """flux.gemm in this process."""
     where = "1 GPU" if device.type == "cuda" else "CPU"
 
-    def run(case: GemmRsCase) -> str:
+    def run(case: Case) -> str:
         x, weight, bias = case.inputs(0, device)
         got = flux.gemm(x, weight, bias, transpose_weight=case.transpose_weight)
         return compare(got, case.expected(0, device))
@@ -86,68 +114,97 @@ def gemm(device: torch.device) -> Iterator[Outcome]:
 
 
 def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
-    """The gemm_rs kernel with all its ranks on one GPU."""
+    """The kernels with all their ranks on one GPU."""
     where = f"{world_size} ranks emulated"
     reason = why_not(world_size, device)
     if reason is not None:
-        yield Outcome("gemm_rs", "all", where, "skipped", reason)
+        yield Outcome(", ".join(COLLECTIVES), "all", where, "skipped", reason)
         return
     ranks = EmulatedRanks(world_size, device)
+    for op in COLLECTIVES:
+        for name, case in named_cases(world_size, "cuda", op):
+            if case.n % 8 or case.k % 8:
+                continue  # runs unfused through torch, which is not a kernel to emulate
+            yield _timed(op, name, where, partial(_emulated_case, ranks, op, case))
 
-    def run(case: GemmRsCase) -> str:
-        results = []
-        cases = [replace(case, seed=case.seed + 100 * i) for i in range(_CALLS)]
-        data = [[c.inputs(rank, device) for rank in range(world_size)] for c in cases]
-        torch.cuda.synchronize(device)
-        for inputs in data:
-            xs, weights = [x for x, _, _ in inputs], [w for _, w, _ in inputs]
-            results.append(
-                ranks.gemm_rs(xs, weights, inputs[0][2], transpose_weight=case.transpose_weight, join=False)
-            )
-        ranks.check()
-        for c, outs in zip(cases, results, strict=True):
-            for rank, out in enumerate(outs):
-                said = compare(out, c.expected(rank, device))
-                if said != "exact":
-                    return f"rank {rank}: {said}"
-        return "exact"
 
-    for name, case in named_cases(world_size, "cuda"):
-        if case.n % 8 or case.k % 8:
-            continue  # runs unfused through torch, which is not a kernel to emulate
-        yield _timed("gemm_rs", name, where, partial(run, case))
+def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
+    cases = _successive(case)
+    data = [[c.inputs(rank, ranks.device) for rank in range(case.world_size)] for c in cases]
+    torch.cuda.synchronize(ranks.device)
+    results = [_emulated_call(ranks, op, case, inputs, i) for i, inputs in enumerate(data)]
+    ranks.check()
+    for c, result in zip(cases, results, strict=True):
+        for rank in range(case.world_size):
+            said = _compare(c, op, rank, [outs[rank] for outs in result], ranks.device)
+            if said != "exact":
+                return f"rank {rank}: {said}"
+    return "exact"
+
+
+def _emulated_call(
+    ranks: EmulatedRanks, op: str, case: Case, inputs: list[Any], number: int
+) -> list[Tensors]:
+    """The results of one call, each of all ranks; every other ag_gemm also returns the gathered rows."""
+    xs, weights, biases = ([rank[i] for rank in inputs] for i in range(3))
+    layout: dict[str, Any] = {"transpose_weight": case.transpose_weight, "join": False}
+    if op == "gemm_rs":
+        return [ranks.gemm_rs(xs, weights, biases[0], **layout)]
+    chunk_rows = copy_chunk_rows(xs[0].shape[0], case.k * case.dtype.itemsize)
+    copied: dict[str, Any] = {"copied": is_copied(case)}
+    if op == "all_gather":
+        return [ranks.all_gather(xs, join=False, chunk_rows=chunk_rows, **copied)]
+    results = [
+        ranks.ag_gemm(xs, weights, biases if case.bias else None, chunk_rows=chunk_rows, **copied, **layout)
+    ]
+    return [*results, ranks.collect(xs, join=False, **copied)] if number % 2 else results
 
 
 def run_rank(rank: int, world_size: int, device_type: str) -> list[Outcome]:
-    """All gemm_rs cases on one rank of a real group. One that raises ends the list: ranks would part ways."""
+    """All cases on one rank of a real group. One that raises ends the list: ranks would part ways."""
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     where = f"{world_size} GPUs" if device_type == "cuda" else f"{world_size} processes, CPU"
     outcomes = []
-    for name, case in named_cases(world_size, device_type):
-        outcome = _timed("gemm_rs", name, where, partial(_rank_case, rank, case, device))
-        told: list[Any] = [None] * world_size
-        dist.all_gather_object(told, outcome.detail)
-        worst = next((f"rank {r}: {d}" for r, d in enumerate(told) if d), "")
-        outcomes.append(replace(outcome, state="wrong" if worst else "exact", detail=worst))
-        if "Error" in worst:
-            break
+    for op in COLLECTIVES:
+        for name, case in named_cases(world_size, device_type, op):
+            outcome = _timed(op, name, where, partial(_rank_case, op, rank, case, device))
+            told: list[Any] = [None] * world_size
+            dist.all_gather_object(told, outcome.detail)
+            worst = next((f"rank {r}: {d}" for r, d in enumerate(told) if d), "")
+            outcomes.append(replace(outcome, state="wrong" if worst else "exact", detail=worst))
+            if "Error" in worst:
+                return outcomes
     return outcomes
 
 
-def _rank_case(rank: int, case: GemmRsCase, device: torch.device) -> str:
-    cases = [replace(case, seed=case.seed + 100 * i) for i in range(_CALLS)]
+def _rank_case(op: str, rank: int, case: Case, device: torch.device) -> str:
+    cases = _successive(case)
     data = [c.inputs(rank, device) for c in cases]
     with torch.no_grad():
-        outs = [flux.gemm_rs(x, w, b, transpose_weight=case.transpose_weight) for x, w, b in data]
+        results = [_rank_call(op, case, *inputs, i) for i, inputs in enumerate(data)]
     flux.check()
-    said = (compare(out, c.expected(rank, device)) for c, out in zip(cases, outs, strict=True))
+    said = (_compare(c, op, rank, outs, device) for c, outs in zip(cases, results, strict=True))
     return next((s for s in said if s != "exact"), "exact")
 
 
+def _rank_call(
+    op: str, case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, number: int
+) -> Tensors:
+    """The results of one call; every other ag_gemm also returns the gathered rows."""
+    layout = case.transpose_weight
+    if op == "all_gather":
+        return [flux.all_gather(x)]
+    if op == "gemm_rs":
+        return [flux.gemm_rs(x, weight, bias, transpose_weight=layout)]
+    if number % 2:
+        return list(flux.ag_gemm(x, weight, bias, transpose_weight=layout, return_gathered=True))
+    return [flux.ag_gemm(x, weight, bias, transpose_weight=layout)]
+
+
 def ranks(world_size: int, device: str, timeout_s: float) -> Iterator[Outcome]:
-    """gemm_rs between processes: GPUs, or the CPU path."""
+    """The collective ops between processes: GPUs, or the CPU path."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     where = f"{world_size} GPUs" if device == "cuda" else f"{world_size} processes, CPU"
     try:
@@ -156,6 +213,6 @@ def ranks(world_size: int, device: str, timeout_s: float) -> Iterator[Outcome]:
         )
     except RuntimeError as error:
         lines = str(error).strip().splitlines()
-        yield Outcome("gemm_rs", "all", where, "wrong", lines[-1] if lines else "a rank died")
+        yield Outcome(", ".join(COLLECTIVES), "all", where, "wrong", lines[-1] if lines else "a rank died")
         return
     yield from results[0]

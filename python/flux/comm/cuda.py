@@ -10,7 +10,15 @@ from torch.distributed import ProcessGroup
 from flux import _env, _native
 from flux.comm import shm, symm_mem
 from flux.comm.group import Meeting
-from flux.comm.workspace import HEADER_BYTES, OP_NAMES, Call, Workspace, call_facts
+from flux.comm.workspace import (
+    HEADER_BYTES,
+    OP_NAMES,
+    Call,
+    Workspace,
+    call_facts,
+    compare_calls,
+    grown,
+)
 from flux.errors import CommTimeoutError
 
 _cuda: Any = torch.cuda  # parts of it are not typed
@@ -49,6 +57,9 @@ class CudaWorkspace(Workspace):
     """Symmetric memory, and the record in which a kernel leaves its timeout.
 
     The epoch lives in the header on the device, where kernels count it: calls replay in CUDA graphs.
+
+    Calls whose data copy engines move have buffers of their own, and an epoch that the host counts: where a
+    copy goes must be known when it is enqueued. Such calls are never captured.
     """
 
     _last_streams: ClassVar[dict[int, int]] = {}  # by device: where the last call of any group went
@@ -60,6 +71,9 @@ class CudaWorkspace(Workspace):
         self._address = 0
         self._captured = False
         self._kept: list[Any] = []
+        self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
+        self._copy_room = (0, 0)  # signal_bytes, slot_bytes
+        self._copy_epoch = 0
         if self.why_not is None:
             # Loading a kernel lazily, behind one that already spins, can hang: load all of them now.
             load_kernels()
@@ -86,28 +100,34 @@ class CudaWorkspace(Workspace):
         return symm_mem.unreachable_peer(self.device, [f["uuid"] for f in facts], self.rank)
 
     def _allocate(self, signal_bytes: int, slot_bytes: int, op: str) -> None:
-        # Peers may still write to the old buffers until they too have come here.
-        torch.cuda.synchronize(self.device)
-        met = self._meet(op, {"rendezvous": symm_mem.rendezvous_count()})
         if self._captured:
             self._kept.append((self._memory, self._symm_buffer))
         self._captured = False
+        self._memory, self._symm_buffer = self._make_region(signal_bytes, slot_bytes, op)
+        self._address = int(self._symm_buffer.address)
+
+    def _make_region(
+        self, signal_bytes: int, slot_bytes: int, op: str
+    ) -> tuple[symm_mem.SymmetricMemory, Any]:
+        # Peers may still write to the old buffers until they too have come here.
+        torch.cuda.synchronize(self.device)
+        met = self._meet(op, {"rendezvous": symm_mem.rendezvous_count()})
         nbytes = HEADER_BYTES + signal_bytes + 2 * slot_bytes
-        self._memory = symm_mem.SymmetricMemory(
+        memory = symm_mem.SymmetricMemory(
             nbytes, self.group, self.device, [facts["rendezvous"] for facts in met]
         )
-        self._symm_buffer = _native.core.SymmBuffer(
+        symm_buffer = _native.core.SymmBuffer(
             self.rank,
             self.world_size,
-            self._memory.peers,
+            memory.peers,
             signal_bytes,
             slot_bytes,
             self._error_address,
             int(self.timeout_s * 1e9),
         )
-        self._address = int(self._symm_buffer.address)
         # Nobody may write to buffers that are not zeroed yet.
         self._meet(op, {})
+        return memory, symm_buffer
 
     def enter(self, call: Call) -> int:
         """Readies the workspace for a launch on the current stream; returns the address of its SymmBuffer.
@@ -126,7 +146,38 @@ class CudaWorkspace(Workspace):
         if capturing:
             # The graph keeps using these buffers. Ordering its replays is the user's, as for any graph.
             self._captured = True
-            return self._address
+        else:
+            self._follow_last_call()
+        return self._address
+
+    def enter_copy(self, call: Call) -> tuple[int, int]:
+        """The same for a call whose data copy engines move: its SymmBuffer's address, and its epoch."""
+        self.check(call.op)
+        self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
+        self._follow_last_call()
+        self._copy_epoch += 1
+        assert self._copy_region is not None
+        return int(self._copy_region[1].address), self._copy_epoch
+
+    def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
+        """Collective: makes room for calls of that size, or does nothing where there is room.
+
+        Args:
+            facts: what is called; must be equal on all ranks.
+
+        Raises:
+            ValueError: the ranks do not make the same call.
+            CommTimeoutError: a rank did not come.
+        """
+        if signal_bytes <= self._copy_room[0] and slot_bytes <= self._copy_room[1]:
+            return
+        compare_calls(op, self._meet(op, facts))
+        room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
+        self._copy_region = self._make_region(*room, op)
+        self._copy_room = room
+        self._copy_epoch = 0
+
+    def _follow_last_call(self) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         last_stream = self._last_streams.get(self.device.index)
         if stream != last_stream:
@@ -136,7 +187,6 @@ class CudaWorkspace(Workspace):
                 event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
                 torch.cuda.current_stream(self.device).wait_event(event)
             self._last_streams[self.device.index] = stream
-        return self._address
 
     def check(self, op: str) -> None:
         """Raises CommTimeoutError if a kernel has left a record of a timeout. Does not synchronise."""

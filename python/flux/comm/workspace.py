@@ -2,9 +2,9 @@
 
 Every rank holds the same layout, on a GPU in symmetric memory, on CPUs in POSIX shared memory:
 
-    [0, 4096)                  header: u32 words, [0] epoch = calls finished on this rank;
+    [0, 16384)                 header: u32 words, [0] epoch = calls finished on this rank;
                                on GPUs [1] CTAs done, [2] aborted
-    [4096, 4096+signal_bytes)  signals, u32 epochs written by peers; zero at allocation, never reset
+    then signal_bytes          signals, u32 epochs written by peers; zero at allocation, never reset
     then two slot buffers      of slot_bytes each; call number `epoch` uses buffer epoch & 1
 
 `signal_bytes` and `slot_bytes` belong to the workspace, not to a call: both may only grow, together on all
@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
 
 # Ids of operators in headers and in the records that kernels leave (csrc/*: kOpId).
-OP_IDS = {"gemm_rs": 1}
+OP_IDS = {"gemm_rs": 1, "ag_gemm": 2, "all_gather": 3}
 OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
 
 log = logging.getLogger("flux")
@@ -163,8 +163,8 @@ class Workspace(ABC):
         if self.fits(signal_bytes, slot_bytes):
             return
         compare_calls(op, self._meet(op, facts))
-        signal_bytes = _grown(self.signal_bytes, signal_bytes)
-        slot_bytes = _grown(self.slot_bytes, slot_bytes)
+        signal_bytes = grown(self.signal_bytes, signal_bytes)
+        slot_bytes = grown(self.slot_bytes, slot_bytes)
         self._allocate(signal_bytes, slot_bytes, op)
         self.signal_bytes = signal_bytes
         self.slot_bytes = slot_bytes
@@ -181,6 +181,6 @@ class Workspace(ABC):
         self._meeting.leave("release", wait=self.failure is None)
 
 
-def _grown(have: int, need: int) -> int:
-    # Geometric, so that slowly growing shapes do not reallocate at every step.
+def grown(have: int, need: int) -> int:
+    """Bytes to allocate: geometric, so that slowly growing shapes do not reallocate at every step."""
     return have if need <= have else round_up(max(need, 3 * have // 2))

@@ -5,6 +5,7 @@ Every message names operator, argument, what was expected and what came.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -16,9 +17,15 @@ def fail(op: str, argument: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
-def no_grad_needed(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Refuses inputs that a backward pass would reach: the operators have none."""
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+def no_grad_needed(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    which: str = "",
+) -> None:
+    """Refuses inputs that a backward pass would reach: the operators have none. `which`: as in gemm_args."""
+    for name, tensor in (("x", x), ("weight" + which, weight), ("bias" + which, bias)):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             fail(
                 op,
@@ -35,8 +42,12 @@ def gemm_args(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     world_size: int = 1,
+    which: str = "",
 ) -> tuple[list[int], int, int, int]:
     """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over `world_size` ranks.
+
+    Args:
+        which: "[i]" for weight and bias number i of a list.
 
     Returns:
         shape of the result, m (rows of x, flattened), n, k
@@ -46,7 +57,7 @@ def gemm_args(
     if len(shape) < 2:
         fail(op, "x", "at least 2 dimensions [m, k]", f"{len(shape)}")
     if len(weight_shape) != 2:
-        fail(op, "weight", "2 dimensions", f"{len(weight_shape)}")
+        fail(op, "weight" + which, "2 dimensions", f"{len(weight_shape)}")
     k = shape[-1]
     if transpose_weight:
         weight_k, n = weight_shape
@@ -54,22 +65,27 @@ def gemm_args(
         n, weight_k = weight_shape
     if weight_k != k:
         layout = "[k, n] (transpose_weight=True)" if transpose_weight else "[n, k]"
-        fail(op, "weight", f"{layout} with k = {k}, the last dimension of x", f"shape {list(weight_shape)}")
+        fail(
+            op,
+            "weight" + which,
+            f"{layout} with k = {k}, the last dimension of x",
+            f"shape {list(weight_shape)}",
+        )
     dtype = x.dtype
     if dtype not in FLOATING:
         fail(op, "x", "dtype bfloat16, float16, float32 or float64", dtype)
     if weight.dtype != dtype:
-        fail(op, "weight", f"dtype {dtype}, that of x", weight.dtype)
+        fail(op, "weight" + which, f"dtype {dtype}, that of x", weight.dtype)
     device = x.device
     if weight.device != device:
-        fail(op, "weight", f"device {device}, that of x", weight.device)
+        fail(op, "weight" + which, f"device {device}, that of x", weight.device)
     if bias is not None:
         if list(bias.shape) != [n]:
-            fail(op, "bias", f"shape [{n}], one entry for each column", f"shape {list(bias.shape)}")
+            fail(op, "bias" + which, f"shape [{n}], one entry for each column", f"shape {list(bias.shape)}")
         if bias.dtype != dtype:
-            fail(op, "bias", f"dtype {dtype}, that of x", bias.dtype)
+            fail(op, "bias" + which, f"dtype {dtype}, that of x", bias.dtype)
         if bias.device != device:
-            fail(op, "bias", f"device {device}, that of x", bias.device)
+            fail(op, "bias" + which, f"device {device}, that of x", bias.device)
     rows = shape[0]
     if rows % world_size:
         fail(op, "x", f"dimension 0 divisible by the {world_size} ranks of the group", f"shape {list(shape)}")
@@ -81,13 +97,67 @@ def gemm_args(
     return [rows // world_size, *shape[1:-1], n], m, n, k
 
 
-def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor) -> None:
+def ag_gemm_args(
+    op: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    transpose_weight: bool,
+    world_size: int,
+) -> tuple[list[list[int]], int, tuple[int, ...], int]:
+    """Checks x [..., k] of each rank, gathered, times each weight [n, k] (or [k, n]), plus its bias [n].
+
+    Args:
+        biases: one for each weight, or empty.
+
+    Returns:
+        shape of each result, m (gathered rows, flattened), n of each weight, k
+    """
+    count = len(weights)
+    if count == 0:
+        fail(op, "weight", "at least one weight", "an empty list")
+    if biases and len(biases) != count:
+        fail(op, "bias", f"{count} entries, one for each weight", f"{len(biases)}")
+    shapes, ns = [], []
+    m = k = 0
+    for i, weight in enumerate(weights):
+        which = f"[{i}]" if count > 1 else ""
+        bias = biases[i] if biases else None
+        shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight, 1, which)
+        shape[0] = shape[0] * world_size
+        shapes.append(shape)
+        ns.append(n)
+    return shapes, m * world_size, tuple(ns), k
+
+
+def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
+    """Checks x [rows, ...] of each rank; returns the shape of the result."""
+    if x.dim() < 1:
+        fail(op, "x", "at least 1 dimension", "0")
+    if x.dtype not in FLOATING:
+        fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+    return [x.shape[0] * world_size, *x.shape[1:]]
+
+
+def list_like(op: str, name: str, value: object, like: int | None) -> None:
+    """Checks that an argument is a list where weight is one, of as many entries (`like`), and else is not."""
+    is_list = isinstance(value, (list, tuple))
+    if like is None and is_list:
+        fail(op, name, "a tensor or None, as weight is one tensor", "a list")
+    if like is not None and value is not None:
+        if not is_list:
+            fail(op, name, f"None or a list of {like}, as weight is a list", type(value).__name__)
+        if len(value) != like:  # type: ignore[arg-type]
+            fail(op, name, f"{like} entries, one for each weight", f"{len(value)}")  # type: ignore[arg-type]
+
+
+def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor, which: str = "") -> None:
     """Checks the `out` argument against the result's shape, and x's dtype and device."""
     if list(out.shape) != shape:
-        fail(op, "out", f"shape {shape}", f"shape {list(out.shape)}")
+        fail(op, "out" + which, f"shape {shape}", f"shape {list(out.shape)}")
     if out.dtype != x.dtype:
-        fail(op, "out", f"dtype {x.dtype}, that of x", out.dtype)
+        fail(op, "out" + which, f"dtype {x.dtype}, that of x", out.dtype)
     if out.device != x.device:
-        fail(op, "out", f"device {x.device}, that of x", out.device)
+        fail(op, "out" + which, f"device {x.device}, that of x", out.device)
     if not out.is_contiguous():
-        fail(op, "out", "a contiguous tensor", f"strides {list(out.stride())}")
+        fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")

@@ -14,6 +14,8 @@ _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
 
 _X = "Tensor x, Tensor weight, Tensor? bias"
+# biases: empty, or one for each weight. Results: one for each weight, then the gathered x if it is asked for.
+_XS = "Tensor x, Tensor[] weights, Tensor?[] biases, bool transpose_weight"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 library.define(f"gemm({_X}, bool transpose_weight) -> Tensor", tags=_TAGS)
@@ -21,11 +23,27 @@ library.define(f"gemm_out({_X}, bool transpose_weight, Tensor(a!) out) -> ()", t
 library.define(f"gemm_rs({_X}, bool transpose_weight, str group_name) -> Tensor", tags=_TAGS)
 library.define(f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 
+library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[]", tags=_TAGS)
+library.define(
+    f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
+)
+library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
+library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+
 # config < 0: the cost model chooses; num_sms 0: all of the device.
 library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms) -> ()")
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms) -> ()"
 )
+# Gathering kernels: copy_epoch 0: the SMs of the launch send x, and the device counts the calls. Else copy
+# engines do, signalling every chunk_rows rows, and the host has counted. reuse: one more weight for the rows
+# that the launch before has gathered, which _collect writes to a tensor of the user.
+library.define(
+    f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
+    "int copy_epoch, int chunk_rows, bool reuse) -> ()"
+)
+library.define("_all_gather(Tensor x, Tensor(a!) out, int symm_buffer, int copy_epoch, int chunk_rows) -> ()")
+library.define("_collect(Tensor x, Tensor(a!) gathered, int symm_buffer, int copy_epoch) -> ()")
 # Loads every kernel.
 library.define("_prepare() -> ()")
 

@@ -149,7 +149,7 @@ def _run(
             out.copy_(plain.reference(x, weight, bias, transpose_weight))
         return
     workspace = registry.get(group, x.device, "gemm_rs")
-    plan = workspace_plan(workspace, m, n, k, x.dtype, transpose_weight)
+    plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     out2 = out if out.dim() == 2 else out.view(-1, n)
     if not plan.fused:

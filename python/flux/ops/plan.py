@@ -16,7 +16,7 @@ from flux.comm import group as groups
 from flux.comm.workspace import Workspace, round_up
 from flux.ops import _check
 
-OPS = ("gemm", "gemm_rs")
+OPS = ("gemm", "gemm_rs", "ag_gemm")
 
 # The CPU path walks tiles in the order of a GPU with this many SMs. Any number gives the same result.
 _CPU_NUM_SMS = 8
@@ -24,13 +24,28 @@ _MAX_EXTENT = 2**30
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
+_ROW_ALIGNMENT_BYTES = 16
+_BLOCK_M: int = _native.core.tile_configs()[0].block_m
+# Pieces of rows that a launch can count while it pushes them (csrc/runtime/symm_buffer.h).
+_MAX_PUSH_BLOCKS: int = _native.core.MAX_PUSH_BLOCKS
+
+# Gathered shards of this size and more go by copy engine: starting one costs some microseconds, which must be
+# small against the transfer; from there on SMs are better used for the GEMM.
+COPY_FROM_BYTES = 8 << 20
+_MIN_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
     """How one problem runs. ``print(plan)`` explains it.
 
-    m counts the rows of x on every rank, n the columns of the result, k the columns of x on one rank.
+    m counts rows of all ranks (gemm_rs: those of x on one rank, ag_gemm: those of the result), n the columns
+    of the result and k the columns of x on one rank.
+
+    Attributes:
+        copied: gathered rows go by copy engine, except while a CUDA graph is being captured; then, and if
+            not copied, the SMs send them.
+        chunk_rows: after how many rows the copy engines signal.
     """
 
     op: str
@@ -51,6 +66,8 @@ class Plan:
     candidates: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # (name, time_us), best first
     signal_bytes: int = 0
     slot_bytes: int = 0
+    copied: bool = False
+    chunk_rows: int = 0
 
     @property
     def choice(self) -> int:
@@ -58,25 +75,25 @@ class Plan:
         return self.config | self.cluster << 8 | self.group_m << 16
 
     def __str__(self) -> str:
+        rows = self.m if self.op in ("gemm", "gemm_rs") else self.m // self.world_size
         weight = f"[{self.k}, {self.n}]" if self.transpose_weight else f"[{self.n}, {self.k}]"
+        weight = "" if self.op == "all_gather" else f"weight {weight}, "
         lines = [
-            f"{self.op}: x [{self.m}, {self.k}], weight {weight}, {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.op}: x [{rows}, {self.k}], {weight}{str(self.dtype).removeprefix('torch.')}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
             f"  runs       {'fused' if self.fused else 'unfused'}: {self.reason}",
             f"  transport  {self.transport}",
         ]
-        if self.fused:
+        if self.fused and self.config_name:
             lines += [
                 f"  tile       {self.config_name}, cluster {self.cluster}, raster groups of {self.group_m}",
                 f"  model      {self.time_us:.1f} us",
             ]
-            if self.slot_bytes:
-                lines.append(
-                    f"  workspace  {(2 * self.slot_bytes + self.signal_bytes) / 2**20:.1f} MiB per rank"
-                )
-            if len(self.candidates) > 1:
-                others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
-                lines.append(f"  considered {others} us")
+        if self.slot_bytes:
+            lines.append(f"  workspace  {(2 * self.slot_bytes + self.signal_bytes) / 2**20:.1f} MiB per rank")
+        if len(self.candidates) > 1:
+            others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
+            lines.append(f"  considered {others} us")
         return "\n".join(lines)
 
 
@@ -93,6 +110,7 @@ def can_run_fused(
     """Whether a problem runs in flux's kernel (on CPU: its protocol), and the reason. A pure function.
 
     Args:
+        m, n, k: as in `Plan`; for all_gather n is any positive number.
         why_not: what already rules it out for the group and device (`Workspace.why_not`), or None.
     """
     if min(m, n, k) == 0:
@@ -107,6 +125,11 @@ def can_run_fused(
         return True, "ranks of one host share memory"
     if device_type != "cuda":
         return False, f"no kernels for {device_type} tensors"
+    if op == "all_gather":
+        row_bytes = k * dtype.itemsize
+        if row_bytes % _ROW_ALIGNMENT_BYTES:
+            return False, f"rows of {row_bytes} bytes are not a multiple of {_ROW_ALIGNMENT_BYTES} bytes"
+        return True, "supported by the kernel"
     if dtype not in _KERNEL_DTYPES:
         return False, f"kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     for name, size in (("k", k), ("n", n)):
@@ -170,6 +193,99 @@ def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtyp
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
 
 
+def plan_ag_gemm(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    why_not: str | None,
+    num_sms: int,
+    transport: str,
+) -> Plan:
+    """The plan of an AllGather+GEMM with one weight. `num_sms` is that of the group's smallest GPU (0 on
+    CPU).
+    """
+    fused, reason = _can_gather_fused("ag_gemm", device_type, dtype, m, n, k, world_size, why_not)
+    common = ("ag_gemm", m, n, k, dtype, world_size, transpose_weight, fused)
+    if not fused:
+        return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
+    choice = _native.core.select_ag_gemm(m, n, k, transpose_weight, world_size, num_sms or _CPU_NUM_SMS)
+    gathering = _gathering(device_type, m, k, dtype, world_size, transport)
+    return Plan(*common, **(_chosen(choice, reason) | gathering))
+
+
+def plan_all_gather(
+    device_type: str,
+    m: int,
+    k: int,
+    dtype: torch.dtype,
+    world_size: int,
+    why_not: str | None,
+    transport: str,
+) -> Plan:
+    """The plan of an AllGather of rows of k elements; m counts those of all ranks."""
+    fused, reason = _can_gather_fused("all_gather", device_type, dtype, m, 1, k, world_size, why_not)
+    common = ("all_gather", m, 0, k, dtype, world_size, False, fused)
+    if not fused:
+        return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
+    gathering = _gathering(device_type, m, k, dtype, world_size, transport)
+    # No tile shape, but a number that ranks can tell each other.
+    gathering |= {"reason": reason, "config": 0}
+    return Plan(*common, **gathering)
+
+
+def _can_gather_fused(
+    op: str,
+    device_type: str,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    why_not: str | None,
+) -> tuple[bool, str]:
+    fused, reason = can_run_fused(op, device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not)
+    blocks = (world_size - 1) * -(-m // world_size // _BLOCK_M)
+    if fused and device_type == "cuda" and blocks > _MAX_PUSH_BLOCKS:
+        return False, f"{m // world_size} rows of one rank are more than a launch can push"
+    return fused, reason
+
+
+def _gathering(
+    device_type: str, m: int, k: int, dtype: torch.dtype, world_size: int, transport: str
+) -> dict[str, Any]:
+    """What travels, by whom, and the room that it needs."""
+    rows, row_bytes = m // world_size, k * dtype.itemsize
+    signal_bytes, slot_bytes = ag_gemm_room(m, k, world_size, dtype)
+    room = {"transport": transport, "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
+    if device_type != "cuda" or rows * row_bytes < COPY_FROM_BYTES:
+        return room
+    chunk_rows = copy_chunk_rows(rows, row_bytes)
+    transport = f"copy engines, {chunk_rows} rows at a time; in CUDA graphs {transport}"
+    return {**room, "transport": transport, "copied": True, "chunk_rows": chunk_rows}
+
+
+def copy_chunk_rows(rows: int, row_bytes: int) -> int:
+    """After how many rows of a shard its copy engine signals: half of them, but at least 4 MiB.
+
+    A peer starts on the first half while the second travels. More chunks would bring less: a GPU has its own
+    shard to begin with, and each signal costs the copy engine some microseconds. A multiple of the tile
+    height: a signal stands for whole tiles.
+    """
+    chunks = max(1, min(2, rows * row_bytes // _MIN_CHUNK_BYTES))
+    return round_up(-(-rows // chunks), _BLOCK_M)
+
+
+def ag_gemm_room(m: int, k: int, world_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """signal_bytes and slot_bytes that a workspace must have to gather m rows of k elements."""
+    layout = _native.core.ag_gemm_layout(m, k, world_size)
+    # The layout counts in 2-byte elements.
+    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
+
+
 def _chosen(choice: Any, reason: str) -> dict[str, Any]:
     return {
         "reason": f"{reason}; {choice.reason}" if choice.reason else reason,
@@ -182,14 +298,17 @@ def _chosen(choice: Any, reason: str) -> dict[str, Any]:
     }
 
 
+_PLANNERS = {"gemm_rs": plan_gemm_rs, "ag_gemm": plan_ag_gemm}
+
+
 def workspace_plan(
-    workspace: Workspace, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
+    workspace: Workspace, op: str, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
 ) -> Plan:
-    """The plan of gemm_rs on a workspace, made once for each problem."""
-    key = (m, n, k, dtype, transpose_weight)
+    """The plan of gemm_rs or ag_gemm on a workspace, made once for each problem."""
+    key = (op, m, n, k, dtype, transpose_weight)
     plan = workspace.plans.get(key)
     if plan is None:
-        plan = workspace.plans[key] = plan_gemm_rs(
+        plan = workspace.plans[key] = _PLANNERS[op](
             workspace.device.type,
             m,
             n,
@@ -216,8 +335,9 @@ def explain(
 ) -> Plan:
     """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
 
-    `m`, `n`, `k` are what the op sees on one rank: for gemm_rs x is [m, k] with m the rows of all ranks and k
-    this rank's part of K. Decides for the current CUDA device if there is one, else for CPU tensors. Not a
+    `m`, `n`, `k` are those of the GEMM on one rank: for gemm_rs x is [m, k], with m the rows of all ranks and
+    k this rank's part of K; for ag_gemm m counts the gathered rows, and n is this rank's part of N. Decides
+    for the current CUDA device if there is one, else for CPU tensors. Not a
     collective: before the group's first call it cannot know whether the peers can be reached, and says so in
     `reason`.
 
@@ -240,7 +360,7 @@ def explain(
     if process_group is not None and world_size > 1:
         for workspace in registry.existing(process_group):
             if workspace.device == device:
-                return workspace_plan(workspace, m, n, k, dtype, transpose_weight)
+                return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
     num_sms, why_not = 0, None
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -248,7 +368,7 @@ def explain(
     if world_size == 1:
         return plan_gemm(device.type, m, n, k, dtype, transpose_weight, why_not, num_sms)
     transport = "not known before the group's first call, when the ranks ask each other"
-    return plan_gemm_rs(
+    return _PLANNERS[op](
         device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms, transport
     )
 

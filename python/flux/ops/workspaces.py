@@ -12,7 +12,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, resolve_group
 from flux.comm.workspace import round_up
 from flux.ops import _check
-from flux.ops.plan import can_run_fused, current_device, gemm_rs_room
+from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -29,12 +29,13 @@ def reserve(
 ) -> None:
     """Makes room for every problem up to the given sizes. A collective; idempotent; never shrinks.
 
-    Calls make room themselves, except while a CUDA graph is being captured: then call this first.
+    Calls make room themselves, except while a CUDA graph is being captured: then call this first. Gathered
+    shards that go by copy engine have buffers of their own, which are reserved too.
 
     Args:
-        max_m: rows of x, of all ranks.
-        max_n: columns of the result.
-        max_k: columns of x on one rank (the workspace does not depend on it).
+        max_m: rows of all ranks: those of x for gemm_rs, of the result for ag_gemm and all_gather.
+        max_n: columns of the result. Only gemm_rs sends them: without it, 1 will do.
+        max_k: columns of x on one rank. Only ag_gemm and all_gather send them: without those, 1 will do.
         dtype: of x.
         slots: micro-batches in flight at the same time; this version supports 1.
         device: of the tensors; default: the current CUDA device, or the CPU where there is none.
@@ -57,16 +58,18 @@ def reserve(
     if pg.size() == 1:
         return
     workspace = registry.get(pg, where, "reserve")
-    # Sizes that never run fused need no room; others up to them might.
-    if (
-        workspace.why_not is not None
-        or not can_run_fused("gemm_rs", device_type=where.type, dtype=dtype, m=8, n=8, k=8)[0]
-    ):
+    if workspace.why_not is not None:
         return
     m = round_up(max_m, pg.size())
-    rooms = [gemm_rs_room(m, max_n, pg.size(), c.id, dtype) for c in _native.core.tile_configs()]
+    gathered = ag_gemm_room(m, max_k, pg.size(), dtype)
+    rooms = [gathered]
+    # Sizes that never run fused need no room; others up to them might.
+    if can_run_fused("gemm_rs", device_type=where.type, dtype=dtype, m=8, n=8, k=8)[0]:
+        rooms += [gemm_rs_room(m, max_n, pg.size(), c.id, dtype) for c in _native.core.tile_configs()]
     call = {"max_m": max_m, "max_n": max_n, "max_k": max_k, "dtype": str(dtype)}
     workspace.grow(max(r[0] for r in rooms), max(r[1] for r in rooms), "reserve", call)
+    if isinstance(workspace, CudaWorkspace) and m // pg.size() * max_k * dtype.itemsize >= COPY_FROM_BYTES:
+        workspace.reserve_copy(*gathered, "reserve", call)
 
 
 def release(group: GroupLike = None) -> None:

@@ -1,7 +1,7 @@
 """Helpers with which flux is tested, shipped so that users can verify their machine."""
 
-from flux.testing.data import GemmRsCase
+from flux.testing.data import AgGemmCase, GemmRsCase
 from flux.testing.spawn import RankFailure, SpawnError, spawn
 from flux.testing.tolerances import tolerance
 
-__all__ = ["GemmRsCase", "RankFailure", "SpawnError", "spawn", "tolerance"]
+__all__ = ["AgGemmCase", "GemmRsCase", "RankFailure", "SpawnError", "spawn", "tolerance"]

@@ -1,11 +1,12 @@
 """Exact-integer data in which every rank's contribution to every element is marked.
 
-Why nothing missing, doubled or misplaced can pass a comparison for equality:
+Common to both cases: every number involved is an integer that the output type represents exactly (256 for
+bfloat16, 2048 for float16): the inputs, each rank's partial sum of each element, and the total. So fp32
+accumulation, the rounding of partial sums that travel as 16-bit values, and the final rounding change
+nothing, whatever the order: the result is one exact matrix.
 
-- Every number involved is an integer that the output type represents exactly (256 for bfloat16, 2048 for
-  float16): the inputs, each rank's partial sum of each element, and the total. So fp32 accumulation, the
-  rounding of partial sums that travel as 16-bit values, and the final rounding change nothing, whatever the
-  order: the result is one exact matrix.
+Why nothing missing, doubled or misplaced in a GEMM+ReduceScatter can pass a comparison for equality:
+
 - Rank r's partial sum of *every* element is odd: one column c of its x is all ones and its weight there is
   the odd mark 2r + 1, all other weights are even. An odd number is not zero, so leaving out any rank's
   contribution to any element, or adding it twice, changes that element.
@@ -15,6 +16,22 @@ Why nothing missing, doubled or misplaced can pass a comparison for equality:
 
 Bound: a partial sum is at most 2*nonzeros + 2r + 1, the total of p ranks at most p*(2*nonzeros + p), plus the
 bias, which is even and at most 8; `nonzeros` is chosen so that this fits.
+
+Why no wrong row in an AllGather+GEMM can pass:
+
+- One column c of x holds the mark of its source and call, 1 + source + p*(seed mod 3); every weight there
+  is 1, and every other weight is Q or -Q, Q a power of two above all marks. So every element of the product
+  is the row's mark modulo Q. A row of another rank, a row that nobody wrote (zeros), or a row of an earlier
+  call whose seed differs by no multiple of 3 has another mark: it changes *every* element of its row. Both
+  buffers of a workspace hold rows of the last two calls: number calls 0, 1, 2, ...
+- The rest of a row of x is `nonzeros` entries of one sign, in different blocks of 64 columns as far as
+  there are as many; successive rows go on where the last one ended. So 128 rows, a tile, have an entry in
+  every block of up to 128*nonzeros blocks, and one entry is worth Q or -Q in every element of its row: a K
+  block left out for a tile changes it. Columns and sign are random, so rows differ: one that lies at the
+  place of another one changes about 3 elements in 4.
+- The bias is odd, hence not zero: forgetting it, or adding it twice, changes every element.
+
+Bound: nonzeros*Q + Q - 1, plus the bias of at most 7.
 """
 
 from __future__ import annotations
@@ -97,3 +114,101 @@ class GemmRsCase:
         if bias is not None:
             total += bias.float()
         return total.to(self.dtype)
+
+
+_BLOCK_K = 64  # of the kernels
+
+
+@dataclass(frozen=True)
+class AgGemmCase:
+    """One AllGather+GEMM problem: x[m / world_size, k] of all ranks, gathered, times weight[n, k]ᵀ of one.
+
+    `m` counts the rows of all ranks, `n` what one rank computes. Every rank can make every rank's data from
+    the seed, so the expected result needs no communication. x does not depend on `n`: cases that differ only
+    there are several weights for one x.
+    """
+
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: torch.dtype = torch.bfloat16
+    transpose_weight: bool = False
+    bias: bool = False
+    seed: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Q: what every product but that with the mark is a multiple of."""
+        return 1 << (3 * self.world_size).bit_length()
+
+    @property
+    def nonzeros(self) -> int:
+        """Random positions of a row of x that are not zero."""
+        room = (EXACT_LIMIT[self.dtype] - _MAX_BIAS - self.unit) // self.unit
+        if room < 1:
+            raise ValueError(f"{self.world_size} ranks cannot be marked in {self.dtype}")
+        return min(self.k - 1, room, 64)
+
+    def mark(self, source: int) -> int:
+        """What every element of the product is modulo `unit`, in the rows of one rank."""
+        return 1 + source + self.world_size * (self.seed % 3)
+
+    def inputs(
+        self, rank: int, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x [m / world_size, k], weight [n, k] (or [k, n]), bias [n] or None of one rank. The same on every
+        call and every device of a kind.
+        """
+        weight = self._weight(rank, device)
+        weight = weight.t().contiguous() if self.transpose_weight else weight
+        return self._x(rank, device), weight, self._bias(rank, device)
+
+    def expected(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The exact result [m, n] of one rank."""
+        # In fp32 every product and sum is a small integer, exact even where a GPU multiplies in TF32 or 16
+        # bits.
+        total = self.gathered(device).float() @ self._weight(rank, device).float().t()
+        bias = self._bias(rank, device)
+        if bias is not None:
+            total += bias.float()
+        return total.to(self.dtype)
+
+    def gathered(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """x of all ranks [m, k]."""
+        return torch.cat([self._x(source, device) for source in range(self.world_size)])
+
+    @property
+    def _mark_column(self) -> int:
+        return 13 * self.seed % self.k
+
+    def _x(self, source: int, device: torch.device | str) -> torch.Tensor:
+        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + source)
+        rows = self.m // self.world_size
+        x = torch.zeros(rows, self.k, device=device)
+        if self.nonzeros > 0:
+            shape = (rows, self.nonzeros)
+            blocks = -(-self.k // _BLOCK_K)
+            entries = torch.arange(rows * self.nonzeros, device=device).view(shape)
+            first = entries % blocks * _BLOCK_K
+            offset = torch.randint(_BLOCK_K, shape, generator=g, device=device)
+            columns = first + offset % (self.k - first).clamp(max=_BLOCK_K)
+            # One sign for a row: entries that meet in one column add up, and never cancel.
+            sign = torch.randint(2, (rows, 1), generator=g, device=device).float() * 2 - 1
+            x.scatter_add_(1, columns, sign.expand(shape))
+        x[:, self._mark_column] = self.mark(source)
+        return x.to(self.dtype)
+
+    def _weight(self, rank: int, device: torch.device | str) -> torch.Tensor:
+        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + 31 * self.n + rank + 500_009)
+        weight = torch.randint(2, (self.n, self.k), generator=g, device=device).float() * 2 - 1
+        weight *= self.unit
+        weight[:, self._mark_column] = 1
+        return weight.to(self.dtype)
+
+    def _bias(self, rank: int, device: torch.device | str) -> torch.Tensor | None:
+        if not self.bias:
+            return None
+        g = torch.Generator(device).manual_seed(1_000_003 * self.seed + 31 * self.n + rank + 999_983)
+        half = torch.randint(-_MAX_BIAS // 2, _MAX_BIAS // 2, (self.n,), generator=g, device=device)
+        return (2 * half + 1).to(self.dtype)

@@ -7,7 +7,7 @@ ranks. What it can't show is what a link does to the order of writes: that takes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from flux.errors import CommTimeoutError
 
 _torch_cuda: Any = torch.cuda  # parts of it are not typed
 
+# Left free where copies feed the kernels: on one GPU the driver may run a copy as a kernel, and the CTAs that
+# wait for it leave no room on their SMs.
+_SMS_FOR_COPIES = 8
+
 
 def why_not(world_size: int, device: torch.device) -> str | None:
     """Why that many ranks cannot be emulated on that device, or None."""
@@ -29,13 +33,74 @@ def why_not(world_size: int, device: torch.device) -> str | None:
     return cuda.why_not(device)
 
 
+class _Workspaces:
+    """The workspaces of all ranks, in plain device memory.
+
+    Attributes:
+        epochs: calls of each rank whose rows were copied, which the host counts.
+    """
+
+    def __init__(self, errors: list[torch.Tensor], device: torch.device, timeout_s: float) -> None:
+        self._errors = errors
+        self._device = device
+        self._timeout_s = timeout_s
+        self._memory: list[torch.Tensor] = []
+        self._buffers: list[Any] = []
+        self._signal_bytes = 0
+        self._slot_bytes = 0
+        self.epochs = [0] * len(errors)
+
+    def address(self, rank: int) -> int:
+        """Of the SymmBuffer of a rank."""
+        return int(self._buffers[rank].address)
+
+    def reserve(self, layout: Any) -> None:
+        """Makes room for a call; new memory starts at epoch 0."""
+        signal_bytes, slot_bytes = round_up(4 * layout.num_signals), round_up(layout.slot_bytes)
+        if signal_bytes <= self._signal_bytes and slot_bytes <= self._slot_bytes:
+            return
+        torch.cuda.synchronize(self._device)
+        self._signal_bytes = max(signal_bytes, self._signal_bytes)
+        self._slot_bytes = max(slot_bytes, self._slot_bytes)
+        nbytes = HEADER_BYTES + self._signal_bytes + 2 * self._slot_bytes
+        self._memory = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in self._errors]
+        torch.cuda.synchronize(self._device)
+        peers = [memory.data_ptr() for memory in self._memory]
+        self._buffers = [
+            _native.core.SymmBuffer(
+                rank,
+                len(peers),
+                peers,
+                self._signal_bytes,
+                self._slot_bytes,
+                error.data_ptr(),
+                int(self._timeout_s * 1e9),
+            )
+            for rank, error in enumerate(self._errors)
+        ]
+        self.epochs = [0] * len(peers)
+
+
 class EmulatedRanks:
     """`world_size` ranks on one GPU, each with ``num_sms`` of its SMs.
 
     Ranks wait for each other, so all their CTAs must be resident at once: nothing else may run on the GPU.
 
+    Calls take, for every rank, contiguous bfloat16 or float16 tensors, and these keywords:
+
+    - join: whether the current stream waits for all ranks. If not, a rank starts its next call as soon as it
+      is done with this one, as in real life; tensors must live until :meth:`check`, and only then are results
+      ready.
+    - absent: ranks that do not make this call, as if they had died; their results are not written.
+    - copied: rows of x travel through copy engines instead of the SMs of the launch, into workspaces of their
+      own.
+    - config: id of a tile shape, or Plan.choice; -1: the tile shape that the cost model chooses.
+
+    A rank that runs out of time is told by :meth:`check`.
+
     Attributes:
         num_sms: SMs of each rank; even, so that a cluster of two CTAs fits.
+        streams: of each rank, where all its calls go.
     """
 
     def __init__(self, world_size: int, device: torch.device | None = None, timeout_s: float = 10.0) -> None:
@@ -45,15 +110,14 @@ class EmulatedRanks:
             raise RuntimeError(f"EmulatedRanks: {reason}")
         self.world_size = world_size
         self.timeout_s = timeout_s
-        properties = torch.cuda.get_device_properties(self.device)
-        self.num_sms = properties.multi_processor_count // world_size // 2 * 2
-        self._streams = [_torch_cuda.Stream(self.device) for _ in range(world_size)]
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.num_sms = sms // world_size // 2 * 2
+        self._num_sms_beside_copies = (sms - _SMS_FOR_COPIES) // world_size // 2 * 2
+        self.streams = [_torch_cuda.Stream(self.device) for _ in range(world_size)]
         # One pinned ErrorRecord for each rank: a kernel writes it, the host reads it.
         self._errors = [torch.zeros(16, dtype=torch.int32, pin_memory=True) for _ in range(world_size)]
-        self._memory: list[torch.Tensor] = []
-        self._buffers: list[Any] = []
-        self._signal_bytes = 0
-        self._slot_bytes = 0
+        # Rows that are copied have workspaces, and epochs, of their own.
+        self._stored, self._copied = (_Workspaces(self._errors, self.device, timeout_s) for _ in range(2))
         torch.ops.flux._prepare()
 
     def gemm_rs(
@@ -70,42 +134,121 @@ class EmulatedRanks:
         """GEMM+ReduceScatter of all ranks at once.
 
         Args:
-            xs: for every rank x [m, k], contiguous, bfloat16 or float16.
+            xs: for every rank x [m, k].
             weights: for every rank [n, k], or [k, n] with `transpose_weight`.
             bias: [n], the same for all.
-            config: id of a tile shape, or Plan.choice; -1: what the cost model chooses for ``num_sms``.
-            join: whether the current stream waits for all ranks. If not, a rank starts its next call as soon
-                as it is done with this one, as in real life; tensors must live until :meth:`check`.
-
-            absent: ranks that do not make this call, as if they had died; their results are not written.
 
         Returns:
-            For every rank its [m / world_size, n]; without `join` ready only after :meth:`check`.
-
-        Raises:
-            CommTimeoutError: from :meth:`check`, which the caller runs after synchronising.
+            For every rank its [m / world_size, n].
         """
         m, k = xs[0].shape
         n = weights[0].shape[1 if transpose_weight else 0]
-        core = _native.core
+        core, num_sms = _native.core, self.num_sms
         if config < 0:
-            config = core.select_gemm_rs(m, n, k, transpose_weight, self.world_size, self.num_sms).config
-        layout = core.gemm_rs_layout(m, n, self.world_size, config & 0xFF)
-        self._reserve(round_up(4 * layout.num_signals), round_up(layout.slot_bytes))
-        outs = [torch.empty(m // self.world_size, n, dtype=x.dtype, device=self.device) for x in xs]
-        current = torch.cuda.current_stream(self.device)
-        for rank, stream in enumerate(self._streams):
-            if rank in absent:
-                continue
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                address = int(self._buffers[rank].address)
-                torch.ops.flux._gemm_rs(
-                    xs[rank], weights[rank], bias, outs[rank], transpose_weight, address, config, self.num_sms
-                )
-        if join:
-            for stream in self._streams:
-                current.wait_stream(stream)
+            config = core.select_gemm_rs(m, n, k, transpose_weight, self.world_size, num_sms).config
+        self._stored.reserve(core.gemm_rs_layout(m, n, self.world_size, config & 0xFF))
+        outs = self._empty(xs[0], m // self.world_size, n)
+
+        def launch(rank: int) -> None:
+            address = self._stored.address(rank)
+            torch.ops.flux._gemm_rs(
+                xs[rank], weights[rank], bias, outs[rank], transpose_weight, address, config, num_sms
+            )
+
+        self._launch(launch, join, absent)
+        return outs
+
+    def ag_gemm(
+        self,
+        xs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor] | None = None,
+        *,
+        transpose_weight: bool = False,
+        config: int = -1,
+        join: bool = True,
+        absent: Collection[int] = (),
+        copied: bool = False,
+        chunk_rows: int = 128,
+        reuse: bool = False,
+    ) -> list[torch.Tensor]:
+        """AllGather+GEMM of all ranks at once.
+
+        Args:
+            xs: for every rank x [m / world_size, k].
+            weights: for every rank [n, k], or [k, n] with `transpose_weight`.
+            biases: for every rank [n].
+            chunk_rows: of one copy, a multiple of 128.
+            reuse: multiply what the call before, with the same `xs` and `copied`, has gathered.
+
+        Returns:
+            For every rank its [m, n].
+        """
+        rows, k = xs[0].shape
+        m, n = rows * self.world_size, weights[0].shape[1 if transpose_weight else 0]
+        core = _native.core
+        num_sms = self._num_sms_beside_copies if copied else self.num_sms
+        if config < 0:
+            config = core.select_ag_gemm(m, n, k, transpose_weight, self.world_size, num_sms).config
+        workspaces = self._gathering(xs[0], copied)
+        outs = self._empty(xs[0], m, n)
+
+        def launch(rank: int) -> None:
+            bias = None if biases is None else biases[rank]
+            epoch = self._copy_epoch(rank, copied, next_=not reuse)
+            address = workspaces.address(rank)
+            torch.ops.flux._ag_gemm(
+                xs[rank],
+                weights[rank],
+                bias,
+                outs[rank],
+                transpose_weight,
+                address,
+                config,
+                num_sms,
+                epoch,
+                chunk_rows if copied else 0,
+                reuse,
+            )
+
+        self._launch(launch, join, absent)
+        return outs
+
+    def collect(
+        self, xs: Sequence[torch.Tensor], *, join: bool = True, copied: bool = False
+    ) -> list[torch.Tensor]:
+        """For every rank the rows [m, k] that the call of ag_gemm before this one, with the same `xs` and
+        `copied`, has gathered.
+        """
+        workspaces = self._gathering(xs[0], copied)
+        outs = self._empty(xs[0], xs[0].shape[0] * self.world_size, xs[0].shape[1])
+
+        def launch(rank: int) -> None:
+            epoch = self._copy_epoch(rank, copied, next_=False)
+            torch.ops.flux._collect(xs[rank], outs[rank], workspaces.address(rank), epoch)
+
+        self._launch(launch, join, ())
+        return outs
+
+    def all_gather(
+        self,
+        xs: Sequence[torch.Tensor],
+        *,
+        join: bool = True,
+        absent: Collection[int] = (),
+        copied: bool = False,
+        chunk_rows: int = 128,
+    ) -> list[torch.Tensor]:
+        """AllGather of all ranks at once: for every rank the rows [m, k] of all."""
+        workspaces = self._gathering(xs[0], copied)
+        outs = self._empty(xs[0], xs[0].shape[0] * self.world_size, xs[0].shape[1])
+
+        def launch(rank: int) -> None:
+            epoch = self._copy_epoch(rank, copied, next_=True)
+            address = workspaces.address(rank)
+            torch.ops.flux._all_gather(xs[rank], outs[rank], address, epoch, chunk_rows if copied else 0)
+
+        self._launch(launch, join, absent)
         return outs
 
     def check(self) -> None:
@@ -120,25 +263,32 @@ class EmulatedRanks:
                     name, rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
                 )
 
-    def _reserve(self, signal_bytes: int, slot_bytes: int) -> None:
-        if signal_bytes <= self._signal_bytes and slot_bytes <= self._slot_bytes:
-            return
-        torch.cuda.synchronize(self.device)
-        self._signal_bytes = max(signal_bytes, self._signal_bytes)
-        self._slot_bytes = max(slot_bytes, self._slot_bytes)
-        nbytes = HEADER_BYTES + self._signal_bytes + 2 * self._slot_bytes
-        self._memory = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in self._streams]
-        torch.cuda.synchronize(self.device)
-        peers = [memory.data_ptr() for memory in self._memory]
-        self._buffers = [
-            _native.core.SymmBuffer(
-                rank,
-                self.world_size,
-                peers,
-                self._signal_bytes,
-                self._slot_bytes,
-                self._errors[rank].data_ptr(),
-                int(self.timeout_s * 1e9),
-            )
-            for rank in range(self.world_size)
-        ]
+    def _gathering(self, x: torch.Tensor, copied: bool) -> _Workspaces:
+        """The workspaces, with room for the rows of all ranks."""
+        workspaces = self._copied if copied else self._stored
+        rows, k = x.shape
+        workspaces.reserve(_native.core.ag_gemm_layout(rows * self.world_size, k, self.world_size))
+        return workspaces
+
+    def _copy_epoch(self, rank: int, copied: bool, next_: bool) -> int:
+        """Of a rank's next call, or of its last one; 0 where the kernel counts."""
+        if not copied:
+            return 0
+        self._copied.epochs[rank] += next_
+        return self._copied.epochs[rank]
+
+    def _empty(self, x: torch.Tensor, rows: int, columns: int) -> list[torch.Tensor]:
+        return [torch.empty(rows, columns, dtype=x.dtype, device=self.device) for _ in self.streams]
+
+    def _launch(self, launch: Callable[[int], None], join: bool, absent: Collection[int]) -> None:
+        """Calls ``launch(rank)`` on the stream of each rank."""
+        current = torch.cuda.current_stream(self.device)
+        for rank, stream in enumerate(self.streams):
+            if rank in absent:
+                continue
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                launch(rank)
+        if join:
+            for stream in self.streams:
+                current.wait_stream(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flux.bench.cases import gemm, gemm_rs
+from flux.bench.cases import ag_gemm, gemm, gemm_rs
 from flux.bench.cases.common import Context, Prepared
 from flux.bench.suites import Problem
 
@@ -32,5 +32,6 @@ class OpSpec:
 
 OPS: dict[str, OpSpec] = {
     "gemm_rs": OpSpec(("gemm_rs",), "gemm_rs", True, gemm_rs.check, gemm_rs.prepare, gemm_rs.sweep),
+    "ag_gemm": OpSpec(("ag_gemm",), "ag_gemm", True, ag_gemm.check, ag_gemm.prepare, ag_gemm.sweep),
     "gemm": OpSpec(("gemm_rs", "ag_gemm"), "local", False, gemm.check, gemm.prepare, gemm.sweep),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flux import _native
-from flux.bench.timing import Call
+from flux.bench.timing import Call, all_max
 
 # Below this M the weights of a burst would stay in L2, which no model sees: rotate over copies of them.
 _DECODE_M = 256
@@ -82,6 +83,29 @@ def rotating(weights: list[torch.Tensor], call: Callable[[torch.Tensor], object]
         return call(weights[position])
 
     return rotate
+
+
+def async_tp(
+    weights: list[torch.Tensor], fused: Callable[[torch.Tensor], object], context: Context
+) -> tuple[Candidate | None, str]:
+    """PyTorch's own fused op as a peer, or why it cannot run. All ranks agree on which."""
+    group = context.group
+    assert group is not None
+    call = rotating(weights, fused)
+    error = ""
+    try:
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch enables every group by itself
+            symm_mem.enable_symm_mem_for_group(group.group_name)
+        call()
+        torch.cuda.synchronize(context.device)
+    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
+        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+    if all_max([1.0 if error else 0.0], group, context.device)[0]:
+        return None, error or "it failed on another rank"
+    return Candidate("async-TP", "peer", call), ""
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -13,6 +12,7 @@ from flux.bench.cases.common import (
     Candidate,
     Context,
     Prepared,
+    async_tp,
     compare,
     packed_choices,
     plan_dict,
@@ -21,7 +21,6 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
-from flux.bench.timing import all_max
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import reduce_scatter
@@ -70,7 +69,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     if context.cuda:
         call = rotating(weights, lambda w: flux.gemm(x, w, out=own_gemm))
         candidates.insert(2, Candidate("flux.gemm", "gemm", call))
-        peer, why_not = async_tp(x, weights, context)
+        name, symm_mem = group.group_name, torch.ops.symm_mem
+        peer, why_not = async_tp(
+            weights, lambda w: symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name), context
+        )
         if peer is None:
             notes.append(f"async-TP could not run: {why_not}")
         else:
@@ -79,29 +81,6 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
         plan = plan_dict(flux.explain("gemm_rs", m, n, k, dtype=context.dtype, group=group))
     return Prepared(candidates, plan, notes)
-
-
-def async_tp(x: torch.Tensor, weights: list[torch.Tensor], context: Context) -> tuple[Candidate | None, str]:
-    """PyTorch's own fused op, or why it cannot run. All ranks agree on which."""
-    group = context.group
-    assert group is not None
-    try:
-        from torch.distributed import _symmetric_memory as symm_mem
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer torch enables every group by itself
-            symm_mem.enable_symm_mem_for_group(group.group_name)
-        name = group.group_name
-        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-        call = rotating(weights, lambda w: fused(x, w.t(), "sum", 0, name))
-        call()
-        torch.cuda.synchronize(context.device)
-        error = ""
-    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
-        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-    if all_max([1.0 if error else 0.0], group, context.device)[0]:
-        return None, error or "it failed on another rank"
-    return Candidate("async-TP", "peer", call), ""
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:
@@ -115,7 +94,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
     workspace = registry.get(group, context.device, "gemm_rs")
-    plan = workspace_plan(workspace, m, n, k, context.dtype, False)
+    plan = workspace_plan(workspace, "gemm_rs", m, n, k, context.dtype, False)
     if not plan.fused or not isinstance(workspace, CudaWorkspace):
         raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
     configs = _native.core.tile_configs()

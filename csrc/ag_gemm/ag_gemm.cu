@@ -1,0 +1,65 @@
+#include "ag_gemm/ag_gemm.h"
+#include "ag_gemm/copy_engine.h"
+#include "ag_gemm/gather.cuh"
+#include "gemm/launch.cuh"
+
+namespace flux::ag_gemm {
+namespace {
+
+// All CTAs that find no own tile to begin with, and no fewer than nearly fill the link: 8 of them take 915 us for
+// attn M=8192 at TP 2, 24 take 988 (GEMM 930), and small shards want more (attn M=512: 92 us with 8, 81 with 68).
+int choose_pushers(const gemm::TileOrder& order, int num_sms) {
+  constexpr int kLinkCtas = 8;
+  const int own = order.num_own_clusters() * order.cluster_size();
+  const int pushers = std::max(kLinkCtas, num_sms - own);
+  return std::min(pushers, num_sms) / order.cluster_size() * order.cluster_size();
+}
+
+runtime::Matrix slots_matrix(const runtime::SymmBuffer& symm, const Layout& layout, int parity, int k) {
+  return {symm.slots(symm.rank, parity), static_cast<int64_t>(symm.world_size - 1) * layout.rows, k, k};
+}
+
+}  // namespace
+
+void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
+             bool reuse, cudaStream_t stream) {
+  FLUX_CHECK(symm.world_size >= 2, symm.world_size);
+  const int rows = args.m(), k = args.k(), m = rows * symm.world_size;
+  FLUX_CHECK(args.out.rows == m, args.out.rows, m);
+  FLUX_CHECK(args.x.row_stride == k, args.x.row_stride, k);
+  const Layout layout = make_layout(m, k, symm.world_size);
+  check_room(layout, symm, transport);
+
+  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const gemm::Problem problem = {m,       args.n(),        k, args.transpose_weight, symm.world_size,
+                                 num_sms, /*gathers=*/true};
+  const gemm::Choice choice = gemm::select(problem, args.config);
+  const gemm::TileOrder order = make_order(m, args.n(), symm.world_size, symm.rank,
+                                           gemm::kTileConfigs[choice.config], choice.cluster, choice.group_m);
+
+  const bool copied = transport.copy_epoch != 0;
+  if (copied && !reuse) {
+    push_by_copy_engine(symm, layout, args.x.data, transport.copy_epoch, transport.chunk_rows, stream);
+  }
+  GatherStore::Params store;
+  for (int parity = 0; parity < 2; ++parity) {
+    store.gathered[parity] = runtime::make_tensor_map(slots_matrix(symm, layout, parity, k), args.dtype,
+                                                      gemm::kBlockK, gemm::kBlockM / order.cluster_n());
+  }
+  store.symm = symm;
+  store.layout = layout;
+  store.rows = args.x.data;
+  store.num_pushers = copied || reuse ? 0 : choose_pushers(order, num_sms);
+  store.blocks_per_signal = copied ? transport.chunk_rows / gemm::kBlockM : 1;
+  store.epoch = transport.copy_epoch;
+  store.reuse = reuse;
+  gemm::launch<GatherStore>(args, choice, order, rows, num_sms, store, stream, store.num_pushers);
+  if (copied && !reuse) join_copy_engine(stream);
+}
+
+void prepare() {
+  gemm::prepare_kernels<GatherStore>();
+  prepare_all_gather();
+}
+
+}  // namespace flux::ag_gemm

@@ -1,0 +1,45 @@
+// AllGather+GEMM in one launch, and the gather alone (FLUX, arXiv 2406.06858, section 4; that pushing CTAs turn
+// into computing ones is ours).
+#pragma once
+
+#include "ag_gemm/plan.h"
+#include "gemm/gemm.h"
+#include "runtime/check.h"
+#include "runtime/symm_buffer.h"
+
+namespace flux::ag_gemm {
+
+// Who moves the rows. Every rank of the workspace must choose the same.
+struct Transport {
+  // 0: CTAs of the launch, and the device counts the calls, so they replay in a CUDA graph. Else copy engines do,
+  // and this is the number of the call on a workspace that only such calls use: which buffer they write to must
+  // be known when they are enqueued.
+  uint32_t copy_epoch;
+  int chunk_rows;  // copy engines: rows announced by one signal, a multiple of kBlockM
+};
+
+// out[m, n] = x * weight^T + bias for the rows of all ranks; args.x holds this rank's, contiguous. `reuse`: the
+// rows that the call before on this stream has gathered, once more; nothing is sent.
+void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
+             bool reuse, cudaStream_t stream);
+
+// out[m, k] = the rows of all ranks.
+void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+                const Transport& transport, cudaStream_t stream);
+
+// The same for rows that the ag_gemm before on this stream has gathered; nothing is sent.
+void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+             uint32_t copy_epoch, cudaStream_t stream);
+
+// Loads every kernel: lazy loading behind a spinning kernel would wait for it.
+void prepare();
+void prepare_all_gather();
+
+inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, const Transport& transport) {
+  FLUX_CHECK(layout.slot_bytes() <= symm.slot_bytes, layout.slot_bytes(), symm.slot_bytes);
+  FLUX_CHECK(layout.num_signals() * 4 <= symm.signal_bytes, layout.num_signals(), symm.signal_bytes);
+  FLUX_CHECK(transport.copy_epoch != 0 || layout.num_signals() <= runtime::kMaxPushBlocks,
+             layout.num_signals());
+}
+
+}  // namespace flux::ag_gemm

@@ -1,0 +1,138 @@
+// The gather without a GEMM: the same transports, and a kernel that puts rows together as they arrive.
+
+#include <algorithm>
+
+#include "ag_gemm/ag_gemm.h"
+#include "ag_gemm/copy_engine.h"
+#include "ag_gemm/push.cuh"
+#include "runtime/check.h"
+
+namespace flux::ag_gemm {
+namespace {
+
+constexpr int kThreads = 32 * kPushWarps;
+constexpr int kCtas = 16;  // enough for the links, and eight ranks can live on one GPU
+constexpr int kCopyBytes = 65536;
+constexpr int kSmemBytes = kPushWarps * (kPieceBytes + sizeof(uint64_t)) + 128;
+constexpr uint32_t kOp = 3;
+
+struct Params {
+  runtime::SymmBuffer symm;
+  Layout layout;
+  const char* rows;
+  char* out;
+  bool push;
+  int blocks_per_signal;
+  uint32_t epoch;  // of a call that the host counts, else 0
+  bool reuse;
+};
+
+// From null: all ones, which is NaN in every floating type.
+__device__ __forceinline__ void copy_block(char* dst, const char* src, int bytes) {
+  constexpr int kUnroll = 4;
+  const uint4 ones = {~0u, ~0u, ~0u, ~0u};
+  for (int begin = threadIdx.x * 16; begin < bytes; begin += kUnroll * kThreads * 16) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int at = begin + i * kThreads * 16;
+      if (at < bytes) values[i] = src != nullptr ? *reinterpret_cast<const uint4*>(src + at) : ones;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int at = begin + i * kThreads * 16;
+      if (at < bytes) *reinterpret_cast<uint4*>(dst + at) = values[i];
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) all_gather_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  __shared__ bool here;
+  sync::Call call = sync::begin_call(p.symm);
+  if (p.epoch != 0) {
+    call.epoch = p.epoch;
+  } else if (p.reuse) {
+    --call.epoch;
+  }
+  const Layout& layout = p.layout;
+  if (p.push) {
+    const uint32_t data = ptx::smem_addr(smem);
+    push_rows(p.symm, layout, p.rows, call, {data, data + kPushWarps * kPieceBytes, kPushWarps});
+  }
+  // Own rows first, then peers in the order of their arrival: rank-1, rank-2 and so on.
+  const int num_blocks = layout.row_blocks(), rank = p.symm.rank, world_size = p.symm.world_size;
+  const int copies_per_block = (gemm::kBlockM * layout.row_bytes + kCopyBytes - 1) / kCopyBytes;
+  for (int copy = blockIdx.x; copy < num_blocks * world_size * copies_per_block; copy += gridDim.x) {
+    const int index = copy / copies_per_block;
+    const int source = (rank + world_size - index / num_blocks) % world_size;
+    const int block = index % num_blocks;
+    const int row = block * gemm::kBlockM;
+    const int offset = copy % copies_per_block * kCopyBytes;
+    const int bytes = min(kCopyBytes, min(gemm::kBlockM, layout.rows - row) * layout.row_bytes - offset);
+    if (bytes <= 0) continue;
+    const char* src = p.rows + static_cast<int64_t>(row) * layout.row_bytes;
+    if (source != rank) {
+      const int slot = Layout::slot_index(source, rank);
+      src = p.symm.slots(rank, call.epoch) + layout.offset(slot, row);
+      if (threadIdx.x == 0) {
+        // Gathered by an earlier call on this stream, which has done the waiting.
+        here = p.reuse ||
+               sync::wait_signal(p.symm, p.symm.signal(rank, slot, block / p.blocks_per_signal), call.epoch,
+                                 {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
+      }
+      __syncthreads();
+      // The host will raise; until then nobody shall mistake what lies there for a result.
+      if (!here) src = nullptr;
+    }
+    char* dst = p.out + source * layout.shard_bytes() + static_cast<int64_t>(row) * layout.row_bytes;
+    copy_block(dst + offset, src == nullptr ? nullptr : src + offset, bytes);
+    __syncthreads();  // `here` is about to be written again
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
+}
+
+void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+            const Transport& transport, bool reuse, cudaStream_t stream) {
+  FLUX_CHECK(symm.world_size >= 2, symm.world_size);
+  FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
+  const int rows = static_cast<int>(x.rows), k = static_cast<int>(x.columns);
+  FLUX_CHECK(out.rows == x.rows * symm.world_size && out.columns == x.columns, out.rows, out.columns);
+  const Layout layout = make_layout(rows * symm.world_size, k, symm.world_size);
+  check_room(layout, symm, transport);
+  const bool copied = transport.copy_epoch != 0;
+  if (copied && !reuse) {
+    push_by_copy_engine(symm, layout, x.data, transport.copy_epoch, transport.chunk_rows, stream);
+  }
+  const Params params = {symm,
+                         layout,
+                         static_cast<const char*>(x.data),
+                         static_cast<char*>(const_cast<void*>(out.data)),
+                         /*push=*/!copied && !reuse,
+                         copied && !reuse ? transport.chunk_rows / gemm::kBlockM : 1,
+                         transport.copy_epoch,
+                         reuse};
+  all_gather_kernel<<<kCtas, kThreads, kSmemBytes, stream>>>(params);
+  FLUX_CUDA_CHECK(cudaGetLastError());
+  if (copied && !reuse) join_copy_engine(stream);
+}
+
+}  // namespace
+
+void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+                const Transport& transport, cudaStream_t stream) {
+  launch(x, out, symm, transport, /*reuse=*/false, stream);
+}
+
+void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+             uint32_t copy_epoch, cudaStream_t stream) {
+  launch(x, out, symm, {copy_epoch, 0}, /*reuse=*/true, stream);
+}
+
+void prepare_all_gather() {
+  FLUX_CUDA_CHECK(
+      cudaFuncSetAttribute(all_gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
+}
+
+}  // namespace flux::ag_gemm

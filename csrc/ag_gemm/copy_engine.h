@@ -1,0 +1,19 @@
+// Pushes a rank's rows to its peers with the GPU's copy engines: no SM takes part, and a signal follows each chunk.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ag_gemm/plan.h"
+#include "runtime/symm_buffer.h"
+
+namespace flux::ag_gemm {
+
+// Enqueues the copies on a stream of their own, behind what is on `stream`. Must come before the launch that waits
+// for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue.
+void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+                         uint32_t epoch, int chunk_rows, cudaStream_t stream);
+
+// Makes `stream` wait until those copies are done: x may be overwritten then.
+void join_copy_engine(cudaStream_t stream);
+
+}  // namespace flux::ag_gemm

@@ -1,0 +1,81 @@
+// AllGather+GEMM as a Store policy: own rows are read where the user has them, peers' rows from this rank's slots
+// as they arrive, block by block. Either the first CTAs of the launch push this rank's rows before they take part
+// in the GEMM, or copy engines do (copy_engine.h).
+#pragma once
+
+#include "ag_gemm/push.cuh"
+#include "gemm/policy.h"
+
+namespace flux::ag_gemm {
+
+struct GatherStore {
+  struct Params {
+    CUtensorMap gathered[2];  // the two slot buffers, as [(world_size - 1) * rows, k]
+    runtime::SymmBuffer symm;
+    Layout layout;
+    const void* rows;       // this rank's
+    int num_pushers;        // CTAs; 0: copy engines push, or an earlier call has
+    int blocks_per_signal;  // of rows; 1 unless copy engines push
+    uint32_t epoch;         // of a call that the host counts, else 0
+    bool reuse;             // the rows of the call before, once more
+  };
+  using Call = sync::Call;
+
+  static constexpr uint32_t kOp = 2;
+  static constexpr bool kReduces = false;
+  static constexpr bool kGathers = true;
+
+  FLUX_DEVICE static Call begin(const Params& p) {
+    Call call = sync::begin_call(p.symm);
+    if (p.epoch != 0) {
+      call.epoch = p.epoch;
+    } else if (p.reuse) {
+      --call.epoch;
+    }
+    return call;
+  }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
+
+  FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
+
+  template <class Smem>
+  FLUX_DEVICE static void push(const Params& p, const Smem& smem) {
+    static_assert(kPushWarps <= Smem::kBarriers);
+    push_rows(p.symm, p.layout, p.rows, begin(p),
+              {smem.base, smem.first_barrier(), Smem::kDataBytes / kPieceBytes});
+  }
+
+  // CTAs that push come late: what they would have computed is drawn by the others.
+  FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
+
+  FLUX_DEVICE static bool admit(const Params& p, const Call& call, const gemm::Tile& tile) {
+    if (tile.shard == p.symm.rank) return true;
+    const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+    const uint32_t* signal = p.symm.signal(p.symm.rank, slot, tile.m / p.blocks_per_signal);
+    const bool here = sync::wait_signal(
+        p.symm, signal, call.epoch, {kOp, static_cast<uint32_t>(tile.shard), static_cast<uint32_t>(tile.m)});
+    ptx::fence_proxy_async();  // the signal was read by an ordinary load, the rows are by TMA
+    return here;
+  }
+
+  template <class GemmParams>
+  FLUX_DEVICE static gemm::Source source(const GemmParams& params, const Call& call, const gemm::Tile& tile) {
+    const Params& p = params.store;
+    const int row = tile.m * gemm::kBlockM;
+    if (tile.shard == p.symm.rank) return {&params.a, row};
+    return {&p.gathered[call.epoch & 1], Layout::slot_index(tile.shard, p.symm.rank) * p.layout.rows + row};
+  }
+
+  // Every result stays here.
+  FLUX_DEVICE static bool is_local(const Params&, const gemm::Tile&) { return true; }
+  FLUX_DEVICE static void send(const Params&, Call&, const gemm::Tile&, bool, int, int, int, uint32_t) {}
+  FLUX_DEVICE static void publish(const Params&, const Call&, const gemm::Tile&, int) {}
+  template <class Smem>
+  FLUX_DEVICE static void fetch(const Params&, const Call&, const gemm::Tile&, int, const Smem&,
+                                typename Smem::Pieces&) {}
+  template <class Element, class Smem, int kAccumulators>
+  FLUX_DEVICE static void add_arrived(const Params&, const gemm::Tile&, int, const Smem&,
+                                      typename Smem::Pieces&, float (&)[kAccumulators]) {}
+};
+
+}  // namespace flux::ag_gemm

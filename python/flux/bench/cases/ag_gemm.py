@@ -1,0 +1,115 @@
+"""AllGather+GEMM: flux against NCCL then cuBLAS, and against PyTorch's async tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import flux
+from flux.bench.cases.common import (
+    Candidate,
+    Context,
+    Prepared,
+    async_tp,
+    compare,
+    packed_choices,
+    plan_dict,
+    random_operands,
+    rotating,
+)
+from flux.bench.cases.gemm import library
+from flux.bench.suites import Problem
+from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
+from flux.ops import all_gather
+from flux.ops.plan import workspace_plan
+from flux.testing import AgGemmCase
+
+_CALLS = 3  # of the correctness check: both buffers of the workspace, and one of them again
+
+
+def check(problem: Problem, context: Context) -> str:
+    """flux.ag_gemm and flux.all_gather on integers that carry each rank's mark, several calls in a row."""
+    m, n, k = problem.local(context.tp)
+    results = []
+    for seed in range(_CALLS):
+        case = AgGemmCase(m, n, k, context.world_size, context.dtype, seed=seed)
+        x, weight, _ = case.inputs(context.rank, context.device)
+        got = flux.ag_gemm(x, weight, group=context.group)
+        results.append(compare(got, case.expected(context.rank, context.device)))
+    results.append(compare(flux.all_gather(x, group=context.group), case.gathered(context.device)))
+    flux.check(context.group)
+    return next((r for r in results if r != "exact"), "exact")
+
+
+def prepare(problem: Problem, context: Context) -> Prepared:
+    m, n, k = problem.local(context.tp)
+    group = context.group
+    assert group is not None
+    full, weights = random_operands(m, n, k, context)
+    x = full[: m // context.world_size]
+    gathered, own_gathered = torch.empty_like(full), torch.empty_like(full)
+    ours, theirs, own_gemm = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(3))
+    collect = all_gather.torch_all_gather()
+
+    def serial(weight: torch.Tensor) -> None:
+        collect(gathered, x, group=group)
+        torch.mm(gathered, weight.t(), out=theirs)
+
+    blas, comm = library(context), "NCCL" if context.cuda else "gloo"
+    candidates = [
+        Candidate("flux", "flux", rotating(weights, lambda w: flux.ag_gemm(x, w, group=group, out=ours))),
+        Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(full, w.t(), out=theirs))),
+        Candidate(comm, "comm", lambda: collect(gathered, x, group=group)),
+        Candidate(f"{comm}+{blas}", "serial", rotating(weights, serial)),
+    ]
+    notes = []
+    if context.cuda:
+        alone = rotating(weights, lambda w: flux.gemm(full, w, out=own_gemm))
+        candidates.insert(2, Candidate("flux.gemm", "gemm", alone))
+        gather = Candidate(
+            "flux.all_gather", "comm", lambda: flux.all_gather(x, group=group, out=own_gathered)
+        )
+        candidates.append(gather)
+        name, symm_mem = group.group_name, torch.ops.symm_mem
+        peer, why_not = async_tp(
+            weights,
+            lambda w: symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name, return_A=False),
+            context,
+        )
+        if peer is None:
+            notes.append(f"async-TP could not run: {why_not}")
+        else:
+            candidates.append(peer)
+    plan = None
+    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
+        plan = plan_dict(flux.explain("ag_gemm", m, n, k, dtype=context.dtype, group=group))
+    return Prepared(candidates, plan, notes)
+
+
+def sweep(problem: Problem, context: Context) -> Prepared:
+    """The kernel with every tile shape and cluster, against what the plan chose."""
+    m, n, k = problem.local(context.tp)
+    group = context.group
+    assert group is not None
+    full, weights = random_operands(m, n, k, context)
+    x = full[: m // context.world_size]
+    out = torch.empty(m, n, dtype=context.dtype, device=context.device)
+    workspace = registry.get(group, context.device, "ag_gemm")
+    plan = workspace_plan(workspace, "ag_gemm", m, n, k, context.dtype, False)
+    if not plan.fused or not isinstance(workspace, CudaWorkspace):
+        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+
+    def run(name: str, config: int, role: str) -> Candidate:
+        # Exactly what flux.ag_gemm launches, but for the tile shape.
+        chosen = replace(plan, config=config & 0xFF)
+
+        def launch(weight: torch.Tensor) -> None:
+            address, epoch, chunk_rows = all_gather.enter(workspace, chosen)
+            torch.ops.flux._ag_gemm(x, weight, None, out, False, address, config, 0, epoch, chunk_rows, False)
+
+        return Candidate(name, role, rotating(weights, launch))
+
+    shapes = [run(name, config, "config") for name, config in packed_choices(plan)]
+    return Prepared([run("plan", plan.choice, "flux"), *shapes], plan_dict(plan))

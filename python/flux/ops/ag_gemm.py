@@ -1,0 +1,406 @@
+"""AllGather+GEMM: the gathered rows of all ranks · weightᵀ of each rank (arXiv 2406.06858, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux import _native
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.workspace import Workspace
+from flux.ops import _check
+from flux.ops import all_gather as gather
+from flux.ops import gemm as plain
+from flux.ops._library import library, may_skip_dispatch
+from flux.ops.plan import Plan, workspace_plan
+
+Tensors = Sequence[torch.Tensor]
+Biases = Sequence[torch.Tensor | None]
+
+
+@overload
+def ag_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    return_gathered: Literal[False] = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def ag_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    return_gathered: Literal[True],
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def ag_gemm(
+    x: torch.Tensor,
+    weight: Tensors,
+    bias: Biases | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    return_gathered: Literal[False] = False,
+    out: Tensors | None = None,
+) -> list[torch.Tensor]: ...
+
+
+@overload
+def ag_gemm(
+    x: torch.Tensor,
+    weight: Tensors,
+    bias: Biases | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    return_gathered: Literal[True],
+    out: Tensors | None = None,
+) -> tuple[list[torch.Tensor], torch.Tensor]: ...
+
+
+def ag_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor | Tensors,
+    bias: torch.Tensor | None | Biases = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    return_gathered: bool = False,
+    out: torch.Tensor | Tensors | None = None,
+) -> Any:
+    """The rows of all p ranks, gathered, · weightᵀ plus bias: each rank its N/p columns. A collective.
+
+    Accumulated in fp32 and rounded once; results are bitwise repeatable, and those of flux.gemm for the same
+    tile shape.
+
+    Args:
+        x: [M/p, K], or with more leading dimensions, of which the first is gathered; the same shape on all
+            ranks. bfloat16 or float16 for the kernel; float32 and float64 go through torch on GPUs.
+        weight: [N/p, K] as in nn.Linear, or [K, N/p] with `transpose_weight`; dtype and device of x. Or a
+            list of those, for which x is gathered once.
+        bias: [N/p], dtype and device of x. For a list of weights: a list with one entry, which may be None,
+            for each.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        return_gathered: also return the gathered x, without another communication.
+        out: contiguous [M, ..., N/p] to write to; for a list of weights a list of those.
+
+    Returns:
+        [M, ..., N/p] in x's dtype: a fresh tensor, or `out`; for a list of weights a list of them. With
+        `return_gathered` a pair of that and the gathered x [M, ..., K], a fresh tensor.
+
+    Raises:
+        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
+            they made different calls.
+        CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
+            flux.check(group) raises it.
+        RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+    """
+    many = isinstance(weight, (list, tuple))
+    count = len(weight) if many else None
+    _check.list_like("ag_gemm", "bias", bias, count)
+    _check.list_like("ag_gemm", "out", out, count)
+    weights: Any = weight if many else (weight,)
+    biases: Any = () if bias is None else bias if many else (bias,)
+    if torch.is_grad_enabled():
+        _check.no_grad_needed("ag_gemm", x)
+        for i, tensor in enumerate(weights):
+            of_it = biases[i] if biases else None
+            _check.no_grad_needed("ag_gemm", x, tensor, of_it, f"[{i}]" if many else "")
+    name = group_name(group, "ag_gemm")
+    direct = all(may_skip_dispatch(x, tensor) for tensor in weights)
+    if out is None:
+        results = (_eager if direct else _op)(x, weights, biases, transpose_weight, return_gathered, name)
+        products, gathered = results[: len(weights)], results[-1]
+    else:
+        products = list(out) if many else [out]
+        gathered = None
+        if return_gathered:
+            p = process_group(name).size()
+            _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+            gathered = _new_gathered(x, p)
+        outs = [*products, gathered] if return_gathered else products
+        (_eager_out if direct else _op_out)(x, weights, biases, transpose_weight, return_gathered, name, outs)
+    answer = list(products) if many else products[0]
+    return (answer, gathered) if return_gathered else answer
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+) -> torch.Tensor:
+    """The same for one weight from torch alone: gathered, fp32 product, bias, one rounding."""
+    pg = resolve_group(group, "ag_gemm")
+    _check.ag_gemm_args("ag_gemm", x, [weight], [bias], transpose_weight, pg.size())
+    return plain.reference(gather.reference(x, pg), weight, bias, transpose_weight)
+
+
+def _new_gathered(x: torch.Tensor, world_size: int) -> torch.Tensor:
+    return x.new_empty([x.shape[0] * world_size, *x.shape[1:]])
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    group_name: str,
+) -> list[torch.Tensor]:
+    p = process_group(group_name).size()
+    shapes, _, _, _ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    outs = [x.new_empty(shape) for shape in shapes]
+    return [*outs, _new_gathered(x, p)] if return_gathered else outs
+
+
+def _check_outs(x: torch.Tensor, outs: Tensors, shapes: list[list[int]], gathered: bool, p: int) -> None:
+    if gathered:
+        shapes = [*shapes, [x.shape[0] * p, *x.shape[1:]]]
+    if len(outs) != len(shapes):
+        _check.fail("ag_gemm", "out", f"{len(shapes)} tensors", f"{len(outs)}")
+    for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)):
+        _check.out_arg("ag_gemm", out, shape, x, f"[{i}]" if len(shapes) - gathered > 1 else "")
+
+
+def _fake_out(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    group_name: str,
+    outs: Tensors,
+) -> None:
+    p = process_group(group_name).size()
+    shapes, _, _, _ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    _check_outs(x, outs, shapes, return_gathered, p)
+
+
+def _eager(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    group_name: str,
+) -> list[torch.Tensor]:
+    group = process_group(group_name)
+    p = group.size()
+    shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    outs = [x.new_empty(shape) for shape in shapes]
+    gathered = _new_gathered(x, p) if return_gathered else None
+    _run(x, weights, biases, transpose_weight, group, outs, gathered, m, ns, k)
+    return outs if gathered is None else [*outs, gathered]
+
+
+def _eager_out(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    group_name: str,
+    outs: Tensors,
+) -> None:
+    group = process_group(group_name)
+    p = group.size()
+    shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    _check_outs(x, outs, shapes, return_gathered, p)
+    gathered = outs[-1] if return_gathered else None
+    _run(x, weights, biases, transpose_weight, group, outs[: len(weights)], gathered, m, ns, k)
+
+
+def _run(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    group: ProcessGroup,
+    outs: Tensors,
+    gathered: torch.Tensor | None,
+    m: int,
+    ns: tuple[int, ...],
+    k: int,
+) -> None:
+    biases = biases or (None,) * len(weights)
+    if group.size() == 1:
+        for weight, bias, out, n in zip(weights, biases, outs, ns, strict=True):
+            if x.is_cuda:
+                plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
+            else:
+                out.copy_(plain.reference(x, weight, bias, transpose_weight))
+        if gathered is not None:
+            gathered.copy_(x)
+        return
+    workspace = registry.get(group, x.device, "ag_gemm")
+    call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
+    x2 = x if x.dim() == 2 else x.reshape(-1, k)
+    outs2 = [out if out.dim() == 2 else out.view(m, n) for out, n in zip(outs, ns, strict=True)]
+    gathered2 = None if gathered is None else gathered.view(m, k)
+    if not call.fused:
+        _unfused(x2, weights, biases, transpose_weight, group, outs2, gathered2)
+    elif x.is_cuda:
+        _fused_cuda(cast(CudaWorkspace, workspace), call, plans, x2, weights, biases, outs2, gathered2)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), call, plans, x2, weights, biases, outs2, gathered2)
+
+
+def _plans(
+    workspace: Workspace, m: int, ns: tuple[int, ...], k: int, dtype: torch.dtype, transpose_weight: bool
+) -> tuple[Plan, tuple[Plan, ...]]:
+    """The plan of the gather, which is what ranks must agree on, and those of the GEMMs.
+
+    With several weights the former counts the columns of all. If one weight cannot run fused, none does.
+    """
+    key = ("ag_gemm", m, ns, k, dtype, transpose_weight)
+    found = workspace.plans.get(key)
+    if found is None:
+        plans = tuple(workspace_plan(workspace, "ag_gemm", m, n, k, dtype, transpose_weight) for n in ns)
+        call = next((plan for plan in plans if not plan.fused), plans[0])
+        if len(plans) > 1:
+            call = replace(call, n=sum(ns))
+        found = workspace.plans[key] = (call, plans)
+    return cast(tuple[Plan, tuple[Plan, ...]], found)
+
+
+def _unfused(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    group: ProcessGroup,
+    outs: Tensors,
+    gathered: torch.Tensor | None,
+) -> None:
+    if gathered is None:
+        gathered = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+    gather.unfused(x, group, gathered)
+    for weight, bias, out in zip(weights, biases, outs, strict=True):
+        if out.numel() == 0:
+            continue
+        if x.shape[1] == 0:
+            out.zero_()
+            if bias is not None:
+                out += bias
+        elif x.is_cuda:
+            plain.unfused(gathered, weight, bias, transpose_weight, out)
+        else:
+            out.copy_(plain.reference(gathered, weight, bias, transpose_weight))
+
+
+def _fused_cuda(
+    workspace: CudaWorkspace,
+    call: Plan,
+    plans: tuple[Plan, ...],
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    outs: Tensors,
+    gathered: torch.Tensor | None,
+) -> None:
+    address, epoch, chunk_rows = gather.enter(workspace, call)
+    x = gather.readable(x)
+    reuse = False
+    for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
+        target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+        _kernel(
+            x,
+            plain.aligned(weight),
+            plain.aligned_bias(bias),
+            target,
+            plan.transpose_weight,
+            address,
+            plan.choice,
+            0,
+            epoch,
+            chunk_rows,
+            reuse,
+        )
+        if target is not out:
+            out.copy_(target)
+        reuse = True
+    if gathered is not None:
+        target = gathered if gathered.data_ptr() % 16 == 0 else torch.empty_like(gathered)
+        _collect(x, target, address, epoch)
+        if target is not gathered:
+            gathered.copy_(target)
+
+
+def _fused_cpu(
+    workspace: CpuWorkspace,
+    call: Plan,
+    plans: tuple[Plan, ...],
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    outs: Tensors,
+    gathered: torch.Tensor | None,
+) -> None:
+    with workspace.guarded():
+        epoch = workspace.begin(call)
+        arrivals = gather.Arrivals(workspace, call, epoch, x)
+        for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
+            _compute_tiles(arrivals, workspace.rank, plan, weight, bias, out)
+        if gathered is not None:
+            for source in range(call.world_size):
+                arrivals.copy_to(gathered, source)
+        workspace.finish(epoch)
+
+
+def _compute_tiles(
+    arrivals: gather.Arrivals,
+    rank: int,
+    plan: Plan,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The kernel's work tile by tile: those of the own rows first, the others as their rows arrive."""
+    core = _native.core
+    p, rows = plan.world_size, plan.m // plan.world_size
+    wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
+    wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
+    wide_bias = None if bias is None else bias.to(wide)
+    config = core.tile_configs()[plan.config]
+    block_m, block_n = config.block_m, config.block_n
+    order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
+    for source, m_tile, n_tile in order:
+        columns = slice(n_tile * block_n, (n_tile + 1) * block_n)
+        tile = torch.mm(arrivals.block(source, m_tile).to(wide), wide_w[:, columns])
+        if wide_bias is not None:
+            tile += wide_bias[columns]
+        first_row = source * rows + m_tile * block_m
+        out[first_row : first_row + tile.shape[0], columns] = tile
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("ag_gemm", _eager, _device)
+    library.impl("ag_gemm_out", _eager_out, _device)
+torch.library.register_fake("flux::ag_gemm", _fake, lib=library)
+torch.library.register_fake("flux::ag_gemm_out", _fake_out, lib=library)
+
+_op: Any = torch.ops.flux.ag_gemm.default
+_op_out: Any = torch.ops.flux.ag_gemm_out.default
+_kernel: Any = torch.ops.flux._ag_gemm.default
+_collect: Any = torch.ops.flux._collect.default

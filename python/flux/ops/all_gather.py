@@ -1,0 +1,220 @@
+"""AllGather alone: the rows of all ranks, as flux.ag_gemm gathers them (arXiv 2406.06858, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux import _native
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.workspace import Workspace
+from flux.ops import _check
+from flux.ops._library import library, may_skip_dispatch
+from flux.ops.plan import Plan, plan_all_gather
+
+BLOCK_M: int = _native.core.tile_configs()[0].block_m
+
+
+def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of all ranks, in rank order. A collective.
+
+    Args:
+        x: [rows, ...], the same shape on all ranks; bfloat16, float16, float32 or float64. On GPUs a row of a
+            multiple of 16 bytes travels by flux, others through torch.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        out: contiguous [p * rows, ...] to write to.
+
+    Returns:
+        [p * rows, ...] for p ranks: a fresh tensor, or `out`.
+
+    Raises:
+        ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
+    """
+    if torch.is_grad_enabled():
+        _check.no_grad_needed("all_gather", x)
+    name = group_name(group, "all_gather")
+    direct = may_skip_dispatch(x, x)
+    if out is None:
+        result: torch.Tensor = (_eager if direct else _op)(x, name)
+        return result
+    (_eager_out if direct else _op_out)(x, name, out)
+    return out
+
+
+def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """The same from torch alone."""
+    pg = resolve_group(group, "all_gather")
+    _check.all_gather_args("all_gather", x, pg.size())
+    gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(pg.size())]
+    dist.all_gather(gathered, x.contiguous(), group=pg)
+    return torch.cat(gathered)
+
+
+def _fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return x.new_empty(_check.all_gather_args("all_gather", x, process_group(group_name).size()))
+
+
+def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    shape = _check.all_gather_args("all_gather", x, process_group(group_name).size())
+    _check.out_arg("all_gather", out, shape, x)
+
+
+def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    group = process_group(group_name)
+    out = x.new_empty(_check.all_gather_args("all_gather", x, group.size()))
+    _run(x, group, out)
+    return out
+
+
+def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    group = process_group(group_name)
+    _check.out_arg("all_gather", out, _check.all_gather_args("all_gather", x, group.size()), x)
+    _run(x, group, out)
+
+
+def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    if group.size() == 1:
+        out.copy_(x)
+        return
+    workspace = registry.get(group, x.device, "all_gather")
+    rows = x.shape[0]
+    k = x.numel() // rows if rows else 0
+    plan = _plan(workspace, rows * group.size(), k, x.dtype)
+    if not plan.fused:
+        unfused(x, group, out)
+        return
+    x2, out2 = x.reshape(rows, k), out.view(plan.m, k)
+    if x.is_cuda:
+        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+
+
+def _plan(workspace: Workspace, m: int, k: int, dtype: torch.dtype) -> Plan:
+    key = ("all_gather", m, k, dtype)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = workspace.plans[key] = plan_all_gather(
+            workspace.device.type,
+            m,
+            k,
+            dtype,
+            workspace.world_size,
+            workspace.why_not,
+            workspace.transport,
+        )
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    """out = the rows of all ranks, by torch."""
+    if out.numel() > 0:
+        torch_all_gather()(out, x.contiguous(), group=group)
+
+
+def torch_all_gather() -> Callable[..., object]:
+    """torch's all-gather into one tensor, under the name this torch prefers."""
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def enter(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
+    """Readies a workspace for a gather on the current stream: address of its SymmBuffer, copy_epoch and
+    chunk_rows, as the kernels take them.
+    """
+    # A graph would replay the epoch that the host had counted: there the SMs send, and the device counts.
+    if plan.copied and not torch.cuda.is_current_stream_capturing():
+        address, epoch = workspace.enter_copy(plan)
+        return address, epoch, plan.chunk_rows
+    return workspace.enter(plan), 0, 0
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """The matrix itself if the kernels can send it from where it lies, else a copy."""
+    if x.data_ptr() % 16 == 0 and x.is_contiguous():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    address, epoch, chunk_rows = enter(workspace, plan)
+    target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    _kernel(readable(x), target, address, epoch, chunk_rows)
+    if target is not out:
+        out.copy_(target)
+
+
+def _fused_cpu(workspace: CpuWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    with workspace.guarded():
+        epoch = workspace.begin(plan)
+        arrivals = Arrivals(workspace, plan, epoch, x)
+        for step in range(plan.world_size):
+            source = (workspace.rank + step) % plan.world_size
+            arrivals.copy_to(out, source)
+        workspace.finish(epoch)
+
+
+class Arrivals:
+    """One gather of the CPU path: sends this rank's rows block by block, and finds those of the others."""
+
+    def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor) -> None:
+        self._workspace = workspace
+        self._plan = plan
+        self._epoch = epoch
+        self._x = x
+        self._agreed = False
+        self._layout = _native.core.ag_gemm_layout(plan.m, plan.k, plan.world_size)
+        rank = workspace.rank
+        for block, rows in enumerate(self._blocks()):
+            for step in range(1, plan.world_size):
+                owner = (rank + step) % plan.world_size
+                self._slot_rows(owner, rank, rows).copy_(x[rows])
+                workspace.signal(owner, self._layout.slot_index(rank, owner), block, epoch)
+
+    def block(self, source: int, block: int) -> torch.Tensor:
+        """Block number `block` of the rows of one rank; waits for it."""
+        rank, first = self._workspace.rank, block * BLOCK_M
+        rows = slice(first, min(first + BLOCK_M, self._layout.rows))
+        if source == rank:
+            return self._x[rows]
+        if not self._agreed:
+            self._workspace.agree(self._plan, self._epoch)
+            self._agreed = True
+        slot = self._layout.slot_index(source, rank)
+        self._workspace.wait(self._plan.op, source, slot, block, self._epoch, block)
+        return self._slot_rows(rank, source, rows)
+
+    def copy_to(self, out: torch.Tensor, source: int) -> None:
+        """Writes the rows of one rank to their place in `out`."""
+        start = source * self._layout.rows
+        for block, rows in enumerate(self._blocks()):
+            out[start + rows.start : start + rows.stop] = self.block(source, block)
+
+    def _blocks(self) -> Iterator[slice]:
+        rows = self._layout.rows
+        return (slice(first, min(first + BLOCK_M, rows)) for first in range(0, rows, BLOCK_M))
+
+    def _slot_rows(self, owner: int, source: int, rows: slice) -> torch.Tensor:
+        dtype, k = self._plan.dtype, self._plan.k
+        # The layout counts in 2-byte elements.
+        offset = self._layout.offset(self._layout.slot_index(source, owner), rows.start) * dtype.itemsize // 2
+        count = rows.stop - rows.start
+        return self._workspace.slot(owner, self._epoch, offset, count * k, dtype).view(count, k)
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("all_gather", _eager, _device)
+    library.impl("all_gather_out", _eager_out, _device)
+torch.library.register_fake("flux::all_gather", _fake, lib=library)
+torch.library.register_fake("flux::all_gather_out", _fake_out, lib=library)
+
+_op: Any = torch.ops.flux.all_gather.default
+_op_out: Any = torch.ops.flux.all_gather_out.default
+_kernel: Any = torch.ops.flux._all_gather.default
