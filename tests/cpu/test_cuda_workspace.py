@@ -13,7 +13,7 @@ import flux
 from flux._native import core
 from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
-from flux.ops import all_gather
+from flux.ops import ag_gemm, all_gather
 from flux.ops.plan import COPY_FROM_BYTES, Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
 
@@ -91,7 +91,7 @@ def test_it_grows_when_it_must_and_geometrically(machine: Machine) -> None:
     assert workspace._symm_buffer.signal_bytes == workspace.signal_bytes >= large.signal_bytes
     workspace.enter(larger)
     assert workspace.slot_bytes >= 3 * large.slot_bytes // 2
-    expected = 4096 + workspace.signal_bytes + 2 * workspace.slot_bytes
+    expected = core.HEADER_BYTES + workspace.signal_bytes + 2 * workspace.slot_bytes
     assert machine.allocated[-1] == expected and len(machine.allocated) == 3
     assert workspace.signal_bytes % 4096 == workspace.slot_bytes % 4096 == 0
     workspace.enter(small)
@@ -151,6 +151,54 @@ def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> N
     assert all_gather.enter(workspace, large) == (workspace._symm_buffer.address, 0, 0)
 
 
+def test_a_list_of_weights_is_one_gather_and_several_launches(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ag_gemm, "_kernel", lambda *args: launched.append(args))
+    monkeypatch.setattr(ag_gemm, "_collect", lambda *args: launched.append(args))
+    workspace = make()
+    x = torch.zeros(1024, 4096, dtype=torch.bfloat16)
+    weights = [torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (64, 16)]
+    outs = [torch.empty(2048, n, dtype=torch.bfloat16) for n in (64, 16)]
+    # A result that the kernels can't write where it lies.
+    storage = torch.empty(2048 * 16 + 1, dtype=torch.bfloat16)
+    outs[1] = storage[1:].view(2048, 16)
+    gathered = torch.empty(2048, 4096, dtype=torch.bfloat16)
+    call, plans = ag_gemm._plans(workspace, 2048, (64, 16), 4096, torch.bfloat16, False)
+    assert (call.n, [p.n for p in plans], call.copied) == (80, [64, 16], True)
+    for number in (1, 2):
+        ag_gemm._fused_cuda(
+            workspace, call, plans, x.t().contiguous().t(), weights, (None, None), outs, gathered
+        )
+        first, second, collect = launched[-3:]
+        address = first[5]
+        assert first[1] is weights[0] and first[3] is outs[0] and first[0].is_contiguous()
+        assert second[1] is weights[1] and second[3] is not outs[1]
+        assert [first[i] for i in (4, 6, 7, 8, 9, 10)] == [False, plans[0].choice, 0, number, 512, False]
+        assert [second[i] for i in (0, 5, 6, 8, 9, 10)] == [
+            first[0],
+            address,
+            plans[1].choice,
+            number,
+            512,
+            True,
+        ]
+        assert collect == (first[0], gathered, address, number)
+    machine.capturing = True
+    workspace.grow(call.signal_bytes, call.slot_bytes, "test", {})
+    ag_gemm._fused_cuda(workspace, call, plans, x, weights, (None, None), outs, None)
+    assert [[launch[i] for i in (5, 8, 9, 10)] for launch in launched[-2:]] == [
+        [workspace._address, 0, 0, False],
+        [workspace._address, 0, 0, True],
+    ]
+
+
+def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:
+    call, _ = ag_gemm._plans(make(), 256, (64, 9, 8), 64, torch.bfloat16, False)
+    assert not call.fused and call.n == 81 and "n = 9" in call.reason
+
+
 def test_chunks_are_whole_tiles_and_about_half_a_shard() -> None:
     for rows in (129, 300, 1024, 1025, 4097, 100_000):
         for row_bytes in (16, 2048, 24576, 98304):
@@ -168,8 +216,10 @@ def test_what_a_gather_needs() -> None:
     assert (bytes_moved.fused, bytes_moved.slot_bytes) == (True, plan.slot_bytes)
     assert "weight" not in str(bytes_moved) and "x [300, 500], float32" in str(bytes_moved)
     assert "x [300, 1000], weight [1024, 1000]" in str(plan)
-    too_many = gathering(200_000, k=8)
-    assert not too_many.fused and "200000 rows of one rank" in too_many.reason
+    most = core.MAX_PUSH_BLOCKS * 128
+    assert gathering(most, k=8).fused
+    too_many = gathering(most + 1, k=8)
+    assert not too_many.fused and f"{most + 1} rows of one rank" in too_many.reason
 
 
 def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> None:

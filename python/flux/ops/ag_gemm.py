@@ -319,29 +319,34 @@ def _fused_cuda(
     outs: Tensors,
     gathered: torch.Tensor | None,
 ) -> None:
-    address, epoch, chunk_rows = gather.enter(workspace, call)
+    # What may run out of memory comes first.
     x = gather.readable(x)
+    operands = [
+        (plan.choice, plain.aligned(weight), plain.aligned_bias(bias), gather.writable(out))
+        for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True)
+    ]
+    target = None if gathered is None else gather.writable(gathered)
+    address, epoch, chunk_rows = gather.enter(workspace, call)
     reuse = False
-    for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
-        target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    for choice, weight, bias, product in operands:
         _kernel(
             x,
-            plain.aligned(weight),
-            plain.aligned_bias(bias),
-            target,
-            plan.transpose_weight,
+            weight,
+            bias,
+            product,
+            call.transpose_weight,
             address,
-            plan.choice,
+            choice,
             0,
             epoch,
             chunk_rows,
             reuse,
         )
-        if target is not out:
-            out.copy_(target)
         reuse = True
-    if gathered is not None:
-        target = gathered if gathered.data_ptr() % 16 == 0 else torch.empty_like(gathered)
+    for (_, _, _, product), out in zip(operands, outs, strict=True):
+        if product is not out:
+            out.copy_(product)
+    if gathered is not None and target is not None:
         _collect(x, target, address, epoch)
         if target is not gathered:
             gathered.copy_(target)

@@ -127,7 +127,7 @@ def torch_all_gather() -> Callable[..., object]:
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
     """Readies a workspace for a gather on the current stream: address of its SymmBuffer, copy_epoch and
-    chunk_rows, as the kernels take them.
+    chunk_rows, as the kernels take them. The call must be launched then: its epoch may be spent.
     """
     # A graph would replay the epoch that the host had counted: there the SMs send, and the device counts.
     if plan.copied and not torch.cuda.is_current_stream_capturing():
@@ -143,10 +143,16 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def writable(out: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor itself if the kernels can write it where it lies, else one to copy from."""
+    return out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+
+
 def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    x = readable(x)
+    target = writable(out)
     address, epoch, chunk_rows = enter(workspace, plan)
-    target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
-    _kernel(readable(x), target, address, epoch, chunk_rows)
+    _kernel(x, target, address, epoch, chunk_rows)
     if target is not out:
         out.copy_(target)
 
