@@ -37,7 +37,7 @@ class Kernel:
 
     @property
     def is_gemm(self) -> bool:
-        return "gemm" in self.name
+        return "sm90_gemm" in self.name
 
     def faults(self) -> list[str]:
         found = []

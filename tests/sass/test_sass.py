@@ -58,7 +58,7 @@ def compile_kernel(folder: Path, source: str, *flags: str) -> Path:
 @needs_tools
 def test_check_finds_a_gemm_without_tensor_cores_and_local_memory(tmp_path: Path) -> None:
     source = """
-extern "C" __global__ void gemm_by_hand(const int* index, float* out) {
+extern "C" __global__ void sm90_gemm_by_hand(const int* index, float* out) {
   float values[64];
   for (int i = 0; i < 64; ++i) values[i] = out[i];
   for (int i = 0; i < 64; ++i) values[index[i]] += 1.0f;
@@ -69,7 +69,7 @@ extern "C" __global__ void gemm_by_hand(const int* index, float* out) {
         compile_kernel(tmp_path, source, "-gencode=arch=compute_90,code=sm_90")
     )
     faults = "\n".join(kernel.faults())
-    assert kernel.name == "gemm_by_hand"
+    assert kernel.name == "sm90_gemm_by_hand"
     for expected in ("local memory", "no wgmma", "no TMA load", "setmaxnreg dropped"):
         assert expected in faults
 
