@@ -37,7 +37,7 @@ FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const
           rank,
           cluster,
           group_m,
-          /*gathers=*/true};
+          gemm::Peers::kGathered};
 }
 
 }  // namespace flux::ag_gemm

@@ -14,10 +14,13 @@
 #include <vector>
 
 #include "ag_gemm/plan.h"
+#include "bindings/moe_core.h"
 #include "gemm/select.h"
+#include "gemm/swap_ab.h"
 #include "gemm/tile_config.h"
 #include "gemm/tile_order.h"
 #include "gemm_rs/plan.h"
+#include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
 #include "runtime/symm_buffer.h"
 
@@ -88,19 +91,21 @@ std::optional<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint3
 // ---- workspaces -------------------------------------------------------------------------------------------
 
 runtime::SymmBuffer make_symm_buffer(int rank, int world_size, const std::vector<uint64_t>& peers,
-                                     int64_t signal_bytes, int64_t slot_bytes, uint64_t error,
-                                     uint64_t timeout_ns) {
+                                     int64_t signal_bytes, int64_t slot_bytes, int64_t exchange_bytes,
+                                     uint64_t error, uint64_t timeout_ns) {
   check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
   check_range("rank", rank, 0, world_size - 1);
   check_range("len(peers)", static_cast<int64_t>(peers.size()), world_size, world_size);
   check_range("signal_bytes", signal_bytes, 0, INT64_MAX);
   check_range("slot_bytes", slot_bytes, 0, INT64_MAX);
+  check_range("exchange_bytes", exchange_bytes, 0, INT64_MAX);
   runtime::SymmBuffer buffer{};
   buffer.rank = rank;
   buffer.world_size = world_size;
   std::copy(peers.begin(), peers.end(), buffer.peers);
   buffer.signal_bytes = signal_bytes;
   buffer.slot_bytes = slot_bytes;
+  buffer.exchange_bytes = exchange_bytes;
   buffer.error = reinterpret_cast<runtime::ErrorRecord*>(error);
   buffer.timeout_ns = timeout_ns;
   return buffer;
@@ -116,11 +121,20 @@ gemm::Choice select(const gemm::Problem& problem, int config) {
   check_problem(problem.m, problem.n, problem.world_size);
   check_range("k", problem.k, 1, kMaxExtent);
   check_range("num_sms", problem.num_sms, 1, INT32_MAX);
-  if (config >= 0) {
+  if (config >= gemm::kFirstSwapAb) {
+    check_range("config", config & 0xff, gemm::kFirstSwapAb,
+                gemm::kFirstSwapAb + gemm::kNumSwapAbConfigs - 1);
+    check_range("split in config", config >> 8 & 0xff, 0, gemm::kMaxSplit);
+  } else if (config >= 0) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, 3);
   }
   return gemm::select(problem, config);
+}
+
+std::string choice_name(const gemm::Choice& choice) {
+  return choice.swaps_ab() ? gemm::swap_ab_name(choice.config, choice.split)
+                           : tile_name(gemm::kTileConfigs[choice.config]);
 }
 
 gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
@@ -128,12 +142,13 @@ gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
   return gemm_rs::make_layout(m, n, world_size, config_at(config));
 }
 
-gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, int cluster, int group_m) {
+gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, int cluster, int group_m,
+                           bool copied) {
   const gemm_rs::Layout layout = gemm_rs_layout(m, n, world_size, config);
   check_range("rank", rank, 0, world_size - 1);
   check_range("cluster", cluster, 1, 3);
   check_range("group_m", group_m, 1, kMaxExtent);
-  return gemm_rs::make_order(layout, rank, static_cast<gemm::Cluster>(cluster), group_m);
+  return gemm_rs::make_order(layout, rank, static_cast<gemm::Cluster>(cluster), group_m, copied);
 }
 
 RankTile rank_tile(const gemm::Tile& tile) { return {tile.shard, tile.m, tile.n}; }
@@ -150,12 +165,22 @@ std::vector<RankTile> all_tiles(const gemm::TileOrder& order) {
 }
 
 std::vector<RankTile> gemm_rs_tiles(int m, int n, int world_size, int rank, int config, int cluster,
-                                    int group_m) {
-  return all_tiles(make_order(m, n, world_size, rank, config, cluster, group_m));
+                                    int group_m, bool copied) {
+  return all_tiles(make_order(m, n, world_size, rank, config, cluster, group_m, copied));
+}
+
+gemm_rs::Chunks gemm_rs_chunks(int count, int tiles) {
+  check_range("tiles", tiles, 1, kMaxExtent);
+  check_range("count", count, 1, tiles);
+  return {count, tiles};
 }
 
 gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config) {
   return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, config);
+}
+
+gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config) {
+  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true}, config);
 }
 
 gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
@@ -187,7 +212,8 @@ std::vector<RankTile> ag_gemm_tiles(int m, int n, int world_size, int rank, int 
 // is work for.
 std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int rank, int config,
                                                int cluster, int group_m, int num_sms, int cta) {
-  const gemm::TileOrder order = make_order(m, n, world_size, rank, config, cluster, group_m);
+  const gemm::TileOrder order =
+      make_order(m, n, world_size, rank, config, cluster, group_m, /*copied=*/false);
   const int cluster_size = order.cluster_size();
   check_range("num_sms", num_sms, cluster_size, INT32_MAX);
   check_range("cta", cta, 0, num_sms - 1);
@@ -199,6 +225,17 @@ std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int
     tiles.push_back(tile.valid ? std::optional<RankTile>(rank_tile(tile)) : std::nullopt);
   }
   return tiles;
+}
+
+runtime::Exchange exchange(int m, int n, int world_size, runtime::Exchange::Mode mode) {
+  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
+  check_range("m", m, 1, kMaxExtent);
+  check_range("n", n, 1, kMaxExtent);
+  if (n % runtime::Exchange::kVector != 0) {
+    throw py::value_error("n: expected a multiple of 8, got " + std::to_string(n));
+  }
+  if (mode == runtime::Exchange::Mode::kScatter) check_problem(m, n, world_size);
+  return runtime::make_exchange(m, n, world_size, mode);
 }
 
 // ---- module -----------------------------------------------------------------------------------------------
@@ -231,14 +268,16 @@ void bind_workspace(py::module_& m) {
   py::class_<runtime::SymmBuffer>(m, "SymmBuffer",
                                   "A group's workspace as kernels see it: peer addresses and sizes.")
       .def(py::init(&make_symm_buffer), py::arg("rank"), py::arg("world_size"), py::arg("peers"),
-           py::arg("signal_bytes"), py::arg("slot_bytes"), py::arg("error"), py::arg("timeout_ns"))
+           py::arg("signal_bytes"), py::arg("slot_bytes"), py::arg("exchange_bytes"), py::arg("error"),
+           py::arg("timeout_ns"))
       .def_property_readonly(
           "address", [](const runtime::SymmBuffer& self) { return reinterpret_cast<uint64_t>(&self); },
           "Address of the native struct; valid as long as this object lives.")
       .def_readonly("rank", &runtime::SymmBuffer::rank)
       .def_readonly("world_size", &runtime::SymmBuffer::world_size)
       .def_readonly("signal_bytes", &runtime::SymmBuffer::signal_bytes)
-      .def_readonly("slot_bytes", &runtime::SymmBuffer::slot_bytes);
+      .def_readonly("slot_bytes", &runtime::SymmBuffer::slot_bytes)
+      .def_readonly("exchange_bytes", &runtime::SymmBuffer::exchange_bytes);
 }
 
 void bind_selection(py::module_& m) {
@@ -258,10 +297,18 @@ void bind_selection(py::module_& m) {
     return std::vector<gemm::TileConfig>(std::begin(gemm::kTileConfigs), std::end(gemm::kTileConfigs));
   });
 
+  m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
+  m.attr("NUM_SWAP_AB") = gemm::kNumSwapAbConfigs;
+
   py::class_<gemm::Choice>(m, "Choice", "What the cost model chose, and what else it considered.")
       .def_readonly("config", &gemm::Choice::config)
-      .def_property_readonly("cluster",
-                             [](const gemm::Choice& choice) { return static_cast<int>(choice.cluster); })
+      .def_property_readonly("name", &choice_name)
+      .def_property_readonly(
+          "cluster",
+          [](const gemm::Choice& choice) {
+            return choice.swaps_ab() ? choice.split : static_cast<int>(choice.cluster);
+          },
+          "1: none, 2 and 3: pairs; of a swap-AB tile how many CTAs share its K.")
       .def_readonly("group_m", &gemm::Choice::group_m)
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)
@@ -272,6 +319,9 @@ void bind_selection(py::module_& m) {
       "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or tile | cluster << 8 | group_m << "
       "16 to "
       "fix what is not 0.");
+  m.def("select_gemm_ar", &select_gemm_ar, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1,
+        "The same for GEMM+AllReduce; k is this rank's part.");
   m.def("select_gemm_rs", &select_gemm_rs, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
         "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.");
@@ -296,8 +346,16 @@ void bind_gemm_rs(py::module_& m) {
   m.def("gemm_rs_layout", &gemm_rs_layout, py::arg("m"), py::arg("n"), py::arg("world_size"),
         py::arg("config"));
   m.def("gemm_rs_tiles", &gemm_rs_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
-        py::arg("config"), py::arg("cluster"), py::arg("group_m"),
+        py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("copied") = false,
         "[(owner, m_tile, n_tile)] in the order in which `rank` computes them.");
+  py::class_<gemm_rs::Chunks>(m, "RsChunks", "How copy engines divide the tiles of a slot.")
+      .def_readonly("count", &gemm_rs::Chunks::count)
+      .def("first", &gemm_rs::Chunks::first, py::arg("chunk"))
+      .def("of", &gemm_rs::Chunks::of, py::arg("tile_index"))
+      .def("size", &gemm_rs::Chunks::size, py::arg("chunk"));
+  m.def("gemm_rs_chunks", &gemm_rs_chunks, py::arg("count"), py::arg("tiles"));
+  m.def("gemm_rs_copy_chunks", &gemm_rs::copy_chunks, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("world_size"), "Chunks that copy engines send each peer; 0: storers send.");
   m.def("cta_tiles", &cta_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
         py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("num_sms"), py::arg("cta"),
         "What one CTA of the persistent grid computes, in order; None is the idle half of a cluster.");
@@ -319,6 +377,35 @@ void bind_ag_gemm(py::module_& m) {
         "[(source, m_tile, n_tile)] in the order in which `rank` computes them; m counts all rows.");
 }
 
+void bind_exchange(py::module_& m) {
+  using runtime::Exchange;
+  py::enum_<Exchange::Mode>(m, "ExchangeMode", "How ranks sum what each of them has.")
+      .value("ONE_SHOT", Exchange::Mode::kOneShot)
+      .value("TWO_SHOT", Exchange::Mode::kTwoShot)
+      .value("SCATTER", Exchange::Mode::kScatter);
+  py::class_<Exchange>(m, "Exchange", "Where the vectors of a matrix [m, n] go that ranks sum.")
+      .def_readonly("m", &Exchange::m)
+      .def_readonly("n", &Exchange::n)
+      .def_readonly("world_size", &Exchange::world_size)
+      .def_readonly("mode", &Exchange::mode)
+      .def_readonly("shard", &Exchange::shard, "Columns (two-shot) or rows (scatter) of an owner, else 0.")
+      .def_property_readonly("slot_rows", &Exchange::slot_rows, "Of what one source sends one owner.")
+      .def_property_readonly("slot_columns", &Exchange::slot_columns)
+      .def_property_readonly("contribution_bytes", &Exchange::contribution_bytes)
+      .def_property_readonly("bytes", &Exchange::bytes,
+                             "Of the exchange area of a rank, for 2-byte elements.")
+      .def("first_row", &Exchange::first_row, py::arg("rank"))
+      .def("first_column", &Exchange::first_column, py::arg("rank"))
+      .def("columns_of", &Exchange::columns_of, py::arg("rank"), "Columns that a rank sums.")
+      .def("contribution", &Exchange::contribution, py::arg("source"), py::arg("owner"), py::arg("row"),
+           py::arg("column"), "Byte offset in the owner's area.")
+      .def("result", &Exchange::result, py::arg("row"), py::arg("column"),
+           "Byte offset, in every rank's area, of a sum that its owner sends.");
+  m.def("exchange", &exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"));
+  m.def("all_reduce_mode", &runtime::all_reduce_mode, py::arg("m"), py::arg("n"), py::arg("world_size"),
+        "One-shot or two-shot, whichever should be done sooner.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -330,6 +417,8 @@ PYBIND11_MODULE(_core, m) {
   bind_selection(m);
   bind_gemm_rs(m);
   bind_ag_gemm(m);
+  bind_exchange(m);
+  bind_moe(m);
 }
 
 }  // namespace flux::bindings

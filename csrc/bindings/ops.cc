@@ -2,7 +2,6 @@
 // fakes and CPU implementations live in Python (python/flux/ops); checks with good messages too, so what is
 // left here is unpacking.
 #include <cuda_runtime_api.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,26 +9,18 @@
 #include <optional>
 
 #include "ag_gemm/ag_gemm.h"
+#include "bindings/tensors.h"
 #include "gemm/gemm.h"
+#include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
+#include "moe/grouped_gemm.h"
+#include "moe/moe.h"
 #include "runtime/check.h"
-
-// Weak: a CPU-only torch lacks it, and the library must load there too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
-                                                                                   void** stream);
 
 namespace flux::bindings {
 namespace {
 
 using torch::stable::Tensor;
-
-cudaStream_t current_stream(const Tensor& tensor) {
-  FLUX_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
-  void* stream = nullptr;
-  FLUX_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
-             "no current CUDA stream");
-  return static_cast<cudaStream_t>(stream);
-}
 
 runtime::Matrix matrix(const Tensor& tensor) {
   FLUX_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1, tensor.dim());
@@ -46,8 +37,7 @@ gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optio
   args.transpose_weight = transpose_weight;
   args.out = matrix(out);
   args.bias = bias.has_value() ? bias->data_ptr() : nullptr;
-  args.dtype = x.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? runtime::DType::kBFloat16
-                                                                          : runtime::DType::kFloat16;
+  args.dtype = dtype_of(x);
   args.config = static_cast<int>(config);
   args.num_sms = static_cast<int>(num_sms);
   return args;
@@ -64,10 +54,14 @@ void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bo
 }
 
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
-                int64_t symm_buffer, int64_t config, int64_t num_sms) {
+                int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunks,
+                std::optional<Tensor> staging) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const gemm_rs::Transport transport = {
+      static_cast<uint32_t>(copy_epoch), static_cast<int>(chunks),
+      staging.has_value() ? static_cast<char*>(staging->data_ptr()) : nullptr};
   gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms),
-                   symm_buffer_at(symm_buffer), current_stream(x));
+                   symm_buffer_at(symm_buffer), transport, current_stream(x));
 }
 
 void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
@@ -77,6 +71,26 @@ void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
   ag_gemm::ag_gemm(
       gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), symm_buffer_at(symm_buffer),
       {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, reuse, current_stream(x));
+}
+
+void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
+                int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t mode,
+                std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
+                std::optional<Tensor> residual_out) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const gemm_ar::Extras extras = {residual.has_value() ? residual->data_ptr() : nullptr,
+                                  norm_weight.has_value() ? norm_weight->data_ptr() : nullptr,
+                                  static_cast<float>(eps),
+                                  residual_out.has_value() ? residual_out->data_ptr() : nullptr};
+  gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), extras,
+                   symm_buffer_at(symm_buffer), static_cast<runtime::Exchange::Mode>(mode),
+                   current_stream(x));
+}
+
+void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t mode) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  gemm_ar::all_reduce(matrix(x), matrix(out), dtype_of(x), symm_buffer_at(symm_buffer),
+                      static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
 }
 
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
@@ -95,6 +109,10 @@ void prepare_op() {
   gemm::prepare();
   gemm_rs::prepare();
   ag_gemm::prepare();
+  gemm_ar::prepare();
+  moe::prepare_route();
+  moe::prepare_grouped_gemm();
+  moe::prepare_combine();
 }
 
 }  // namespace
@@ -104,6 +122,8 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_gemm", TORCH_BOX(&flux::bindings::gemm_op));
   m.impl("_gemm_rs", TORCH_BOX(&flux::bindings::gemm_rs_op));
   m.impl("_ag_gemm", TORCH_BOX(&flux::bindings::ag_gemm_op));
+  m.impl("_gemm_ar", TORCH_BOX(&flux::bindings::gemm_ar_op));
+  m.impl("_all_reduce", TORCH_BOX(&flux::bindings::all_reduce_op));
   m.impl("_all_gather", TORCH_BOX(&flux::bindings::all_gather_op));
   m.impl("_collect", TORCH_BOX(&flux::bindings::collect_op));
 }

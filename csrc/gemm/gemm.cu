@@ -1,4 +1,5 @@
 #include "gemm/gemm.h"
+#include "gemm/gemm_swap_ab.h"
 #include "gemm/launch.cuh"
 
 namespace flux::gemm {
@@ -7,6 +8,10 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight, 1, num_sms};
   const Choice choice = select(problem, args.config);
+  if (choice.swaps_ab()) {
+    gemm_swap_ab(args, choice, num_sms, stream);
+    return;
+  }
   const TileConfig& tile = kTileConfigs[choice.config];
   const TileOrder order = {(args.m() + kBlockM - 1) / kBlockM,
                            (args.n() + tile.block_n - 1) / tile.block_n,
@@ -17,6 +22,9 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
   launch<LocalStore>(args, choice, order, args.m(), num_sms, {}, stream);
 }
 
-void prepare() { prepare_kernels<LocalStore>(); }
+void prepare() {
+  prepare_kernels<LocalStore>();
+  prepare_swap_ab();
+}
 
 }  // namespace flux::gemm

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "gemm/gemm.h"
 #include "gemm/select.h"
@@ -57,22 +56,18 @@ const KernelTable<Store>& kernel_table() {
 // Raises each kernel's shared-memory limit on the current device, which also loads its code. Once a device.
 template <class Store>
 void prepare_kernels() {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<bool> done[kMaxDevices];
-  int device = 0;
-  FLUX_CUDA_CHECK(cudaGetDevice(&device));
-  if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return;
-  const auto& table = kernel_table<Store>();
-  for (const auto& by_layout : table.kernels) {
-    for (const auto& by_config : by_layout) {
-      for (int config = 0; config < kNumTileConfigs; ++config) {
-        if (by_config[config] == nullptr) continue;
-        FLUX_CUDA_CHECK(cudaFuncSetAttribute(by_config[config], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             smem_bytes(kTileConfigs[config])));
+  static runtime::OncePerDevice once;
+  once([] {
+    for (const auto& by_layout : kernel_table<Store>().kernels) {
+      for (const auto& by_config : by_layout) {
+        for (int config = 0; config < kNumTileConfigs; ++config) {
+          if (by_config[config] == nullptr) continue;
+          FLUX_CUDA_CHECK(cudaFuncSetAttribute(by_config[config], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               smem_bytes(kTileConfigs[config])));
+        }
       }
     }
-  }
-  if (device < kMaxDevices) done[device].store(true, std::memory_order_release);
+  });
 }
 
 template <class Store>

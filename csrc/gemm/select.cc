@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "gemm/swap_ab.h"
+
 namespace flux::gemm {
 namespace {
 
@@ -23,6 +25,22 @@ constexpr double kSentTileUs = 1.0;        // kTileUs, with the tile sent or add
 constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running GEMM
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
+
+// For few rows, with weights from memory: fitted to seven weights and up to 256 rows, on one GPU.
+constexpr int kMaxSwapAbRows = 128;
+constexpr int kAlwaysSwapAbRows = 64;  // other tiles read twice as many rows as there are: never better
+constexpr double kSmallLaunchUs = 4.4;
+constexpr double kMemoryBytesPerUs = 4.0e6;
+constexpr double kSmBytesPerUs = 86e3;    // what one SM can take in
+constexpr double kSwapAbMathUs = 0.0034;  // of a k-block, for each row
+constexpr double kMeetUs = 0.7;           // of partial tiles in distributed shared memory
+constexpr double kMeetRowUs = 0.05;       // the same, for each row
+constexpr int kSmsPerGroup = 16;          // at least so many SMs hold the CTAs of a cluster
+
+// Of the weight, which nothing holds in a cache.
+double memory_us(const Problem& p) {
+  return static_cast<double>(p.n) * p.k * kElementBytes / kMemoryBytesPerUs;
+}
 
 // A tile that leaves slowly must fit into its slabs whole, or the math warps wait for the link. And narrower
 // tiles lost on all shapes measured.
@@ -60,7 +78,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const bool sends = p.world_size > 1 && !p.gathers;
   const double tile_us = ceil_div(p.k, kBlockK) * block_us + (sends ? kSentTileUs : kTileUs);
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average);
-  if (!sends) return time_us;
+  if (!sends) return std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p));
 
   // What must leave over the link, then this rank's own share of the tiles.
   const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
@@ -75,15 +93,67 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   return time_us + kAddUs;
 }
 
+std::string swap_ab_name(int config, int split) {
+  return "swap-ab " + std::to_string(kSwapAbN) + "x" +
+         std::to_string(kSwapAbConfigs[config - kFirstSwapAb].rows) + " split " + std::to_string(split);
+}
+
+namespace {
+
+double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split) {
+  const int tiles = ceil_div(p.m, tile.rows) * ceil_div(p.n, kSwapAbN);
+  const int groups = std::max(1, p.num_sms / kSmsPerGroup);
+  const int clusters = std::max(1, split > 2 ? groups * (kSmsPerGroup / split) : p.num_sms / split);
+  const int k_blocks = ceil_div(ceil_div(p.k, kBlockK), split);
+  const double block_us = std::max(swap_ab_stage_bytes(tile) / kSmBytesPerUs, kSwapAbMathUs * tile.rows);
+  // A CTA that does not split K adds nothing up, but passes its tile through the same memory.
+  const double meet_us = kTileUs + (kMeetUs + kMeetRowUs * tile.rows) * (split > 1 ? 1.0 : 0.5);
+  const double cta_us = ceil_div(tiles, clusters) * (k_blocks * block_us + meet_us);
+  return kSmallLaunchUs + std::max(cta_us, memory_us(p) + meet_us);
+}
+
+void consider_swap_ab(const Problem& p, Choice& best) {
+  // The lowest tile that holds all rows: of higher ones more is read for nothing.
+  const auto* tile = std::find_if(std::begin(kSwapAbConfigs), std::end(kSwapAbConfigs) - 1,
+                                  [&](const SwapAbConfig& c) { return c.rows >= p.m; });
+  const int max_split = std::min({kMaxSplit, p.num_sms, ceil_div(p.k, kBlockK)});
+  for (int split = 1; split <= max_split; split *= 2) {
+    const double time_us = swap_ab_time_us(p, *tile, split);
+    best.candidates.emplace_back(swap_ab_name(kFirstSwapAb + tile->id, split), time_us);
+    if (time_us < best.time_us) {
+      best.config = kFirstSwapAb + tile->id;
+      best.cluster = Cluster::kNone;
+      best.split = split;
+      best.time_us = time_us;
+    }
+  }
+}
+
+Choice sorted(Choice choice) {
+  std::stable_sort(choice.candidates.begin(), choice.candidates.end(),
+                   [](const auto& a, const auto& b) { return a.second < b.second; });
+  return choice;
+}
+
+}  // namespace
+
 Choice select(const Problem& p, int packed_choice) {
   const bool fixed = packed_choice >= 0;
   const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
   const int fixed_group_m = fixed ? packed_choice >> 16 : 0;
+  if (fixed_config >= kFirstSwapAb && fixed) {
+    return {fixed_config, Cluster::kNone, 1, 0.0, "fixed", {}, std::max(1, fixed_cluster)};
+  }
   // What a plan made before: on the path of every launch, so nothing is scored or named.
   if (fixed && fixed_cluster > 0 && fixed_group_m > 0) {
     return {fixed_config, static_cast<Cluster>(fixed_cluster), fixed_group_m, 0.0, "fixed", {}};
   }
   Choice best = {-1, Cluster::kNone, 1, INFINITY, "", {}};
+  const bool swap_ab = !fixed && p.world_size == 1 && p.m <= kMaxSwapAbRows;
+  if (swap_ab) {
+    consider_swap_ab(p, best);
+    if (p.all_reduced || p.m <= kAlwaysSwapAbRows) return sorted(best);
+  }
   for (const TileConfig& tile : kTileConfigs) {
     if (fixed && tile.id != fixed_config) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
@@ -97,12 +167,13 @@ Choice select(const Problem& p, int packed_choice) {
       if (time_us < best.time_us) {  // of equals the first, which is the widest: it takes the least energy
         best.config = tile.id;
         best.cluster = cluster;
+        best.split = 0;
         best.time_us = time_us;
       }
     }
   }
-  std::stable_sort(best.candidates.begin(), best.candidates.end(),
-                   [](const auto& a, const auto& b) { return a.second < b.second; });
+  best = sorted(best);
+  if (best.swaps_ab()) return best;
   best.group_m = fixed_group_m > 0 ? fixed_group_m : best.cluster == Cluster::kPairM ? 8 : 16;
   return best;
 }

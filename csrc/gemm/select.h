@@ -16,7 +16,8 @@ struct Problem {
   bool transpose_weight;  // weight stored as [K, N]
   int world_size;         // 1: plain GEMM; else the rows are world_size shards and the tiles of others travel
   int num_sms;
-  bool gathers = false;  // it is x that travels: rows of other shards arrive, results stay
+  bool gathers = false;      // it is x that travels: rows of other shards arrive, results stay
+  bool all_reduced = false;  // swap-AB tiles are preferred: they sum over ranks in the same launch
 };
 
 struct Choice {
@@ -26,15 +27,19 @@ struct Choice {
   double time_us;  // the model's guess
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
+  int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
+
+  bool swaps_ab() const { return split > 0; }
 };
 
 std::string config_name(int config, Cluster cluster);
+std::string swap_ab_name(int config, int split);
 
 // Time the model gives one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);
 
 // For tests and sweeps: a choice as one integer, as the low-level ops take it. 0 for cluster or group_m
-// leaves that part to the model, -1 leaves everything.
+// leaves that part to the model, -1 leaves everything. Of a swap-AB tile the split stands for the cluster.
 constexpr int pack_choice(int config, int cluster, int group_m) {
   return config | cluster << 8 | group_m << 16;
 }

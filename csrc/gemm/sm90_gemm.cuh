@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
-    using Mma = Wgmma<Element, kBlockN, kMajorB>;
+    using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
     const int warpgroup = warp / 4 - 1;
     const int thread = threadIdx.x % 128;
     const int last = order.num_clusters();

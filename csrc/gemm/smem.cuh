@@ -89,6 +89,8 @@ struct Smem {
   __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
   // A word that is set when a wait ran out of time: by the storer, or for both warpgroups by the loader.
   __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
+  // Where the memory that num_barriers and so on count ends.
+  __device__ uint32_t end() const { return failed(kNumMathWarpgroups); }
   __device__ void set_failed() const {
     for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
       ptx::store_shared(failed(warpgroup), 1);
@@ -97,10 +99,10 @@ struct Smem {
 
   // One thread, before anybody uses a barrier. Every math warp of the cluster releases a stage: a partner's
   // multicast writes into this CTA's stage too.
-  __device__ void init(int cluster_size) const {
+  __device__ void init(int cluster_size, int loaders = 1) const {
     constexpr int kMathWarps = 4;  // of a warpgroup
     for (int stage = 0; stage < kTile.stages; ++stage) {
-      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(full(stage), loaders);
       ptx::mbarrier_init(empty(stage), kNumMathWarpgroups * kMathWarps * cluster_size);
     }
     for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {

@@ -5,10 +5,11 @@
 // region apart, and so are the others together.
 //
 // Where tiles travel to their owners, the others come first. They take turns, starting with rank+1: at any time
-// a rank sends to all of its peers, and no peer is sent to by all. Where x is gathered, the own shard comes
-// first, then one shard after the other in the order of their arrival, rank-1, rank-2 and so on: with
-// everybody sending to one peer at a time, and each to another one, links carry 350 GB/s, with everybody
-// sending to all at once 220 (4 GPUs behind a switch).
+// a rank sends to all of its peers, and no peer is sent to by all. Where copy engines carry them, they come one
+// shard after the other, rank+1, rank+2 and so on: with everybody sending to one peer at a time, and each to
+// another one, links carry 350 GB/s, with everybody sending to all at once 220 (4 GPUs behind a switch). Where
+// x is gathered, the own shard comes first, then one shard after the other in the order of their arrival,
+// rank-1, rank-2 and so on.
 //
 // Where tiles travel, own tiles wait for the peers' tiles: a CTA, or a pair of CTAs that share loads, must
 // therefore never have a remote tile behind an own one, or ranks could wait for each other in a circle. That
@@ -32,6 +33,8 @@ struct Tile {
 // x.
 enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3 };
 
+enum class Peers { kTakeTurns, kOneByOne, kGathered };
+
 struct TileOrder {
   int m_tiles;  // per shard
   int n_tiles;
@@ -39,7 +42,7 @@ struct TileOrder {
   int rank;
   Cluster cluster;
   int group_m;  // in clusters
-  bool gathers = false;
+  Peers peers = Peers::kTakeTurns;
 
   FLUX_HD int cluster_m() const { return cluster == Cluster::kPairM ? 2 : 1; }
   FLUX_HD int cluster_n() const { return cluster == Cluster::kPairN ? 2 : 1; }
@@ -56,6 +59,7 @@ struct TileOrder {
 
   // The tile of CTA `cta` (0 <= cta < cluster_size) in the index-th cluster of the order.
   FLUX_HD Tile at(int index, int cta) const {
+    const bool gathers = peers == Peers::kGathered;
     const int first_region = gathers ? num_own_clusters() : num_remote_clusters();
     const bool own = gathers == (index < first_region);
     const int rows = own ? m_tiles : remote_rows();
@@ -75,11 +79,11 @@ struct TileOrder {
     tile.valid = row < rows && column < n_tiles;
     if (row >= rows) row = rows - 1;  // the idle half loads what its partner loads, and drops it
     if (column >= n_tiles) column = n_tiles - 1;
-    const int peers = world_size - 1;
-    tile.shard = own       ? rank
-                 : gathers ? (rank + peers - row / m_tiles) % world_size
-                           : (rank + 1 + row % peers) % world_size;
-    tile.m = own ? row : gathers ? row % m_tiles : row / peers;
+    const int others = world_size - 1;
+    const bool turns = peers == Peers::kTakeTurns;
+    const int nth = turns ? row % others : row / m_tiles;  // of the other shards
+    tile.shard = own ? rank : gathers ? (rank + others - nth) % world_size : (rank + 1 + nth) % world_size;
+    tile.m = own ? row : turns ? row / others : row % m_tiles;
     tile.n = column;
     return tile;
   }

@@ -15,18 +15,21 @@ namespace flux::gemm {
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
-template <class Element, int kN, Major kMajorB>
+template <class Element, int kN, Major kMajorA, Major kMajorB>
 struct WgmmaAtom;
 
-#define FLUX_WGMMA_ATOM(n)                                                            \
-  template <Major kMajorB>                                                            \
-  struct WgmmaAtom<__nv_bfloat16, n, kMajorB> {                                       \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<Major::K, kMajorB>; \
-  };                                                                                  \
-  template <Major kMajorB>                                                            \
-  struct WgmmaAtom<__half, n, kMajorB> {                                              \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<Major::K, kMajorB>;   \
+#define FLUX_WGMMA_ATOM(n)                                                           \
+  template <Major kMajorA, Major kMajorB>                                            \
+  struct WgmmaAtom<__nv_bfloat16, n, kMajorA, kMajorB> {                             \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kMajorA, kMajorB>; \
+  };                                                                                 \
+  template <Major kMajorA, Major kMajorB>                                            \
+  struct WgmmaAtom<__half, n, kMajorA, kMajorB> {                                    \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kMajorA, kMajorB>;   \
   };
+FLUX_WGMMA_ATOM(8)
+FLUX_WGMMA_ATOM(16)
+FLUX_WGMMA_ATOM(32)
 FLUX_WGMMA_ATOM(64)
 FLUX_WGMMA_ATOM(80)
 FLUX_WGMMA_ATOM(96)
@@ -38,7 +41,7 @@ FLUX_WGMMA_ATOM(224)
 FLUX_WGMMA_ATOM(256)
 #undef FLUX_WGMMA_ATOM
 
-template <class Element, int kN, Major kMajorB>
+template <class Element, int kN, Major kMajorA, Major kMajorB>
 struct Wgmma {
   static constexpr int kAccumulators = kN / 2;  // fp32 registers of each of the 128 threads
 
@@ -51,7 +54,7 @@ struct Wgmma {
   template <size_t... kI>
   __device__ __forceinline__ static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators],
                                               ScaleOut scale, std::index_sequence<kI...>) {
-    WgmmaAtom<Element, kN, kMajorB>::Type::fma(a, b, d[kI]..., scale);
+    WgmmaAtom<Element, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
   }
 };
 

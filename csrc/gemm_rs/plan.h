@@ -28,6 +28,35 @@ struct Layout {
   FLUX_HD int64_t slot_bytes() const { return tile_offset(world_size - 1, 0, 0); }
 };
 
+// Copy engines carry the tiles of a slot in this many chunks of about equal size, and signal each. Tiles are
+// computed roughly in the order in which they lie there, so that the first chunk is complete long before the
+// last.
+struct Chunks {
+  int count;
+  int tiles;  // of a slot
+
+  FLUX_HD int first(int chunk) const { return static_cast<int>(static_cast<int64_t>(tiles) * chunk / count); }
+  FLUX_HD int of(int tile_index) const {
+    return static_cast<int>((static_cast<int64_t>(tile_index + 1) * count - 1) / tiles);
+  }
+  FLUX_HD int size(int chunk) const { return first(chunk + 1) - first(chunk); }
+};
+
+// How many chunks copy engines send each peer, or 0 where storers do better: as long as what leaves the GPU fits
+// into the time of the GEMM, they are sooner, since nothing waits for a chunk to be complete.
+inline int copy_chunks(int m, int n, int k, int world_size) {
+  constexpr double kLinkBytesPerUs = 340e3;
+  constexpr double kFlopsPerUs = 750e6;
+  constexpr double kShare = 0.6;  // of the GEMM's time; storers keep up to about there
+  constexpr int64_t kMinBytes = 8 << 20;
+  constexpr int kMaxChunks = 4;
+  const int64_t slot_bytes = static_cast<int64_t>(m / world_size) * n * gemm::kElementBytes;
+  const double wire_us = static_cast<double>(slot_bytes) * (world_size - 1) / kLinkBytesPerUs;
+  const double gemm_us = 2.0 * m * n * k / kFlopsPerUs;
+  if (slot_bytes < kMinBytes || wire_us < kShare * gemm_us) return 0;
+  return slot_bytes / kMinBytes < kMaxChunks ? static_cast<int>(slot_bytes / kMinBytes) : kMaxChunks;
+}
+
 // How fast a storer sends: cycles from the start of one chunk (2 KB) to the next, 0 for as fast as it can.
 struct Pace {
   int cycles_per_chunk;
@@ -56,8 +85,10 @@ FLUX_HD Layout make_layout(int m, int n, int world_size, const gemm::TileConfig&
           gemm::kBlockM * config.block_n * gemm::kElementBytes, world_size};
 }
 
-FLUX_HD gemm::TileOrder make_order(const Layout& layout, int rank, gemm::Cluster cluster, int group_m) {
-  return {layout.m_tiles, layout.n_tiles, layout.world_size, rank, cluster, group_m};
+FLUX_HD gemm::TileOrder make_order(const Layout& layout, int rank, gemm::Cluster cluster, int group_m,
+                                   bool copied = false) {
+  const gemm::Peers peers = copied ? gemm::Peers::kOneByOne : gemm::Peers::kTakeTurns;
+  return {layout.m_tiles, layout.n_tiles, layout.world_size, rank, cluster, group_m, peers};
 }
 
 }  // namespace flux::gemm_rs

@@ -21,6 +21,9 @@ struct SlotStore {
     runtime::SymmBuffer symm;
     Layout layout;
     Pace pace;
+    uint32_t epoch;  // of a call that the host counts, because copy engines carry its tiles; else 0
+    Chunks chunks;
+    char* staging;  // where tiles wait for the copy engine
     int rows_per_shard;
     int n;
   };
@@ -31,7 +34,11 @@ struct SlotStore {
   static constexpr bool kReduces = true;
   static constexpr bool kGathers = false;
 
-  FLUX_DEVICE static Call begin(const Params& p) { return {sync::begin_call(p.symm)}; }
+  FLUX_DEVICE static Call begin(const Params& p) {
+    Call call = {sync::begin_call(p.symm)};
+    if (p.epoch != 0) call.epoch = p.epoch;
+    return call;
+  }
 
   // x is all here: the rows of every shard, one below the other.
   template <class GemmParams>
@@ -54,7 +61,14 @@ struct SlotStore {
   FLUX_DEVICE static void send(const Params& p, Call& call, const gemm::Tile& tile, bool last_wave,
                                int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
     const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
-    if (chunks <= 0 || call.aborted) return;
+    if (chunks <= 0) return;
+    if (p.epoch != 0) {
+      const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+      ptx::bulk_store(p.staging + fragment_offset(p, slot, tile, warpgroup, first_chunk), smem,
+                      chunks * gemm::kChunkBytes);
+      return;
+    }
+    if (call.aborted) return;
     const int slot = Layout::slot_index(p.symm.rank, tile.shard);
     char* dst = p.symm.slots(tile.shard, call.epoch) + fragment_offset(p, slot, tile, warpgroup, first_chunk);
     const int pace = last_wave ? p.pace.last_wave : p.pace.cycles_per_chunk;
@@ -71,6 +85,12 @@ struct SlotStore {
   }
 
   FLUX_DEVICE static void publish(const Params& p, const Call& call, const gemm::Tile& tile, int warpgroup) {
+    if (p.epoch != 0) {
+      const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+      const int chunk = p.chunks.of(p.layout.tile_index(tile.m, tile.n));
+      sync::count(&p.symm.header()->pieces_staged[slot * p.chunks.count + chunk]);
+      return;
+    }
     if (call.aborted) return;
     const int slot = Layout::slot_index(p.symm.rank, tile.shard);
     sync::signal(p.symm.signal(tile.shard, slot, p.layout.signal_index(tile.m, tile.n, warpgroup)),
@@ -84,8 +104,9 @@ struct SlotStore {
     bool arrived = true;
     for (int slot = 0; slot < num_peers && arrived; ++slot) {
       const uint32_t peer = slot < p.symm.rank ? slot : slot + 1;
-      const uint32_t* signal =
-          p.symm.signal(p.symm.rank, slot, p.layout.signal_index(tile.m, tile.n, warpgroup));
+      const int word = p.epoch != 0 ? p.chunks.of(p.layout.tile_index(tile.m, tile.n))
+                                    : p.layout.signal_index(tile.m, tile.n, warpgroup);
+      const uint32_t* signal = p.symm.signal(p.symm.rank, slot, word);
       arrived = sync::wait_signal(p.symm, signal, call.epoch,
                                   {kOpId, peer, static_cast<uint32_t>(p.layout.tile_index(tile.m, tile.n))});
     }

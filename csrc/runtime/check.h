@@ -31,6 +31,8 @@ template <class... Values>
 #define FLUX_CUDA_CHECK(call)                                                        \
   do {                                                                               \
     const cudaError_t status_ = (call);                                              \
-    if (status_ != cudaSuccess)                                                      \
+    if (status_ != cudaSuccess) {                                                    \
+      cudaGetLastError(); /* or the next call would be taken to have failed */       \
       ::flux::runtime::fail(__FILE__, __LINE__, #call, cudaGetErrorString(status_)); \
+    }                                                                                \
   } while (0)

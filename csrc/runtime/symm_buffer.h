@@ -5,6 +5,7 @@
 //   [0, 16384)                 header: words only the owning rank touches
 //   then signal_bytes          signals: one u32 epoch for each half tile of each slot, written by peers
 //   then two slot buffers      slot_bytes each; call number `epoch` uses buffer epoch & 1
+//   then two exchange buffers  exchange_bytes each, likewise; between calls every word of them is kAbsent
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,12 @@ namespace flux::runtime {
 
 constexpr int kMaxWorldSize = 8;
 constexpr int64_t kHeaderBytes = 16384;
+
+// What an exchange buffer holds where nothing has arrived. Two 16-bit NaNs that no conversion from fp32 makes.
+constexpr uint32_t kAbsent = 0xFFFFFFFF;
+
+// Chunks that copy engines wait for in one call.
+constexpr int kMaxStagedChunks = 64;
 
 // What a kernel leaves in pinned host memory when a wait runs out of time.
 struct ErrorRecord {
@@ -30,7 +37,9 @@ struct Header {
   uint32_t aborted;     // sticky: a wait ran out of time, later calls must not wait again
   uint32_t next_tile;   // of the running call: clusters of CTAs draw their next tile here
   uint32_t next_piece;  // of the running call: CTAs that push rows draw what to push next
-  uint32_t reserved[123];
+  uint32_t reserved[59];
+  // Of each chunk that a copy engine sends: pieces of it that are ready. It sets them back.
+  uint32_t pieces_staged[kMaxStagedChunks];
   // Of each block of rows, for each peer; whoever pushes the last piece resets it.
   uint32_t pieces_pushed[kHeaderBytes / 4 - 128];
 };
@@ -43,6 +52,7 @@ struct SymmBuffer {
   uint64_t peers[kMaxWorldSize];  // base address of each rank's copy, in this process's address space
   int64_t signal_bytes;
   int64_t slot_bytes;
+  int64_t exchange_bytes;
   ErrorRecord* error;
   uint64_t timeout_ns;
 
@@ -55,6 +65,10 @@ struct SymmBuffer {
   }
   FLUX_HD char* slots(int peer, uint32_t epoch) const {
     return reinterpret_cast<char*>(peers[peer] + kHeaderBytes + signal_bytes + (epoch & 1) * slot_bytes);
+  }
+  FLUX_HD char* exchange(int peer, uint32_t epoch) const {
+    return reinterpret_cast<char*>(peers[peer] + kHeaderBytes + signal_bytes + 2 * slot_bytes +
+                                   (epoch & 1) * exchange_bytes);
   }
 };
 

@@ -4,12 +4,18 @@ Importing flux loads its native library and registers its torch operators; it to
 process group.
 """
 
+from flux import moe
 from flux.errors import CommTimeoutError
+from flux.ops import autograd as _autograd  # noqa: F401  (registers the backward passes)
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
+from flux.ops.all_reduce import all_reduce
 from flux.ops.gemm import gemm
+from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
+from flux.ops.grouped_gemm import grouped_gemm
 from flux.ops.plan import Plan, explain
+from flux.ops.wgrad import wgrad_accum
 from flux.ops.workspaces import check, release, reserve
 
 __version__ = "0.1.0"
@@ -20,10 +26,15 @@ __all__ = [
     "__version__",
     "ag_gemm",
     "all_gather",
+    "all_reduce",
     "check",
     "explain",
     "gemm",
+    "gemm_ar",
     "gemm_rs",
+    "grouped_gemm",
+    "moe",
     "release",
     "reserve",
+    "wgrad_accum",
 ]

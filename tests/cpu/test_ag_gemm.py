@@ -288,9 +288,21 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"x": torch.tensor(1.0), "out": torch.ones(8, 6), "return_gathered": True},
         ("x", "2 dimensions", "0"),
     ),
-    ("x needs grad", {"x": torch.ones(4, 8, requires_grad=True)}, ("x", "no_grad", "requires_grad")),
-    ("weight needs grad", {"weight": torch.nn.Parameter(W)}, ("weight", "no_grad", "requires_grad")),
-    ("bias needs grad", {"bias": torch.nn.Parameter(B)}, ("bias", "no_grad", "requires_grad")),
+    (
+        "x needs grad",
+        {"x": X.clone().requires_grad_(), "out": torch.ones(8, 6)},
+        ("x", "no_grad", "requires_grad"),
+    ),
+    (
+        "weight needs grad",
+        {"weight": torch.nn.Parameter(W), "out": torch.ones(8, 6)},
+        ("weight", "no_grad", "requires_grad"),
+    ),
+    (
+        "bias needs grad",
+        {"bias": torch.nn.Parameter(B), "out": torch.ones(8, 6)},
+        ("bias", "no_grad", "requires_grad"),
+    ),
     ("no weight", {"weight": [], "bias": None}, ("weight", "at least one", "empty list")),
     ("a weight of a list", {"weight": [W, W[:, 1:]], "bias": None}, ("weight[1]", "k = 8", "[6, 7]")),
     ("a bias of a list", {"weight": [W, W], "bias": [None, B[1:]]}, ("bias[1]", "[6]", "[5]")),
@@ -303,13 +315,21 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"weight": [W, W], "bias": None, "out": [torch.ones(8, 6), X]},
         ("out[1]", "[8, 6]"),
     ),
-    ("in a list needs grad", {"weight": [W, torch.nn.Parameter(W)], "bias": None}, ("weight[1]", "no_grad")),
+    (
+        "in a list needs grad",
+        {"weight": [W, torch.nn.Parameter(W)], "bias": None, "out": [torch.ones(8, 6)] * 2},
+        ("weight[1]", "no_grad"),
+    ),
 ]
 BAD_GATHER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("x without dimensions", {"x": torch.tensor(1.0)}, ("x", "1 dimension", "0")),
     ("integers", {"x": X.int()}, ("x", "bfloat16, float16, float32", "torch.int32")),
     ("out shape", {"x": X, "out": X}, ("out", "[8, 8]", "[4, 8]")),
-    ("needs grad", {"x": torch.ones(4, 8, requires_grad=True)}, ("x", "no_grad", "requires_grad")),
+    (
+        "needs grad",
+        {"x": X.clone().requires_grad_(), "out": torch.ones(8, 8)},
+        ("x", "no_grad", "requires_grad"),
+    ),
 ]
 
 

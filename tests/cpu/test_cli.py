@@ -165,7 +165,7 @@ def test_compare_points_at_the_difference() -> None:
 def test_defaults_without_a_gpu() -> None:
     settings = choose_cpu([], cpu=False)
     assert (settings.device, settings.world, settings.tp, settings.suite) == ("cpu", 4, 4, "cpu")
-    assert {p.op for p in settings.problems} == {"gemm_rs", "ag_gemm"}
+    assert {p.op for p in settings.problems} == {"gemm_rs", "ag_gemm", "gemm_ar", "all_reduce"}
 
 
 def test_gemm_alone_may_have_another_tp() -> None:
@@ -179,7 +179,7 @@ def test_gemm_alone_may_have_another_tp() -> None:
 @pytest.mark.parametrize(
     ("ops", "changes", "message"),
     [
-        (["gem"], {}, "op expected to be one of gemm_rs, ag_gemm, gemm, got 'gem'"),
+        (["gem"], {}, "op expected to be one of gemm_rs, ag_gemm, gemm_ar, all_reduce, gemm, got 'gem'"),
         (["gemm_rs"], {"n": 64}, "--n and --k come together"),
         (["gemm_rs"], {"models": ["x"]}, "model expected to be one of tiny-mlp"),
         (["gemm_rs"], {"world": 1}, "nothing to measure: gemm_rs left out"),

@@ -35,6 +35,7 @@ def test_everything_is_exact_and_every_contribution_odd(case: GemmRsCase) -> Non
     for part in [*parts, total]:
         assert part.abs().max() <= limit
         assert torch.equal(part.to(case.dtype).double(), part)
+    assert torch.equal(case.expected_sum().double(), total)
     rows = case.m // case.world_size
     for rank in range(case.world_size):
         assert torch.equal(case.expected(rank).double(), total[rank * rows : (rank + 1) * rows])

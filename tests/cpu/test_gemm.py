@@ -88,9 +88,21 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("out dtype", {"out": torch.ones(4, 6).half()}, ("out", "torch.float32", "torch.float16")),
     ("out strides", {"out": torch.ones(6, 4).t()}, ("out", "contiguous", "[1, 4]")),
     ("out device", {"out": torch.ones(4, 6, device="meta")}, ("out", "cpu", "meta")),
-    ("x needs grad", {"x": torch.ones(4, 8, requires_grad=True)}, ("x", "no_grad", "requires_grad")),
-    ("weight needs grad", {"weight": torch.nn.Parameter(W)}, ("weight", "no_grad", "requires_grad")),
-    ("bias needs grad", {"bias": torch.nn.Parameter(B)}, ("bias", "no_grad", "requires_grad")),
+    (
+        "x needs grad",
+        {"x": X.clone().requires_grad_(), "out": torch.ones(4, 6)},
+        ("x", "no_grad", "requires_grad"),
+    ),
+    (
+        "weight needs grad",
+        {"weight": torch.nn.Parameter(W), "out": torch.ones(4, 6)},
+        ("weight", "no_grad", "requires_grad"),
+    ),
+    (
+        "bias needs grad",
+        {"bias": torch.nn.Parameter(B), "out": torch.ones(4, 6)},
+        ("bias", "no_grad", "requires_grad"),
+    ),
 ]
 
 
@@ -160,7 +172,7 @@ def test_explain_says_why() -> None:
     assert not plan.fused
     assert "torch.mm" in plan.reason
     assert "unfused" in str(plan)
-    with pytest.raises(ValueError, match="explain: op: expected one of gemm, gemm_rs, ag_gemm, got 'conv'"):
+    with pytest.raises(ValueError, match="explain: op: expected one of gemm, gemm_rs, .*, got 'conv'"):
         flux.explain("conv", 1, 1, 1)
     with pytest.raises(ValueError, match="explain: dtype: expected .* got torch.int8"):
         flux.explain("gemm", 1, 1, 1, torch.int8)

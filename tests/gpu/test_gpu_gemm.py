@@ -47,6 +47,20 @@ def test_every_tile_shape_and_cluster(config: int, transpose_weight: bool) -> No
             assert_untouched(whole)
 
 
+@pytest.mark.parametrize("config", range(core.FIRST_SWAP_AB, core.FIRST_SWAP_AB + core.NUM_SWAP_AB))
+@pytest.mark.parametrize("transpose_weight", [False, True])
+def test_every_swap_ab_tile_and_split(config: int, transpose_weight: bool) -> None:
+    for split in (1, 2, 4, 8):
+        for number, (m, n, k) in enumerate([(1, 8, 512), (3, 136, 520), (16, 2048, 4096), (300, 1032, 1096)]):
+            dtype = DTYPES[(number + split) % 2]
+            case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
+            x, weight, bias = case.inputs(0, "cuda")
+            out, whole = guarded(m, n, dtype)
+            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, config | split << 8, 0)
+            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, split)
+            assert_untouched(whole)
+
+
 def test_a_bias_and_a_row_that_lie_where_the_kernels_cannot_read_them() -> None:
     case = GemmRsCase(1, 136, 72, 1, bias=True)
     x, weight, bias = case.inputs(0, "cuda")

@@ -51,6 +51,22 @@ def test_transposed_weight(world_size: int, bias: bool) -> None:
         assert_exact(ranks, GemmRsCase(rows * world_size, n, k, world_size, dtype, True, bias, seed=number))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_tiles_that_copy_engines_carry(world_size: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for number, (rows, n, k) in enumerate(SHAPES):
+        for config in (0, 5 | 2 << 8, 9):
+            case = GemmRsCase(
+                rows * world_size, n, k, world_size, DTYPES[number % 2], bias=number % 3 == 0, seed=number
+            )
+            xs, weights, bias = gpu_inputs(case)
+            for chunks in (1, 3):
+                results = ranks.gemm_rs(xs, weights, bias, config=config, copied=True, chunks=chunks)
+                ranks.check()
+                for rank, result in enumerate(results):
+                    assert torch.equal(result, case.expected(rank, "cuda")), (rank, case, config, chunks)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_many_shapes_back_to_back_without_waiting(world_size: int) -> None:
     """Ranks run ahead of each other as far as the protocol lets them: nothing joins their streams."""

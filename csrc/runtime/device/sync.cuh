@@ -18,6 +18,12 @@ __device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }
 
+// The same for a word that a stream waits for, of which every piece of the data adds one.
+__device__ __forceinline__ void count(uint32_t* address) {
+  ptx::fence_proxy_async();
+  ptx::add_release_sys(address, 1);
+}
+
 // A live sender is in this call or in the next one. Anything else, however large, is a word left from long
 // ago.
 __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }

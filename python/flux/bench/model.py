@@ -96,14 +96,18 @@ def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int
     """Bytes that each rank must send to its peers, whatever the algorithm.
 
     gemm_rs: p-1 of the p row shards of its partial [M, N]. ag_gemm: its shard of x [M/p, K] to p-1 peers.
+    gemm_ar, all_reduce: as gemm_rs, and its shard of the sum to p-1 peers.
     """
     if pattern == "gemm_rs":
         return (tp - 1) * m * n * element_bytes // tp
     if pattern == "ag_gemm":
         return (tp - 1) * m * k * element_bytes // tp
+    if pattern in ("gemm_ar", "all_reduce"):
+        return 2 * (tp - 1) * m * n * element_bytes // tp
     if pattern == "local":
         return 0
-    raise ValueError(f"wire_bytes: pattern expected to be gemm_rs, ag_gemm or local, got {pattern!r}")
+    known = "gemm_rs, ag_gemm, gemm_ar, all_reduce or local"
+    raise ValueError(f"wire_bytes: pattern expected to be {known}, got {pattern!r}")
 
 
 def floor_ms(gemm: float, bytes_on_wire: int, link_gb_per_s: float = LINK_GB_PER_S) -> float:

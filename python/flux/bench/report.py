@@ -21,6 +21,7 @@ BARS = {
     "gemm_rs": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
     "ag_gemm": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
     "gemm_ar": Bar(row=1.0, geomean=1.25),
+    "all_reduce": Bar(row=1.0),
     "moe": Bar(row=1.0, geomean=1.30, geomean_tp=4),
 }
 HOST_BAR_US = 25.0
@@ -44,7 +45,9 @@ class Column:
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def _ratio(value: float | None, digits: int = 2) -> str:

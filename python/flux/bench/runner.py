@@ -152,10 +152,12 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
     row.notes += [
         f"{name}: the host never got ahead of the GPU; its time is included" for name in timer.host_bound
     ]
-    row.times = {c.name: Timing(c.role, tuple(samples[c.name])) for c in candidates}
+    row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
     if settings.device == "cuda" and not settings.all_configs:
         wanted = ("flux", "serial", "peer")
-        row.host_us = {c.name: round(timer.host_us(c.call), 2) for c in candidates if c.role in wanted}
+        row.host_us = {
+            c.name: round(timer.host_us(c.eager or c.call), 2) for c in candidates if c.role in wanted
+        }
 
 
 def _agree(mine: str, context: Context) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import flux
 from flux.bench import machine
 from flux.bench.cases.common import compare
+from flux.ops import gemm as products
 from flux.ops.plan import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.emulate import EmulatedRanks, why_not
@@ -21,8 +22,12 @@ from flux.testing.emulate import EmulatedRanks, why_not
 Case = GemmRsCase | AgGemmCase
 Tensors = list[torch.Tensor]
 
-COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather")
+COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce")
+_SUMS = ("gemm_ar", "all_reduce")  # of whole matrices: their rows are not dealt to ranks
+_WITHOUT_WEIGHT = ("all_gather", "all_reduce")
 _CALLS = 3  # back to back: both buffers of a workspace, and one of them again
+# Elements: the CTAs of all emulated ranks wait for each other, so one GPU must hold them all.
+_MAX_EMULATED_SUM = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -38,29 +43,33 @@ class Outcome:
 
 
 def named_cases(world_size: int, device: str, op: str = "gemm_rs") -> list[tuple[str, Case]]:
-    """Cases of an op for `world_size` ranks; 1 makes them plain GEMMs. M is per rank times ranks."""
+    """Cases of an op for `world_size` ranks; 1 makes them plain GEMMs. M is per rank times ranks, where these
+    share rows.
+    """
     p = world_size
+    q = 1 if op in _SUMS else p
     big, small = (512 if device == "cuda" else 256), 128
     dtype = torch.bfloat16
-    make: Callable[..., Case] = GemmRsCase if op in ("gemm", "gemm_rs") else AgGemmCase
-    base = make(big * p, 2 * big, 2 * big, p, dtype, seed=1)
+    make: Callable[..., Case] = GemmRsCase if op in ("gemm", "gemm_rs", *_SUMS) else AgGemmCase
+    has_weight = op not in _WITHOUT_WEIGHT
+    base = make(big * q, 2 * big, 2 * big, p, dtype, seed=1)
     other = torch.float16 if device == "cuda" else torch.float32
     cases = [
-        ("one tile a rank", make(small * p, 2 * small, 64, p, dtype, seed=2)),
+        ("one tile a rank", make(small * q, 2 * small, 64, p, dtype, seed=2)),
         ("many tiles", base),
-        ("M, N, K ragged", make((small + 3) * p, 5 * small + 8, 2 * small + 24, p, dtype, seed=3)),
-        ("shard smaller than a tile", make(5 * p, 2 * small + 8, 136, p, dtype, seed=4)),
-        ("one row a rank", make(p, 3 * small, 264, p, dtype, seed=5)),
-        (str(other).removeprefix("torch."), replace(base, dtype=other, bias=True, seed=8)),
-        ("sizes no kernel takes", make(3 * p, 21, 13, p, dtype, seed=9)),
+        ("M, N, K ragged", make((small + 3) * q, 5 * small + 8, 2 * small + 24, p, dtype, seed=3)),
+        ("shard smaller than a tile", make(5 * q, 2 * small + 8, 136, p, dtype, seed=4)),
+        ("one row" if q == 1 else "one row a rank", make(q, 3 * small, 264, p, dtype, seed=5)),
+        (str(other).removeprefix("torch."), replace(base, dtype=other, bias=has_weight, seed=8)),
+        ("sizes no kernel takes", make(3 * q, 21, 13, p, dtype, seed=9)),
     ]
-    if op != "all_gather":  # which has no weight
+    if has_weight:
         cases[5:5] = [
             ("bias", replace(base, bias=True, seed=6)),
             ("weight as [K, N]", replace(base, transpose_weight=True, seed=7)),
         ]
     if device == "cuda":
-        cases.append(("large", make(2048 * p, 4096, 1024, p, dtype, seed=10)))
+        cases.append(("large", make(2048 * q, 4096, 1024, p, dtype, seed=10)))
     if device == "cuda" and make is AgGemmCase:
         cases.append(("by copy engine", make(2048 * p, 1024, 2304, p, dtype, seed=11)))
     return cases
@@ -76,7 +85,11 @@ def _successive(case: Case) -> list[Case]:
 
 def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device) -> str:
     """ "exact", or how the results of one call on one rank differ: product, gathered rows, or both."""
-    wanted = [] if op == "all_gather" else [case.expected(rank, device)]
+    wanted: Tensors = []
+    if isinstance(case, GemmRsCase) and op in _SUMS:
+        wanted = [case.expected_sum(device)]
+    elif op != "all_gather":
+        wanted = [case.expected(rank, device)]
     if isinstance(case, AgGemmCase) and len(wanted) < len(outs):
         wanted.append(case.gathered(device))
     said = [compare(out, want) for out, want in zip(outs, wanted, strict=True)]
@@ -125,6 +138,8 @@ def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
         for name, case in named_cases(world_size, "cuda", op):
             if case.n % 8 or case.k % 8:
                 continue  # runs unfused through torch, which is not a kernel to emulate
+            if op == "all_reduce" and case.m * case.n > _MAX_EMULATED_SUM // world_size:
+                continue
             yield _timed(op, name, where, partial(_emulated_case, ranks, op, case))
 
 
@@ -145,11 +160,18 @@ def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
 def _emulated_call(
     ranks: EmulatedRanks, op: str, case: Case, inputs: list[Any], number: int
 ) -> list[Tensors]:
-    """The results of one call, each of all ranks; every other ag_gemm also returns the gathered rows."""
+    """The results of one call, each of all ranks. Every other ag_gemm also returns the gathered rows; sums go
+    one-shot and two-shot in turn.
+    """
     xs, weights, biases = ([rank[i] for rank in inputs] for i in range(3))
     layout: dict[str, Any] = {"transpose_weight": case.transpose_weight, "join": False}
     if op == "gemm_rs":
         return [ranks.gemm_rs(xs, weights, biases[0], **layout)]
+    if op == "gemm_ar":
+        return [ranks.gemm_ar(xs, weights, biases[0], mode=number % 2, **layout)]
+    if op == "all_reduce":
+        partials = [products.reference(*inputs) for inputs in zip(xs, weights, strict=True)]
+        return [ranks.all_reduce(partials, mode=number % 2, join=False)]
     chunk_rows = copy_chunk_rows(xs[0].shape[0], case.k * case.dtype.itemsize)
     copied: dict[str, Any] = {"copied": is_copied(case)}
     if op == "all_gather":
@@ -198,6 +220,10 @@ def _rank_call(
         return [flux.all_gather(x)]
     if op == "gemm_rs":
         return [flux.gemm_rs(x, weight, bias, transpose_weight=layout)]
+    if op == "gemm_ar":
+        return [flux.gemm_ar(x, weight, bias, transpose_weight=layout)]
+    if op == "all_reduce":
+        return [flux.all_reduce(products.reference(x, weight))]
     if number % 2:
         return list(flux.ag_gemm(x, weight, bias, transpose_weight=layout, return_gathered=True))
     return [flux.ag_gemm(x, weight, bias, transpose_weight=layout)]

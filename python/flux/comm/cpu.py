@@ -52,7 +52,7 @@ class CpuWorkspace(Workspace):
     def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:
         return None
 
-    def _allocate(self, signal_bytes: int, slot_bytes: int, op: str) -> None:
+    def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
         try:
             self._memory = shm.SharedMemory(
                 HEADER_BYTES + signal_bytes + 2 * slot_bytes, self.rank, self._meeting, op

@@ -99,20 +99,20 @@ class CudaWorkspace(Workspace):
     def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:
         return symm_mem.unreachable_peer(self.device, [f["uuid"] for f in facts], self.rank)
 
-    def _allocate(self, signal_bytes: int, slot_bytes: int, op: str) -> None:
+    def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
         if self._captured:
             self._kept.append((self._memory, self._symm_buffer))
         self._captured = False
-        self._memory, self._symm_buffer = self._make_region(signal_bytes, slot_bytes, op)
+        self._memory, self._symm_buffer = self._make_region(signal_bytes, slot_bytes, exchange_bytes, op)
         self._address = int(self._symm_buffer.address)
 
     def _make_region(
-        self, signal_bytes: int, slot_bytes: int, op: str
+        self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str
     ) -> tuple[symm_mem.SymmetricMemory, Any]:
         # Peers may still write to the old buffers until they too have come here.
         torch.cuda.synchronize(self.device)
         met = self._meet(op, {"rendezvous": symm_mem.rendezvous_count()})
-        nbytes = HEADER_BYTES + signal_bytes + 2 * slot_bytes
+        nbytes = HEADER_BYTES + signal_bytes + 2 * (slot_bytes + exchange_bytes)
         memory = symm_mem.SymmetricMemory(
             nbytes, self.group, self.device, [facts["rendezvous"] for facts in met]
         )
@@ -122,10 +122,14 @@ class CudaWorkspace(Workspace):
             memory.peers,
             signal_bytes,
             slot_bytes,
+            exchange_bytes,
             self._error_address,
             int(self.timeout_s * 1e9),
         )
-        # Nobody may write to buffers that are not zeroed yet.
+        if exchange_bytes:
+            memory.tensor[nbytes - 2 * exchange_bytes :].fill_(0xFF)  # nothing has arrived
+            torch.cuda.synchronize(self.device)
+        # Nobody may write to buffers that are not in their first state yet.
         self._meet(op, {})
         return memory, symm_buffer
 
@@ -140,9 +144,10 @@ class CudaWorkspace(Workspace):
         """
         self.check(call.op)
         capturing = torch.cuda.is_current_stream_capturing()
-        if call.slot_bytes > self.slot_bytes or call.signal_bytes > self.signal_bytes:
+        if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
             refuse_capture(self.group, call.op)
-            self.grow(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
+            facts = call_facts(call)
+            self.grow(call.signal_bytes, call.slot_bytes, call.op, facts, call.exchange_bytes)
         if capturing:
             # The graph keeps using these buffers. Ordering its replays is the user's, as for any graph.
             self._captured = True
@@ -173,7 +178,7 @@ class CudaWorkspace(Workspace):
             return
         compare_calls(op, self._meet(op, facts))
         room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
-        self._copy_region = self._make_region(*room, op)
+        self._copy_region = self._make_region(*room, 0, op)
         self._copy_room = room
         self._copy_epoch = 0
 

@@ -6,9 +6,9 @@ Every rank holds the same layout, on a GPU in symmetric memory, on CPUs in POSIX
                                on GPUs [1] CTAs done, [2] aborted
     then signal_bytes          signals, u32 epochs written by peers; zero at allocation, never reset
     then two slot buffers      of slot_bytes each; call number `epoch` uses buffer epoch & 1
+    then two exchange buffers  of exchange_bytes each, likewise; on GPUs only (csrc/runtime/exchange.h)
 
-`signal_bytes` and `slot_bytes` belong to the workspace, not to a call: both may only grow, together on all
-ranks.
+These sizes belong to the workspace, not to a call: they may only grow, together on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ PAGE_BYTES = 4096
 MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
 
 # Ids of operators in headers and in the records that kernels leave (csrc/*: kOpId).
-OP_IDS = {"gemm_rs": 1, "ag_gemm": 2, "all_gather": 3}
+OP_IDS = {
+    "gemm_rs": 1,
+    "ag_gemm": 2,
+    "all_gather": 3,
+    "gemm_ar": 4,
+    "all_reduce": 5,
+    "moe.route": 6,
+    "moe.ag_scatter_gemm": 7,
+    "moe.gemm_gather_rs": 8,
+}
 OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
 
 log = logging.getLogger("flux")
@@ -56,6 +65,8 @@ class Call(Protocol):
     def signal_bytes(self) -> int: ...
     @property
     def slot_bytes(self) -> int: ...
+    @property
+    def exchange_bytes(self) -> int: ...
 
 
 def round_up(value: int, to: int = PAGE_BYTES) -> int:
@@ -106,6 +117,7 @@ class Workspace(ABC):
         self.timeout_s = _env.timeout_s()
         self.signal_bytes = 0
         self.slot_bytes = 0
+        self.exchange_bytes = 0
         self.plans: dict[Any, Any] = {}
         self.failure: Exception | None = None
         self._meeting = meeting
@@ -137,19 +149,25 @@ class Workspace(ABC):
         """Why this rank cannot write to a peer's memory, or None."""
 
     @abstractmethod
-    def _allocate(self, signal_bytes: int, slot_bytes: int, op: str) -> None:
-        """Collective: replaces the buffers by zeroed ones of that size."""
+    def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
+        """Collective: replaces the buffers by fresh ones of that size."""
 
     def raise_if_failed(self) -> None:
         """Raises what made this workspace unusable, if anything has."""
         if self.failure is not None:
             raise self.failure
 
-    def fits(self, signal_bytes: int, slot_bytes: int) -> bool:
+    def fits(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int = 0) -> bool:
         """Whether a call with these needs can run without growing."""
-        return signal_bytes <= self.signal_bytes and slot_bytes <= self.slot_bytes
+        return (
+            signal_bytes <= self.signal_bytes
+            and slot_bytes <= self.slot_bytes
+            and exchange_bytes <= self.exchange_bytes
+        )
 
-    def grow(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
+    def grow(
+        self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any], exchange_bytes: int = 0
+    ) -> None:
         """Collective: makes room for a call, or does nothing where there is room.
 
         Args:
@@ -160,14 +178,16 @@ class Workspace(ABC):
             CommTimeoutError: a rank did not come.
         """
         self.raise_if_failed()
-        if self.fits(signal_bytes, slot_bytes):
+        if self.fits(signal_bytes, slot_bytes, exchange_bytes):
             return
         compare_calls(op, self._meet(op, facts))
         signal_bytes = grown(self.signal_bytes, signal_bytes)
         slot_bytes = grown(self.slot_bytes, slot_bytes)
-        self._allocate(signal_bytes, slot_bytes, op)
+        exchange_bytes = grown(self.exchange_bytes, exchange_bytes)
+        self._allocate(signal_bytes, slot_bytes, exchange_bytes, op)
         self.signal_bytes = signal_bytes
         self.slot_bytes = slot_bytes
+        self.exchange_bytes = exchange_bytes
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:

@@ -24,9 +24,24 @@ def no_grad_needed(
     bias: torch.Tensor | None = None,
     which: str = "",
 ) -> None:
-    """Refuses inputs that a backward pass would reach: the operators have none. `which`: as in gemm_args."""
+    """Refuses inputs that a backward pass would reach: a call that writes to `out` has none. `which`: as in
+    gemm_args.
+    """
     for name, tensor in (("x", x), ("weight" + which, weight), ("bias" + which, bias)):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            fail(
+                op,
+                name,
+                "a tensor that needs no gradient (there is no backward pass through out=: leave it away, or "
+                "call it under torch.no_grad())",
+                "requires_grad=True in grad mode",
+            )
+
+
+def no_backward(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuses inputs that a backward pass would reach, for an operator that has none."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
             fail(
                 op,
                 name,
@@ -130,6 +145,34 @@ def ag_gemm_args(
     return shapes, m * world_size, tuple(ns), k
 
 
+def gemm_ar_args(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    residual: torch.Tensor | None,
+) -> tuple[list[int], int, int, int]:
+    """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n] + residual [..., n]; returns as gemm_args."""
+    shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight)
+    if residual is not None:
+        _like_x(op, "residual", residual, shape, x)
+    return shape, m, n, k
+
+
+def norm_args(op: str, norm_weight: torch.Tensor, eps: float, n: int, x: torch.Tensor) -> None:
+    """Checks the weight [n] and the epsilon of an RMSNorm."""
+    _like_x(op, "norm_weight", norm_weight, [n], x)
+    if not eps >= 0.0:
+        fail(op, "eps", "a number that is not negative", eps)
+
+
+def all_reduce_args(op: str, x: torch.Tensor) -> None:
+    """Checks x of any shape."""
+    if x.dtype not in FLOATING:
+        fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+
+
 def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
     """Checks x [rows, ...] of each rank; returns the shape of the result."""
     if x.dim() < 1:
@@ -153,11 +196,15 @@ def list_like(op: str, name: str, value: object, like: int | None) -> None:
 
 def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor, which: str = "") -> None:
     """Checks the `out` argument against the result's shape, and x's dtype and device."""
-    if list(out.shape) != shape:
-        fail(op, "out" + which, f"shape {shape}", f"shape {list(out.shape)}")
-    if out.dtype != x.dtype:
-        fail(op, "out" + which, f"dtype {x.dtype}, that of x", out.dtype)
-    if out.device != x.device:
-        fail(op, "out" + which, f"device {x.device}, that of x", out.device)
+    _like_x(op, "out" + which, out, shape, x)
     if not out.is_contiguous():
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
+
+
+def _like_x(op: str, argument: str, tensor: torch.Tensor, shape: list[int], x: torch.Tensor) -> None:
+    if list(tensor.shape) != shape:
+        fail(op, argument, f"shape {shape}", f"shape {list(tensor.shape)}")
+    if tensor.dtype != x.dtype:
+        fail(op, argument, f"dtype {x.dtype}, that of x", tensor.dtype)
+    if tensor.device != x.device:
+        fail(op, argument, f"device {x.device}, that of x", tensor.device)

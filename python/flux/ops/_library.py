@@ -30,13 +30,49 @@ library.define(
 library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 
-# config < 0: the cost model chooses; num_sms 0: all of the device.
+_AR = f"{_X}, bool transpose_weight, Tensor? residual"
+library.define(f"gemm_ar({_AR}, str group_name) -> Tensor", tags=_TAGS)
+library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+# Returns the normalised sum and the sum.
+library.define(
+    f"gemm_ar_norm({_AR}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
+)
+library.define("all_reduce(Tensor x, str group_name) -> Tensor", tags=_TAGS)
+library.define("all_reduce_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+
+# What gradients need besides the operators themselves: see autograd.py and wgrad.py.
+library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
+library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
+
+# Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
+library.define(
+    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, str? activation) -> Tensor",
+    tags=_TAGS,
+)
+library.define(
+    "moe_route(Tensor topk_ids, Tensor topk_weights, int num_experts, int ep_size, int max_tokens, "
+    "str group_name) -> Tensor[]",
+    tags=_TAGS,
+)
+_MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
+library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
+library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
+
+# config < 0: the cost model chooses; num_sms 0: all of the device. copy_epoch 0: the SMs of the launch send,
+# and the device counts the calls. Else copy engines do, and the host has counted.
 library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms) -> ()")
 library.define(
-    f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms) -> ()"
+    f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
+    "int copy_epoch, int chunks, Tensor? staging) -> ()"
 )
-# Gathering kernels: copy_epoch 0: the SMs of the launch send x, and the device counts the calls. Else copy
-# engines do, signalling every chunk_rows rows, and the host has counted. reuse: one more weight for the rows
+# mode: of the exchange (csrc/runtime/exchange.h), 0 one-shot, 1 two-shot. With norm_weight out is the
+# normalised sum, and residual_out the sum.
+library.define(
+    f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
+    "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out) -> ()"
+)
+library.define("_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int mode) -> ()")
+# Gathering kernels: copy engines signal every chunk_rows rows. reuse: one more weight for the rows
 # that the launch before has gathered, which _collect writes to a tensor of the user.
 library.define(
     f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
@@ -44,10 +80,26 @@ library.define(
 )
 library.define("_all_gather(Tensor x, Tensor(a!) out, int symm_buffer, int copy_epoch, int chunk_rows) -> ()")
 library.define("_collect(Tensor x, Tensor(a!) gathered, int symm_buffer, int copy_epoch) -> ()")
+# activation: index of grouped_gemm.ACTIVATIONS + 1, or 0. schedule: int32, room for the tile schedule.
+library.define(
+    "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
+    "Tensor(b!) schedule, int config, int num_sms) -> ()"
+)
+# arrays: those of a flux.moe.Routing but for the weights.
+library.define(
+    "_moe_route(Tensor ids, Tensor(a!)[] arrays, Tensor(b!) scratch, int rank, int ep_size, int num_experts, "
+    "int block_m) -> ()"
+)
+library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, Tensor(a!) out) -> ()")
 # Loads every kernel.
 library.define("_prepare() -> ()")
 
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a backward pass would reach one of them: then torch's dispatcher must see the operator."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def may_skip_dispatch(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from flux.comm.workspace import Workspace
 from flux.ops import _check
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
-from flux.ops._library import library, may_skip_dispatch
+from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, workspace_plan
 
 Tensors = Sequence[torch.Tensor]
@@ -108,8 +108,8 @@ def ag_gemm(
         `return_gathered` a pair of that and the gathered x [M, ..., K], a fresh tensor.
 
     Raises:
-        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
-            they made different calls.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out`; or, where the ranks
+            notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
@@ -120,13 +120,15 @@ def ag_gemm(
     _check.list_like("ag_gemm", "out", out, count)
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
-    if torch.is_grad_enabled():
-        _check.no_grad_needed("ag_gemm", x)
-        for i, tensor in enumerate(weights):
-            of_it = biases[i] if biases else None
-            _check.no_grad_needed("ag_gemm", x, tensor, of_it, f"[{i}]" if many else "")
     name = group_name(group, "ag_gemm")
     direct = all(may_skip_dispatch(x, tensor) for tensor in weights)
+    if needs_grad(x, *weights, *biases):
+        for i, tensor in enumerate(() if out is None else weights):
+            of_it = biases[i] if biases else None
+            _check.no_grad_needed("ag_gemm", x, tensor, of_it, f"[{i}]" if many else "")
+        if needs_grad(*biases):
+            biases = _without_none(x, weights, biases, transpose_weight)
+        direct = False
     if out is None:
         results = (_eager if direct else _op)(x, weights, biases, transpose_weight, return_gathered, name)
         products, gathered = results[: len(weights)], results[-1]
@@ -154,6 +156,15 @@ def reference(
     pg = resolve_group(group, "ag_gemm")
     _check.ag_gemm_args("ag_gemm", x, [weight], [bias], transpose_weight, pg.size())
     return plain.reference(gather.reference(x, pg), weight, bias, transpose_weight)
+
+
+def _without_none(x: torch.Tensor, weights: Tensors, biases: Biases, transpose_weight: bool) -> Tensors:
+    """Zeros for what is None: torch gives no gradients to the tensors of a list that also holds None."""
+    n_axis = -1 if transpose_weight else 0
+    return [
+        x.new_zeros(weight.shape[n_axis]) if bias is None else bias
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
 
 
 def _new_gathered(x: torch.Tensor, world_size: int) -> torch.Tensor:

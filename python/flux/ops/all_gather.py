@@ -16,7 +16,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import Workspace
 from flux.ops import _check
-from flux.ops._library import library, may_skip_dispatch
+from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, plan_all_gather
 
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -37,10 +37,12 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
-    if torch.is_grad_enabled():
-        _check.no_grad_needed("all_gather", x)
     name = group_name(group, "all_gather")
     direct = may_skip_dispatch(x, x)
+    if needs_grad(x):
+        if out is not None:
+            _check.no_grad_needed("all_gather", x)
+        direct = False
     if out is None:
         result: torch.Tensor = (_eager if direct else _op)(x, name)
         return result

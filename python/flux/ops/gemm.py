@@ -8,7 +8,7 @@ import torch
 
 from flux.comm import cuda
 from flux.ops import _check
-from flux.ops._library import library, may_skip_dispatch
+from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, plan_gemm
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -34,11 +34,13 @@ def gemm(
         [..., N] in x's dtype: a fresh tensor, or `out`.
 
     Raises:
-        ValueError: an argument does not fit, or needs a gradient in grad mode.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out`.
     """
-    if torch.is_grad_enabled():
-        _check.no_grad_needed("gemm", x, weight, bias)
     direct = may_skip_dispatch(x, weight)
+    if needs_grad(x, weight, bias):
+        if out is not None:
+            _check.no_grad_needed("gemm", x, weight, bias)
+        direct = False
     if out is None:
         result: torch.Tensor = (_cuda if direct else _op)(x, weight, bias, transpose_weight)
         return result
@@ -163,8 +165,8 @@ def unfused(
 
 
 def aligned_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The bias itself if the kernels can read it two elements at a time, else a copy."""
-    if bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0):
+    """The bias itself if the kernels can read it 16 bytes at a time, else a copy."""
+    if bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0):
         return bias
     return bias.clone(memory_format=torch.contiguous_format)
 

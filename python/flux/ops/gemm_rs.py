@@ -15,7 +15,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
 from flux.ops import _check
 from flux.ops import gemm as plain
-from flux.ops._library import library, may_skip_dispatch
+from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, workspace_plan
 
 
@@ -45,16 +45,18 @@ def gemm_rs(
         [M/p, ..., N] in x's dtype: a fresh tensor, or `out`.
 
     Raises:
-        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
-            they made different calls.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out`; or, where the ranks
+            notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
     """
-    if torch.is_grad_enabled():
-        _check.no_grad_needed("gemm_rs", x, weight, bias)
     name = group_name(group, "gemm_rs")
     direct = may_skip_dispatch(x, weight)
+    if needs_grad(x, weight, bias):
+        if out is not None:
+            _check.no_grad_needed("gemm_rs", x, weight, bias)
+        direct = False
     if out is None:
         result: torch.Tensor = (_eager if direct else _op)(x, weight, bias, transpose_weight, name)
         return result
@@ -195,8 +197,14 @@ def _fused_cuda(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    symm_buffer = workspace.enter(plan)
     target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    staging, epoch = None, 0
+    # A graph would replay the epoch that the host had counted: there the SMs send, and the device counts.
+    if plan.copied and not torch.cuda.is_current_stream_capturing():
+        staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
+        symm_buffer, epoch = workspace.enter_copy(plan)
+    else:
+        symm_buffer = workspace.enter(plan)
     _kernel(
         plain.aligned(x),
         plain.aligned(weight),
@@ -206,6 +214,9 @@ def _fused_cuda(
         symm_buffer,
         plan.choice,
         0,
+        epoch,
+        plan.chunks,
+        staging,
     )
     if target is not out:
         out.copy_(target)

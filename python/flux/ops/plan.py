@@ -5,6 +5,7 @@ Everything here follows from facts that all ranks of a group share, so ranks can
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,10 @@ from flux.comm import group as groups
 from flux.comm.workspace import Workspace, round_up
 from flux.ops import _check
 
-OPS = ("gemm", "gemm_rs", "ag_gemm")
+OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce")
 
 # The CPU path walks tiles in the order of a GPU with this many SMs. Any number gives the same result.
-_CPU_NUM_SMS = 8
+CPU_NUM_SMS = 8
 _MAX_EXTENT = 2**30
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # Rows must start at multiples of 16 bytes for TMA.
@@ -43,9 +44,11 @@ class Plan:
     of the result and k the columns of x on one rank.
 
     Attributes:
-        copied: gathered rows go by copy engine, except while a CUDA graph is being captured; then, and if
-            not copied, the SMs send them.
-        chunk_rows: after how many rows the copy engines signal.
+        copied: tiles or gathered rows go by copy engine, except while a CUDA graph is being captured; then,
+            and if not copied, the SMs send them.
+        chunk_rows: after how many gathered rows the copy engines signal.
+        chunks: in how many parts copy engines send the tiles of one peer.
+        mode: how ranks sum, 0 one-shot, 1 two-shot (csrc/runtime/exchange.h); -1: not by an exchange.
     """
 
     op: str
@@ -66,8 +69,11 @@ class Plan:
     candidates: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # (name, time_us), best first
     signal_bytes: int = 0
     slot_bytes: int = 0
+    exchange_bytes: int = 0
     copied: bool = False
     chunk_rows: int = 0
+    chunks: int = 0
+    mode: int = -1
 
     @property
     def choice(self) -> int:
@@ -75,22 +81,24 @@ class Plan:
         return self.config | self.cluster << 8 | self.group_m << 16
 
     def __str__(self) -> str:
-        rows = self.m if self.op in ("gemm", "gemm_rs") else self.m // self.world_size
+        rows = self.m // self.world_size if self.op in ("ag_gemm", "all_gather") else self.m
+        columns = self.n if self.op == "all_reduce" else self.k
         weight = f"[{self.k}, {self.n}]" if self.transpose_weight else f"[{self.n}, {self.k}]"
-        weight = "" if self.op == "all_gather" else f"weight {weight}, "
+        weight = "" if self.op in ("all_gather", "all_reduce") else f"weight {weight}, "
         lines = [
-            f"{self.op}: x [{rows}, {self.k}], {weight}{str(self.dtype).removeprefix('torch.')}, "
+            f"{self.op}: x [{rows}, {columns}], {weight}{str(self.dtype).removeprefix('torch.')}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
             f"  runs       {'fused' if self.fused else 'unfused'}: {self.reason}",
             f"  transport  {self.transport}",
         ]
         if self.fused and self.config_name:
-            lines += [
-                f"  tile       {self.config_name}, cluster {self.cluster}, raster groups of {self.group_m}",
-                f"  model      {self.time_us:.1f} us",
-            ]
-        if self.slot_bytes:
-            lines.append(f"  workspace  {(2 * self.slot_bytes + self.signal_bytes) / 2**20:.1f} MiB per rank")
+            tile = self.config_name
+            if self.config < _native.core.FIRST_SWAP_AB:  # those have a split instead, which is in their name
+                tile += f", cluster {self.cluster}, raster groups of {self.group_m}"
+            lines += [f"  tile       {tile}", f"  model      {self.time_us:.1f} us"]
+        room = self.signal_bytes + 2 * (self.slot_bytes + self.exchange_bytes)
+        if room:
+            lines.append(f"  workspace  {room / 2**20:.1f} MiB per rank")
         if len(self.candidates) > 1:
             others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
             lines.append(f"  considered {others} us")
@@ -156,7 +164,7 @@ def plan_gemm(
     if not fused:
         return Plan(*common, reason)
     choice = _native.core.select_gemm(m, n, k, transpose_weight, num_sms)
-    return Plan(*common, **_chosen(choice, reason))
+    return Plan(*common, **chosen(choice, reason))
 
 
 def plan_gemm_rs(
@@ -179,10 +187,19 @@ def plan_gemm_rs(
     if not fused:
         return Plan(*common, "torch.distributed.reduce_scatter_tensor", reason)
     core = _native.core
-    choice = core.select_gemm_rs(m, n, k, transpose_weight, world_size, num_sms or _CPU_NUM_SMS)
+    choice = core.select_gemm_rs(m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
     signal_bytes, slot_bytes = gemm_rs_room(m, n, world_size, choice.config, dtype)
+    chunks = core.gemm_rs_copy_chunks(m, n, k, world_size) if device_type == "cuda" else 0
+    if chunks:
+        transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {transport}"
     return Plan(
-        *common, transport, **_chosen(choice, reason), signal_bytes=signal_bytes, slot_bytes=slot_bytes
+        *common,
+        transport,
+        **chosen(choice, reason),
+        signal_bytes=signal_bytes,
+        slot_bytes=slot_bytes,
+        copied=chunks > 0,
+        chunks=chunks,
     )
 
 
@@ -212,9 +229,9 @@ def plan_ag_gemm(
     common = ("ag_gemm", m, n, k, dtype, world_size, transpose_weight, fused)
     if not fused:
         return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
-    choice = _native.core.select_ag_gemm(m, n, k, transpose_weight, world_size, num_sms or _CPU_NUM_SMS)
+    choice = _native.core.select_ag_gemm(m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
     gathering = _gathering(device_type, m, k, dtype, world_size, transport)
-    return Plan(*common, **(_chosen(choice, reason) | gathering))
+    return Plan(*common, **(chosen(choice, reason) | gathering))
 
 
 def plan_all_gather(
@@ -286,11 +303,11 @@ def ag_gemm_room(m: int, k: int, world_size: int, dtype: torch.dtype) -> tuple[i
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
 
 
-def _chosen(choice: Any, reason: str) -> dict[str, Any]:
+def chosen(choice: Any, reason: str) -> dict[str, Any]:
     return {
         "reason": f"{reason}; {choice.reason}" if choice.reason else reason,
         "config": choice.config,
-        "config_name": _native.core.tile_configs()[choice.config].name,
+        "config_name": choice.name,
         "cluster": choice.cluster,
         "group_m": choice.group_m,
         "time_us": choice.time_us,
@@ -298,7 +315,7 @@ def _chosen(choice: Any, reason: str) -> dict[str, Any]:
     }
 
 
-_PLANNERS = {"gemm_rs": plan_gemm_rs, "ag_gemm": plan_ag_gemm}
+PLANNERS: dict[str, Callable[..., Plan]] = {"gemm_rs": plan_gemm_rs, "ag_gemm": plan_ag_gemm}
 
 
 def workspace_plan(
@@ -308,7 +325,7 @@ def workspace_plan(
     key = (op, m, n, k, dtype, transpose_weight)
     plan = workspace.plans.get(key)
     if plan is None:
-        plan = workspace.plans[key] = _PLANNERS[op](
+        plan = workspace.plans[key] = PLANNERS[op](
             workspace.device.type,
             m,
             n,
@@ -336,14 +353,14 @@ def explain(
     """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
 
     `m`, `n`, `k` are those of the GEMM on one rank: for gemm_rs x is [m, k], with m the rows of all ranks and
-    k this rank's part of K; for ag_gemm m counts the gathered rows, and n is this rank's part of N. Decides
-    for the current CUDA device if there is one, else for CPU tensors. Not a
-    collective: before the group's first call it cannot know whether the peers can be reached, and says so in
-    `reason`.
+    k this rank's part of K; for ag_gemm m counts the gathered rows, and n is this rank's part of N; for
+    gemm_ar k is this rank's part of K; for all_reduce x is [m, n], and k means nothing. Decides for the
+    current CUDA device if there is one, else for CPU tensors. Not a collective: before the group's first call
+    it cannot know whether the peers can be reached, and says so in `reason`.
 
     Raises:
         ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
-            ranks.
+            ranks where these share rows.
     """
     if op not in OPS:
         _check.fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
@@ -355,7 +372,7 @@ def explain(
     device = current_device()
     process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
     world_size = 1 if process_group is None else process_group.size()
-    if m % world_size:
+    if op in ("gemm_rs", "ag_gemm") and m % world_size:
         _check.fail("explain", "m", f"a multiple of the {world_size} ranks of the group", m)
     if process_group is not None and world_size > 1:
         for workspace in registry.existing(process_group):
@@ -365,10 +382,10 @@ def explain(
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         why_not = cuda.why_not(device)
-    if world_size == 1:
+    if world_size == 1 and op != "all_reduce":
         return plan_gemm(device.type, m, n, k, dtype, transpose_weight, why_not, num_sms)
     transport = "not known before the group's first call, when the ranks ask each other"
-    return _PLANNERS[op](
+    return PLANNERS[op](
         device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms, transport
     )
 

@@ -13,6 +13,7 @@ from flux.comm.group import GroupLike, resolve_group
 from flux.comm.workspace import round_up
 from flux.ops import _check
 from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -33,8 +34,10 @@ def reserve(
     shards that go by copy engine have buffers of their own, which are reserved too.
 
     Args:
-        max_m: rows of all ranks: those of x for gemm_rs, of the result for ag_gemm and all_gather.
-        max_n: columns of the result. Only gemm_rs sends them: without it, 1 will do.
+        max_m: rows of all ranks: those of x for gemm_rs and gemm_ar, of the result for ag_gemm and
+            all_gather.
+        max_n: columns of the result. Only gemm_rs and gemm_ar send them: without those, 1 will do. all_reduce
+            takes up to max_m * max_n elements.
         max_k: columns of x on one rank. Only ag_gemm and all_gather send them: without those, 1 will do.
         dtype: of x.
         slots: micro-batches in flight at the same time; this version supports 1.
@@ -61,14 +64,22 @@ def reserve(
     if workspace.why_not is not None:
         return
     m = round_up(max_m, pg.size())
-    gathered = ag_gemm_room(m, max_k, pg.size(), dtype)
+    # A sum too large to be exchanged is gathered: gemm_ar is then gemm_rs + all_gather.
+    is_large = max_m * max_n * dtype.itemsize > MAX_EXCHANGE_BYTES
+    columns = max(max_k, max_n) if is_large else max_k
+    gathered = ag_gemm_room(m, columns, pg.size(), dtype)
     rooms = [gathered]
+    exchange_bytes = 0
     # Sizes that never run fused need no room; others up to them might.
     if can_run_fused("gemm_rs", device_type=where.type, dtype=dtype, m=8, n=8, k=8)[0]:
         rooms += [gemm_rs_room(m, max_n, pg.size(), c.id, dtype) for c in _native.core.tile_configs()]
+        exchange = exchange_room(where.type, max_m, max_n, pg.size(), dtype)
+        rooms.append((exchange["signal_bytes"], exchange["slot_bytes"]))
+        exchange_bytes = exchange["exchange_bytes"]
     call = {"max_m": max_m, "max_n": max_n, "max_k": max_k, "dtype": str(dtype)}
-    workspace.grow(max(r[0] for r in rooms), max(r[1] for r in rooms), "reserve", call)
-    if isinstance(workspace, CudaWorkspace) and m // pg.size() * max_k * dtype.itemsize >= COPY_FROM_BYTES:
+    signal_bytes, slot_bytes = (max(sizes) for sizes in zip(*rooms, strict=True))
+    workspace.grow(signal_bytes, slot_bytes, "reserve", call, exchange_bytes)
+    if isinstance(workspace, CudaWorkspace) and m // pg.size() * columns * dtype.itemsize >= COPY_FROM_BYTES:
         workspace.reserve_copy(*gathered, "reserve", call)
 
 

@@ -103,13 +103,20 @@ class GemmRsCase:
     def expected(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The exact result [m / world_size, n] of one rank."""
         rows = self.m // self.world_size
-        total = torch.zeros(rows, self.n, device=device)
+        return self._expected(slice(rank * rows, (rank + 1) * rows), device)
+
+    def expected_sum(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The exact sum of all ranks' products [m, n], plus the bias: what GEMM+AllReduce gives to each."""
+        return self._expected(slice(0, self.m), device)
+
+    def _expected(self, rows: slice, device: torch.device | str) -> torch.Tensor:
+        total = torch.zeros(rows.stop - rows.start, self.n, device=device)
         for peer in range(self.world_size):
             x, weight, _ = self.inputs(peer, device)
             weight = weight if self.transpose_weight else weight.t()
             # In fp32 every product and sum is a small integer, exact even where a GPU multiplies in TF32 or
             # 16 bits.
-            total += x[rank * rows : (rank + 1) * rows].float() @ weight.float()
+            total += x[rows].float() @ weight.float()
         bias = self._bias(device)
         if bias is not None:
             total += bias.float()

@@ -48,6 +48,7 @@ class _Workspaces:
         self._buffers: list[Any] = []
         self._signal_bytes = 0
         self._slot_bytes = 0
+        self._exchange_bytes = 0
         self.epochs = [0] * len(errors)
 
     def address(self, rank: int) -> int:
@@ -55,15 +56,25 @@ class _Workspaces:
         return int(self._buffers[rank].address)
 
     def reserve(self, layout: Any) -> None:
-        """Makes room for a call; new memory starts at epoch 0."""
-        signal_bytes, slot_bytes = round_up(4 * layout.num_signals), round_up(layout.slot_bytes)
-        if signal_bytes <= self._signal_bytes and slot_bytes <= self._slot_bytes:
+        """Makes room for a call that signals; new memory starts at epoch 0."""
+        self._grow(round_up(4 * layout.num_signals), round_up(layout.slot_bytes), 0)
+
+    def reserve_exchange(self, exchange: Any) -> None:
+        """The same for a call whose ranks exchange vectors."""
+        self._grow(0, 0, round_up(exchange.bytes))
+
+    def _grow(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int) -> None:
+        have = (self._signal_bytes, self._slot_bytes, self._exchange_bytes)
+        need = (signal_bytes, slot_bytes, exchange_bytes)
+        if all(a <= b for a, b in zip(need, have, strict=True)):
             return
         torch.cuda.synchronize(self._device)
-        self._signal_bytes = max(signal_bytes, self._signal_bytes)
-        self._slot_bytes = max(slot_bytes, self._slot_bytes)
-        nbytes = HEADER_BYTES + self._signal_bytes + 2 * self._slot_bytes
+        grown = [max(sizes) for sizes in zip(need, have, strict=True)]
+        self._signal_bytes, self._slot_bytes, self._exchange_bytes = grown
+        nbytes = HEADER_BYTES + self._signal_bytes + 2 * (self._slot_bytes + self._exchange_bytes)
         self._memory = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in self._errors]
+        for memory in self._memory:
+            memory[nbytes - 2 * self._exchange_bytes :] = 0xFF
         torch.cuda.synchronize(self._device)
         peers = [memory.data_ptr() for memory in self._memory]
         self._buffers = [
@@ -73,6 +84,7 @@ class _Workspaces:
                 peers,
                 self._signal_bytes,
                 self._slot_bytes,
+                self._exchange_bytes,
                 error.data_ptr(),
                 int(self._timeout_s * 1e9),
             )
@@ -92,8 +104,8 @@ class EmulatedRanks:
       is done with this one, as in real life; tensors must live until :meth:`check`, and only then are results
       ready.
     - absent: ranks that do not make this call, as if they had died; their results are not written.
-    - copied: rows of x travel through copy engines instead of the SMs of the launch, into workspaces of their
-      own.
+    - copied: tiles or rows of x travel through copy engines instead of the SMs of the launch, into workspaces
+      of their own.
     - config: id of a tile shape, or Plan.choice; -1: the tile shape that the cost model chooses.
 
     A rank that runs out of time is told by :meth:`check`.
@@ -113,6 +125,8 @@ class EmulatedRanks:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_sms = sms // world_size // 2 * 2
         self._num_sms_beside_copies = (sms - _SMS_FOR_COPIES) // world_size // 2 * 2
+        # Clusters of more than two CTAs do not fill every group of SMs.
+        self._num_sms_in_clusters = max(self.num_sms * 3 // 4, 2)
         self.streams = [_torch_cuda.Stream(self.device) for _ in range(world_size)]
         # One pinned ErrorRecord for each rank: a kernel writes it, the host reads it.
         self._errors = [torch.zeros(16, dtype=torch.int32, pin_memory=True) for _ in range(world_size)]
@@ -130,6 +144,8 @@ class EmulatedRanks:
         config: int = -1,
         join: bool = True,
         absent: Collection[int] = (),
+        copied: bool = False,
+        chunks: int = 1,
     ) -> list[torch.Tensor]:
         """GEMM+ReduceScatter of all ranks at once.
 
@@ -137,22 +153,39 @@ class EmulatedRanks:
             xs: for every rank x [m, k].
             weights: for every rank [n, k], or [k, n] with `transpose_weight`.
             bias: [n], the same for all.
+            chunks: copies for each peer.
 
         Returns:
             For every rank its [m / world_size, n].
         """
         m, k = xs[0].shape
         n = weights[0].shape[1 if transpose_weight else 0]
-        core, num_sms = _native.core, self.num_sms
+        core, num_sms = _native.core, self._num_sms_beside_copies if copied else self.num_sms
         if config < 0:
             config = core.select_gemm_rs(m, n, k, transpose_weight, self.world_size, num_sms).config
-        self._stored.reserve(core.gemm_rs_layout(m, n, self.world_size, config & 0xFF))
+        layout = core.gemm_rs_layout(m, n, self.world_size, config & 0xFF)
+        workspaces = self._copied if copied else self._stored
+        workspaces.reserve(layout)
+        chunks = min(chunks, layout.m_tiles * layout.n_tiles)
         outs = self._empty(xs[0], m // self.world_size, n)
 
         def launch(rank: int) -> None:
-            address = self._stored.address(rank)
+            epoch = self._copy_epoch(rank, copied, next_=True)
+            staging = None
+            if copied:
+                staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self.device)
             torch.ops.flux._gemm_rs(
-                xs[rank], weights[rank], bias, outs[rank], transpose_weight, address, config, num_sms
+                xs[rank],
+                weights[rank],
+                bias,
+                outs[rank],
+                transpose_weight,
+                workspaces.address(rank),
+                config,
+                num_sms,
+                epoch,
+                chunks,
+                staging,
             )
 
         self._launch(launch, join, absent)
@@ -213,6 +246,75 @@ class EmulatedRanks:
 
         self._launch(launch, join, absent)
         return outs
+
+    def gemm_ar(
+        self,
+        xs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        *,
+        mode: int,
+        transpose_weight: bool = False,
+        residual: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        config: int = -1,
+        join: bool = True,
+        absent: Collection[int] = (),
+    ) -> list[torch.Tensor]:
+        """GEMM+AllReduce of all ranks at once.
+
+        Args:
+            xs: for every rank x [m, k].
+            weights: for every rank [n, k], or [k, n] with `transpose_weight`.
+            bias: [n], the same for all.
+            mode: 0 one-shot, 1 two-shot.
+            residual: [m, n], the same for all.
+            norm_weight: [n]; then RMSNorm is applied, with eps 1e-6.
+
+        Returns:
+            For every rank its [m, n]; with `norm_weight` first all norms, then all sums.
+        """
+        m, n = xs[0].shape[0], weights[0].shape[1 if transpose_weight else 0]
+        self._stored.reserve_exchange(self._exchange(m, n, mode))
+        outs, sums = self._empty(xs[0], m, n), self._empty(xs[0], m, n)
+
+        def launch(rank: int) -> None:
+            torch.ops.flux._gemm_ar(
+                xs[rank],
+                weights[rank],
+                bias,
+                outs[rank],
+                transpose_weight,
+                self._stored.address(rank),
+                config,
+                self._num_sms_in_clusters,
+                mode,
+                residual,
+                norm_weight,
+                1e-6,
+                None if norm_weight is None else sums[rank],
+            )
+
+        self._launch(launch, join, absent)
+        return outs if norm_weight is None else [*outs, *sums]
+
+    def all_reduce(
+        self, xs: Sequence[torch.Tensor], *, mode: int, join: bool = True, absent: Collection[int] = ()
+    ) -> list[torch.Tensor]:
+        """AllReduce of all ranks at once: for every rank the sum of all `xs` [m, n]."""
+        m, n = xs[0].shape
+        self._stored.reserve_exchange(self._exchange(m, n, mode))
+        outs = self._empty(xs[0], m, n)
+
+        def launch(rank: int) -> None:
+            torch.ops.flux._all_reduce(xs[rank], outs[rank], self._stored.address(rank), mode)
+
+        self._launch(launch, join, absent)
+        return outs
+
+    def _exchange(self, m: int, n: int, mode: int) -> Any:
+        core = _native.core
+        return core.exchange(m, n, self.world_size, core.ExchangeMode(mode))
 
     def collect(
         self, xs: Sequence[torch.Tensor], *, join: bool = True, copied: bool = False

@@ -15,7 +15,7 @@ from flux.bench.timing import Call, all_max
 
 # Below this M the weights of a burst would stay in L2, which no model sees: rotate over copies of them.
 _DECODE_M = 256
-_WEIGHT_SETS = 3
+_MIN_WEIGHT_SETS = 3
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,15 @@ class Candidate:
     """One way to do the work.
 
     role: "flux", "gemm" and "comm" (each alone), "serial", "peer", or "config" (one tile shape of a sweep).
+    calls: how often `call` does the work: a CUDA graph holds several.
+    eager: what its host cost is measured of, where that is not `call`.
     """
 
     name: str
     role: str
     call: Call
+    calls: int = 1
+    eager: Call | None = None
 
 
 @dataclass
@@ -66,7 +70,10 @@ def random_operands(m: int, n: int, k: int, context: Context) -> tuple[torch.Ten
         tensor = torch.randn(rows, k, generator=generator, device=context.device, dtype=context.dtype)
         return tensor.mul_(0.1)
 
-    sets = _WEIGHT_SETS if context.cuda and m <= _DECODE_M else 1
+    sets = 1
+    if context.cuda and m <= _DECODE_M:
+        l2_bytes = torch.cuda.get_device_properties(context.device).L2_cache_size
+        sets = max(_MIN_WEIGHT_SETS, -(-2 * l2_bytes // (n * k * context.dtype.itemsize)))
     return normal(m), [normal(n) for _ in range(sets)]
 
 
@@ -123,22 +130,31 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> str:
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
 _CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3}
+_SPLITS = (1, 2, 4, 8)  # of K, over the CTAs of a swap-AB tile
 
 
 def packed_choices(plan: Any) -> list[tuple[str, int]]:
     """Every (tile shape, cluster) the cost model considered: its name, and the `config` of a low-level op."""
+    core = _native.core
     known = {
         config.name + suffix: config.id | cluster << 8
-        for config in _native.core.tile_configs()
+        for config in core.tile_configs()
         for suffix, cluster in _CLUSTERS.items()
     }
+    for tile in range(core.NUM_SWAP_AB):
+        for split in _SPLITS:
+            choice = core.FIRST_SWAP_AB + tile | split << 8
+            known[core.select_gemm(1, 8, 8, False, 1, choice).name] = choice
     return [(name, known[name]) for name, _ in plan.candidates if name in known]
 
 
 def plan_dict(plan: Any) -> dict[str, Any]:
     """A flux.Plan as JSON: what was chosen, why, and what the model gave to the others."""
     # Candidates are sorted: the model's best is the plan.
-    chosen = f"{plan.candidates[0][0]} g{plan.group_m}" if plan.fused else ""
+    chosen = f"{plan.candidates[0][0]} g{plan.group_m}" if plan.candidates else ""
+    if plan.fused and plan.op in ("gemm_ar", "all_reduce"):
+        way = {0: "one-shot", 1: "two-shot"}.get(plan.mode, "gemm_rs + all_gather")
+        chosen = f"{plan.config_name} {way}".strip()
     return {
         "fused": bool(plan.fused),
         "transport": str(plan.transport),

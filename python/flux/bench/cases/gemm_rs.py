@@ -107,7 +107,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
 
         def launch(weight: torch.Tensor) -> None:
             address = workspace.enter(chosen)
-            torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0)
+            torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0, 0, 0, None)
 
         return Candidate(name, role, rotating(weights, launch))
 

@@ -13,8 +13,8 @@ class Problem:
     """One row of a benchmark.
 
     ``m, n, k`` are the global sizes of the projection. ``pattern`` says how tensor parallelism cuts it:
-    ``ag_gemm`` divides ``n`` (x is gathered), ``gemm_rs`` divides ``k`` (the sum is scattered),
-    ``local`` divides nothing.
+    ``ag_gemm`` divides ``n`` (x is gathered), ``gemm_rs`` and ``gemm_ar`` divide ``k`` (the sum is scattered,
+    or every rank gets it), so does ``all_reduce``, of which k means nothing; ``local`` divides nothing.
     """
 
     op: str

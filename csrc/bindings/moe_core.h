@@ -1,0 +1,9 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace flux::bindings {
+
+void bind_moe(pybind11::module_& m);
+
+}  // namespace flux::bindings

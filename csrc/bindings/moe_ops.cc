@@ -1,0 +1,86 @@
+// The CUDA ops of mixtures of experts; see ops.cc.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "bindings/tensors.h"
+#include "moe/grouped_gemm.h"
+#include "moe/moe.h"
+#include "runtime/check.h"
+
+namespace flux::bindings {
+namespace {
+
+using torch::stable::Tensor;
+
+int32_t* words(const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); }
+
+// ids [world_size, max_tokens, top_k]; arrays in the order of RoutingArrays.
+void route_op(Tensor ids, std::vector<Tensor> arrays, Tensor scratch, int64_t rank, int64_t ep_size,
+              int64_t num_experts, int64_t block_m) {
+  const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
+  FLUX_CHECK(ids.dim() == 3 && arrays.size() == 11, ids.dim(), arrays.size());
+  const auto size = [&](int i) { return static_cast<int>(ids.size(i)); };
+  const moe::Layout layout = {
+      size(0), static_cast<int>(rank), static_cast<int>(ep_size), static_cast<int>(num_experts), size(2),
+      size(1)};
+  FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
+  const moe::RoutingArrays out = {words(arrays[0]), words(arrays[1]),
+                                  words(arrays[2]), words(arrays[3]),
+                                  words(arrays[4]), words(arrays[5]),
+                                  words(arrays[6]), words(arrays[7]),
+                                  words(arrays[8]), static_cast<moe::TileEntry*>(arrays[9].data_ptr()),
+                                  words(arrays[10])};
+  moe::route(layout, static_cast<int>(block_m), words(ids), out, words(scratch), current_stream(ids));
+}
+
+// products [rows, n], positions and weights [..., top_k], out [..., n].
+void combine_op(Tensor products, Tensor positions, Tensor weights, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(products.get_device_index());
+  FLUX_CHECK(products.dim() == 2 && products.stride(1) == 1, products.dim());
+  const int64_t n = products.size(1), top_k = positions.size(positions.dim() - 1);
+  FLUX_CHECK(weights.numel() == positions.numel(), weights.numel(), positions.numel());
+  const int64_t tokens = positions.numel() / top_k;
+  FLUX_CHECK(out.numel() == tokens * n, out.numel(), tokens, n);
+  moe::combine({products.data_ptr(), products.size(0), n, products.stride(0)}, dtype_of(products),
+               words(positions), static_cast<const float*>(weights.data_ptr()), tokens,
+               static_cast<int>(top_k), out.data_ptr(), current_stream(products));
+}
+
+runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
+  return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
+}
+
+// x [m, k], weight [experts, n, k], out [num_rows, n or n / 2], all contiguous.
+void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> rows, int64_t activation,
+                     Tensor out, Tensor schedule, int64_t config, int64_t num_sms) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  moe::GroupedGemmArgs args;
+  args.x = rows_of(x, x.size(1));
+  args.weight = rows_of(weight, x.size(1));
+  args.offsets = words(offsets);
+  args.rows = rows.has_value() ? words(*rows) : nullptr;
+  args.experts = static_cast<int>(weight.size(0));
+  args.num_rows = static_cast<int>(out.size(0));
+  args.activation = static_cast<int>(activation);
+  args.out = out.data_ptr();
+  args.schedule = words(schedule);
+  args.dtype = dtype_of(x);
+  args.config = static_cast<int>(config);
+  args.num_sms = static_cast<int>(num_sms);
+  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
+  moe::grouped_gemm(args, current_stream(x));
+}
+
+}  // namespace
+}  // namespace flux::bindings
+
+STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
+  m.impl("_moe_route", TORCH_BOX(&flux::bindings::route_op));
+  m.impl("_moe_combine", TORCH_BOX(&flux::bindings::combine_op));
+  m.impl("_grouped_gemm", TORCH_BOX(&flux::bindings::grouped_gemm_op));
+}

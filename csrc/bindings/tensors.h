@@ -1,0 +1,32 @@
+// What the ops unpack from torch's tensors.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "runtime/check.h"
+#include "runtime/tensor_map.h"
+
+// Weak: a CPU-only torch lacks it, and the library must load there too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                                   void** stream);
+
+namespace flux::bindings {
+
+// torch's current stream on the device of a tensor.
+inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
+  FLUX_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+  void* stream = nullptr;
+  FLUX_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+             "no current CUDA stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Of the two that kernels take.
+inline runtime::DType dtype_of(const torch::stable::Tensor& tensor) {
+  return tensor.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? runtime::DType::kBFloat16
+                                                                         : runtime::DType::kFloat16;
+}
+
+}  // namespace flux::bindings

@@ -1,0 +1,13 @@
+#include "gemm/gemm_swap_ab.h"
+#include "gemm/launch_swap_ab.cuh"
+
+namespace flux::gemm {
+
+void gemm_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms, cudaStream_t stream) {
+  const LocalOutput::Params output = {const_cast<void*>(args.out.data), args.bias, args.out.row_stride};
+  launch_swap_ab<LocalOutput>(args, choice, num_sms, output, /*prefetch=*/false, stream);
+}
+
+void prepare_swap_ab() { SwapAbKernels<LocalOutput>::on_current_device(); }
+
+}  // namespace flux::gemm

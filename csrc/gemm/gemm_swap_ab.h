@@ -1,0 +1,12 @@
+// Plain GEMM for few rows of x, apart from gemm.cu so that both compile at the same time.
+#pragma once
+
+#include "gemm/gemm.h"
+#include "gemm/select.h"
+
+namespace flux::gemm {
+
+void gemm_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms, cudaStream_t stream);
+void prepare_swap_ab();
+
+}  // namespace flux::gemm

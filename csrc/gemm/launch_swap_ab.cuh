@@ -1,0 +1,118 @@
+// From GemmArgs to a running swap-AB kernel, for any Output.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "gemm/gemm.h"
+#include "gemm/select.h"
+#include "gemm/sm90_gemm_swap_ab.cuh"
+#include "runtime/check.h"
+#include "runtime/device.h"
+
+namespace flux::gemm {
+
+template <class Output>
+using SwapAbKernel = void (*)(const SwapAbParams<Output>);
+
+template <class Output>
+class SwapAbKernels {
+ public:
+  // Raises each kernel's shared-memory limit on the current device, which also loads its code. Once a device.
+  static SwapAbKernels& on_current_device() {
+    constexpr int kMaxDevices = 64;
+    static SwapAbKernels devices[kMaxDevices];
+    int device = 0;
+    FLUX_CUDA_CHECK(cudaGetDevice(&device));
+    FLUX_CHECK(device < kMaxDevices, device);
+    devices[device].prepare();
+    return devices[device];
+  }
+
+  SwapAbKernel<Output> get(runtime::DType dtype, bool transpose_weight, int config) const {
+    return kernels_[static_cast<int>(dtype)][transpose_weight][config];
+  }
+
+  // Clusters that can be resident at once: CTAs of a cluster share a group of SMs, and groups differ in size.
+  int resident_clusters(SwapAbKernel<Output> kernel, const cudaLaunchConfig_t& launch, int config,
+                        int split) {
+    std::atomic<int>& known = resident_[config][split];
+    int count = known.load(std::memory_order_relaxed);
+    if (count == 0) {
+      FLUX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &launch));
+      known.store(count, std::memory_order_relaxed);
+    }
+    return count;
+  }
+
+ private:
+  void prepare() {
+    if (prepared_.load(std::memory_order_acquire)) return;
+#define FLUX_FILL_SWAP_AB(id, ...) fill<id>();
+    FLUX_FOR_EACH_SWAP_AB(FLUX_FILL_SWAP_AB)
+#undef FLUX_FILL_SWAP_AB
+    prepared_.store(true, std::memory_order_release);
+  }
+
+  template <int kConfig>
+  void fill() {
+    static_assert(swap_ab_smem_bytes(kSwapAbConfigs[kConfig]) + 64 <= kSmemLimit);
+    kernels_[0][0][kConfig] = sm90_gemm_swap_ab<__nv_bfloat16, Major::K, kConfig, Output>;
+    kernels_[0][1][kConfig] = sm90_gemm_swap_ab<__nv_bfloat16, Major::MN, kConfig, Output>;
+    kernels_[1][0][kConfig] = sm90_gemm_swap_ab<__half, Major::K, kConfig, Output>;
+    kernels_[1][1][kConfig] = sm90_gemm_swap_ab<__half, Major::MN, kConfig, Output>;
+    for (const auto& by_layout : kernels_) {
+      for (const auto& by_config : by_layout) {
+        FLUX_CUDA_CHECK(cudaFuncSetAttribute(by_config[kConfig], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             swap_ab_smem_bytes(kSwapAbConfigs[kConfig])));
+      }
+    }
+  }
+
+  SwapAbKernel<Output> kernels_[2][2][kNumSwapAbConfigs] = {};
+  std::atomic<int> resident_[kNumSwapAbConfigs][kMaxSplit + 1] = {};
+  std::atomic<bool> prepared_{false};
+};
+
+// prefetch: start while the stream's kernel before this one still runs, and fetch weights, which it must not
+// write.
+template <class Output>
+void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
+                    const typename Output::Params& output, bool prefetch, cudaStream_t stream) {
+  const SwapAbConfig& tile = kSwapAbConfigs[choice.config - kFirstSwapAb];
+  auto& kernels = SwapAbKernels<Output>::on_current_device();
+  const SwapAbKernel<Output> kernel = kernels.get(args.dtype, args.transpose_weight, tile.id);
+
+  SwapAbParams<Output> params;
+  params.weight = args.transpose_weight ? make_tensor_map(args.weight, args.dtype, 64, kBlockK)
+                                        : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN);
+  params.x = make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
+  params.m = args.m();
+  params.n = args.n();
+  params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
+  params.output = output;
+  FLUX_CHECK(choice.split <= params.k_blocks, choice.split, params.k_blocks);
+
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = choice.split;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = kSwapAbThreads;
+  config.dynamicSmemBytes = swap_ab_smem_bytes(tile);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  config.gridDim = choice.split;
+  const int resident = kernels.resident_clusters(kernel, config, tile.id, choice.split);
+  const int num_tiles = (args.m() + tile.rows - 1) / tile.rows * ((args.n() + kSwapAbN - 1) / kSwapAbN);
+  const int clusters = std::min({num_tiles, resident, num_sms / choice.split});
+  FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, choice.split);
+  config.gridDim = clusters * choice.split;
+  config.numAttrs = prefetch ? 2 : 1;
+  FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+}  // namespace flux::gemm

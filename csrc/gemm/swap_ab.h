@@ -1,0 +1,57 @@
+// Tiles for few rows of x, the weight on wgmma's side of 64 rows: D^T = W * x^T. A tile is kSwapAbN columns of
+// the result and up to 8..128 rows of x, whatever of them are there. Such a GEMM takes as long as its weight
+// takes to arrive from memory, so all SMs must fetch it: a cluster of CTAs splits K, and adds up through
+// distributed shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/tile_config.h"
+
+namespace flux::gemm {
+
+constexpr int kSwapAbN = 128;
+constexpr int kMaxSplit = 8;  // CTAs of a cluster; powers of two
+// Ids of tile shapes in a packed choice (select.h): from here on these.
+constexpr int kFirstSwapAb = 64;
+
+struct SwapAbConfig {
+  int id;
+  int rows;  // of x
+  int stages;
+};
+
+//    id  rows  stages
+#define FLUX_FOR_EACH_SWAP_AB(X) \
+  X(0, 8, 12)                    \
+  X(1, 16, 11)                   \
+  X(2, 32, 9)                    \
+  X(3, 64, 7)                    \
+  X(4, 128, 4)
+
+constexpr SwapAbConfig kSwapAbConfigs[] = {
+#define FLUX_SWAP_AB_ROW(id, rows, stages) {id, rows, stages},
+    FLUX_FOR_EACH_SWAP_AB(FLUX_SWAP_AB_ROW)
+#undef FLUX_SWAP_AB_ROW
+};
+constexpr int kNumSwapAbConfigs = sizeof(kSwapAbConfigs) / sizeof(kSwapAbConfigs[0]);
+
+constexpr int swap_ab_weight_bytes() { return kSwapAbN * kBlockK * kElementBytes; }
+constexpr int swap_ab_stage_bytes(const SwapAbConfig& c) {
+  return swap_ab_weight_bytes() + c.rows * kBlockK * kElementBytes;
+}
+
+// Each CTA of a cluster adds up its share of a tile's columns. It holds that share of all partial tiles: of
+// each row of x `columns` floats, and four more, so that the eight rows that a warp writes at once lie in
+// different banks.
+constexpr int swap_ab_row_floats(int split) { return kSwapAbN / split + 4; }
+constexpr int swap_ab_partial_bytes(const SwapAbConfig& c, int split) {
+  return split * c.rows * swap_ab_row_floats(split) * 4;
+}
+constexpr int swap_ab_barriers(const SwapAbConfig& c) { return 2 * c.stages + 2; }
+constexpr int swap_ab_smem_bytes(const SwapAbConfig& c) {
+  return 1024 + c.stages * swap_ab_stage_bytes(c) + swap_ab_partial_bytes(c, kMaxSplit) +
+         8 * swap_ab_barriers(c);
+}
+
+}  // namespace flux::gemm

@@ -1,0 +1,62 @@
+#include "gemm/launch_swap_ab.cuh"
+#include "gemm_ar/all_reduce.cuh"
+#include "gemm_ar/gemm_ar.h"
+
+namespace flux::gemm_ar {
+namespace {
+
+constexpr uint32_t kGemmArId = 4;
+constexpr uint32_t kAllReduceId = 5;
+
+runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuffer& symm,
+                                   runtime::Exchange::Mode mode) {
+  FLUX_CHECK(symm.world_size >= 2, symm.world_size);
+  FLUX_CHECK(n % runtime::Exchange::kVector == 0 && m * n <= INT32_MAX, m, n);
+  const auto exchange =
+      runtime::make_exchange(static_cast<int>(m), static_cast<int>(n), symm.world_size, mode);
+  FLUX_CHECK(exchange.bytes() <= symm.exchange_bytes, exchange.bytes(), symm.exchange_bytes);
+  return exchange;
+}
+
+}  // namespace
+
+void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
+             runtime::Exchange::Mode mode, cudaStream_t stream) {
+  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
+  FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
+  void* const out = const_cast<void*>(args.out.data);
+  const gemm::Finish finish = {args.bias, extras.residual, extras.norm_weight, extras.eps,
+                               out,       extras.sum_out};
+  const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
+                                 1,        num_sms,  false,    /*all_reduced=*/true};
+  const gemm::Choice choice = gemm::select(problem, args.config);
+  if (choice.swaps_ab()) {
+    gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, {symm, exchange, finish, kGemmArId},
+                                               /*prefetch=*/false, stream);
+    return;
+  }
+  // Each vector is read before the sum is written over it.
+  gemm::GemmArgs product = args;
+  product.bias = nullptr;
+  gemm::gemm(product, stream);
+  launch_sum({symm, exchange, finish, out, kGemmArId}, args.dtype, num_sms, stream);
+}
+
+void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
+                const runtime::SymmBuffer& symm, runtime::Exchange::Mode mode, cudaStream_t stream) {
+  FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
+  const runtime::Exchange exchange = checked_exchange(x.rows, x.columns, symm, mode);
+  gemm::Finish finish = {};
+  finish.out = const_cast<void*>(out.data);
+  launch_sum({symm, exchange, finish, x.data, kAllReduceId}, dtype, runtime::num_sms(), stream);
+}
+
+void prepare() {
+  gemm::SwapAbKernels<gemm::ExchangeOutput>::on_current_device();
+  cudaFuncAttributes attributes;
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
+}
+
+}  // namespace flux::gemm_ar

@@ -1,0 +1,51 @@
+// The weighted sum over a token's experts by itself, in one pass over the products: what layer 1 does where its
+// GEMM and its communication run separately.
+#include <algorithm>
+
+#include "moe/combine.cuh"
+#include "moe/moe.h"
+#include "runtime/check.h"
+#include "runtime/device.h"
+
+namespace flux::moe {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kCtasPerSm = 8;
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ Products products, int64_t tokens, int columns, uint4* out) {
+  for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+    for (int column = threadIdx.x * kVector; column < columns; column += kThreads * kVector) {
+      float sum[kVector];
+      sum_choices<Element>(products, token, column, sum);
+      out[(token * columns + column) / kVector] = rounded<Element>(sum);
+    }
+  }
+}
+
+}  // namespace
+
+void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_t* positions,
+             const float* weights, int64_t tokens, int top_k, void* out, cudaStream_t stream) {
+  FLUX_CHECK(products.columns % kVector == 0 && products.row_stride % kVector == 0, products.columns,
+             products.row_stride);
+  if (tokens == 0 || products.columns == 0) return;
+  const Products params = {static_cast<const char*>(products.data), products.row_stride * gemm::kElementBytes,
+                           positions, weights, top_k};
+  const auto kernel =
+      dtype == runtime::DType::kBFloat16 ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
+  const int ctas = static_cast<int>(std::min<int64_t>(tokens, kCtasPerSm * runtime::num_sms()));
+  kernel<<<ctas, kThreads, 0, stream>>>(params, tokens, static_cast<int>(products.columns),
+                                        static_cast<uint4*>(out));
+  FLUX_CUDA_CHECK(cudaGetLastError());
+}
+
+void prepare_combine() {
+  cudaFuncAttributes attributes;  // asking for them loads the kernels
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, combine_kernel<__nv_bfloat16>));
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, combine_kernel<__half>));
+}
+
+}  // namespace flux::moe

@@ -1,0 +1,36 @@
+// Grouped GEMM without communication. No torch here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "moe/plan.h"
+#include "runtime/tensor_map.h"
+
+namespace flux::moe {
+
+struct GroupedGemmArgs {
+  runtime::Matrix x;       // [m, k], contiguous
+  runtime::Matrix weight;  // [experts * n, k], contiguous
+  const int32_t* offsets;  // [experts + 1]
+  const int32_t* rows;     // [num_rows]: row of x for each row of the result; null: its own number
+  int experts;
+  int num_rows;    // of the result: at least offsets[experts]
+  int activation;  // Activation (sm90_grouped_gemm.cuh)
+  void* out;       // [num_rows, n], or n / 2 columns for swiglu
+  // schedule_words(...) words; what they hold before does not matter.
+  int32_t* schedule;
+  runtime::DType dtype;
+  int config;   // id of a tile shape; -1: chosen
+  int num_sms;  // 0: all
+};
+
+inline int schedule_words(int num_rows, int experts) { return 4 * (num_rows / gemm::kBlockM + experts) + 1; }
+
+// Two launches: the tile schedule, which depends on offsets that only the device knows, and the GEMM.
+void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
+
+void prepare_grouped_gemm();
+
+}  // namespace flux::moe

@@ -1,0 +1,199 @@
+// Where the rows of a mixture of experts lie, and in which order they are computed and sent. Pure functions,
+// shared by kernels, host, CPU path and tests. docs/design/moe.md has the reasons.
+//
+// Tokens are distributed over all ranks of a group, at most max_tokens on each. Experts are cut into ep_size
+// slices; tp_size consecutive ranks share the experts of a slice and hold a part of the columns of each. So
+// ep_size 1 is tensor parallelism, and ep_size = world_size is expert parallelism.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/tile_config.h"
+
+namespace flux::moe {
+
+constexpr int kMaxTopK = 16;
+constexpr int kMaxSteps = 8;     // world sizes
+constexpr int kBlockRows = 128;  // slot rows that share a signal
+constexpr int kGroupM = 16;      // tiles one above the other that share the columns of a weight in L2
+
+FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Layout {
+  int world_size;
+  int rank;
+  int ep_size;
+  int num_experts;
+  int top_k;
+  int max_tokens;  // of one rank
+
+  FLUX_HD int tp_size() const { return world_size / ep_size; }
+  FLUX_HD int local_experts() const { return num_experts / ep_size; }
+  FLUX_HD int slice_of(int owner) const { return owner / tp_size(); }
+  FLUX_HD int tokens() const { return world_size * max_tokens; }
+  // A token that names an expert twice has one row there.
+  FLUX_HD int max_rows() const { return tokens() * (top_k < local_experts() ? top_k : local_experts()); }
+  FLUX_HD int max_tiles(int block_m) const { return max_rows() / block_m + local_experts(); }
+
+  // The expert within a slice, or -1 if the slice does not hold it.
+  FLUX_HD int local_expert(int id, int slice) const {
+    const int local = id - slice * local_experts();
+    return local >= 0 && local < local_experts() ? local : -1;
+  }
+
+  // Own tokens are here at step 0. Everybody sends to rank+1 first, so those of rank-1 come next.
+  FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
+  FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
+
+  FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
+  // Whether only the tokens that a rank needs are sent to it, one after the other. Without expert parallelism
+  // it needs all, and copies are contiguous if a token keeps its number. So do own tokens, which stay.
+  FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
+
+  // A slot with nothing in it has a signal too: every rank must hear of every peer in every call.
+  FLUX_HD static int blocks_of(int slot_rows) {
+    return slot_rows <= kBlockRows ? 1 : ceil_div(slot_rows, kBlockRows);
+  }
+  FLUX_HD int max_blocks() const { return blocks_of(max_tokens); }
+};
+
+// ---- the routing kernel ------------------------------------------------------------------------------------
+
+constexpr int kRouteThreads = 512;      // of a CTA, a token each
+constexpr int kMaxRouteExperts = 1500;  // on one rank: what fits into shared memory
+
+// CTAs for the tokens of each source.
+FLUX_HD int route_chunks(const Layout& layout) {
+  return layout.max_tokens > 0 ? ceil_div(layout.max_tokens, kRouteThreads) : 1;
+}
+// One more makes the tile schedule. All of them must be on the GPU at once.
+FLUX_HD int route_ctas(const Layout& layout) { return layout.world_size * route_chunks(layout) + 1; }
+// Counts of each expert and, in pairs that start at even words, of each slice.
+FLUX_HD int64_t route_scratch_words(const Layout& layout) {
+  const int64_t ctas = route_ctas(layout) - 1;
+  return ctas * (layout.local_experts() + 2 * layout.ep_size) + 1;
+}
+
+// ---- tiles ------------------------------------------------------------------------------------------------
+//
+// Rows are sorted by (expert, step of their source, token), without padding. Tiles start anew with each expert.
+// A tile needs the tokens of its last row's source, and, because sources arrive in the order of their steps, of
+// all before. Tiles are computed in the order of that last step: those of own tokens first.
+
+// Tiles of an expert with `rows` rows that can be computed when its first `arrived` rows are here.
+FLUX_HD int complete_tiles(int arrived, int rows, int block_m) {
+  return arrived == rows ? ceil_div(rows, block_m) : arrived / block_m;
+}
+
+// One entry for each tile row of the schedule. Entries with the same expert and last step lie next to each
+// other; up to kGroupM of them form a group, whose tiles are walked column by column.
+struct TileEntry {
+  int expert_step;  // expert * kMaxSteps + last step
+  int first_m;      // of the group: tile row within the expert
+  int base;         // of the group: its first entry
+  int size;         // of the group
+};
+static_assert(sizeof(TileEntry) == 16);
+
+// Entry number `index` of the `count` tile rows, from first_m on, that an expert has at a step.
+FLUX_HD TileEntry make_entry(int expert, int step, int first_m, int count, int base, int index) {
+  const int group = index / kGroupM * kGroupM;
+  const int left = count - group;
+  return {expert * kMaxSteps + step, first_m + group, base + group, left < kGroupM ? left : kGroupM};
+}
+
+struct Tile {
+  int expert;
+  int step;
+  int m, n;  // tile coordinates within the expert
+};
+
+// Tile number `index` of the schedule, for `n_tiles` columns of tiles. For a column chunk: those of the chunk.
+FLUX_HD Tile tile_at(const TileEntry* entries, int n_tiles, int index) {
+  const TileEntry group = entries[index / n_tiles];
+  const int local = index - group.base * n_tiles;
+  return {group.expert_step / kMaxSteps, group.expert_step % kMaxSteps, group.first_m + local % group.size,
+          local / group.size};
+}
+
+// ---- layer 1: columns in chunks, and what the communication CTAs do ----------------------------------------
+
+// All experts' tiles of one chunk of columns are computed before those of the next.
+struct ColumnChunks {
+  int n_tiles;
+  int tiles_per_chunk;
+
+  FLUX_HD int count() const { return ceil_div(n_tiles, tiles_per_chunk); }
+  FLUX_HD int first(int chunk) const { return chunk * tiles_per_chunk; }
+  FLUX_HD int size(int chunk) const {
+    const int left = n_tiles - first(chunk);
+    return left < tiles_per_chunk ? left : tiles_per_chunk;
+  }
+};
+
+// A chunk of the expected number of rows should stay in L2 until it has been summed; and there should be some
+// chunks, because the first one is not summed before it is computed, nor the last one computed while it is.
+inline ColumnChunks make_chunks(int64_t expected_rows, int n, int block_n) {
+  constexpr int64_t kChunkBytes = 30 << 20;
+  constexpr int kMinChunks = 4;
+  const int n_tiles = ceil_div(n, block_n);
+  const int64_t tile_bytes = (expected_rows > 0 ? expected_rows : 1) * block_n * gemm::kElementBytes;
+  int64_t tiles = kChunkBytes / tile_bytes;
+  const int at_most = ceil_div(n_tiles, kMinChunks);
+  if (tiles > at_most) tiles = at_most;
+  return {n_tiles, tiles < 1 ? 1 : static_cast<int>(tiles)};
+}
+
+// One piece of the work of communication CTAs: a block of tokens of `peer` in a chunk of columns. For a peer:
+// sum each token's rows and send the sums. For the own rank: add what peers have sent, and write the result.
+struct CommUnit {
+  int chunk;
+  int peer;
+  int block;
+};
+
+// Communication CTAs draw units in this order. Own blocks wait for peers, and come one chunk late so that they
+// seldom have to. Units before the first one that waits for something are all drawn, by CTAs that wait, if at
+// all, for earlier chunks: ranks cannot wait for each other in a circle.
+struct CommOrder {
+  int world_size;
+  int rank;
+  int blocks;  // of one rank's tokens
+  int chunks;
+
+  FLUX_HD int sends() const { return (world_size - 1) * blocks; }
+  FLUX_HD int units() const { return chunks * world_size * blocks; }
+
+  FLUX_HD CommUnit at(int index) const {
+    if (index < sends()) return send(0, index);
+    index -= sends();
+    const int round = sends() + blocks;  // the sends of a chunk, then the sums of the one before
+    const int chunk = index / round + 1;
+    const int in_round = index % round;
+    if (chunk == chunks) return {chunk - 1, rank, in_round};
+    if (in_round < sends()) return send(chunk, in_round);
+    return {chunk - 1, rank, in_round - sends()};
+  }
+
+  // Peers take turns, so that a rank sends to all of them at any time.
+  FLUX_HD CommUnit send(int chunk, int index) const {
+    const int peers = world_size - 1;
+    return {chunk, (rank + 1 + index % peers) % world_size, index / peers};
+  }
+};
+
+// How many CTAs begin with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides should
+// be done at the same time: SMs are split as the work is, in microseconds of one SM.
+inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int n, int k, int world_size,
+                              int num_sms) {
+  constexpr double kFlopsPerSmUs = 4.5e6;
+  constexpr double kBytesPerSmUs = 1.0e5;
+  const double gemm = 2.0 * expected_rows * n * k / kFlopsPerSmUs;
+  // Each row is read once; each rank's sums are written once, and those of peers read again.
+  const double sums = static_cast<double>(own_tokens) * world_size * 2;
+  const double comm = (expected_rows + sums) * n * gemm::kElementBytes / kBytesPerSmUs;
+  const int ctas = static_cast<int>(num_sms * comm / (gemm + comm) + 0.5);
+  return ctas < 1 ? 1 : ctas > num_sms / 2 ? num_sms / 2 : ctas;
+}
+
+}  // namespace flux::moe

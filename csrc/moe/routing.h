@@ -1,0 +1,130 @@
+// Routing: from every token's experts, the order of rows, what travels between ranks, and the tile schedule.
+// The arrays are what both layers work from; they have fixed maximum sizes, so nothing has to be known on the
+// host. The functions that give each number its meaning are in plan.h; here they are put together on the host,
+// one token after the other, for the CPU path and as what the kernel (routing.cu) is tested against.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "moe/plan.h"
+
+namespace flux::moe {
+
+// All int32. What an array does not say is -1, or 0 for `tiles`.
+struct RoutingArrays {
+  int32_t* offsets;    // [local_experts + 1]: first row of each expert, then the number of rows
+  int32_t* counts;     // [local_experts][world_size]: rows of each expert from the source of each step
+  int32_t* rows;       // [max_rows]: source * max_tokens + slot row, of each sorted row
+  int32_t* positions;  // [world_size][max_tokens][top_k]: sorted row of each choice of each token
+  int32_t* incoming;   // [world_size][max_tokens]: token of each slot row that a source sends
+  int32_t* received;   // [world_size]: slot rows that each source sends
+  int32_t* outgoing;   // [ep_size][max_tokens]: token of each slot row that this rank sends to a slice
+  int32_t* sent;       // [ep_size][max_tokens]: the other way round
+  int32_t* sending;    // [ep_size]: slot rows that this rank sends to a slice
+  TileEntry* tiles;    // [max_tiles]
+  int32_t* num_tiles;  // [1]: tile rows of the schedule
+};
+
+// The tile schedule of finished `counts`.
+inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* counts, TileEntry* tiles) {
+  int base = 0;
+  const int steps = layout.world_size;
+  std::vector<int> arrived(layout.local_experts(), 0);
+  for (int step = 0; step < steps; ++step) {
+    for (int expert = 0; expert < layout.local_experts(); ++expert) {
+      int rows = 0;
+      for (int s = 0; s < steps; ++s) rows += counts[expert * steps + s];
+      const int first = complete_tiles(arrived[expert], rows, block_m);
+      arrived[expert] += counts[expert * steps + step];
+      const int count = complete_tiles(arrived[expert], rows, block_m) - first;
+      for (int i = 0; i < count; ++i) tiles[base + i] = make_entry(expert, step, first, count, base, i);
+      base += count;
+    }
+  }
+  return base;
+}
+
+// Numbers the tokens of one source that a slice needs: `slots` by token, `tokens` by slot row; returns how many
+// slot rows there are.
+inline int number_tokens(const Layout& layout, const int32_t* ids, int slice, bool compact, int32_t* slots,
+                         int32_t* tokens) {
+  int next = 0;
+  for (int token = 0; token < layout.max_tokens; ++token) {
+    bool needed = false;
+    for (int j = 0; j < layout.top_k; ++j) {
+      needed |= layout.local_expert(ids[token * layout.top_k + j], slice) >= 0;
+    }
+    slots[token] = tokens[token] = -1;
+    if (!needed) continue;
+    slots[token] = compact ? next : token;
+    tokens[slots[token]] = token;
+    next = slots[token] + 1;
+  }
+  return next;
+}
+
+// ids: [world_size][max_tokens][top_k], of all ranks; what is no expert's number is not routed.
+inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids, const RoutingArrays& out) {
+  const int experts = layout.local_experts(), steps = layout.world_size, k = layout.top_k;
+  const int slice = layout.slice_of(layout.rank);
+
+  // The expert of a choice, or -1 if it is elsewhere. `first`: the choice that named it first.
+  const auto choice = [&](int64_t token, int j, int* first) {
+    const int32_t* mine = ids + token * k;
+    const int expert = layout.local_expert(mine[j], slice);
+    *first = 0;
+    while (expert >= 0 && mine[*first] != mine[j]) ++*first;
+    return expert;
+  };
+
+  for (int i = 0; i < experts * steps; ++i) out.counts[i] = 0;
+  for (int source = 0; source < layout.world_size; ++source) {
+    const int64_t begin = static_cast<int64_t>(source) * layout.max_tokens;
+    for (int64_t token = begin; token < begin + layout.max_tokens; ++token) {
+      for (int j = 0, first; j < k; ++j) {
+        const int expert = choice(token, j, &first);
+        if (expert >= 0 && first == j) ++out.counts[expert * steps + layout.step_of(source)];
+      }
+    }
+  }
+  std::vector<int> next(experts * steps);  // row of the next token, by expert and step
+  int row = 0;
+  for (int expert = 0; expert < experts; ++expert) {
+    out.offsets[expert] = row;
+    for (int step = 0; step < steps; ++step) {
+      next[expert * steps + step] = row;
+      row += out.counts[expert * steps + step];
+    }
+  }
+  out.offsets[experts] = row;
+
+  std::vector<int32_t> slots(layout.max_tokens);
+  for (int source = 0; source < layout.world_size; ++source) {
+    const int64_t begin = static_cast<int64_t>(source) * layout.max_tokens;
+    out.received[source] = number_tokens(layout, ids + begin * k, slice, layout.compacts(source, layout.rank),
+                                         slots.data(), out.incoming + begin);
+    for (int64_t token = begin; token < begin + layout.max_tokens; ++token) {
+      for (int j = 0, first; j < k; ++j) {
+        const int expert = choice(token, j, &first);
+        int32_t& position = out.positions[token * k + j];
+        position = expert < 0 ? -1 : out.positions[token * k + first];
+        if (expert < 0 || first != j) continue;
+        position = next[expert * steps + layout.step_of(source)]++;
+        out.rows[position] = static_cast<int32_t>(begin) + slots[token - begin];
+      }
+    }
+  }
+  for (int i = row; i < layout.max_rows(); ++i) out.rows[i] = -1;
+
+  const int32_t* own = ids + static_cast<int64_t>(layout.rank) * layout.max_tokens * k;
+  for (int to = 0; to < layout.ep_size; ++to) {
+    const int64_t begin = static_cast<int64_t>(to) * layout.max_tokens;
+    out.sending[to] =
+        number_tokens(layout, own, to, layout.ep_size > 1, out.sent + begin, out.outgoing + begin);
+  }
+  *out.num_tiles = schedule_tiles(layout, block_m, out.counts, out.tiles);
+  for (int i = *out.num_tiles; i < layout.max_tiles(block_m); ++i) out.tiles[i] = {0, 0, 0, 0};
+}
+
+}  // namespace flux::moe

@@ -1,0 +1,237 @@
+// Grouped GEMM: rows sorted by expert, each times the weight of its expert. A sibling of gemm/sm90_gemm.cuh, with
+// the same mainloop, stages and slabs, for rows of x that are gathered by index and results that end in the
+// middle of a tile.
+//
+//   loaders  warps 0 and 1          16 bytes a thread: rows of x, from wherever they are, and B by TMA
+//   storers  warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are
+//   math     warpgroups 1 and 2     wgmma, then the activation
+//
+// Rows lets a row be anywhere:
+//
+//   struct Params
+//   place(params, row) -> int       what sorted row number `row` is made of; read once a tile
+//   at(params, place) -> pointer    where that lies
+#pragma once
+
+#include "gemm/epilogue.cuh"
+#include "gemm/smem.cuh"
+#include "moe/plan.h"
+
+namespace flux::moe {
+
+constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
+constexpr int kLoaderThreads = 64;
+constexpr int kGroupedProducerRegisters = 80;
+constexpr int kGroupedMathRegisters = 208;
+
+enum class Activation { kNone, kSilu, kGelu, kSwiglu };
+
+template <class Rows>
+struct GroupedParams {
+  CUtensorMap weight;  // [experts * n, k], boxes of half a tile's columns
+  const int32_t* offsets;
+  const TileEntry* tiles;
+  const int32_t* num_tile_rows;
+  int n;            // rows of an expert's weight
+  int out_columns;  // n, or half of it
+  int n_tiles;
+  int k;
+  Activation activation;
+  void* out;  // [rows, out_columns]
+  typename Rows::Params rows;
+};
+
+// After the stages, slabs and barriers of the house: the places of a tile's rows, and of the next one's.
+constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
+  return gemm::smem_bytes(c) + 16 + 2 * gemm::kBlockM * static_cast<int>(sizeof(int32_t));
+}
+
+FLUX_DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
+FLUX_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
+
+template <int kAccumulators>
+FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
+  if (activation == Activation::kSwiglu) {
+    // The tile's first half of columns is the gate, the second is what it gates.
+#pragma unroll
+    for (int i = 0; i < kAccumulators / 2; ++i) d[i] = silu(d[i]) * d[i + kAccumulators / 2];
+  } else if (activation == Activation::kSilu) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) d[i] = silu(d[i]);
+  } else if (activation == Activation::kGelu) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) d[i] = gelu(d[i]);
+  }
+}
+
+// A warp: staged rows (gemm::stage_rows) of a slab to memory, those below `num_rows` and columns below
+// `num_columns`.
+template <int kColumns>
+FLUX_DEVICE void store_staged_rows(uint32_t slab, char* dst, int64_t row_bytes, int num_rows,
+                                   int num_columns) {
+  constexpr int kPanelRowBytes = 128;
+  constexpr int kVector = 8;
+  const int lane = ptx::lane(), piece = lane % 8;
+#pragma unroll
+  for (int panel = 0; panel < kColumns / 64; ++panel) {
+    const int column = panel * 64 + piece * kVector;
+    const uint32_t src = slab + panel * 64 * kPanelRowBytes;
+#pragma unroll 4
+    for (int row = lane / 8; row < 64; row += 4) {
+      const float4 v = ptx::load_shared_v4(src + row * kPanelRowBytes + (piece ^ row % 8) * 16);
+      if (row < num_rows && column < num_columns) {
+        *reinterpret_cast<float4*>(dst + row * row_bytes + column * gemm::kElementBytes) = v;
+      }
+    }
+  }
+}
+
+template <class Element, int kConfig, class Rows>
+__global__ void __launch_bounds__(kGroupedThreads, 1)
+    sm90_grouped_gemm(const __grid_constant__ GroupedParams<Rows> params) {
+  using gemm::kBlockK;
+  using gemm::kBlockM;
+  constexpr gemm::TileConfig kTile = gemm::kTileConfigs[kConfig];
+  constexpr int kBlockN = kTile.block_n;
+  constexpr int kSlabChunks = kTile.slab_n / gemm::kChunkN;
+  static_assert(gemm::panel_n(kTile) == 64 && grouped_smem_bytes(kTile) <= gemm::kSmemLimit);
+  using Shared = gemm::Smem<kConfig>;
+
+  extern __shared__ uint8_t raw_smem[];
+  const Shared smem(raw_smem);
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&params.weight);
+    smem.init(/*cluster_size=*/1, kLoaderThreads + 1);
+  }
+  __syncthreads();
+
+  const int k_blocks = (params.k + kBlockK - 1) / kBlockK;
+  const int num_tiles = *params.num_tile_rows * params.n_tiles;
+  // Columns of the result that a tile has.
+  const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
+
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<kGroupedProducerRegisters>();
+    if (warp < 2) {
+      const uint32_t places = smem.end();
+      const int thread = threadIdx.x;
+      // Eight threads for the 128 bytes of a row and a k-block; eight rows at a time.
+      const int piece = thread % 8, row_in_eight = thread / 8;
+      const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
+      const int64_t offset = piece * 16;
+
+      // A row that is not there is loaded as the last one that is, and dropped in the end.
+      const auto find_rows = [&](int index, int buffer) {
+        if (index >= num_tiles) return;
+        const Tile tile = tile_at(params.tiles, params.n_tiles, index);
+        const int first = params.offsets[tile.expert] + tile.m * kBlockM;
+        const int last = params.offsets[tile.expert + 1] - 1;
+        for (int row = thread; row < kBlockM; row += kLoaderThreads) {
+          const int place = Rows::place(params.rows, min(first + row, last));
+          ptx::store_shared(places + 4 * (buffer * kBlockM + row), place);
+        }
+      };
+      typename Shared::Stages ring;
+      int buffer = 0;
+      find_rows(blockIdx.x, buffer);
+      for (int index = blockIdx.x; index < num_tiles; index += gridDim.x, buffer ^= 1) {
+        const Tile tile = tile_at(params.tiles, params.n_tiles, index);
+        const int first_column = tile.expert * params.n + tile.n * tile_columns;
+        const int second_column =
+            params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
+        // All have found this tile's rows, and nobody reads the last tile's any more.
+        ptx::named_barrier_sync(1, kLoaderThreads);
+        for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+          const uint32_t full = smem.full(ring.index), a = smem.a(ring.index), b = smem.b(ring.index);
+          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+          if (thread == 0) {
+            ptx::mbarrier_arrive_expect_tx(full, kBlockN * kBlockK * gemm::kElementBytes);
+            ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, first_column);
+            ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
+                             first_column + second_column);
+          }
+          const int64_t k_offset = static_cast<int64_t>(kb) * (kBlockK * gemm::kElementBytes) + offset;
+          const bool valid = k_offset < params.k * gemm::kElementBytes;
+#pragma unroll 4
+          for (int row = row_in_eight; row < kBlockM; row += 8) {
+            const int place = static_cast<int>(ptx::load_shared(places + 4 * (buffer * kBlockM + row)));
+            const char* src = Rows::at(params.rows, place);
+            ptx::copy_async_16(a + (row - row_in_eight) * 128 + dst_in_eight, src + (valid ? k_offset : 0),
+                               valid);
+          }
+          ptx::mbarrier_arrive_after_copies(full);
+          // The next tile's rows are looked up while this one's stages are full.
+          if (kb == 0) find_rows(index + gridDim.x, buffer ^ 1);
+        }
+      }
+    } else {
+      const int warpgroup = warp - 2;
+      typename Shared::Slabs slabs;
+      for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+        const Tile tile = tile_at(params.tiles, params.n_tiles, index);
+        const int first = params.offsets[tile.expert] + tile.m * kBlockM + warpgroup * 64;
+        const int num_rows = params.offsets[tile.expert + 1] - first;
+        for (int column = 0; column < tile_columns; column += kTile.slab_n, slabs.advance()) {
+          const int out_column = tile.n * tile_columns + column;
+          const int num_columns = min(tile_columns - column, params.out_columns - out_column);
+          const int64_t row_bytes = static_cast<int64_t>(params.out_columns) * gemm::kElementBytes;
+          char* dst = static_cast<char*>(params.out) + first * row_bytes + out_column * gemm::kElementBytes;
+          ptx::mbarrier_wait(smem.slab_full(warpgroup, slabs.index), slabs.phase);
+          store_staged_rows<kTile.slab_n>(smem.slab(warpgroup, slabs.index), dst, row_bytes, num_rows,
+                                          num_columns);
+          __syncwarp();
+          if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.slab_empty(warpgroup, slabs.index));
+        }
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<kGroupedMathRegisters>();
+    using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, gemm::Major::K>;
+    const int warpgroup = warp / 4 - 1;
+    const int thread = threadIdx.x % 128;
+    float d[Mma::kAccumulators];
+    typename Shared::Stages ring;
+    typename Shared::Slabs slabs;
+    for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+      int held = 0;  // the stage whose wgmmas may still be running
+#pragma unroll 1
+      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+        ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
+        ptx::fence_proxy_async_smem();  // x came by ordinary copies, wgmma reads through the async proxy
+        const uint64_t a = gemm::make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
+        const uint64_t b = gemm::make_descriptor(smem.b(ring.index), 0, 1024);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kBlockK / 16; ++k) {
+          Mma::step(a + k * (32 >> 4), b + k * (32 >> 4), d, kb > 0 || k > 0);
+        }
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
+        if (kb > 0 && ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
+        held = ring.index;
+      }
+      cute::warpgroup_wait<0>();
+#pragma unroll
+      for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
+      if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
+
+      activate(params.activation, d);
+#pragma unroll
+      for (int first_chunk = 0; first_chunk < kBlockN / gemm::kChunkN; first_chunk += kSlabChunks) {
+        if (first_chunk * gemm::kChunkN >= tile_columns) break;
+        const uint32_t slab = smem.slab(warpgroup, slabs.index);
+        ptx::mbarrier_wait(smem.slab_empty(warpgroup, slabs.index), slabs.phase ^ 1);
+#pragma unroll
+        for (int chunk = 0; chunk < kSlabChunks; ++chunk) {
+          gemm::stage_rows<64>(slab, chunk, thread,
+                               gemm::pack<Element>(&d[(first_chunk + chunk) * gemm::kChunkAccumulators]));
+        }
+        ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));
+        slabs.advance();
+      }
+    }
+  }
+}
+
+}  // namespace flux::moe

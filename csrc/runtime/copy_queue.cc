@@ -1,0 +1,84 @@
+#include "runtime/copy_queue.h"
+
+#include "runtime/check.h"
+#include "runtime/device.h"
+
+namespace flux::runtime {
+
+struct CopyQueue::Queue {
+  std::mutex mutex;
+  cudaStream_t stream;
+  cudaEvent_t begin, done;
+
+  Queue() {
+    FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
+    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+  }
+
+  static Queue& of_current_device() {
+    constexpr int kMaxDevices = 64;
+    static std::mutex mutex;
+    static Queue* by_device[kMaxDevices];  // live as long as the process: their contexts may go first
+    int device = 0;
+    FLUX_CUDA_CHECK(cudaGetDevice(&device));
+    FLUX_CHECK(device < kMaxDevices, device);
+    const std::lock_guard lock(mutex);
+    if (by_device[device] == nullptr) by_device[device] = new Queue;
+    return *by_device[device];
+  }
+};
+
+CopyQueue::CopyQueue() : queue_(Queue::of_current_device()), lock_(queue_.mutex) {}
+
+void CopyQueue::follow(cudaStream_t stream) {
+  submit();
+  FLUX_CUDA_CHECK(cudaEventRecord(queue_.begin, stream));
+  FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.stream, queue_.begin));
+}
+
+void CopyQueue::copy(void* dst, const void* src, int64_t bytes) {
+  submit();
+  FLUX_CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, queue_.stream));
+}
+
+void CopyQueue::write(uint32_t* address, uint32_t value) {
+  CUstreamBatchMemOpParams& word = next_word();
+  word.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  word.writeValue.address = reinterpret_cast<CUdeviceptr>(address);
+  word.writeValue.value = value;
+  // By default the write comes after a memory barrier for all that the stream has copied.
+  word.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+}
+
+void CopyQueue::wait(const uint32_t* address, uint32_t value) {
+  CUstreamBatchMemOpParams& word = next_word();
+  word.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+  word.waitValue.address = reinterpret_cast<CUdeviceptr>(address);
+  word.waitValue.value = value;
+  word.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+}
+
+void CopyQueue::join(cudaStream_t stream) {
+  submit();
+  FLUX_CUDA_CHECK(cudaEventRecord(queue_.done, queue_.stream));
+  FLUX_CUDA_CHECK(cudaStreamWaitEvent(stream, queue_.done));
+}
+
+CUstreamBatchMemOpParams& CopyQueue::next_word() {
+  if (num_words_ == kMaxWords) submit();
+  CUstreamBatchMemOpParams& word = words_[num_words_++];
+  word = {};
+  return word;
+}
+
+void CopyQueue::submit() {
+  if (num_words_ == 0) return;
+  using Batch = decltype(&cuStreamBatchMemOp);
+  static const auto batch = reinterpret_cast<Batch>(driver_function("cuStreamBatchMemOp"));
+  const CUresult status = batch(queue_.stream, num_words_, words_, 0);
+  num_words_ = 0;
+  FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status));
+}
+
+}  // namespace flux::runtime

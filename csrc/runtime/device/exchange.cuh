@@ -1,0 +1,99 @@
+// Vectors that ranks send each other without a signal: the data itself says that it is there. An exchange
+// buffer is full of kAbsent, which is no value that anybody sends; whoever waits for a vector polls it until no
+// word of it is kAbsent, and puts kAbsent back. So data takes one trip over the link, with no fence and no flag
+// behind it, which is what small messages cost.
+//
+// Putting kAbsent back cannot hit the vector of a later call. Call e+2 uses the buffer of call e; a peer sends
+// in e+2 after it has finished e+1, in which it got something that this rank sent after it had finished e.
+#pragma once
+
+#include "runtime/device/sync.cuh"
+#include "runtime/exchange.h"
+
+namespace flux::exchange {
+
+using runtime::Exchange;
+using runtime::kAbsent;
+using runtime::kMaxWorldSize;
+
+__device__ __forceinline__ bool is_whole(const uint4& v) {
+  return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
+}
+
+// A vector of this rank's matrix, to whoever sums it.
+__device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, const Exchange& x,
+                                           const sync::Call& call, int row, int column, const uint4& v) {
+  // Behind a call that ran out of time nothing is sent: a late peer may not have read what lies there.
+  if (call.aborted) return;
+  if (x.mode != Exchange::Mode::kOneShot) {
+    const int owner = x.owner(row, column);
+    ptx::store_relaxed_sys(symm.exchange(owner, call.epoch) + x.contribution(symm.rank, owner, row, column),
+                           v);
+    return;
+  }
+  const int64_t offset = x.contribution(symm.rank, 0, row, column);
+  for (int i = 1; i <= x.world_size; ++i) {  // each rank starts with another peer
+    const int peer = symm.rank + i < x.world_size ? symm.rank + i : symm.rank + i - x.world_size;
+    ptx::store_relaxed_sys(symm.exchange(peer, call.epoch) + offset, v);
+  }
+}
+
+// Polls a vector that was not whole when it was read, until it is, or the deadline has passed here or elsewhere
+// on this rank.
+inline __device__ __noinline__ uint4 poll(const runtime::SymmBuffer& symm, const char* address) {
+  const uint64_t start = ptx::globaltimer_ns();
+  uint4 v;
+  do {
+    for (int i = 0; i < 256; ++i) {
+      v = ptx::load_relaxed_sys(address);
+      if (is_whole(v)) return v;
+    }
+  } while (ptx::load_relaxed(&symm.header()->aborted) == 0 &&
+           ptx::globaltimer_ns() - start <= symm.timeout_ns);
+  return v;
+}
+
+// All ones, which are NaN, if it does not come.
+__device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address,
+                                      uint4 v, sync::WaitInfo info) {
+  if (!is_whole(v)) {
+    v = poll(symm, address);
+    if (!is_whole(v)) {
+      sync::report_timeout(symm, info, call.epoch, call.epoch - 1);  // the first failure on this rank counts
+      v = {~0u, ~0u, ~0u, ~0u};
+    }
+  }
+  ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
+  return v;
+}
+
+// The sum of all ranks' vectors at one place, in fp32 and rank order. For the rank that sums it.
+template <class Pair>
+__device__ __forceinline__ void take_sum(const runtime::SymmBuffer& symm, const Exchange& x,
+                                         const sync::Call& call, uint32_t op, int row, int column,
+                                         float (&sum)[Exchange::kVector]) {
+  char* const base = symm.exchange(symm.rank, call.epoch) + x.contribution(0, symm.rank, row, column);
+  const int64_t slot = static_cast<int64_t>(x.slot_rows()) * x.slot_columns() * Exchange::kElementBytes;
+  uint4 parts[kMaxWorldSize];
+#pragma unroll
+  for (int source = 0; source < kMaxWorldSize; ++source) {
+    if (source < x.world_size) parts[source] = ptx::load_relaxed_sys(base + source * slot);
+  }
+#pragma unroll
+  for (int i = 0; i < Exchange::kVector; ++i) sum[i] = 0.0f;
+#pragma unroll
+  for (int source = 0; source < kMaxWorldSize; ++source) {
+    if (source >= x.world_size) break;
+    const uint4 v = take(symm, call, base + source * slot, parts[source],
+                         {op, static_cast<uint32_t>(source), static_cast<uint32_t>(row)});
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = Pair::widen(words[i]);
+      sum[2 * i] += pair.x;
+      sum[2 * i + 1] += pair.y;
+    }
+  }
+}
+
+}  // namespace flux::exchange

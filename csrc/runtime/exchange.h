@@ -1,0 +1,82 @@
+// How ranks sum matrices [m, n] of 16-bit elements that each of them has: where a vector of 16 bytes goes, who
+// sums it, and where the sum goes. Shared by kernels, host, CPU path and tests.
+//
+//   one-shot   every rank sends all of its matrix to all ranks, and each sums all of it
+//   two-shot   columns are dealt to ranks in shards: each rank sends every shard to its owner, who sums it and
+//              sends the sum to all ranks
+//   scatter    rows are dealt to ranks: each rank sends every row to its owner, who sums and keeps it
+//
+// An exchange area on each rank holds what ranks contributed, one slot a source (its own included, so that
+// nothing is special about it), and after the slots, where there are any, the sums that owners have sent.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/macros.h"
+
+namespace flux::runtime {
+
+struct Exchange {
+  enum class Mode { kOneShot, kTwoShot, kScatter };
+
+  int m, n;  // n is a multiple of kVector
+  int world_size;
+  Mode mode;
+  int shard;  // columns (two-shot) or rows (scatter) of each owner; one-shot: 0
+
+  static constexpr int kVector = 8;  // elements of 16 bytes
+  static constexpr int kElementBytes = 2;
+
+  FLUX_HD int owner(int row, int column) const {
+    return mode == Mode::kTwoShot ? column / shard : row / shard;
+  }
+  FLUX_HD int slot_rows() const { return mode == Mode::kScatter ? shard : m; }
+  FLUX_HD int slot_columns() const { return mode == Mode::kTwoShot ? shard : n; }
+  // Rows and columns that `rank` sums; an edge may leave it fewer than a shard, or none.
+  FLUX_HD int first_row(int rank) const { return mode == Mode::kScatter ? rank * shard : 0; }
+  FLUX_HD int first_column(int rank) const { return mode == Mode::kTwoShot ? rank * shard : 0; }
+  FLUX_HD int columns_of(int rank) const {
+    const int left = n - first_column(rank);
+    return left < 0 ? 0 : left < slot_columns() ? left : slot_columns();
+  }
+
+  // Bytes from the start of the owner's exchange area.
+  FLUX_HD int64_t contribution(int source, int owner, int row, int column) const {
+    const int64_t slot_row = static_cast<int64_t>(source) * slot_rows() + row - first_row(owner);
+    return (slot_row * slot_columns() + column - first_column(owner)) * kElementBytes;
+  }
+  FLUX_HD int64_t result(int row, int column) const {
+    return contribution_bytes() + (static_cast<int64_t>(row) * n + column) * kElementBytes;
+  }
+  FLUX_HD int64_t contribution_bytes() const {
+    return static_cast<int64_t>(world_size) * slot_rows() * slot_columns() * kElementBytes;
+  }
+  FLUX_HD int64_t bytes() const {
+    const int64_t results = mode == Mode::kTwoShot ? static_cast<int64_t>(m) * n * kElementBytes : 0;
+    return contribution_bytes() + results;
+  }
+};
+
+inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode) {
+  constexpr int kVector = Exchange::kVector;
+  int shard = 0;
+  if (mode == Exchange::Mode::kTwoShot) {
+    shard = (n / kVector + world_size - 1) / world_size * kVector;
+  } else if (mode == Exchange::Mode::kScatter) {
+    shard = m / world_size;
+  }
+  return {m, n, world_size, mode, shard};
+}
+
+// Whichever gets an all-reduce done sooner: one-shot sends more, two-shot waits twice.
+inline Exchange::Mode all_reduce_mode(int m, int n, int world_size) {
+  constexpr double kLinkBytesPerUs = 310e3;
+  constexpr double kHopUs = 1.7;  // a store to a peer, and its poll
+  const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
+  const double one_shot = bytes * (world_size - 1);
+  const double two_shot = 2 * bytes * (world_size - 1) / world_size;
+  return one_shot <= two_shot + kHopUs * kLinkBytesPerUs ? Exchange::Mode::kOneShot
+                                                         : Exchange::Mode::kTwoShot;
+}
+
+}  // namespace flux::runtime

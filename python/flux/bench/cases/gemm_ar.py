@@ -1,0 +1,114 @@
+"""GEMM+AllReduce from CUDA graphs: flux against cuBLAS then NCCL, and then PyTorch's symmetric memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+import flux
+from flux import _native
+from flux.bench.cases.common import (
+    Candidate,
+    Context,
+    Prepared,
+    compare,
+    packed_choices,
+    plan_dict,
+    random_operands,
+)
+from flux.bench.cases.gemm import library
+from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
+from flux.bench.suites import Problem
+from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan import workspace_plan
+from flux.testing import GemmRsCase
+
+_CALLS = 3  # of the correctness check: both buffers of the workspace, and one of them again
+
+
+def check(problem: Problem, context: Context) -> str:
+    """flux.gemm_ar on integers that carry each rank's mark, several calls in a row."""
+    m, n, k = problem.local(context.tp)
+    results = []
+    for seed in range(_CALLS):
+        case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
+        x, weight, _ = case.inputs(context.rank, context.device)
+        results.append(
+            compare(flux.gemm_ar(x, weight, group=context.group), case.expected_sum(context.device))
+        )
+    flux.check(context.group)
+    return next((r for r in results if r != "exact"), "exact")
+
+
+def prepare(problem: Problem, context: Context) -> Prepared:
+    m, n, k = problem.local(context.tp)
+    group = context.group
+    assert group is not None
+    x, weights = random_operands(m, n, k, context)
+    ours, theirs, own_gemm = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(3))
+    # Summed in place again and again: anything but zeros would soon be infinite.
+    summed = torch.zeros_like(ours)
+
+    def candidate(name: str, role: str, step: Step) -> Candidate:
+        return graphed(name, role, step, weights, context)
+
+    def serial(weight: torch.Tensor) -> None:
+        torch.mm(x, weight.t(), out=theirs)
+        dist.all_reduce(theirs, group=group)
+
+    blas, comm = library(context), "NCCL" if context.cuda else "gloo"
+    candidates = [
+        candidate("flux", "flux", lambda w: flux.gemm_ar(x, w, group=group, out=ours)),
+        candidate(blas, "gemm", lambda w: torch.mm(x, w.t(), out=theirs)),
+        candidate(comm, "comm", lambda _: dist.all_reduce(summed, group=group)),
+        candidate("flux.all_reduce", "comm", lambda _: flux.all_reduce(summed, group=group, out=ours)),
+        candidate(f"{blas}+{comm}", "serial", serial),
+    ]
+    notes: list[str] = []
+    if context.cuda:
+        candidates.insert(2, candidate("flux.gemm", "gemm", lambda w: flux.gemm(x, w, out=own_gemm)))
+        peers, notes = symm_mem_all_reduce(
+            m, n, f"{blas}+", lambda w, partial: torch.mm(x, w.t(), out=partial), weights, context
+        )
+        candidates += peers
+    plan = None
+    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
+        plan = plan_dict(flux.explain("gemm_ar", m, n, k, dtype=context.dtype, group=group))
+    return Prepared(candidates, plan, notes)
+
+
+def sweep(problem: Problem, context: Context) -> Prepared:
+    """The kernel with every tile shape and with the other way to sum, against what the plan chose.
+
+    All use one workspace with room for both ways, so that none of them pays for growing it.
+    """
+    m, n, k = problem.local(context.tp)
+    group = context.group
+    assert group is not None
+    x, weights = random_operands(m, n, k, context)
+    out = torch.empty(m, n, dtype=context.dtype, device=context.device)
+    workspace = registry.get(group, context.device, "gemm_ar")
+    plan = workspace_plan(workspace, "gemm_ar", m, n, k, context.dtype, False)
+    if plan.mode < 0 or not isinstance(workspace, CudaWorkspace):
+        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    core = _native.core
+    modes = (core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT)
+    room = max(core.exchange(m, n, context.world_size, mode).bytes for mode in modes)
+    chosen = replace(plan, exchange_bytes=room)
+
+    def run(name: str, role: str, config: int, mode: int) -> Candidate:
+        def launch(weight: torch.Tensor) -> None:
+            # Exactly what flux.gemm_ar launches, but for config and mode.
+            address = workspace.enter(chosen)
+            torch.ops.flux._gemm_ar(
+                x, weight, None, out, False, address, config, 0, mode, None, None, 0.0, None
+            )
+
+        return graphed(name, role, launch, weights, context)
+
+    other = run(f"plan {'two-shot' if plan.mode == 0 else 'one-shot'}", "config", plan.choice, 1 - plan.mode)
+    shapes = [run(name, "config", config, plan.mode) for name, config in packed_choices(plan)]
+    return Prepared([run("plan", "flux", plan.choice, plan.mode), *shapes, other], plan_dict(plan))

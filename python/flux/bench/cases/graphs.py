@@ -1,0 +1,93 @@
+"""Decoding as it is run: calls replayed from CUDA graphs, and the peers that such calls have in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flux.bench.cases.common import Candidate, Context
+from flux.bench.timing import Call, all_max
+
+_CALLS = 12  # at least so many in a graph: the start of one costs some microseconds
+_symm_mem: Any = torch.ops.symm_mem
+
+Step = Callable[[torch.Tensor], object]
+
+
+def graphed(name: str, role: str, step: Step, weights: list[torch.Tensor], context: Context) -> Candidate:
+    """A candidate that replays `step` with each of the weights in turn. On CPUs it just calls it."""
+    repeats = -(-_CALLS // len(weights)) if context.cuda else 1
+    calls = len(weights) * repeats
+
+    def burst() -> None:
+        for _ in range(repeats):
+            for weight in weights:
+                step(weight)
+
+    return Candidate(name, role, _captured(burst, context), calls, lambda: step(weights[0]))
+
+
+def _captured(burst: Call, context: Context) -> Call:
+    if not context.cuda:
+        return burst
+    burst()  # allocates, loads and meets, none of which a graph can capture
+    torch.cuda.synchronize(context.device)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog, another thread, queries events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        burst()
+    return graph.replay
+
+
+def symm_mem_all_reduce(
+    m: int,
+    n: int,
+    prefix: str,
+    produce: Callable[[torch.Tensor, torch.Tensor], object],
+    weights: list[torch.Tensor],
+    context: Context,
+) -> tuple[list[Candidate], list[str]]:
+    """PyTorch's all-reduces of symmetric memory as peers, and notes on those that cannot run.
+
+    Args:
+        produce: ``produce(weight, partial)`` writes what is to be summed to `partial` [m, n].
+    """
+    group = context.group
+    assert group is not None
+    name = group.group_name
+    memory: dict[str, torch.Tensor] = {}
+
+    def symmetric() -> torch.Tensor:
+        if not memory:
+            from torch.distributed import _symmetric_memory as symm_mem
+
+            partial = symm_mem.empty(m, n, dtype=context.dtype, device=context.device)
+            symm_mem.rendezvous(partial, name)
+            memory.update(partial=partial.zero_(), total=torch.empty_like(partial))
+        return memory["partial"]
+
+    def one_shot(weight: torch.Tensor) -> None:
+        partial = symmetric()
+        produce(weight, partial)
+        _symm_mem.one_shot_all_reduce_out(partial, "sum", name, memory["total"])
+
+    def two_shot(weight: torch.Tensor) -> None:
+        partial = symmetric()
+        produce(weight, partial)
+        _symm_mem.two_shot_all_reduce_(partial, "sum", name)
+
+    candidates, notes = [], []
+    for label, step in (("one-shot", one_shot), ("two-shot", two_shot)):
+        error, candidate = "", None
+        try:
+            candidate = graphed(f"{prefix}{label}", "peer", step, weights, context)
+        except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
+            error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+        # All ranks must agree on which peers there are.
+        if all_max([1.0 if error else 0.0], group, context.device)[0]:
+            notes.append(f"symm_mem {label} could not run: {error or 'it failed on another rank'}")
+        elif candidate is not None:
+            candidates.append(candidate)
+    return candidates, notes

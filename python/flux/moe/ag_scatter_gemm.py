@@ -1,0 +1,251 @@
+"""Layer 0 of a mixture of experts: tokens are gathered from all ranks while the tiles whose tokens are here
+already are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from flux import _native
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.group import process_group
+from flux.moe import reference
+from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
+from flux.moe.routing import Routing, check_routing, layout_of
+from flux.ops import _check, grouped_gemm
+from flux.ops import all_gather as gather
+from flux.ops._library import library
+
+_OP = "moe.ag_scatter_gemm"
+_BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
+
+
+def ag_scatter_gemm(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, *, activation: str | None = None
+) -> torch.Tensor:
+    """activation(tokens of all ranks, sorted by expert, · weight[e]ᵀ), for the experts of this rank. A
+    collective of the routing's group.
+
+    Accumulated in fp32 and rounded once; results are bitwise repeatable.
+
+    Args:
+        x: [tokens, H], this rank's, as many as topk_ids had; bfloat16, float16, float32 or float64.
+        weight: [E / ep_size, N, H], the experts of this rank's slice, of each its part of the rows; dtype and
+            device of x.
+        routing: of flux.moe.route.
+        activation: "silu", "gelu", "swiglu" (silu of the first N/2 columns times the last N/2), or None.
+
+    Returns:
+        [rows, N] (for "swiglu" N/2 columns), a fresh tensor with the largest number of rows that there could
+        be. What the rows from routing.offsets[-1] on hold is not specified.
+
+    Raises:
+        ValueError: an argument does not fit, or needs a gradient in grad mode (there is no backward pass);
+            or, where the ranks notice, they made different calls.
+        CommTimeoutError, RuntimeError: as flux.ag_gemm.
+    """
+    grouped_gemm.refuse_grad(_OP, x=x, weight=weight)
+    check_routing(_OP, routing, weight, x.device)
+    if x.dim() == 2 and x.shape[0] != routing.num_tokens:
+        _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
+    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+    result: torch.Tensor = _op(x, weight, list(routing[:12]), *sizes, activation, routing.group_name)
+    return result
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: list[torch.Tensor],
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    activation: str | None,
+    group_name: str,
+) -> torch.Tensor:
+    columns = grouped_gemm.expert_weight(_OP, x, weight, activation)
+    return x.new_empty(routing[2].shape[0], columns)
+
+
+def _eager(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: list[torch.Tensor],
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    activation: str | None,
+    group_name: str,
+) -> torch.Tensor:
+    columns = grouped_gemm.expert_weight(_OP, x, weight, activation)
+    told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
+    group = process_group(group_name)
+    layout = layout_of(routing, num_experts, ep_size, max_tokens, group_name)
+    if group.size() == 1 and not x.is_cuda:
+        out = x.new_zeros(layout.max_rows, columns)
+        _Tiles(layout, told, weight, activation, out).compute(lambda step, row: None, {0: x})
+        return out
+    if group.size() == 1:
+        return _unfused(x, weight, told, activation)
+    workspace = registry.get(group, x.device, _OP)
+    n, k = weight.shape[1:]
+    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size)
+    if not plan.fused:
+        return _unfused(x, weight, told, activation)
+    out = x.new_zeros(layout.max_rows, columns)
+    shared = cast(CpuWorkspace, workspace)
+    with shared.guarded():
+        epoch = shared.begin(plan)
+        arrivals = _Arrivals(shared, plan, layout, told, epoch, x)
+        _Tiles(layout, told, weight, activation, out).compute(arrivals.wait, arrivals.sources)
+        arrivals.wait_for_all()
+        shared.finish(epoch)
+    return out
+
+
+def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None) -> torch.Tensor:
+    """Gather, then a grouped GEMM, by torch; without waiting for the GPU."""
+    group = process_group(routing.group_name)
+    limit = routing.max_tokens
+    gathered = x.new_empty(group.size() * limit, x.shape[1])
+    if gathered.shape[0]:
+        padded = x
+        if x.shape[0] < limit:
+            padded = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
+        if group.size() == 1:
+            gathered = padded
+        elif x.is_cuda:
+            gathered = gather.all_gather(padded, group=group)
+        else:
+            gather.unfused(padded, group, gathered)
+    tokens = reference.tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    return grouped_gemm.grouped_gemm(gathered, weight, routing.offsets, rows=tokens, activation=activation)
+
+
+class _Arrivals:
+    """The gather of the CPU path: sends each rank the tokens it needs, block by block, and waits for those of
+    others in the order in which they are sent.
+    """
+
+    def __init__(
+        self,
+        workspace: CpuWorkspace,
+        plan: MoePlan,
+        layout: Any,
+        routing: Routing,
+        epoch: int,
+        x: torch.Tensor,
+    ) -> None:
+        self._workspace = workspace
+        self._plan = plan
+        self._layout = layout
+        self._epoch = epoch
+        self._received = routing.received.tolist()
+        self._arrived = (0, 0)  # the last step and block that were waited for; they come in order
+        self._agreed = False
+        rank, p = layout.rank, layout.world_size
+        sending = routing.sending.tolist()
+        for block in range(layout.max_blocks):
+            for shift in range(1, p):
+                owner = (rank + shift) % p
+                to = layout.slice_of(owner)
+                if block >= layout.blocks_of(sending[to]):
+                    continue
+                rows = slice(block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, sending[to]))
+                if rows.start < rows.stop:
+                    # Without expert parallelism a slot row may be that of a token that nobody needs.
+                    tokens = routing.outgoing[to, rows].long().clamp(min=0)
+                    self._slot(owner, rank)[rows] = x[tokens]
+                workspace.signal(owner, layout.slot_index(rank, owner), block, epoch)
+        self.sources = {s: x if s == rank else self._slot(rank, s) for s in range(p)}
+
+    def wait(self, step: int, slot_row: int) -> None:
+        """Waits for slot rows of the source of a step, up to that one, and for all sources before."""
+        for at in range(1, step + 1):
+            source = self._layout.source_at(at)
+            blocks = slot_row // _BLOCK_ROWS + 1 if at == step else self._blocks(source)
+            for block in range(blocks):
+                self._wait_block(at, source, block)
+
+    def wait_for_all(self) -> None:
+        """Ends a call: only then is it known that every peer has begun it."""
+        last = self._layout.world_size - 1
+        self.wait(last, (self._blocks(self._layout.source_at(last)) - 1) * _BLOCK_ROWS)
+
+    def _blocks(self, source: int) -> int:
+        blocks: int = self._layout.blocks_of(self._received[source])
+        return blocks
+
+    def _wait_block(self, step: int, source: int, block: int) -> None:
+        if (step, block) <= self._arrived:
+            return
+        if not self._agreed:
+            self._workspace.agree(self._plan, self._epoch)
+            self._agreed = True
+        slot = self._layout.slot_index(source, self._layout.rank)
+        self._workspace.wait(_OP, source, slot, block, self._epoch, block)
+        self._arrived = (step, block)
+
+    def _slot(self, owner: int, source: int) -> torch.Tensor:
+        """What a source sends to an owner [max_tokens, k]."""
+        limit, k, dtype = self._layout.max_tokens, self._plan.k, self._plan.dtype
+        offset = self._layout.slot_index(source, owner) * limit * k * dtype.itemsize
+        return self._workspace.slot(owner, self._epoch, offset, limit * k, dtype).view(limit, k)
+
+
+class _Tiles:
+    """The kernel's work tile by tile, in the order of the schedule."""
+
+    def __init__(
+        self,
+        layout: Any,
+        routing: Routing,
+        weight: torch.Tensor,
+        activation: str | None,
+        out: torch.Tensor,
+    ) -> None:
+        self._layout = layout
+        self._offsets = routing.offsets.tolist()
+        self._rows = routing.rows.long()
+        self._schedule = (routing.tiles.data_ptr(), int(routing.num_tiles))
+        self._routing = routing  # keeps the schedule alive
+        self._activation = activation
+        self._out = out
+        self._weight = weight.to(grouped_gemm.wide_type(weight.dtype))
+
+    def compute(self, wait: Callable[[int, int], None], sources: dict[int, torch.Tensor]) -> None:
+        """`wait(step, slot row)` before the rows of a tile are read from what each source has sent."""
+        limit, columns = self._layout.max_tokens, self._out.shape[1]
+        n_tiles = -(-columns // BLOCK_N)
+        for expert, step, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles):
+            first = self._offsets[expert] + m_tile * BLOCK_M
+            rows = slice(first, min(first + BLOCK_M, self._offsets[expert + 1]))
+            slot_rows = self._rows[rows]
+            wait(step, int(slot_rows[-1]) % limit)
+            tokens = torch.empty(len(slot_rows), self._weight.shape[2], dtype=self._weight.dtype)
+            for source, area in sources.items():
+                mine = slot_rows // limit == source
+                tokens[mine] = area[slot_rows[mine] % limit].to(tokens.dtype)
+            here = slice(n_tile * BLOCK_N, min((n_tile + 1) * BLOCK_N, columns))
+            self._out[rows, here] = grouped_gemm.activate(
+                tokens @ self._columns(expert, here).t(), self._activation
+            )
+
+    def _columns(self, expert: int, columns: slice) -> torch.Tensor:
+        """The rows of the weight that make some columns of the result; for swiglu twice as many."""
+        weight = self._weight[expert]
+        if self._activation != "swiglu":
+            return weight[columns]
+        up = slice(self._out.shape[1] + columns.start, self._out.shape[1] + columns.stop)
+        return torch.cat([weight[columns], weight[up]])
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("moe_ag_scatter_gemm", _eager, _device)
+torch.library.register_fake("flux::moe_ag_scatter_gemm", _fake, lib=library)
+
+_op: Any = torch.ops.flux.moe_ag_scatter_gemm.default

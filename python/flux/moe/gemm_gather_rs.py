@@ -1,0 +1,245 @@
+"""Layer 1 of a mixture of experts: a grouped GEMM in chunks of columns; each chunk's rows are weighted,
+summed over the experts of a token and sent to the token's owner while the next chunk is computed (COMET,
+arXiv 2502.19811, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from flux import _native
+from flux.comm import cuda, registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.group import process_group, reduce_scatter
+from flux.moe import reference
+from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
+from flux.moe.routing import Routing, check_routing, layout_of
+from flux.ops import _check, grouped_gemm
+from flux.ops._library import library
+
+_OP = "moe.gemm_gather_rs"
+_BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
+
+
+def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Each token's rows · weight[e]ᵀ, times its routing weights, summed over its experts and over ranks; each
+    rank gets its own tokens. A collective of the routing's group.
+
+    Products are accumulated in fp32 and rounded to x's dtype, the rows of a token summed in fp32. What ranks
+    send each other is rounded; the sum over ranks is taken in fp32, in rank order, and rounded once. Results
+    are bitwise repeatable.
+
+    Args:
+        x: [rows, I], as flux.moe.ag_scatter_gemm returns it; bfloat16, float16, float32 or float64.
+        weight: [E / ep_size, N, I], the experts of this rank's slice, of each its part of the columns; dtype
+            and device of x.
+        routing: of flux.moe.route, the one that x was made with.
+
+    Returns:
+        [tokens, N] in x's dtype, a fresh tensor.
+
+    Raises:
+        ValueError, CommTimeoutError, RuntimeError: as flux.moe.ag_scatter_gemm.
+    """
+    grouped_gemm.refuse_grad(_OP, x=x, weight=weight)
+    check_routing(_OP, routing, weight, x.device)
+    if x.dim() == 2 and x.shape[0] != routing.rows.shape[0]:
+        what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"
+        _check.fail(_OP, "x", what, f"shape {list(x.shape)}")
+    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
+    result: torch.Tensor = _op(x, weight, list(routing[:12]), *sizes, routing.group_name)
+    return result
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: list[torch.Tensor],
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    num_tokens: int,
+    group_name: str,
+) -> torch.Tensor:
+    return x.new_empty(num_tokens, grouped_gemm.expert_weight(_OP, x, weight, None))
+
+
+def _eager(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: list[torch.Tensor],
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    num_tokens: int,
+    group_name: str,
+) -> torch.Tensor:
+    n = grouped_gemm.expert_weight(_OP, x, weight, None)
+    told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
+    group = process_group(group_name)
+    layout = layout_of(routing, num_experts, ep_size, max_tokens, group_name)
+    if group.size() == 1:
+        return _unfused(x, weight, told)
+    workspace = registry.get(group, x.device, _OP)
+    k = x.shape[1]
+    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size)
+    if not plan.fused:
+        return _unfused(x, weight, told)
+    out = x.new_empty(num_tokens, n)
+    shared = cast(CpuWorkspace, workspace)
+    with shared.guarded():
+        epoch = shared.begin(plan)
+        _Exchange(shared, plan, layout, told, epoch, x, weight, out).run()
+        shared.finish(epoch)
+    return out
+
+
+def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """A grouped GEMM, the weighted sum, then a reduce-scatter, by torch; without waiting for the GPU."""
+    group = process_group(routing.group_name)
+    limit, n = routing.max_tokens, weight.shape[1]
+    if limit == 0 or n == 0:
+        return x.new_zeros(routing.num_tokens, n)
+    product = grouped_gemm.grouped_gemm(x, weight, routing.offsets)
+    partial = weighted_sum(product, routing.positions, routing.weights)
+    if group.size() == 1:
+        return partial[0, : routing.num_tokens].to(x.dtype, copy=True)
+    # On CPU, gloo is slow whatever the type, so nothing is lost by summing in fp32.
+    partial = partial.to(x.dtype) if x.is_cuda else partial
+    total = partial.new_empty(limit, n)
+    reduce_scatter()(total, partial.view(-1, n), group=group)
+    return total[: routing.num_tokens].to(x.dtype, copy=True)
+
+
+def weighted_sum(product: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """As reference.weighted_sum; in one pass, and rounded, where there is a kernel for it."""
+    kernel_takes = product.dtype in (torch.bfloat16, torch.float16) and product.shape[1] % 8 == 0
+    if not product.is_cuda or not kernel_takes or cuda.why_not(product.device) is not None:
+        return reference.weighted_sum(product, positions, weights)
+    out = product.new_empty(*positions.shape[:-1], product.shape[1])
+    _combine(product.contiguous(), positions, weights, out)
+    return out
+
+
+class _Exchange:
+    """The kernel's work on the CPU: chunk after chunk of columns, what is computed, sent and summed."""
+
+    def __init__(
+        self,
+        workspace: CpuWorkspace,
+        plan: MoePlan,
+        layout: Any,
+        routing: Routing,
+        epoch: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        self._workspace = workspace
+        self._plan = plan
+        self._layout = layout
+        self._routing = routing
+        self._epoch = epoch
+        self._x = x
+        self._weight = weight.to(grouped_gemm.wide_type(weight.dtype))
+        self._out = out
+        self._products = x.new_zeros(layout.max_rows, plan.n)
+        self._received = routing.received.tolist()
+        self._offsets = routing.offsets.tolist()
+        self._agreed = False
+
+    def run(self) -> None:
+        layout, computed = self._layout, 0
+        rank, blocks = layout.rank, layout.max_blocks
+        for chunk, peer, block in _native.core.moe_comm_units(
+            layout.world_size, rank, blocks, len(self._plan.chunks)
+        ):
+            if chunk == computed:
+                self._compute(chunk)
+                computed += 1
+            if peer == rank:
+                self._sum(chunk, block)
+            else:
+                self._send(chunk, peer, block)
+
+    def _columns(self, chunk: int) -> slice:
+        first, size = self._plan.chunks[chunk]
+        return slice(first * BLOCK_N, min((first + size) * BLOCK_N, self._plan.n))
+
+    def _compute(self, chunk: int) -> None:
+        """All tiles of a chunk of columns, whatever their expert."""
+        first, size = self._plan.chunks[chunk]
+        schedule = (self._routing.tiles.data_ptr(), int(self._routing.num_tiles))
+        for expert, _, m_tile, n_tile in _native.core.moe_tiles(*schedule, size):
+            begin = self._offsets[expert] + m_tile * BLOCK_M
+            rows = slice(begin, min(begin + BLOCK_M, self._offsets[expert + 1]))
+            columns = slice((first + n_tile) * BLOCK_N, (first + n_tile + 1) * BLOCK_N)
+            tile = self._x[rows].to(self._weight.dtype) @ self._weight[expert, columns].t()
+            self._products[rows, columns] = tile.to(self._products.dtype)
+
+    def _partial(self, source: int, tokens: torch.Tensor, columns: slice) -> torch.Tensor:
+        """This rank's part of the result of some tokens of a source."""
+        positions, weights = self._routing.positions, self._routing.weights
+        return reference.weighted_sum(
+            self._products[:, columns], positions[source, tokens], weights[source, tokens]
+        )
+
+    def _send(self, chunk: int, peer: int, block: int) -> None:
+        """Sums a block of a peer's tokens and puts it where its owner finds it."""
+        layout, received = self._layout, self._received[peer]
+        if block >= layout.blocks_of(received):
+            return
+        rows = slice(block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, received))
+        if rows.start < rows.stop:
+            # Without expert parallelism a slot row may be that of a token that nobody needs.
+            tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
+            columns = self._columns(chunk)
+            self._slot(peer, layout.rank)[rows, columns] = self._partial(peer, tokens, columns).to(
+                self._plan.dtype
+            )
+        signal = chunk * layout.max_blocks + block
+        self._workspace.signal(peer, layout.slot_index(layout.rank, peer), signal, self._epoch)
+
+    def _sum(self, chunk: int, block: int) -> None:
+        """Adds up what all ranks have of a block of own tokens, in rank order."""
+        layout = self._layout
+        rank, columns = layout.rank, self._columns(chunk)
+        tokens = torch.arange(len(self._out))[block * _BLOCK_ROWS : (block + 1) * _BLOCK_ROWS]
+        if block > 0 and len(tokens) == 0:
+            return
+        total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=self._weight.dtype)
+        for source in range(layout.world_size):
+            if source == rank:
+                total += self._partial(rank, tokens, columns)
+                continue
+            slot_rows = self._routing.sent[layout.slice_of(source), tokens].long()
+            there = slot_rows >= 0
+            # The first block, needed or not: a call must not end before every peer has begun it.
+            blocks = {0} if block == 0 else set()
+            for needed in sorted(blocks | set((slot_rows[there] // _BLOCK_ROWS).tolist())):
+                self._wait(source, chunk * layout.max_blocks + needed, needed)
+            total[there] += self._slot(rank, source)[slot_rows[there], columns].to(total.dtype)
+        self._out[tokens, columns] = total.to(self._out.dtype)
+
+    def _wait(self, source: int, signal: int, block: int) -> None:
+        if not self._agreed:
+            self._workspace.agree(self._plan, self._epoch)
+            self._agreed = True
+        slot = self._layout.slot_index(source, self._layout.rank)
+        self._workspace.wait(_OP, source, slot, signal, self._epoch, block)
+
+    def _slot(self, owner: int, source: int) -> torch.Tensor:
+        """What a source sends to an owner [max_tokens, n]."""
+        limit, n, dtype = self._layout.max_tokens, self._plan.n, self._plan.dtype
+        offset = self._layout.slot_index(source, owner) * limit * n * dtype.itemsize
+        return self._workspace.slot(owner, self._epoch, offset, limit * n, dtype).view(limit, n)
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("moe_gemm_gather_rs", _eager, _device)
+torch.library.register_fake("flux::moe_gemm_gather_rs", _fake, lib=library)
+
+_op: Any = torch.ops.flux.moe_gemm_gather_rs.default
+_combine: Any = torch.ops.flux._moe_combine.default

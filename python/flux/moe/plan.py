@@ -1,0 +1,100 @@
+"""What the ranks of a group must agree on before a mixture-of-experts call, and the room it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flux import _native
+from flux.comm.workspace import Workspace, round_up
+from flux.ops.grouped_gemm import say_once
+from flux.ops.plan import can_run_fused
+
+# Tiles of the CPU path. On GPUs the kernel's.
+BLOCK_M: int = _native.core.tile_configs()[0].block_m
+BLOCK_N = 256
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """How one layer runs: the facts that a workspace needs of a call (flux.comm.workspace.Call), and more.
+
+    m counts the tokens of all ranks, n the rows of each expert's weight and k its columns, as on one rank.
+
+    Attributes:
+        chunks: first tile and number of tiles of each chunk of columns (layer 1).
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    world_size: int
+    config: int  # ep_size, so that ranks compare it
+    fused: bool
+    reason: str
+    signal_bytes: int = 0
+    slot_bytes: int = 0
+    exchange_bytes: int = 0
+    transpose_weight: bool = False
+    chunks: tuple[tuple[int, int], ...] = ()
+
+
+def plan_layer(
+    workspace: Workspace,
+    op: str,
+    max_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    top_k: int,
+    ep_size: int,
+) -> MoePlan:
+    """The plan of layer 0 or 1 on a workspace, made once for each problem."""
+    key = (op, max_tokens, n, k, dtype, top_k, ep_size)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = workspace.plans[key] = _make_plan(workspace, op, max_tokens, n, k, dtype, top_k, ep_size)
+    assert isinstance(plan, MoePlan)
+    return plan
+
+
+def _make_plan(
+    workspace: Workspace,
+    op: str,
+    max_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    top_k: int,
+    ep_size: int,
+) -> MoePlan:
+    p = workspace.world_size
+    m = p * max_tokens
+    device = workspace.device.type
+    fused, reason = can_run_fused(
+        op, device_type=device, dtype=dtype, m=m, n=n, k=k, why_not=workspace.why_not
+    )
+    if fused and device != "cpu":
+        fused, reason = False, "there is no kernel for it yet"
+        say_once(f"{op} runs unfused, through torch: {reason}")
+    facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
+    if not fused:
+        return MoePlan(*facts)
+    core = _native.core
+    if op == "moe.ag_scatter_gemm":
+        chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
+        columns = k  # of what travels
+    else:
+        # Rows that a rank expects if tokens choose evenly.
+        chunks = tuple(core.moe_column_chunks(m * top_k // ep_size, n, BLOCK_N))
+        columns = n
+    layout = core.ag_gemm_layout(m, columns, p)
+    return MoePlan(
+        *facts,
+        signal_bytes=round_up(4 * layout.num_signals * len(chunks)),
+        slot_bytes=round_up(layout.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
+        chunks=chunks,
+    )

@@ -1,0 +1,181 @@
+"""Mixture of experts from torch alone: what the results must be, and what runs where there is no kernel.
+
+`routing_tensors` and the `unfused` functions never wait for a GPU; the references do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux import _native
+from flux.comm.group import process_group
+from flux.ops.grouped_gemm import activate, wide_type
+
+Tensor = torch.Tensor
+GROUP_M = 16  # csrc/moe/plan.h: kGroupM
+
+
+def moe_mlp(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    activation: str | None = "swiglu",
+) -> Tensor:
+    """The whole layer on one rank that holds all experts: x [T, H], w1 [E, N, H], w2 [E, H, I] -> [T, H].
+
+    Accumulated in fp32 (fp64 for fp64) throughout, and rounded once.
+    """
+    wide = wide_type(x.dtype)
+    out = torch.zeros(x.shape[0], w2.shape[1], dtype=wide, device=x.device)
+    for expert in range(w1.shape[0]):
+        tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        hidden = activate(x[tokens].to(wide) @ w1[expert].to(wide).t(), activation)
+        result = hidden @ w2[expert].to(wide).t()
+        out.index_add_(0, tokens, result * topk_weights[tokens, choice].to(wide)[:, None])
+    return out.to(x.dtype)
+
+
+def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
+    """The tensors of a flux.moe.Routing, in its order, but for the weights.
+
+    Args:
+        layout: flux._core.MoeLayout.
+        ids: [p, max_tokens, k], the experts that the tokens of all ranks have chosen.
+    """
+    p, limit, k = ids.shape
+    device, rank, experts = ids.device, layout.rank, layout.local_experts
+    ids = ids.long()
+    local = ids - layout.slice_of(rank) * experts
+    here = (local >= 0) & (local < experts)
+    # Which tokens need which of this rank's experts; sources in the order of their steps. That permutation
+    # is its own inverse. (Made on the device: a list would have to be copied there.)
+    sources = torch.arange(p, device=device)
+    order = (rank - sources) % p
+    needs = torch.zeros(p, limit, experts + 1, dtype=torch.bool, device=device)
+    needs = needs.scatter_(2, torch.where(here, local, experts), True)[..., :experts]
+    by_expert = needs[order].permute(2, 0, 1)
+    rank_of = by_expert.reshape(-1).cumsum(0).view(experts, p, limit) - 1
+    row_of = rank_of.permute(1, 2, 0)[order]
+    counts = by_expert.sum(2)
+    offsets = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
+    positions = torch.where(here, row_of.gather(2, local.clamp(0, experts - 1)), -1)
+
+    needed = needs.any(2)
+    compact = (sources != rank) & (layout.ep_size > 1)
+    slots, incoming, received = _number_tokens(needed, compact)
+    first = sources[:, None] * limit
+    rows = torch.full((layout.max_rows + 1,), -1, device=device)
+    # What is in no row goes to one more entry, which is cut off.
+    target = torch.where(needs, row_of, layout.max_rows)
+    rows[target] = (first + slots)[..., None].expand(target.shape)
+
+    slices = torch.arange(layout.ep_size, device=device)[:, None, None]
+    own = ids[rank]
+    routed = (own >= 0) & (own < layout.num_experts)
+    wanted = (routed & (own // experts == slices)).any(2)
+    compact = torch.full_like(wanted.any(1), layout.ep_size > 1)
+    sent, outgoing, sending = _number_tokens(wanted, compact)
+    tiles, num_tiles = _schedule(layout, block_m, counts)
+    tensors = [offsets, counts, rows[:-1], positions, incoming, received, outgoing, sent, sending]
+    return [tensor.int().contiguous() for tensor in (*tensors, tiles, num_tiles)]
+
+
+def _number_tokens(needed: Tensor, compact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slot row of each token [n, tokens], token of each slot row, and the number of slot rows."""
+    n, limit = needed.shape
+    tokens = torch.arange(limit, device=needed.device).expand(n, limit)
+    slots = torch.where(compact[:, None], needed.cumsum(1) - 1, tokens)
+    slots = torch.where(needed, slots, -1)
+    found = torch.full((n, limit + 1), -1, device=needed.device)
+    found.scatter_(1, torch.where(needed, slots, limit), tokens)
+    count = slots.amax(1) + 1 if limit else slots.sum(1)
+    return slots, found[:, :limit], count
+
+
+def _schedule(layout: Any, block_m: int, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of the tile schedule, and how many there are."""
+    arrived = counts.cumsum(1)
+    total = arrived[:, -1:]
+    complete = torch.where(arrived == total, -(-total // block_m), arrived // block_m)
+    first = torch.nn.functional.pad(complete, (1, 0))[:, :-1]
+    # Tile rows by (last step, expert), the order in which they are computed.
+    size, first = (complete - first).t().reshape(-1), first.t().reshape(-1)
+    end = size.cumsum(0)
+    entry = torch.arange(layout.max_tiles(block_m), device=counts.device)
+    which = torch.searchsorted(end, entry, right=True).clamp(max=max(size.numel() - 1, 0))
+    begin = (end - size)[which]
+    group = (entry - begin) // GROUP_M * GROUP_M
+    experts = layout.local_experts
+    steps = _native.core.MAX_WORLD_SIZE
+    fields = [
+        which % experts * steps + which // experts,
+        first[which] + group,
+        begin + group,
+        (size[which] - group).clamp(max=GROUP_M),
+    ]
+    tiles = torch.stack(fields, 1)
+    return torch.where((entry < end[-1])[:, None], tiles, 0), end[-1:]
+
+
+def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
+    """source * max_tokens + token, of each row of a routing; for rows after the last: of some token."""
+    limit = incoming.shape[1]
+    slot_rows = rows.long().clamp(min=0)
+    tokens = incoming.reshape(-1)[slot_rows].long().clamp(min=0)
+    return slot_rows // limit * limit + tokens
+
+
+def ag_scatter_gemm(x: Tensor, weight: Tensor, routing: Any, activation: str | None = None) -> Tensor:
+    """flux.moe.ag_scatter_gemm by torch; rows after the last are zero."""
+    group = process_group(routing.group_name)
+    p, limit = group.size(), routing.max_tokens
+    padded = x.new_zeros(limit, x.shape[1])
+    padded[: x.shape[0]] = x
+    gathered = [torch.empty_like(padded) for _ in range(p)]
+    dist.all_gather(gathered, padded, group=group)
+    everybody = torch.cat(gathered).to(wide_type(x.dtype))
+    bounds = routing.offsets.tolist()
+    columns = weight.shape[1] // 2 if activation == "swiglu" else weight.shape[1]
+    out = x.new_zeros(routing.rows.shape[0], columns)
+    tokens = tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        product = everybody[tokens[first:last]] @ weight[expert].to(everybody.dtype).t()
+        out[first:last] = activate(product, activation)
+    return out
+
+
+def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any) -> Tensor:
+    """flux.moe.gemm_gather_rs by torch: fp32 sums of fp32 products, in rank order, rounded once."""
+    group = process_group(routing.group_name)
+    limit, wide = routing.max_tokens, wide_type(x.dtype)
+    bounds = routing.offsets.tolist()
+    product = torch.zeros(x.shape[0], weight.shape[1], dtype=wide, device=x.device)
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        product[first:last] = x[first:last].to(wide) @ weight[expert].to(wide).t()
+    partial = weighted_sum(product, routing.positions, routing.weights)
+    everybody = [torch.empty_like(partial) for _ in range(group.size())]
+    dist.all_gather(everybody, partial, group=group)
+    total = torch.zeros_like(partial[group.rank()])
+    for other in everybody:
+        total += other[group.rank()]
+    return total[: min(limit, routing.num_tokens)].to(x.dtype)
+
+
+def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    """Each token's rows [rows, n] times its weights, summed over its choices [..., k] in their order, in wide
+    type. Never reads the rows of choices that are elsewhere (position -1), nor their weights.
+    """
+    wide = wide_type(product.dtype)
+    total = torch.zeros(*positions.shape[:-1], product.shape[1], dtype=wide, device=product.device)
+    if product.shape[0] == 0:
+        return total
+    for j in range(positions.shape[-1]):
+        position = positions[..., j].long()
+        part = product[position.clamp(min=0)].to(wide) * weights[..., j, None].to(wide)
+        total += torch.where((position >= 0)[..., None], part, 0)
+    return total

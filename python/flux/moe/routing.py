@@ -1,0 +1,267 @@
+"""Routing: which rank computes which tokens, in which order. What both layers work from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux import _native
+from flux.comm import cuda, registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.group import GroupLike, group_name, process_group
+from flux.comm.workspace import MAX_WORLD_SIZE
+from flux.moe import reference
+from flux.moe.plan import BLOCK_M
+from flux.ops import _check
+from flux.ops import all_gather as gather
+from flux.ops._library import library
+from flux.ops.plan import plan_all_gather
+
+MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
+_OP = "moe.route"
+
+
+class Routing(NamedTuple):
+    """What a rank knows of the tokens of all p ranks of its group. E experts are there on this rank, each
+    token chooses k, and k' is the smaller of the two. All tensors are int32, but for `weights`.
+
+    Attributes:
+        offsets: [E + 1], first row of each expert, then the number of rows. Rows are (token, expert) pairs of
+            experts on this rank, sorted by expert, then source rank (own, rank-1, rank-2, ...), then token.
+        counts: [E, p], rows of each expert from each source, in that order.
+        rows: [p * max_tokens * k'], source * max_tokens + slot row of each row; -1 after the last.
+        positions: [p, max_tokens, k], the row of each choice of each token, -1 if its expert is elsewhere.
+        incoming: [p, max_tokens], the token in each slot row that a source sends.
+        received: [p], slot rows that each source sends.
+        outgoing: [ep_size, max_tokens], the token in each slot row that this rank sends to a slice.
+        sent: [ep_size, max_tokens], the slot row of each token of this rank, -1 where it is not sent.
+        sending: [ep_size], slot rows that this rank sends to a slice.
+        tiles: [tile rows, 4], the schedule of tiles (csrc/moe/plan.h: TileEntry).
+        num_tiles: [1], entries of it.
+        weights: float32 [p, max_tokens, k], the routing weights of all ranks.
+        num_experts: of all ranks.
+        ep_size: slices of experts.
+        max_tokens: of one rank.
+        num_tokens: that this rank has.
+        group_name: of the group whose tokens these are.
+    """
+
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    incoming: torch.Tensor
+    received: torch.Tensor
+    outgoing: torch.Tensor
+    sent: torch.Tensor
+    sending: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    weights: torch.Tensor
+    num_experts: int
+    ep_size: int
+    max_tokens: int
+    num_tokens: int
+    group_name: str
+
+
+def route(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    *,
+    group: GroupLike = None,
+    ep_size: int = 1,
+    max_tokens: int | None = None,
+) -> Routing:
+    """Tells all ranks which experts this rank's tokens have chosen, and sorts all tokens. A collective.
+
+    Ranks exchange experts and weights, some bytes a token; the tokens themselves travel in ag_scatter_gemm.
+    The order is deterministic.
+
+    Args:
+        topk_ids: int32 or int64 [tokens, k], k <= 16, the experts of each token. An entry outside
+            [0, num_experts), such as -1, is not routed; an expert named twice gets the sum of its weights.
+        topk_weights: floating [tokens, k], what each expert's result is multiplied by.
+        num_experts: of the layer, whatever the ranks hold of them.
+        group: all ranks over which tokens are distributed: ProcessGroup, one-dimensional DeviceMesh, group
+            name, or None for the default group.
+        ep_size: into how many slices experts are cut. Slice e is held by the p / ep_size ranks from
+            e * p / ep_size on, each with a part of the columns. 1: tensor parallelism; p: expert parallelism.
+        max_tokens: what no rank exceeds; the same on all ranks. None: all ranks have as many as this one.
+
+    Raises:
+        ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
+        CommTimeoutError, RuntimeError: as flux.ag_gemm.
+    """
+    name = group_name(group, _OP)
+    if topk_ids.dim() != 2:
+        _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
+    tokens = topk_ids.shape[0]
+    limit = tokens if max_tokens is None else max_tokens
+    tensors = _op(topk_ids, topk_weights, num_experts, ep_size, limit, name)
+    return Routing._make([*tensors, num_experts, ep_size, limit, tokens, name])
+
+
+def make_layout(group: ProcessGroup, num_experts: int, ep_size: int, top_k: int, max_tokens: int) -> Any:
+    """The native description of a distribution, whose sizes have been checked."""
+    return _native.core.MoeLayout(group.size(), group.rank(), ep_size, num_experts, top_k, max_tokens)
+
+
+def layout_of(routing: list[torch.Tensor], num_experts: int, ep_size: int, max_tokens: int, name: str) -> Any:
+    """The native description of what a routing's tensors hold."""
+    top_k = routing[Routing._fields.index("positions")].shape[2]
+    return make_layout(process_group(name), num_experts, ep_size, top_k, max_tokens)
+
+
+def check_routing(op: str, routing: Routing, weight: torch.Tensor, device: torch.device) -> None:
+    """Checks that a routing fits the experts that a rank holds."""
+    if not isinstance(routing, Routing):
+        _check.fail(op, "routing", "the result of flux.moe.route", type(routing).__name__)
+    local = routing.num_experts // routing.ep_size
+    if weight.dim() == 3 and weight.shape[0] != local:
+        what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"
+        _check.fail(op, "weight", what, f"shape {list(weight.shape)}")
+    if routing.rows.device != device:
+        _check.fail(op, "routing", f"device {device}, that of x", routing.rows.device)
+
+
+def _checked(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    name: str,
+) -> list[tuple[list[int], torch.dtype]]:
+    """Shapes and types of what routing results in."""
+    if topk_ids.dim() != 2:
+        _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        _check.fail(_OP, "topk_ids", "dtype int32 or int64", topk_ids.dtype)
+    tokens, k = topk_ids.shape
+    if not 1 <= k <= MAX_TOP_K:
+        _check.fail(_OP, "topk_ids", f"1 to {MAX_TOP_K} experts for each token", f"shape {[tokens, k]}")
+    if topk_weights.shape != topk_ids.shape:
+        _check.fail(_OP, "topk_weights", f"shape {[tokens, k]}", f"shape {list(topk_weights.shape)}")
+    if topk_weights.dtype not in _check.FLOATING:
+        _check.fail(_OP, "topk_weights", "a floating dtype", topk_weights.dtype)
+    if topk_weights.device != topk_ids.device:
+        _check.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
+    p = process_group(name).size()
+    if p > MAX_WORLD_SIZE:
+        _check.fail(_OP, "group", f"at most {MAX_WORLD_SIZE} ranks", p)
+    if ep_size < 1 or p % ep_size:
+        _check.fail(_OP, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
+    if num_experts < 1 or num_experts % ep_size:
+        _check.fail(_OP, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
+    if max_tokens < tokens:
+        _check.fail(_OP, "max_tokens", f"at least the {tokens} tokens of this rank", max_tokens)
+    if p * max_tokens * k >= 2**30:
+        _check.fail(_OP, "max_tokens", f"less than 2**30 choices of {p} ranks, {k} a token", max_tokens)
+    experts = num_experts // ep_size
+    max_rows = p * max_tokens * min(k, experts)
+    shapes = [
+        [experts + 1],
+        [experts, p],
+        [max_rows],
+        [p, max_tokens, k],
+        [p, max_tokens],
+        [p],
+        [ep_size, max_tokens],
+        [ep_size, max_tokens],
+        [ep_size],
+        [max_rows // BLOCK_M + experts, 4],
+        [1],
+    ]
+    return [(shape, torch.int32) for shape in shapes] + [([p, max_tokens, k], torch.float32)]
+
+
+def _fake(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    name: str,
+) -> list[torch.Tensor]:
+    results = _checked(topk_ids, topk_weights, num_experts, ep_size, max_tokens, name)
+    return [topk_ids.new_empty(shape, dtype=dtype) for shape, dtype in results]
+
+
+def _eager(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    name: str,
+) -> list[torch.Tensor]:
+    results = _checked(topk_ids, topk_weights, num_experts, ep_size, max_tokens, name)
+    group = process_group(name)
+    tokens, k = topk_ids.shape
+    # One message: experts, and the bits of the weights. Tokens that a rank does not have are not routed.
+    told = topk_ids.new_full((max_tokens, 2 * k), -1, dtype=torch.int32)
+    told[:tokens, :k] = topk_ids
+    told[:tokens, k:] = topk_weights.to(torch.float32).view(torch.int32)
+    told[tokens:, k:] = 0
+    everybody = _exchange(told.view(torch.float32), group, num_experts, ep_size).view(torch.int32)
+    everybody = everybody.view(group.size(), max_tokens, 2 * k)
+    ids = everybody[..., :k].contiguous()
+    weights = everybody[..., k:].contiguous().view(torch.float32)
+    layout = make_layout(group, num_experts, ep_size, k, max_tokens)
+    if ids.is_cuda and not _kernel_takes(layout, ids.device):
+        return [*reference.routing_tensors(layout, BLOCK_M, ids), weights]
+    arrays = [ids.new_empty(shape, dtype=dtype) for shape, dtype in results[:-1]]
+    if ids.is_cuda:
+        scratch = ids.new_empty(layout.route_scratch_words)
+        _kernel(ids, arrays, scratch, layout.rank, ep_size, num_experts, BLOCK_M)
+    else:
+        addresses = [array.data_ptr() for array in arrays]
+        _native.core.moe_route(layout, BLOCK_M, ids.data_ptr(), addresses)
+    return [*arrays, weights]
+
+
+def _kernel_takes(layout: Any, device: torch.device) -> bool:
+    """Whether the kernel can route this. Ranks may differ in that: the result is the same."""
+    if cuda.why_not(device) is not None or layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
+        return False
+    return bool(layout.route_ctas <= torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _exchange(told: torch.Tensor, group: ProcessGroup, num_experts: int, ep_size: int) -> torch.Tensor:
+    """What all ranks told, [p * rows, columns]."""
+    everybody = told.new_empty(group.size() * told.shape[0], told.shape[1])
+    if group.size() == 1:
+        return told
+    if told.is_cuda:
+        return gather.all_gather(told, group=group)
+    workspace = registry.get(group, told.device, _OP)
+    m, columns = everybody.shape
+    plan = plan_all_gather(
+        "cpu", m, columns, told.dtype, group.size(), workspace.why_not, workspace.transport
+    )
+    if not plan.fused:
+        gather.unfused(told, group, everybody)
+        return everybody
+    # Under the name of this operator, and with what else ranks must agree on.
+    call = replace(plan, op=_OP, n=num_experts, config=ep_size)
+    shared = cast(CpuWorkspace, workspace)
+    with shared.guarded():
+        epoch = shared.begin(call)
+        arrivals = gather.Arrivals(shared, call, epoch, told)
+        for source in range(group.size()):
+            arrivals.copy_to(everybody, source)
+        shared.finish(epoch)
+    return everybody
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("moe_route", _eager, _device)
+torch.library.register_fake("flux::moe_route", _fake, lib=library)
+
+_op: Any = torch.ops.flux.moe_route.default
+_kernel: Any = torch.ops.flux._moe_route.default

@@ -1,0 +1,113 @@
+"""The CPU path of an exchange: ranks sum matrices that each of them has (csrc/runtime/exchange.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flux import _native
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.workspace import round_up
+from flux.ops.plan import Plan
+from flux.ops.plan_ar import VECTOR
+
+# Words of a peer's signals.
+_CONTRIBUTION, _RESULT = 0, 1
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """In which type sums of a type are taken."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_over_ranks(
+    workspace: CpuWorkspace,
+    plan: Plan,
+    epoch: int,
+    matrix: torch.Tensor,
+    out: torch.Tensor,
+    addends: Sequence[torch.Tensor] = (),
+) -> None:
+    """Writes the sum of all ranks' matrices [m, n], plus what every rank adds once, to `out`.
+
+    Args:
+        addends: [n] or [m, n], equal on all ranks; added in this order, before the one rounding.
+    """
+    exchange = _Exchange(workspace, plan, epoch)
+    rank, p = workspace.rank, workspace.world_size
+    for step in range(1, p + 1):  # the own matrix last
+        owner = (rank + step) % p
+        columns = exchange.columns(owner)
+        exchange.contribution(owner, rank).copy_(matrix[:, columns])
+        exchange.signal(owner, _CONTRIBUTION)
+    workspace.agree(plan, epoch)
+    mine = exchange.columns(rank)
+    total = torch.zeros_like(matrix[:, mine], dtype=wide_type(matrix.dtype))
+    if total.numel() > 0:
+        for source in range(p):
+            exchange.wait(source, _CONTRIBUTION)
+            total += exchange.contribution(rank, source)
+        for addend in addends:
+            total += addend[..., mine]
+    if not exchange.two_shot:
+        out.copy_(total)
+        return
+    for peer in range(p):
+        exchange.results(peer)[:, mine] = total
+        exchange.signal(peer, _RESULT)
+    for owner in range(p):
+        columns = exchange.columns(owner)
+        exchange.wait(owner, _RESULT)
+        out[:, columns] = exchange.results(rank)[:, columns]
+
+
+class _Exchange:
+    """One call's exchange areas, and the signals that say what lies in them."""
+
+    def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int) -> None:
+        self._workspace = workspace
+        self._plan = plan
+        self._epoch = epoch
+        mode = _native.core.ExchangeMode(plan.mode)
+        self.two_shot = mode == _native.core.ExchangeMode.TWO_SHOT
+        self._layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), plan.world_size, mode)
+
+    def columns(self, owner: int) -> slice:
+        """Columns that a rank sums: one-shot all, two-shot its share, which may be empty."""
+        first = self._layout.first_column(owner)
+        # What pads the last vector is nobody's.
+        return slice(first, max(first, min(first + self._layout.columns_of(owner), self._plan.n)))
+
+    def contribution(self, owner: int, source: int) -> torch.Tensor:
+        """What a rank has sent to `owner`."""
+        layout, columns = self._layout, self.columns(owner)
+        offset = layout.contribution(source, owner, layout.first_row(owner), layout.first_column(owner))
+        slot = self._area(owner, offset, layout.slot_rows, layout.slot_columns)
+        return slot[:, : columns.stop - columns.start]
+
+    def results(self, rank: int) -> torch.Tensor:
+        """Where owners write their sums for a rank (two-shot)."""
+        return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
+
+    def signal(self, peer: int, word: int) -> None:
+        """Tells a rank that what this one wrote to its area is complete."""
+        if peer != self._workspace.rank:
+            self._workspace.signal(peer, _slot(self._workspace.rank, peer), word, self._epoch)
+
+    def wait(self, source: int, word: int) -> None:
+        """Waits until `source` has signalled this rank."""
+        rank = self._workspace.rank
+        if source != rank:
+            self._workspace.wait(self._plan.op, source, _slot(source, rank), word, self._epoch, 0)
+
+    def _area(self, rank: int, offset: int, rows: int, columns: int) -> torch.Tensor:
+        dtype = self._plan.dtype
+        # The layout counts in 2-byte elements.
+        start = offset * dtype.itemsize // 2
+        return self._workspace.slot(rank, self._epoch, start, rows * columns, dtype).view(rows, columns)
+
+
+def _slot(source: int, owner: int) -> int:
+    """Number of a source among those whose signals `owner` has: its own it does not need."""
+    return source - (source > owner)

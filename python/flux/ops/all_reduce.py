@@ -1,0 +1,140 @@
+"""AllReduce alone: the sum of all ranks' tensors, as flux.gemm_ar sums them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.ops import _check
+from flux.ops._exchange import sum_over_ranks, wide_type
+from flux.ops._library import library, may_skip_dispatch
+from flux.ops.all_gather import readable, writable
+from flux.ops.plan import Plan, workspace_plan
+
+
+def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of x over all ranks, on every rank. A collective.
+
+    Summed in fp32, in rank order, and rounded once: bitwise equal on all ranks, and repeatable. What does not
+    run fused (flux.explain says what, and why) is summed by torch on GPUs, in x's dtype.
+
+    Args:
+        x: any shape, the same on all ranks; bfloat16, float16, float32 or float64. On GPUs bfloat16 and
+            float16 of a multiple of 8 elements and at most 64 MiB run fused.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        out: contiguous tensor of x's shape to write to; may be x.
+
+    Returns:
+        The sum in x's shape and dtype: a fresh tensor, or `out`.
+
+    Raises:
+        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
+            they made different calls.
+        CommTimeoutError, RuntimeError: as flux.gemm_ar.
+    """
+    if torch.is_grad_enabled():
+        _check.no_backward("all_reduce", x=x)
+    name = group_name(group, "all_reduce")
+    direct = may_skip_dispatch(x, x)
+    if out is None:
+        result: torch.Tensor = (_eager if direct else _op)(x, name)
+        return result
+    (_eager_out if direct else _op_out)(x, name, out)
+    return out
+
+
+def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """The same from torch alone: gathered, summed in fp32 (or float64) in rank order, one rounding."""
+    pg = resolve_group(group, "all_reduce")
+    _check.all_reduce_args("all_reduce", x)
+    wide = wide_type(x.dtype)
+    gathered = [torch.empty(x.shape, dtype=wide, device=x.device) for _ in range(pg.size())]
+    dist.all_gather(gathered, x.to(wide).contiguous(), group=pg)
+    total = torch.zeros_like(gathered[0])
+    for other in gathered:
+        total += other
+    return total.to(x.dtype)
+
+
+def _fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    _check.all_reduce_args("all_reduce", x)
+    return x.new_empty(x.shape)
+
+
+def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    _check.all_reduce_args("all_reduce", x)
+    _check.out_arg("all_reduce", out, list(x.shape), x)
+
+
+def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    out = _fake(x, group_name)
+    _run(x, process_group(group_name), out)
+    return out
+
+
+def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    _fake_out(x, group_name, out)
+    _run(x, process_group(group_name), out)
+
+
+def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    if group.size() == 1:
+        if out is not x:
+            out.copy_(x)
+        return
+    workspace = registry.get(group, x.device, "all_reduce")
+    # One row: shares of columns, as two-shot deals them, are then equal whatever the shape.
+    plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
+    if not plan.fused:
+        unfused(x, group, out)
+        return
+    x2, out2 = x.reshape(1, -1), out.view(1, -1)
+    if x.is_cuda:
+        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+
+
+def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    """out = the sum of all ranks' x, by torch."""
+    if out.numel() == 0:
+        return
+    # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
+    total = out if out.is_cuda else torch.empty(out.shape, dtype=wide_type(out.dtype))
+    if total is not x:
+        total.copy_(x)
+    dist.all_reduce(total, group=group)
+    if total is not out:
+        out.copy_(total)
+
+
+def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
+    _kernel(x, target, workspace.enter(plan), plan.mode)
+    if target is not out:
+        out.copy_(target)
+
+
+def _fused_cpu(workspace: CpuWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    with workspace.guarded():
+        epoch = workspace.begin(plan)
+        sum_over_ranks(workspace, plan, epoch, x, out)
+        workspace.finish(epoch)
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("all_reduce", _eager, _device)
+    library.impl("all_reduce_out", _eager_out, _device)
+torch.library.register_fake("flux::all_reduce", _fake, lib=library)
+torch.library.register_fake("flux::all_reduce_out", _fake_out, lib=library)
+
+_op: Any = torch.ops.flux.all_reduce.default
+_op_out: Any = torch.ops.flux.all_reduce_out.default
+_kernel: Any = torch.ops.flux._all_reduce.default

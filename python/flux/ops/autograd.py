@@ -1,0 +1,179 @@
+"""Backward passes. The gradient of each operator is made of the others: AllGather+GEMM and GEMM+ReduceScatter
+are each other's gradient with respect to x, with the same weight read in its other layout.
+
+Gradients are those of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flux.comm.group import process_group, reduce_scatter
+from flux.ops._library import library
+from flux.ops.ag_gemm import ag_gemm
+from flux.ops.all_gather import all_gather
+from flux.ops.gemm import gemm
+from flux.ops.gemm_rs import gemm_rs
+from flux.ops.wgrad import weight_grad
+
+Tensor = torch.Tensor
+Grads = Sequence[Tensor | None]
+
+
+def bias_grad(grad_output: Tensor) -> Tensor:
+    """Sum over rows, [..., N] -> [N], accumulated in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(grad_output.dtype, torch.float32)
+    return grad_output.flatten(0, -2).sum(0, dtype=wide).to(grad_output.dtype)
+
+
+def joined(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], transpose_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients and weights next to each other, so that one product of them sums over the weights.
+
+    Copying them costs less than a collective for each weight.
+    """
+    if len(grads) == 1:
+        return grads[0], weights[0]
+    return torch.cat(list(grads), -1), torch.cat(list(weights), 1 if transpose_weight else 0)
+
+
+def gathered_input_grad(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], transpose_weight: bool, group_name: str
+) -> Tensor:
+    """Gradient of x in ag_gemm, summed over weights and ranks."""
+    grad, weight = joined(grads, weights, transpose_weight)
+    return gemm_rs(grad, weight, group=group_name, transpose_weight=not transpose_weight)
+
+
+def scattered_input_grad(
+    grad: Tensor, weight: Tensor, transpose_weight: bool, group_name: str, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient of x in gemm_rs, and the gathered gradient of its result, which that of the weight needs."""
+    if not needs_x:
+        return None, all_gather(grad, group=group_name) if needs_weight else None
+    flipped = not transpose_weight
+    if not needs_weight:
+        return ag_gemm(grad, weight, group=group_name, transpose_weight=flipped), None
+    return ag_gemm(grad, weight, group=group_name, transpose_weight=flipped, return_gathered=True)
+
+
+def _gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _, ctx.transpose_weight = inputs[:4]
+    ctx.group_name = inputs[4] if len(inputs) > 4 else None
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    return (
+        gemm(grad, weight, transpose_weight=not ctx.transpose_weight) if needs_x else None,
+        weight_grad(grad, x, ctx.transpose_weight) if needs_weight else None,
+        bias_grad(grad) if needs_bias else None,
+        None,
+    )
+
+
+def _gemm_rs_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    grad_x, gathered = scattered_input_grad(
+        grad, weight, ctx.transpose_weight, ctx.group_name, needs_x, needs_weight
+    )
+    return (
+        grad_x,
+        None if gathered is None else weight_grad(gathered, x, ctx.transpose_weight),
+        bias_grad(grad) if needs_bias else None,
+        None,
+        None,
+    )
+
+
+def _ag_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, _, ctx.transpose_weight, return_gathered, ctx.group_name = inputs
+    ctx.count = len(weights)
+    # One entry for each tensor here, nested as the arguments are in the backward pass: torch's way.
+    needs_x, *needs_weights = ctx.needs_input_grad[: 1 + ctx.count]
+    # x is gathered again in the backward pass, unless the caller has the gathered one anyway.
+    ctx.saved_gathered = return_gathered
+    rows = (output[-1] if return_gathered else x) if any(needs_weights) else None
+    ctx.save_for_backward(rows, *(weights if needs_x else ()))
+    ctx.set_materialize_grads(False)
+
+
+def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
+    rows, *weights = ctx.saved_tensors
+    needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
+    products = grads[: ctx.count]
+    used = [i for i, grad in enumerate(products) if grad is not None]
+    if any(needs_weights) and used and not ctx.saved_gathered:
+        rows = all_gather(rows, group=ctx.group_name)
+    grad_x = None
+    if needs_x and used:
+        grad_x = gathered_input_grad(
+            [products[i] for i in used],  # type: ignore[misc]
+            [weights[i] for i in used],
+            ctx.transpose_weight,
+            ctx.group_name,
+        )
+    if needs_x and len(grads) > ctx.count and grads[-1] is not None:
+        of_gathered = _reduce_scatter(grads[-1], ctx.group_name)
+        grad_x = of_gathered if grad_x is None else grad_x + of_gathered
+    grad_weights = [
+        weight_grad(grad, rows, ctx.transpose_weight) if needed and grad is not None else None
+        for grad, needed in zip(products, needs_weights, strict=True)
+    ]
+    # A list that holds None counts as one argument without a gradient.
+    grad_biases = None
+    if isinstance(needs_biases, list):
+        grad_biases = [
+            bias_grad(grad) if needed and grad is not None else None
+            for grad, needed in zip(products, needs_biases, strict=False)
+        ]
+    return grad_x, grad_weights, grad_biases, None, None, None
+
+
+def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _reduce_scatter(grad, ctx.group_name), None
+
+
+def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return all_gather(grad, group=ctx.group_name), None
+
+
+def _reduce_scatter_fake(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty([x.shape[0] // process_group(group_name).size(), *x.shape[1:]])
+
+
+def _reduce_scatter_by_torch(x: Tensor, group_name: str) -> Tensor:
+    group = process_group(group_name)
+    # As in gemm_rs: on CPUs nothing is lost by summing in fp32.
+    wide = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+    total = _reduce_scatter_fake(x, group_name).to(wide)
+    if x.numel() > 0:
+        reduce_scatter()(total, x.to(wide).contiguous(), group=group)
+    return total.to(x.dtype)
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("reduce_scatter", _reduce_scatter_by_torch, _device)
+torch.library.register_fake("flux::reduce_scatter", _reduce_scatter_fake, lib=library)
+_reduce_scatter: Any = torch.ops.flux.reduce_scatter.default
+
+for _name, _setup, _backward in (
+    ("gemm", _gemm_setup, _gemm_backward),
+    ("gemm_rs", _gemm_setup, _gemm_rs_backward),
+    ("ag_gemm", _ag_gemm_setup, _ag_gemm_backward),
+    ("all_gather", _all_gather_setup, _all_gather_backward),
+    ("reduce_scatter", _all_gather_setup, _reduce_scatter_backward),
+):
+    torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_setup, lib=library)

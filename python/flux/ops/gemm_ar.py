@@ -1,0 +1,424 @@
+"""GEMM+AllReduce: x · weightᵀ summed over ranks, on every rank; optionally with a residual and RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.ops import _check
+from flux.ops import gemm as plain
+from flux.ops._exchange import sum_over_ranks, wide_type
+from flux.ops._library import library, may_skip_dispatch
+from flux.ops.all_gather import all_gather, readable, writable
+from flux.ops.gemm_rs import gemm_rs
+from flux.ops.plan import Plan, workspace_plan
+
+Tensor = torch.Tensor
+
+
+@overload
+def gemm_ar(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    residual: Tensor | None = None,
+    norm_weight: None = None,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def gemm_ar(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    residual: Tensor | None = None,
+    norm_weight: Tensor,
+    eps: float = 1e-6,
+    out: None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def gemm_ar(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+) -> Any:
+    """Sum over ranks of x · weightᵀ, plus bias and residual once, on every rank. A collective.
+
+    Each rank's product is accumulated in fp32 and rounded to x's dtype. Those p products are summed in fp32,
+    in rank order; then bias and residual are added and the sum is rounded, once. So results are bitwise equal
+    on all ranks, and repeatable. What does not run in one kernel (flux.explain says what, and why), and a
+    single rank, may round before the residual is added, and not round the products.
+
+    Args:
+        x: [..., K/p]; bfloat16 or float16 for the kernel, float32 and float64 go through torch on GPUs.
+        weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x.
+        bias: [N], dtype and device of x, the same on all ranks.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        residual: [..., N], dtype and device of x, the same on all ranks.
+        norm_weight: [N], dtype and device of x: also apply RMSNorm with this weight to the rows of the sum.
+        eps: of RMSNorm; nothing without `norm_weight`.
+        out: contiguous [..., N] to write to; not with `norm_weight`. May be `residual`.
+
+    Returns:
+        [..., N] in x's dtype, the sum: a fresh tensor, or `out`. With `norm_weight` a pair of fresh tensors,
+        normalised = sum * rsqrt(mean(sum², over N) + eps) * norm_weight, computed in fp32 from the rounded
+        sum and rounded once, and the sum itself, which is the next residual.
+
+    Raises:
+        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
+            they made different calls.
+        CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
+            flux.check(group) raises it.
+        RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+    """
+    if torch.is_grad_enabled():
+        _check.no_backward(
+            "gemm_ar", x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight
+        )
+    name = group_name(group, "gemm_ar")
+    direct = may_skip_dispatch(x, weight)
+    if norm_weight is not None:
+        if out is not None:
+            _check.fail("gemm_ar", "out", "None with norm_weight, which returns two tensors", "a tensor")
+        of_norm = _eager_norm if direct else _op_norm
+        results: tuple[Tensor, Tensor] = of_norm(
+            x, weight, bias, transpose_weight, residual, norm_weight, eps, name
+        )
+        return results
+    if out is None:
+        result: Tensor = (_eager if direct else _op)(x, weight, bias, transpose_weight, residual, name)
+        return result
+    (_eager_out if direct else _op_out)(x, weight, bias, transpose_weight, residual, name, out)
+    return out
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The sum from torch alone, with the same roundings: products in fp32 (or float64), rounded,
+    gathered, summed in rank order, bias, residual, rounded.
+    """
+    pg = resolve_group(group, "gemm_ar")
+    shape, m, n, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    if pg.size() == 1:
+        product = plain.reference(x, weight, bias, transpose_weight)
+        return product if residual is None else product + residual
+    wide = wide_type(x.dtype)
+    partial = plain.reference(x, weight, None, transpose_weight).view(m, n).to(wide)
+    gathered = [torch.empty_like(partial) for _ in range(pg.size())]
+    dist.all_gather(gathered, partial, group=pg)
+    total = torch.zeros_like(partial)
+    for other in gathered:
+        total += other
+    return _plus(total, _addends(bias, residual, n)).to(x.dtype).view(shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x²) + eps) * weight, the mean over the last dimension (arXiv 1910.07467).
+
+    In fp32 (float64: in float64), rounded once.
+    """
+    wide = x.to(wide_type(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def _addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
+    """What is added to the sum over ranks, in this order: [n] and [m, n]."""
+    found = [] if bias is None else [bias]
+    return found if residual is None else [*found, residual.reshape(-1, n)]
+
+
+def _plus(total: Tensor, addends: list[Tensor]) -> Tensor:
+    for addend in addends:
+        total += addend
+    return total
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group_name: str,
+) -> Tensor:
+    shape, _, _, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    return x.new_empty(shape)
+
+
+def _fake_out(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group_name: str,
+    out: Tensor,
+) -> None:
+    shape, _, _, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    _check.out_arg("gemm_ar", out, shape, x)
+
+
+def _fake_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    shape, _, n, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    _check.norm_args("gemm_ar", norm_weight, eps, n, x)
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+def _eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group_name: str,
+) -> Tensor:
+    shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    out = x.new_empty(shape)
+    total = out.view(m, n)
+    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, None, 0.0, k)
+    return out
+
+
+def _eager_out(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group_name: str,
+    out: Tensor,
+) -> None:
+    shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    _check.out_arg("gemm_ar", out, shape, x)
+    total = out.view(m, n)
+    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, None, 0.0, k)
+
+
+def _eager_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    _check.norm_args("gemm_ar", norm_weight, eps, n, x)
+    normalised, total = x.new_empty(shape), x.new_empty(shape)
+    _run(
+        x,
+        weight,
+        bias,
+        transpose_weight,
+        residual,
+        process_group(group_name),
+        total.view(m, n),
+        normalised.view(m, n),
+        norm_weight,
+        eps,
+        k,
+    )
+    return normalised, total
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group: ProcessGroup,
+    total: Tensor,
+    normalised: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    k: int,
+) -> None:
+    """Writes the sum to `total` [m, n], and if there is a norm_weight what it normalises to `normalised`."""
+    m, n = total.shape
+    x = x if x.dim() == 2 else x.reshape(m, k)
+    residual = None if residual is None else residual.reshape(m, n)
+    if group.size() == 1:
+        _one_rank(x, weight, bias, transpose_weight, residual, total)
+    else:
+        workspace = registry.get(group, x.device, "gemm_ar")
+        plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
+        if not plan.fused:
+            _unfused(x, weight, bias, transpose_weight, residual, group, total)
+        elif plan.mode < 0:
+            _composed(x, weight, bias, transpose_weight, residual, group, total)
+        elif x.is_cuda:
+            cuda = cast(CudaWorkspace, workspace)
+            _fused_cuda(cuda, plan, x, weight, bias, residual, total, normalised, norm_weight, eps)
+            return
+        else:
+            _fused_cpu(cast(CpuWorkspace, workspace), plan, x, weight, bias, residual, total)
+    if normalised is not None and norm_weight is not None:
+        normalised.copy_(rms_norm(total, norm_weight, eps))
+
+
+def _one_rank(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    total: Tensor,
+) -> None:
+    product = total if residual is None else torch.empty_like(total)
+    if x.is_cuda:
+        (m, n), k = total.shape, x.shape[1]
+        plain.launch(x, weight, bias, transpose_weight, product, m, n, k)
+    else:
+        product.copy_(plain.reference(x, weight, bias, transpose_weight))
+    if residual is not None:
+        torch.add(product, residual, out=total)
+
+
+def _unfused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group: ProcessGroup,
+    total: Tensor,
+) -> None:
+    if total.numel() == 0:
+        return
+    wide = wide_type(x.dtype)
+    # What NCCL sums stays in x's dtype; gloo on CPU is slow whatever the type.
+    partial = torch.zeros(total.shape, dtype=x.dtype if x.is_cuda else wide, device=x.device)
+    if x.shape[1] > 0:
+        w = weight if transpose_weight else weight.t()
+        torch.mm(x.to(partial.dtype), w.to(partial.dtype), out=partial)
+        dist.all_reduce(partial, group=group)
+    total.copy_(_plus(partial.to(wide), _addends(bias, residual, total.shape[1])))
+
+
+def _composed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group: ProcessGroup,
+    total: Tensor,
+) -> None:
+    shard = gemm_rs(x, weight, bias, group=group, transpose_weight=transpose_weight)
+    if residual is not None:
+        rows = shard.shape[0]
+        shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
+    all_gather(shard, group=group, out=total)
+
+
+def _fused_cuda(
+    workspace: CudaWorkspace,
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    total: Tensor,
+    normalised: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> None:
+    # What may run out of memory comes first.
+    target = writable(total)
+    if residual is not None and residual.data_ptr() == total.data_ptr():
+        # The kernels write their products there before they read the residual.
+        target = torch.empty_like(total)
+    x, weight = plain.aligned(x), plain.aligned(weight)
+    bias, residual, norm_weight = (
+        None if tensor is None else readable(tensor) for tensor in (bias, residual, norm_weight)
+    )
+    _kernel(
+        x,
+        weight,
+        bias,
+        target if normalised is None else normalised,
+        plan.transpose_weight,
+        workspace.enter(plan),
+        plan.choice,
+        0,
+        plan.mode,
+        residual,
+        norm_weight,
+        eps,
+        None if normalised is None else target,
+    )
+    if target is not total:
+        total.copy_(target)
+
+
+def _fused_cpu(
+    workspace: CpuWorkspace,
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    total: Tensor,
+) -> None:
+    with workspace.guarded():
+        epoch = workspace.begin(plan)
+        partial = plain.reference(x, weight, None, plan.transpose_weight)
+        addends = _addends(bias, residual, plan.n)
+        sum_over_ranks(workspace, plan, epoch, partial, total, addends)
+        workspace.finish(epoch)
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("gemm_ar", _eager, _device)
+    library.impl("gemm_ar_out", _eager_out, _device)
+    library.impl("gemm_ar_norm", _eager_norm, _device)
+torch.library.register_fake("flux::gemm_ar", _fake, lib=library)
+torch.library.register_fake("flux::gemm_ar_out", _fake_out, lib=library)
+torch.library.register_fake("flux::gemm_ar_norm", _fake_norm, lib=library)
+
+_op: Any = torch.ops.flux.gemm_ar.default
+_op_out: Any = torch.ops.flux.gemm_ar_out.default
+_op_norm: Any = torch.ops.flux.gemm_ar_norm.default
+_kernel: Any = torch.ops.flux._gemm_ar.default

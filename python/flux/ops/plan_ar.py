@@ -1,0 +1,151 @@
+"""Plans of the operators that give every rank the whole sum: gemm_ar and all_reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flux import _native
+from flux.comm.workspace import round_up
+from flux.ops.plan import CPU_NUM_SMS, PLANNERS, Plan, can_run_fused, chosen
+
+# The largest matrix that an exchange holds. Larger ones are bound by the link: there gemm_rs and all_gather
+# send no more than an exchange would, and need no room for the whole sum.
+MAX_EXCHANGE_BYTES = 64 << 20
+# Elements of the kernels' 16-byte vectors; on CPUs matrices are padded to it, whatever their type.
+VECTOR = 8
+_BY_TORCH = "torch.distributed.all_reduce"
+
+# Any dimension that no check refuses, for those that an operator does not have.
+_NO_MATTER = VECTOR
+
+
+def plan_gemm_ar(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    why_not: str | None,
+    num_sms: int,
+    transport: str,
+) -> Plan:
+    """The plan of a GEMM+AllReduce. `num_sms` is that of the group's smallest GPU (0 on CPU).
+
+    `fused` without a `mode` means: composed of flux.gemm_rs and flux.all_gather.
+    """
+    fused, reason = can_run_fused(
+        "gemm_ar", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
+    )
+    common = ("gemm_ar", m, n, k, dtype, world_size, transpose_weight)
+    if not fused:
+        return Plan(*common, False, _BY_TORCH, reason)
+    if m * n * dtype.itemsize > MAX_EXCHANGE_BYTES:
+        reason = f"the sum has {m * n * dtype.itemsize / 2**20:.0f} MiB, more than an exchange holds"
+        if m % world_size:
+            reason += f", and m = {m} cannot be dealt to {world_size} ranks"
+            return Plan(*common, False, _BY_TORCH, reason)
+        return Plan(*common, True, "those of gemm_rs and all_gather", f"{reason}: as gemm_rs + all_gather")
+    choice = _native.core.select_gemm_ar(m, n, k, transpose_weight, num_sms or CPU_NUM_SMS)
+    exchange = _exchanged(device_type, m, n, dtype, world_size, transport)
+    return Plan(*common, True, **(chosen(choice, f"{reason}; {exchange.pop('reason')}") | exchange))
+
+
+def plan_all_reduce(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    why_not: str | None,
+    num_sms: int,
+    transport: str,
+) -> Plan:
+    """The plan of an AllReduce of m * n elements, as one row. The other arguments are those of any plan."""
+    count = m * n
+    fused, reason = can_run_fused(
+        "all_reduce",
+        device_type=device_type,
+        dtype=dtype,
+        m=count,
+        n=_NO_MATTER,
+        k=_NO_MATTER,
+        why_not=why_not,
+    )
+    if world_size == 1:
+        fused, reason = False, "one rank: x is the sum"
+    elif fused and device_type == "cuda" and count % VECTOR:
+        fused, reason = False, f"{count} elements are no whole number of 16-byte vectors"
+    elif fused and count * dtype.itemsize > MAX_EXCHANGE_BYTES:
+        reason = f"x has {count * dtype.itemsize / 2**20:.0f} MiB, more than an exchange holds"
+        fused = False
+    common = ("all_reduce", 1, count, 0, dtype, world_size, False, fused)
+    if not fused:
+        return Plan(*common, "none (one rank)" if world_size == 1 else _BY_TORCH, reason)
+    exchange = _exchanged(device_type, 1, count, dtype, world_size, transport)
+    # No tile shape, but a number that ranks can tell each other.
+    return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": 0}))
+
+
+PLANNERS["gemm_ar"] = plan_gemm_ar
+PLANNERS["all_reduce"] = plan_all_reduce
+
+
+def _exchanged(
+    device_type: str, m: int, n: int, dtype: torch.dtype, world_size: int, transport: str
+) -> dict[str, Any]:
+    """How ranks sum a matrix [m, n], why so, and the room that it needs."""
+    modes = _native.core.ExchangeMode
+    padded = round_up(n, VECTOR)
+    mode = _native.core.all_reduce_mode(m, padded, world_size)
+    name, other = "one-shot", "two-shot"
+    if mode == modes.TWO_SHOT:
+        name, other = other, name
+    payload = m * padded * dtype.itemsize / 2**10
+    sent = {
+        "one-shot": f"{payload * (world_size - 1):.1f} KiB in one trip",
+        "two-shot": f"{2 * payload * (world_size - 1) / world_size:.1f} KiB in two",
+    }
+    return {
+        "transport": f"{transport}, {name}",
+        "reason": f"{name} sends {sent[name]}, {other} would send {sent[other]}",
+        "mode": int(mode),
+        **_room(device_type, _native.core.exchange(m, padded, world_size, mode).bytes, world_size, dtype),
+    }
+
+
+def _room(device_type: str, exchange_bytes: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
+    """What a workspace must have for an exchange area whose layout counts `exchange_bytes`."""
+    # The layout counts in 2-byte elements.
+    area = round_up(exchange_bytes * dtype.itemsize // 2)
+    if device_type == "cuda":
+        return {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": area}
+    # On CPUs signals say that data has arrived: for each peer a word for contributions, one for results.
+    return {"signal_bytes": round_up(4 * 2 * (world_size - 1)), "slot_bytes": area, "exchange_bytes": 0}
+
+
+def exchange_room(
+    device_type: str, max_m: int, max_n: int, world_size: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """signal_bytes, slot_bytes and exchange_bytes for any sum of up to max_m rows and max_n columns.
+
+    Not those of the largest sum: a smaller one that goes one-shot may need more.
+    """
+    core = _native.core
+    edge = max_m * VECTOR  # what rounding columns up to vectors may add
+    most = min(max_m * max_n, MAX_EXCHANGE_BYTES // dtype.itemsize) + edge
+    one_shot, too_many = 0, most // VECTOR + 1  # vectors; smaller sums go one-shot
+    while too_many - one_shot > 1:
+        middle = (one_shot + too_many) // 2
+        if core.all_reduce_mode(1, middle * VECTOR, world_size) == core.ExchangeMode.ONE_SHOT:
+            one_shot = middle
+        else:
+            too_many = middle
+    # Two-shot: contributions, of which shares are rounded up too, and results.
+    elements = max(one_shot * VECTOR * world_size, 2 * most + edge * world_size)
+    return _room(device_type, 2 * elements, world_size, dtype)

@@ -1,0 +1,94 @@
+"""Gradients of weights: gradᵀ · x, alone or added to what a buffer has collected from other micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flux.ops import _check
+from flux.ops._library import library
+
+
+def weight_grad(grad_output: torch.Tensor, x: torch.Tensor, transpose_weight: bool = False) -> torch.Tensor:
+    """Gradient of the weight in x · weightᵀ, for what the same call got and what came back for its result.
+
+    Args:
+        grad_output: [..., N]
+        x: [..., K], with the same leading dimensions, flattened here; dtype and device of `grad_output`.
+
+    Returns:
+        [N, K], or [K, N] with `transpose_weight`, accumulated in fp32 (fp64 for fp64) and rounded once.
+    """
+    left, right = (x, grad_output) if transpose_weight else (grad_output, x)
+    a, b = _matrix(left).t(), _matrix(right)
+    if a.is_cuda:
+        return torch.mm(a, b)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return torch.mm(a.to(wide), b.to(wide)).to(x.dtype)
+
+
+def wgrad_accum(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad += grad_outputᵀ · x, in one pass where the GPU's GEMM can.
+
+    What Megatron's gradient accumulation fusion does, without Apex. For a weight [K, N] swap the first two
+    arguments.
+
+    Args:
+        grad_output: [..., N], gradient of the result of x · weightᵀ.
+        x: [..., K], with the same leading dimensions; dtype and device of `grad_output`.
+        main_grad: [N, K], of the same dtype or fp32 (for fp64: fp64); on the same device. An fp32 sum of
+            16-bit gradients is rounded nowhere else: products and sums are fp32.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    _op(grad_output, x, main_grad)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _fake(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+    op = "wgrad_accum"
+    if x.dim() < 2:
+        _check.fail(op, "x", "at least 2 dimensions [m, k]", f"{x.dim()}")
+    if grad_output.shape[:-1] != x.shape[:-1]:
+        expected = f"the leading dimensions of x, {list(x.shape[:-1])}"
+        _check.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
+    if x.dtype not in _check.FLOATING:
+        _check.fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+    shape = [grad_output.shape[-1], x.shape[-1]]
+    if list(main_grad.shape) != shape:
+        _check.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
+    if grad_output.dtype != x.dtype:
+        _check.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
+    if main_grad.dtype not in (x.dtype, torch.promote_types(x.dtype, torch.float32)):
+        _check.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
+    for name, tensor in (("grad_output", grad_output), ("main_grad", main_grad)):
+        if tensor.device != x.device:
+            _check.fail(op, name, f"device {x.device}, that of x", tensor.device)
+
+
+def _cpu(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+    _fake(grad_output, x, main_grad)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    a, b = _matrix(grad_output).t(), _matrix(x)
+    main_grad.copy_(torch.addmm(main_grad.to(wide), a.to(wide), b.to(wide)))
+
+
+def _cuda(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+    _fake(grad_output, x, main_grad)
+    a, b = _matrix(grad_output).t(), _matrix(x)
+    if main_grad.dtype == x.dtype:
+        torch.addmm(main_grad, a, b, out=main_grad)
+    else:
+        torch.addmm(main_grad, a, b, out_dtype=main_grad.dtype, out=main_grad)
+
+
+library.impl("wgrad_accum", _cpu, "CPU")
+library.impl("wgrad_accum", _cuda, "CUDA")
+torch.library.register_fake("flux::wgrad_accum", _fake, lib=library)
+
+_op: Any = torch.ops.flux.wgrad_accum.default

@@ -1,0 +1,348 @@
+"""Gradients of the operators between CPU processes: exact ones on marked integers, directional derivatives in
+float64, what travels in a backward pass, torch.compile. One set of processes per world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flux
+from flux.ops import gemm as gemm_module
+from flux.testing import AgGemmCase, GemmRsCase, spawn
+
+WORLD_SIZES = [1, 2, 3]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+ROWS, N, K = 130, 72, 40  # of one rank
+
+
+def integers(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=g).to(dtype)
+
+
+def leaf(x: torch.Tensor | None) -> Any:
+    return None if x is None else x.clone().requires_grad_()
+
+
+def exact(grad: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    """Sum of products of integers: exact in float64, rounded once."""
+    a, b = rows
+    return (a.double().t() @ b.double()).to(grad.dtype)
+
+
+def compare(**pairs: tuple[torch.Tensor | None, torch.Tensor]) -> str:
+    wrong = [
+        name
+        for name, (got, expected) in pairs.items()
+        if got is None or got.dtype != expected.dtype or not torch.equal(got, expected)
+    ]
+    return f"wrong: {wrong}" if wrong else ""
+
+
+def gemm_rs_exact(rank: int, p: int) -> str:
+    """The gradient of x is an AllGather+GEMM whose every element carries the mark of its source."""
+    told = []
+    for number, dtype in enumerate(DTYPES):
+        for transpose_weight in (False, True):
+            case = AgGemmCase(ROWS * p, K, N, p, dtype, not transpose_weight, seed=number)
+            grad, weight, _ = case.inputs(rank)
+            x, weight = leaf(integers(rank, ROWS * p, K, dtype=dtype)), leaf(weight)
+            bias = leaf(integers(7, N, dtype=dtype))
+            flux.gemm_rs(x, weight, bias, transpose_weight=transpose_weight).backward(grad)
+            of_weight = exact(grad, case.gathered(), x.detach())
+            ones = torch.ones(ROWS, 1, dtype=dtype)
+            told.append(
+                compare(
+                    x=(x.grad, case.expected(rank)),
+                    weight=(weight.grad, of_weight.t() if transpose_weight else of_weight),
+                    bias=(bias.grad, exact(grad, ones, grad)[0]),
+                )
+            )
+    return "; ".join(t for t in told if t)
+
+
+def ag_gemm_exact(rank: int, p: int) -> str:
+    """The gradient of x is a GEMM+ReduceScatter to which every rank's contribution is odd."""
+    told = []
+    for number, dtype in enumerate(DTYPES):
+        for transpose_weight, widths, keep in ((False, [N], False), (True, [N // 2, 8, N], True)):
+            case = GemmRsCase(ROWS * p, K, sum(widths), p, dtype, not transpose_weight, seed=number)
+            grad, weight, _ = case.inputs(rank)
+            grads = grad.split(widths, 1)
+            weights = [leaf(w) for w in weight.split(widths, 1 if transpose_weight else 0)]
+            xs = [integers(r, ROWS, K, dtype=dtype) for r in range(p)]
+            x = leaf(xs[rank])
+            biases = [None if i == 1 else leaf(integers(i, w, dtype=dtype)) for i, w in enumerate(widths)]
+            results = flux.ag_gemm(
+                x, weights, biases, transpose_weight=transpose_weight, return_gathered=keep
+            )
+            torch.autograd.backward(list(results[0] if keep else results), list(grads))
+            told.append(compare(x=(x.grad, case.expected(rank))))
+            for w, b, g in zip(weights, biases, grads, strict=True):
+                of_weight = exact(g, g, torch.cat(xs))
+                told.append(compare(weight=(w.grad, of_weight.t() if transpose_weight else of_weight)))
+                if b is not None:
+                    ones = torch.ones(ROWS * p, 1, dtype=dtype)
+                    told.append(compare(bias=(b.grad, exact(g, ones, g)[0])))
+    return "; ".join(t for t in told if t)
+
+
+def gathers_exact(rank: int, p: int) -> str:
+    """all_gather, and ag_gemm whose gathered x is used as well: gradients come back from every rank."""
+    told = []
+    for dtype in DTYPES:
+        grads = [integers(50 + r, ROWS * p, K, dtype=dtype) + 100 * (r + 1) for r in range(p)]
+        own = torch.stack([g.double() for g in grads]).sum(0)[rank * ROWS : (rank + 1) * ROWS]
+        x = leaf(integers(rank, ROWS, K, dtype=dtype))
+        flux.all_gather(x).backward(grads[rank])
+        if dtype in (torch.float32, torch.float64):
+            told.append(compare(all_gather=(x.grad, own.to(dtype))))
+        else:  # summed in fp32, rounded once
+            told.append(compare(all_gather_rounded=(x.grad, own.float().to(dtype))))
+        if dtype == torch.float32:
+            weight = integers(3, N, K, dtype=dtype)
+            again = leaf(x.detach())
+            product, gathered = flux.ag_gemm(again, weight, return_gathered=True)
+            product.backward(torch.ones_like(product), retain_graph=True)
+            of_product = again.grad.clone()
+            gathered.backward(grads[rank])
+            told.append(compare(both=(again.grad, of_product + own.to(dtype))))
+    return "; ".join(t for t in told if t)
+
+
+def directional(rank: int, p: int) -> str:
+    """float64: the sum of all ranks' losses along random directions of all ranks' inputs."""
+    g = torch.Generator().manual_seed(rank)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    def chain(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        gate, up, bias, down, square = tensors
+        (a, b), rows = flux.ag_gemm(x, [gate, up], [bias, None], return_gathered=True)
+        hidden = torch.sin(a) * b
+        y = flux.gemm_rs(hidden.view(p, -1, hidden.shape[-1]), down, transpose_weight=True)
+        z = flux.gemm(flux.all_gather(y.flatten(0, -2)), square)
+        return (z * z).sum() + rows.cos().sum()
+
+    tensors = [random(6, 5), random(4, 5), random(4, 5), random(4), random(4, 5), random(5, 5)]
+    steps = [random(*t.shape) for t in tensors]
+    leaves = [leaf(t) for t in tensors]
+    chain(*leaves).backward()
+    slope = sum((t.grad * step).sum() for t, step in zip(leaves, steps, strict=True))
+    h = 1e-6
+    ends = [chain(*(t + s * h * d for t, d in zip(tensors, steps, strict=True))) for s in (1, -1)]
+    both = torch.stack([slope, (ends[0] - ends[1]) / (2 * h)])
+    dist.all_reduce(both)
+    # Central differences err by about h² relative, and by roundoff / h.
+    return "" if abs(both[0] / both[1] - 1) < 1e-7 else f"slope {both[0]}, differences {both[1]}"
+
+
+class Calls(TorchDispatchMode):
+    """Names of flux's operators, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flux":
+            self.names.append(func._schema.name.removeprefix("flux::"))
+        return func(*args, **(kwargs or {}))
+
+
+def called(backward: Callable[[], Any]) -> list[str]:
+    with Calls() as calls:
+        backward()
+    return calls.names
+
+
+def what_travels(rank: int, p: int) -> str:
+    x, wide = torch.randn(4 * p, 8), torch.randn(4, 8)
+    weight = torch.randn(6, 8)
+    expected = [
+        (flux.gemm_rs, x, True, True, {}, ["ag_gemm"]),
+        (flux.gemm_rs, x, True, False, {}, ["ag_gemm"]),
+        (flux.gemm_rs, x, False, True, {}, ["all_gather"]),
+        (flux.ag_gemm, wide, True, True, {}, ["all_gather", "gemm_rs"]),
+        (flux.ag_gemm, wide, True, False, {}, ["gemm_rs"]),
+        (flux.ag_gemm, wide, False, True, {}, ["all_gather"]),
+        (flux.ag_gemm, wide, True, True, {"return_gathered": True}, ["gemm_rs"]),
+        (flux.ag_gemm, wide, False, True, {"return_gathered": True}, []),
+    ]
+    told = []
+    for op, rows, of_x, of_weight, options, names in expected:
+        a, b = rows.clone().requires_grad_(of_x), weight.clone().requires_grad_(of_weight)
+        result = op(a, b, **options)
+        result = result[0] if options else result
+        found = called(lambda result=result: result.sum().backward())
+        if found != names or (a.grad is not None) != of_x or (b.grad is not None) != of_weight:
+            told.append(f"{op.__name__} {of_x} {of_weight} {options}: {found}")
+    return "; ".join(told)
+
+
+def memory(rank: int, p: int) -> str:
+    """Operands are kept only for gradients that are wanted, and a gathered x only if it was asked for."""
+    x, weight = torch.randn(4 * p, 8), torch.randn(6, 8)
+
+    def kept(op: Any, of_x: bool, of_weight: bool, **options: Any) -> list[tuple[int, ...]]:
+        shapes = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            shapes.append(tuple(t.shape))
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            op(x.clone().requires_grad_(of_x), weight.clone().requires_grad_(of_weight), **options)
+        return shapes
+
+    for op in (flux.gemm, flux.gemm_rs, flux.ag_gemm):
+        assert kept(op, True, True) == [(4 * p, 8), (6, 8)]
+        assert kept(op, False, True) == [(4 * p, 8)]
+        assert kept(op, True, False) == [(6, 8)]
+    assert kept(flux.ag_gemm, False, True, return_gathered=True) == [(4 * p * p, 8)]
+    return ""
+
+
+def torch_sees(rank: int, p: int) -> str:
+    name = dist.group.WORLD.group_name
+    x, weight, bias = (leaf(torch.randn(shape)) for shape in ((4 * p, 8), (6, 8), (6,)))
+    ops = torch.ops.flux
+    torch.library.opcheck(ops.gemm.default, (x, weight, bias, False))
+    torch.library.opcheck(ops.gemm_rs.default, (x, weight, bias, False, name))
+    torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [], False, True, name))
+    torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [bias, bias], False, False, name))
+    torch.library.opcheck(ops.all_gather.default, (x, name))
+    torch.library.opcheck(ops.reduce_scatter.default, (x, name))
+
+    def layer(x: torch.Tensor, gate: Any, up: Any, bias: Any, down: Any) -> torch.Tensor:
+        (a, b), rows = flux.ag_gemm(x * 2, [gate, up], [bias, None], return_gathered=True)
+        y = flux.gemm_rs(torch.nn.functional.silu(a) * b, down)
+        return flux.gemm(y, y) + flux.all_gather(y).sum() + rows.sin().mean()
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for rows in (4, 7):
+        shapes = ((rows, 8), (6, 8), (6, 8), (6,), (5, 6))
+        tensors = [torch.randn(shape) for shape in shapes]
+        grads = []
+        for function in (layer, compiled):
+            leaves = [leaf(t) for t in tensors]
+            result = function(*leaves)
+            result.sin().sum().backward()
+            grads.append([result.detach(), *(t.grad for t in leaves)])
+        torch.testing.assert_close(*grads)
+    return ""
+
+
+def with_out(rank: int, p: int) -> str:
+    x, weight = torch.randn(4 * p, 8, requires_grad=True), torch.randn(6, 8)
+    for op, shape in ((flux.gemm_rs, (4, 6)), (flux.ag_gemm, (4 * p * p, 6)), (flux.gemm, (4 * p, 6))):
+        with pytest.raises(ValueError, match=f"{op.__name__}: x: expected .* out=.*no_grad"):
+            op(x, weight, out=torch.empty(shape))
+        with torch.no_grad():
+            assert not op(x, weight, out=torch.empty(shape)).requires_grad
+    return ""
+
+
+SCENARIOS = (
+    gemm_rs_exact,
+    ag_gemm_exact,
+    gathers_exact,
+    directional,
+    what_travels,
+    memory,
+    torch_sees,
+    with_out,
+)
+
+
+def run_everything(rank: int, world_size: int) -> dict[str, str]:
+    return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
+
+
+_answers: dict[int, list[dict[str, str]]] = {}
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gradients(world_size: int, name: str) -> None:
+    if world_size not in _answers:
+        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=300)
+    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+
+
+def second_derivatives(rank: int, world_size: int) -> None:
+    tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (2, 3), (2,))]
+    for op in (flux.gemm, flux.gemm_rs, flux.ag_gemm):
+        torch.autograd.gradcheck(op, tensors)
+        torch.autograd.gradgradcheck(op, tensors)
+    torch.autograd.gradgradcheck(flux.all_gather, tensors[:1])
+
+
+def test_gradcheck_of_one_rank() -> None:
+    spawn(second_derivatives, 1, backend="gloo")
+
+
+def test_only_calls_without_gradient_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped = []
+
+    def straight(*args: Any) -> torch.Tensor:
+        skipped.append(args)
+        return gemm_module.reference(*args)
+
+    monkeypatch.setattr(gemm_module, "may_skip_dispatch", lambda *_: True)
+    monkeypatch.setattr(gemm_module, "_cuda", straight)
+    x, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
+    assert flux.gemm(x, weight).requires_grad and not skipped
+    with torch.no_grad():
+        assert not flux.gemm(x, weight).requires_grad and len(skipped) == 1
+    flux.gemm(x, weight.detach())
+    assert len(skipped) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_wgrad_accum_is_exact(dtype: torch.dtype, wide: bool) -> None:
+    main_dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+    main_grad = integers(0, N, K, dtype=main_dtype)
+    expected = main_grad.double()
+    for seed in (1, 2):
+        grad, x = integers(seed, 5, 6, N, dtype=dtype), integers(seed + 9, 5, 6, K, dtype=dtype)
+        flux.wgrad_accum(grad, x, main_grad)
+        expected += grad.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+        expected = expected.to(main_dtype).double()  # rounded once a call
+    assert torch.equal(main_grad.double(), expected)
+    transposed = torch.zeros(K, N, dtype=main_dtype)
+    flux.wgrad_accum(x, grad, transposed)
+    assert torch.equal(transposed.double(), (x.flatten(0, 1).double().t() @ grad.flatten(0, 1).double()))
+
+
+G, X, MAIN = torch.ones(4, 6), torch.ones(4, 8), torch.ones(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"x": torch.ones(8)}, "x: expected at least 2 dimensions"),
+        ({"grad_output": torch.ones(5, 6)}, r"grad_output: expected the leading dimensions of x, \[4\]"),
+        ({"x": X.int()}, "x: expected dtype bfloat16"),
+        ({"main_grad": MAIN.t()}, r"main_grad: expected shape \[6, 8\], got shape \[8, 6\]"),
+        ({"grad_output": G.half()}, "grad_output: expected dtype torch.float32"),
+        ({"main_grad": MAIN.half()}, "main_grad: expected dtype torch.float32"),
+        ({"main_grad": MAIN.to("meta")}, "main_grad: expected device cpu"),
+    ],
+)
+def test_bad_wgrad_accum(change: dict[str, torch.Tensor], told: str) -> None:
+    with pytest.raises(ValueError, match=f"wgrad_accum: {told}"):
+        flux.wgrad_accum(**{"grad_output": G, "x": X, "main_grad": MAIN, **change})
+
+
+def test_torch_sees_wgrad_accum() -> None:
+    torch.library.opcheck(torch.ops.flux.wgrad_accum.default, (G, X, MAIN.clone()))
+    torch.library.opcheck(torch.ops.flux.wgrad_accum.default, (G.bfloat16(), X.bfloat16(), MAIN.clone()))

@@ -1,0 +1,302 @@
+"""Plans of gemm_ar and all_reduce, what their kernels are given, and what goes wrong between ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux._native import core
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.workspace import round_up
+from flux.ops import all_reduce as reduce_ops
+from flux.ops import gemm_ar as ops
+from flux.ops.plan import Plan
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room, plan_all_reduce, plan_gemm_ar
+from flux.testing import GemmRsCase, RankFailure, spawn
+
+TIMEOUT_S = 1.0
+
+
+def plan(op: str = "gemm_ar", **change: Any) -> Plan:
+    facts = {
+        "device_type": "cuda",
+        "m": 16,
+        "n": 4096,
+        "k": 512,
+        "dtype": torch.bfloat16,
+        "transpose_weight": False,
+        "world_size": 4,
+        "why_not": None,
+        "num_sms": 132,
+        "transport": "links",
+        **change,
+    }
+    return (plan_gemm_ar if op == "gemm_ar" else plan_all_reduce)(**facts)
+
+
+@pytest.mark.parametrize(
+    ("change", "fused", "mode", "words"),
+    [
+        ({}, True, 0, "one-shot sends 384.0 KiB in one trip, two-shot would send 192.0 KiB in two"),
+        ({"m": 256}, True, 1, "two-shot sends 3072.0 KiB in two"),
+        ({"m": 1}, True, 0, "one-shot"),
+        ({"dtype": torch.float32}, False, -1, "not float32"),
+        ({"n": 4100}, False, -1, "n = 4100 is not a multiple of 8"),
+        ({"k": 36}, False, -1, "k = 36 is not a multiple of 8"),
+        ({"m": 0}, False, -1, "empty"),
+        ({"why_not": "rank 1: no way"}, False, -1, "rank 1: no way"),
+        ({"m": 8192}, True, 1, "two-shot"),
+        ({"m": 8196}, True, -1, "64 MiB, more than an exchange holds: as gemm_rs + all_gather"),
+        ({"m": 8197}, False, -1, "m = 8197 cannot be dealt to 4 ranks"),
+        ({"device_type": "cpu", "n": 4100, "k": 3, "num_sms": 0}, True, 0, "share memory; one-shot"),
+        ({"op": "all_reduce", "m": 3, "n": 8}, True, 0, "one-shot sends 0.1 KiB"),
+        ({"op": "all_reduce", "m": 8192}, True, 1, "two-shot"),
+        ({"op": "all_reduce", "m": 8193}, False, -1, "more than an exchange holds"),
+        ({"op": "all_reduce", "m": 3, "n": 5}, False, -1, "15 elements are no whole number"),
+        ({"op": "all_reduce", "m": 3, "n": 5, "device_type": "cpu"}, True, 0, "share memory"),
+        ({"op": "all_reduce", "dtype": torch.float32}, False, -1, "not float32"),
+        ({"op": "all_reduce", "n": 0}, False, -1, "empty"),
+        ({"op": "all_reduce", "world_size": 1}, False, -1, "one rank"),
+    ],
+)
+def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: int, words: str) -> None:
+    made = plan(**change)
+    assert (made.fused, made.mode) == (fused, mode), made
+    assert words in made.reason, made
+    if mode < 0:
+        assert made.signal_bytes == made.slot_bytes == made.exchange_bytes == 0
+        return
+    assert made.transport.endswith(["one-shot", "two-shot"][mode])
+    layout = core.exchange(made.m, round_up(made.n, 8), made.world_size, core.ExchangeMode(mode))
+    on_gpu = change.get("device_type") != "cpu"
+    assert (made.exchange_bytes if on_gpu else made.slot_bytes) == round_up(layout.bytes)
+    assert (made.slot_bytes if on_gpu else made.exchange_bytes) == 0
+    assert made.config >= 0, "ranks could not tell each other"
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device_type: str) -> None:
+    rng = random.Random(world_size)
+    for max_m, max_n in [(1, 1), (64, 8192), (4096, 16), (16384, 8192), (7, 3000), (40000, 3)]:
+        room = exchange_room(device_type, max_m, max_n, world_size, torch.bfloat16)
+        sizes = [(max_m, max_n)]
+        sizes += [(rng.randint(1, max_m), rng.randint(1, max_n)) for _ in range(200)]
+        # As many rows as an exchange takes, and what just goes one-shot, are the extremes.
+        sizes += [(min(max_m, MAX_EXCHANGE_BYTES // 2 // n), n) for n in range(1, max_n + 1, 8)]
+        for m, n in sizes:
+            for op in ("gemm_ar", "all_reduce"):
+                made = plan(op, m=m, n=n, device_type=device_type, world_size=world_size)
+                for name in ("signal_bytes", "slot_bytes", "exchange_bytes"):
+                    # Composed plans say nothing of their parts.
+                    assert getattr(made, name) <= room[name], (op, m, n, name)
+
+
+def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ops, "_kernel", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(reduce_ops, "_kernel", lambda *arguments: told.append(arguments))
+    workspace: Any = SimpleNamespace(enter=lambda plan: 77)
+    made = plan(m=4, n=16, k=8)
+    x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
+    total, normalised = torch.zeros(4, 16).bfloat16(), torch.ones(4, 16).bfloat16()
+    shifted = torch.ones(65).bfloat16()[1:].view(4, 16)  # not at a multiple of 16 bytes
+    ops._fused_cuda(workspace, made, x, weight, None, None, total, None, None, 0.0)
+    ops._fused_cuda(workspace, made, x, weight, None, shifted, total, normalised, shifted[0], 1e-5)
+    plain, norm = told
+    assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
+    assert plain[4:] == (False, 77, made.choice, 0, made.mode, None, None, 0.0, None)
+    assert norm[3] is normalised and norm[12] is total and norm[11] == 1e-5
+    for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
+        assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
+    # Written before the residual is read.
+    ops._fused_cuda(workspace, made, x, weight, None, total, total, None, None, 0.0)
+    assert told[2][9] is total and told[2][3].data_ptr() != total.data_ptr()
+    # A result that a kernel cannot write where it shall lie.
+    monkeypatch.setattr(ops, "_kernel", lambda *arguments: arguments[3].fill_(5))
+    ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, None, 0.0)
+    assert (shifted == 5).all()
+    reduce_ops._fused_cuda(workspace, plan("all_reduce", m=1, n=64), x, total)
+    assert told[3] == (x, total, 77, 0)
+
+
+X, W, B = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6)
+GRAD = B.clone().requires_grad_()
+BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("x one-dimensional", {"x": torch.ones(8)}, ("x", "2 dimensions", "1")),
+    ("k differs", {"weight": torch.ones(6, 7)}, ("weight", "k = 8", "[6, 7]")),
+    ("weight dtype", {"weight": W.bfloat16()}, ("weight", "torch.float32", "torch.bfloat16")),
+    ("integer x", {"x": X.int(), "weight": W.int()}, ("x", "bfloat16, float16, float32", "torch.int32")),
+    ("bias shape", {"bias": torch.ones(5)}, ("bias", "[6]", "[5]")),
+    ("residual shape", {"residual": torch.ones(6)}, ("residual", "[4, 6]", "[6]")),
+    ("residual dtype", {"residual": torch.ones(4, 6).half()}, ("residual", "torch.float32", "torch.float16")),
+    ("norm_weight shape", {"norm_weight": torch.ones(4, 6)}, ("norm_weight", "[6]", "[4, 6]")),
+    ("norm_weight device", {"norm_weight": B.to("meta")}, ("norm_weight", "cpu", "meta")),
+    ("eps", {"norm_weight": B, "eps": -1.0}, ("eps", "not negative", "-1.0")),
+    ("eps no number", {"norm_weight": B, "eps": float("nan")}, ("eps", "not negative", "nan")),
+    ("out with a norm", {"norm_weight": B, "out": torch.ones(4, 6)}, ("out", "None with norm_weight")),
+    ("out shape", {"out": torch.ones(2, 6)}, ("out", "[4, 6]", "[2, 6]")),
+    ("out strides", {"out": torch.ones(6, 4).t()}, ("out", "contiguous", "[1, 4]")),
+    ("x needs grad", {"x": X.clone().requires_grad_()}, ("x", "no_grad", "requires_grad")),
+    ("residual needs grad", {"residual": X.clone().requires_grad_()}, ("residual", "no_grad")),
+    ("norm_weight needs grad", {"norm_weight": GRAD}, ("norm_weight", "no_grad", "requires_grad")),
+]
+BAD_REDUCE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("integers", {"x": X.int()}, ("x", "bfloat16, float16, float32", "torch.int32")),
+    ("out shape", {"x": X, "out": W}, ("out", "[4, 8]", "[6, 8]")),
+    ("out dtype", {"x": X, "out": X.half()}, ("out", "torch.float32", "torch.float16")),
+    ("needs grad", {"x": X.clone().requires_grad_()}, ("x", "no_grad", "requires_grad")),
+]
+
+
+def bad_calls(rank: int, world_size: int) -> dict[str, list[str]]:
+    told: dict[str, list[str]] = {"gemm_ar": [], "all_reduce": []}
+    for op, table in (("gemm_ar", BAD), ("all_reduce", BAD_REDUCE)):
+        for _, change, _ in table:
+            arguments = {"x": X, "weight": W, "bias": B, **change} if op == "gemm_ar" else change
+            try:
+                getattr(flux, op)(**arguments)
+                told[op].append("no error")
+            except ValueError as error:
+                told[op].append(str(error))
+    # Nobody was waited for, and the group works on.
+    assert flux.gemm_ar(X, W).shape == (4, 6)
+    with torch.no_grad():
+        assert not flux.gemm_ar(X, torch.nn.Parameter(W)).requires_grad
+    return told
+
+
+def test_bad_input_names_operator_argument_expected_and_got() -> None:
+    for told in spawn(bad_calls, 2, backend="gloo"):
+        for op, table in (("gemm_ar", BAD), ("all_reduce", BAD_REDUCE)):
+            for (name, _, words), message in zip(table, told[op], strict=True):
+                assert message.startswith(f"{op}: {words[0]}: expected "), f"{name}: {message}"
+                assert ", got " in message
+                for word in words[1:]:
+                    assert word in message, f"{name}: {message}"
+
+
+def disagreeing(rank: int, world_size: int) -> list[str]:
+    x, weight = torch.ones(4, 8), torch.ones(6, 8)
+    calls: list[Any] = [
+        lambda odd: flux.gemm_ar(x[odd:], weight),
+        lambda odd: flux.gemm_ar(x, weight[odd:]),
+        lambda odd: flux.gemm_ar(x[:, odd:], weight[:, odd:]),
+        lambda odd: flux.gemm_ar(x, torch.ones(9000 * odd + 1, 8)),  # of which one rank must grow
+        lambda odd: flux.gemm_ar(x.half(), weight.half()) if odd else flux.gemm_ar(x, weight),
+        lambda odd: flux.all_reduce(x[odd:]),
+        lambda odd: flux.all_reduce(weight[:4]) if odd else flux.gemm_ar(x, weight),
+        lambda odd: flux.gemm_rs(x[:2], weight) if odd else flux.gemm_ar(x, weight),
+    ]
+    told = []
+    for call in calls:
+        try:
+            call(int(rank == 1))
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error).split(": ", 1)[1])
+        assert torch.equal(flux.gemm_ar(x, weight), torch.full((4, 6), 8.0 * world_size))
+    return told
+
+
+def test_ranks_that_disagree_are_all_told() -> None:
+    results = spawn(disagreeing, 2, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
+    assert results[0] == results[1]
+    words = ("m=3", "n=5", "k=7", "n=9001", "float16", "n=24", "all_reduce", "gemm_rs")
+    for message, word in zip(results[0], words, strict=True):
+        assert message.startswith("expected the same call on all ranks") and word in message, message
+
+
+def victim(rank: int, world_size: int, op: str, mode: int, dying: int, after: int) -> dict[str, Any]:
+    core.all_reduce_mode = lambda m, n, p: core.ExchangeMode(mode)
+    case = GemmRsCase(30, 72, 16, world_size)
+    x, weight, _ = case.inputs(rank)
+    call = (lambda: flux.gemm_ar(x, weight)) if op == "gemm_ar" else lambda: flux.all_reduce(x @ weight.t())
+    assert torch.equal(call(), case.expected_sum())
+    dist.barrier()
+    if rank == dying:
+        send, sent = CpuWorkspace.signal, [0]
+
+        def last_signals(self: CpuWorkspace, *args: Any) -> None:
+            if sent[0] == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            sent[0] += 1
+            send(self, *args)
+
+        CpuWorkspace.signal = last_signals  # type: ignore[method-assign]
+    start = time.monotonic()
+    told: list[flux.CommTimeoutError] = []
+    seconds = []
+    for attempt in (call, call, flux.check):
+        try:
+            attempt()
+        except flux.CommTimeoutError as error:
+            told.append(error)
+            seconds.append(time.monotonic() - start)
+    return {"errors": told, "seconds": seconds}
+
+
+@pytest.mark.parametrize(
+    ("op", "mode", "dying", "after"),
+    [
+        ("gemm_ar", 0, 0, 0),
+        ("gemm_ar", 0, 1, 0),
+        ("gemm_ar", 1, 2, 1),
+        ("gemm_ar", 1, 1, 2),
+        ("all_reduce", 1, 0, 2),
+    ],
+)
+def test_a_rank_that_dies_in_the_middle_is_named(op: str, mode: int, dying: int, after: int) -> None:
+    """Two-shot, a rank signals twice to each of two peers: it dies sending contributions, or results.
+
+    If it dies between two contributions, a peer that has its own may wait for one that has not: that one is
+    named there, and names the dead one itself.
+    """
+    env = {"FLUX_TIMEOUT_S": str(TIMEOUT_S)}
+    results = spawn(victim, 3, op, mode, dying, after, env=env, backend="gloo", may_die={dying})
+    assert isinstance(results[dying], RankFailure)
+    assert results[dying].exit_code == -signal.SIGKILL
+    named = set()
+    for rank in {0, 1, 2} - {dying}:
+        assert len(results[rank]["errors"]) == 3, "the call, a second one and check() must raise"
+        for error in results[rank]["errors"]:
+            assert (error.op, error.rank, error.epoch) == (op, rank, 2)
+            named.add((rank, error.peer))
+        first, *_, last = results[rank]["seconds"]
+        assert first < TIMEOUT_S + 5 and last - first < 0.5, "later calls must not wait again"
+
+    expected = {(rank, dying) for rank in {0, 1, 2} - {dying}}
+    if (mode, after) == (1, 1):
+        expected = {(0, 1), (1, 2)}
+    assert named == expected
+
+
+def reserving(rank: int, world_size: int) -> str:
+    workspaces = registry.existing
+    flux.reserve(max_m=300, max_n=2000, max_k=16)
+    workspace = workspaces(dist.group.WORLD)[0]
+    room = (workspace.signal_bytes, workspace.slot_bytes)
+    rng = random.Random(3)
+    for _ in range(10):
+        m, n = rng.randint(1, 300), rng.randint(1, 2000)
+        case = GemmRsCase(m, n, 16, world_size)
+        x, weight, _ = case.inputs(rank)
+        assert torch.equal(flux.gemm_ar(x, weight), case.expected_sum())
+        assert torch.equal(flux.all_reduce(ops.plain.reference(x, weight)), case.expected_sum())
+    assert (workspace.signal_bytes, workspace.slot_bytes) == room, "what was reserved did not suffice"
+    assert str(flux.explain("gemm_ar", 8, 16, 16)).startswith("gemm_ar: x [8, 16], weight [16, 16]")
+    return str(flux.explain("all_reduce", 8, 16, 0)).split(",")[0]
+
+
+def test_reserve_makes_room_for_sums() -> None:
+    assert spawn(reserving, 3, backend="gloo") == ["all_reduce: x [1"] * 3

@@ -1,0 +1,114 @@
+"""flux.grouped_gemm on CPU tensors, and what CUDA tensors go through where there is no kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from flux.ops import grouped_gemm as ops
+
+E, N, K = 4, 16, 24
+SIZES = [0, 5, 0, 3]  # rows of each expert
+OFFSETS = torch.tensor([0, 0, 5, 5, 8], dtype=torch.int32)
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
+
+
+def by_expert(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    experts = [e for e, size in enumerate(SIZES) for _ in range(size)]
+    return torch.stack([x[i].double() @ weight[e].double().t() for i, e in enumerate(experts)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_each_row_meets_the_weight_of_its_expert(dtype: torch.dtype) -> None:
+    x, weight = integers(10, K).to(dtype), integers(E, N, K).to(dtype)
+    result = flux.grouped_gemm(x, weight, OFFSETS)
+    assert result.shape == (10, N) and result.dtype == dtype
+    assert torch.equal(result[:8].double(), by_expert(x, weight))
+    rows = torch.tensor([9, 9, 0, 1, 2, 3, 4, 5, -1], dtype=torch.int32)
+    gathered = flux.grouped_gemm(x, weight, OFFSETS, rows=rows)
+    assert torch.equal(gathered[:8].double(), by_expert(x[rows[:8].long()], weight))
+    assert torch.equal(gathered, flux.grouped_gemm(x, weight, OFFSETS, rows=rows.long()))
+
+
+def test_activations() -> None:
+    x, weight = integers(8, K), integers(E, N, K) / 8
+    product = by_expert(x, weight).float()
+    functional = torch.nn.functional
+    expected = {
+        "silu": functional.silu(product),
+        "gelu": functional.gelu(product),
+        "swiglu": functional.silu(product[:, : N // 2]) * product[:, N // 2 :],
+    }
+    assert set(expected) == set(ops.ACTIVATIONS)
+    for activation, result in expected.items():
+        torch.testing.assert_close(flux.grouped_gemm(x, weight, OFFSETS, activation=activation), result)
+
+
+def test_torch_s_grouped_gemm_gives_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """What CUDA tensors go through, and that it is said once."""
+    ops.say_once.cache_clear()
+    x, weight = integers(10, K).bfloat16(), integers(E, N, K).bfloat16()
+    for _ in range(2):
+        result = ops.unfused(x, weight, OFFSETS, None)
+        assert torch.equal(result[:8].double(), by_expert(x, weight))
+    swiglu = ops.unfused(x, weight, OFFSETS, "swiglu")[:8]
+    torch.testing.assert_close(swiglu, flux.grouped_gemm(x, weight, OFFSETS, activation="swiglu")[:8])
+    assert [r.message for r in caplog.records] == [
+        "grouped GEMMs run unfused, through torch: there is no kernel for them yet"
+    ]
+    odd = ops.unfused(x.half(), weight.half(), OFFSETS, None)
+    assert torch.equal(odd[:8].double(), by_expert(x, weight))
+    assert "float16" in caplog.records[-1].message and "synchronises" in caplog.records[-1].message
+
+
+def test_no_rows_and_no_columns() -> None:
+    nothing = torch.zeros(E + 1, dtype=torch.int32)
+    assert flux.grouped_gemm(torch.ones(0, K), torch.ones(E, N, K), nothing).shape == (0, N)
+    assert flux.grouped_gemm(torch.ones(3, K), torch.ones(E, 0, K), nothing).shape == (3, 0)
+    assert not flux.grouped_gemm(torch.ones(8, 0), torch.ones(E, N, 0), OFFSETS).any()
+
+
+def test_torch_sees_the_operator() -> None:
+    x, weight = torch.randn(8, K), torch.randn(E, N, K)
+    rows = torch.arange(8)
+    op = torch.ops.flux.grouped_gemm.default
+    torch.library.opcheck(op, (x, weight, OFFSETS, None, None))
+    torch.library.opcheck(op, (x, weight, OFFSETS, rows, "swiglu"))
+    compiled = torch.compile(flux.grouped_gemm, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight, OFFSETS), flux.grouped_gemm(x, weight, OFFSETS))
+
+
+X, W = torch.ones(8, K), torch.ones(E, N, K)
+BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"x": X[0]}, ("x", "2 dimensions", "1")),
+    ({"x": X.int(), "weight": W.int()}, ("x", "bfloat16, float16", "int32")),
+    ({"weight": W[0]}, ("weight", "3 dimensions", "2")),
+    ({"weight": W[..., 1:]}, ("weight", "k = 24", "[4, 16, 23]")),
+    ({"weight": W.half()}, ("weight", "float32", "float16")),
+    ({"weight": W.to("meta")}, ("weight", "cpu", "meta")),
+    ({"weight": W[:, 1:], "activation": "swiglu"}, ("weight", "even", "[4, 15, 24]")),
+    ({"activation": "relu"}, ("activation", "silu, gelu, swiglu", "relu")),
+    ({"offsets": OFFSETS[1:]}, ("offsets", "[5]", "[4]")),
+    ({"offsets": OFFSETS.long()}, ("offsets", "int32", "int64")),
+    ({"offsets": OFFSETS.to("meta")}, ("offsets", "cpu", "meta")),
+    ({"rows": torch.ones(2, 2).int()}, ("rows", "1 dimension", "2")),
+    ({"rows": torch.ones(2)}, ("rows", "int32 or int64", "float32")),
+    ({"rows": torch.ones(2).int().to("meta")}, ("rows", "cpu", "meta")),
+    ({"x": torch.nn.Parameter(X)}, ("x", "no_grad", "requires_grad")),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
+def test_bad_input_names_argument_expected_and_got(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        flux.grouped_gemm(**{"x": X, "weight": W, "offsets": OFFSETS, **change})
+    message = str(caught.value)
+    assert message.startswith(f"grouped_gemm: {words[0]}: expected ") and ", got " in message
+    for word in words[1:]:
+        assert word in message

@@ -1,0 +1,171 @@
+"""GEMM+AllReduce and AllReduce with all ranks on one GPU: kernels, buffers and epochs are the real ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import flux
+from flux._native import core
+from flux.testing import GemmRsCase
+from flux.testing.emulate import EmulatedRanks
+
+DTYPES = [torch.bfloat16, torch.float16]
+ONE_SHOT, TWO_SHOT = 0, 1
+SHAPES = [(1, 8, 8), (1, 4096, 256), (5, 136, 72), (16, 1024, 512), (64, 520, 264), (130, 264, 520)]
+
+
+def gpu_inputs(case: GemmRsCase) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+    inputs = [case.inputs(rank, "cuda") for rank in range(case.world_size)]
+    return [x for x, _, _ in inputs], [weight for _, weight, _ in inputs], inputs[0][2]
+
+
+def assert_exact(ranks: EmulatedRanks, case: GemmRsCase, mode: int, config: int = -1) -> None:
+    xs, weights, bias = gpu_inputs(case)
+    results = ranks.gemm_ar(
+        xs, weights, bias, mode=mode, transpose_weight=case.transpose_weight, config=config
+    )
+    ranks.check()
+    expected = case.expected_sum("cuda")
+    for rank, result in enumerate(results):
+        assert torch.equal(result, expected), f"rank {rank} of {case}, mode {mode}, config {config}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+def test_every_swap_ab_tile(world_size: int, mode: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for tile in range(core.NUM_SWAP_AB):
+        for number, (m, n, k) in enumerate(SHAPES):
+            split = [1, 2, 4][(tile + number) % 3]
+            if split > -(-k // 64) or split * world_size > 16:
+                split = 1
+            case = GemmRsCase(
+                m, n, k, world_size, DTYPES[number % 2], number % 2 == 1, bias=number % 3 == 0, seed=tile
+            )
+            assert_exact(ranks, case, mode, core.FIRST_SWAP_AB + tile | split << 8)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+def test_what_the_cost_model_chooses_and_more_rows_than_a_launch_takes(world_size: int, mode: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for number, (m, n, k) in enumerate([(4, 512, 1024), (64, 1032, 200), (300, 520, 136)]):
+        assert_exact(ranks, GemmRsCase(m, n, k, world_size, DTYPES[number % 2], bias=True), mode)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_many_shapes_back_to_back_without_waiting(world_size: int) -> None:
+    """Ranks run ahead of each other as far as the protocol lets them: nothing joins their streams."""
+    ranks, rng = EmulatedRanks(world_size), random.Random(world_size)
+    assert_exact(ranks, GemmRsCase(64, 1024, 64, world_size), TWO_SHOT)  # makes room
+    for _ in range(5):
+        calls = []
+        for _ in range(20):
+            case = GemmRsCase(
+                rng.randint(1, 64),
+                8 * rng.randint(1, 128),
+                8 * rng.randint(1, 40),
+                world_size,
+                bias=rng.random() < 0.5,
+                seed=rng.randint(0, 999),
+            )
+            calls.append((case, gpu_inputs(case), rng.randint(0, 1)))
+        torch.cuda.synchronize()
+        results = [
+            ranks.gemm_ar(xs, weights, bias, mode=mode, join=False) for _, (xs, weights, bias), mode in calls
+        ]
+        ranks.check()
+        for (case, _, mode), outs in zip(calls, results, strict=True):
+            expected = case.expected_sum("cuda")
+            for rank, out in enumerate(outs):
+                assert torch.equal(out, expected), f"rank {rank} of {case}, mode {mode}"
+
+
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+def test_graph_replay(mode: int) -> None:
+    ranks = EmulatedRanks(4)
+    cases = [GemmRsCase(24, 520, 264, 4, bias=True, seed=seed) for seed in range(3)]
+    xs, weights, bias = gpu_inputs(cases[0])
+    assert bias is not None
+    ranks.gemm_ar(xs, weights, bias, mode=mode)  # makes room
+    ranks.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = ranks.gemm_ar(xs, weights, bias, mode=mode)
+    for number in range(30):
+        case = cases[number % 3]
+        for static, new in zip((*xs, *weights), sum(map(list, gpu_inputs(case)[:2]), []), strict=True):
+            static.copy_(new)
+        bias.copy_(case.inputs(0, "cuda")[2])
+        graph.replay()
+        ranks.check()
+        for rank, result in enumerate(results):
+            assert torch.equal(result, case.expected_sum("cuda")), f"replay {number}, rank {rank}"
+
+
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_and_norm(mode: int, dtype: torch.dtype) -> None:
+    ranks = EmulatedRanks(2)
+    case = GemmRsCase(9, 1032, 264, 2, dtype, bias=True)
+    xs, weights, bias = gpu_inputs(case)
+    # Small even integers: the sum of all is still exact in the type.
+    residual = (torch.arange(9 * 1032, device="cuda").view(9, 1032) % 5 * 2 - 4).to(dtype)
+    norm_weight = torch.linspace(0.5, 1.5, 1032, device="cuda").to(dtype)
+    results = ranks.gemm_ar(xs, weights, bias, mode=mode, residual=residual, norm_weight=norm_weight)
+    plain = ranks.gemm_ar(xs, weights, bias, mode=mode, residual=residual)
+    ranks.check()
+    total = case.expected_sum("cuda").double() + residual.double()
+    norm = total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6) * norm_weight.double()
+    for rank in range(2):
+        assert torch.equal(results[2 + rank].double(), total.to(dtype).double())
+        assert torch.equal(plain[rank], results[2 + rank])
+        # One rounding, and the error of an fp32 sum of 1032 squares, which is far below it.
+        limit = torch.finfo(dtype).eps * norm.abs() + 1e-7
+        assert ((results[rank].double() - norm).abs() <= limit).all()
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+def test_all_reduce(world_size: int, mode: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for m, n in [(1, 8), (7, 1000), (33, 2048)]:
+        # Multiples of 2**rank below 2**(rank + 1): a missing or doubled one changes every element.
+        xs = [torch.full((m, n), float(2**rank), device="cuda").bfloat16() for rank in range(world_size)]
+        xs[0][:, ::3] = 0
+        results = ranks.all_reduce(xs, mode=mode)
+        ranks.check()
+        expected = sum(x.float() for x in xs)
+        assert isinstance(expected, torch.Tensor)
+        for result in results:
+            assert torch.equal(result.float(), expected), (m, n)
+
+
+def test_a_nan_that_looks_like_nothing_arrives_as_a_nan() -> None:
+    ranks = EmulatedRanks(2)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
+    x.view(torch.int16)[0, :16] = -1
+    for result in ranks.all_reduce([x, x], mode=ONE_SHOT):
+        ranks.check()
+        assert result[0, :16].isnan().all() and (result[0, 16:] == 0).all()
+
+
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+def test_a_rank_that_never_comes_is_named(mode: int) -> None:
+    ranks = EmulatedRanks(4, timeout_s=0.3)
+    case = GemmRsCase(16, 520, 136, 4)
+    assert_exact(ranks, case, mode)
+    xs, weights, _ = gpu_inputs(case)
+    results = ranks.gemm_ar(xs, weights, mode=mode, absent={2})
+    with pytest.raises(flux.CommTimeoutError) as caught:
+        ranks.check()
+    assert (caught.value.op, caught.value.epoch) == ("gemm_ar", 2)
+    assert caught.value.rank != 2
+    if mode == ONE_SHOT:
+        assert caught.value.peer == 2
+    for rank in (0, 1, 3):
+        assert results[rank].isnan().any(), "a result without one rank's part passes for a result"

@@ -1,0 +1,77 @@
+"""The grouped GEMM kernel on one GPU: tile shapes, uneven and empty experts, rows by index, activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flux
+from flux.ops import grouped_gemm as grouped
+
+DTYPES = [torch.bfloat16, torch.float16]
+CONFIGS = [0, 3, 5, 9]
+# Rows of each expert: none, one, a tile and one more, many.
+COUNTS = [[0, 1, 129, 0, 300, 128], [5], [0, 0, 64], [700, 3]]
+
+
+def inputs(
+    counts: list[int], n: int, k: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight, offsets and rows: small integers whose products are exact, a shuffled order of rows."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    total, experts = sum(counts), len(counts)
+    x = torch.zeros(total + 7, k, device="cuda")
+    # Three entries of each row: no product exceeds 3 * 4 in absolute value.
+    columns = torch.randint(k, (total + 7, 3), generator=g, device="cuda")
+    x.scatter_(1, columns, torch.randint(1, 3, columns.shape, generator=g, device="cuda").float())
+    weight = torch.randint(-2, 3, (experts, n, k), generator=g, device="cuda")
+    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    rows = torch.randperm(total + 7, generator=g, device="cuda")[:total].int()
+    return x.to(dtype), weight.to(dtype), offsets, rows
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile_shape(config: int, dtype: torch.dtype) -> None:
+    for seed, counts in enumerate(COUNTS):
+        for n, k in [(8, 8), (200, 72), (520, 264)]:
+            x, weight, offsets, rows = inputs(counts, n, k, dtype, seed)
+            for chosen in (rows, None):
+                source = x if chosen is not None else x[: sum(counts)]
+                out = torch.full((sum(counts) + 3, n), 7, dtype=dtype, device="cuda")
+                grouped.launch(source, weight, offsets, chosen, None, out[: sum(counts)], config)
+                expected = grouped.reference(source, weight, offsets, chosen)
+                assert torch.equal(out[: sum(counts)], expected), (counts, n, k, chosen is None)
+                assert (out[sum(counts) :] == 7).all(), "written behind the last row"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu"])
+def test_activations(activation: str) -> None:
+    x, weight, offsets, rows = inputs([40, 0, 200], 272, 136, torch.bfloat16, 1)
+    out = flux.grouped_gemm(x, weight, offsets, rows=rows, activation=activation)
+    expected = grouped.reference(x, weight, offsets, rows, activation)
+    # The products are exact; one rounding, and what the fast exponential loses.
+    assert out.shape == expected.shape
+    limit = 1.01 * torch.finfo(torch.bfloat16).eps * expected.float().abs() + 1e-6
+    assert ((out.float() - expected.float()).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("num_sms", [1, 5, 0])
+def test_any_number_of_sms(num_sms: int) -> None:
+    x, weight, offsets, rows = inputs([260, 130, 0, 9], 1032, 200, torch.bfloat16, 2)
+    out = torch.empty(399, 1032, dtype=torch.bfloat16, device="cuda")
+    grouped.launch(x, weight, offsets, rows, None, out, -1, num_sms)
+    assert torch.equal(out, grouped.reference(x, weight, offsets, rows))
+
+
+def test_replays_in_a_graph_with_other_offsets() -> None:
+    x, weight, offsets, rows = inputs([260, 130, 0, 9], 264, 200, torch.bfloat16, 3)
+    flux.grouped_gemm(x, weight, offsets, rows=rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flux.grouped_gemm(x, weight, offsets, rows=rows)
+    for counts in ([0, 0, 399, 0], [100, 100, 100, 99], [1, 2, 3, 4]):
+        offsets.copy_(torch.tensor([0, *counts], device="cuda").cumsum(0))
+        graph.replay()
+        used = sum(counts)
+        assert torch.equal(out[:used], grouped.reference(x, weight, offsets, rows)[:used])
