@@ -1,0 +1,31 @@
+"""Megatron-Core on flux: its tensor-parallel layers with fused communication, by one line in the spec.
+
+Written for megatron-core 0.16; needs neither Transformer Engine nor Apex, and works beside both. See
+docs/megatron.md.
+"""
+
+try:
+    import megatron.core  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"flux.integrations.megatron needs Megatron-Core (pip install megatron-core), but: {error}"
+    ) from error
+
+from flux.integrations.megatron.linear import (
+    FluxColumnParallelLinear,
+    FluxRowParallelLinear,
+    accumulate_into_main_grad,
+)
+from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
+from flux.integrations.megatron.specs import convert_spec, get_flux_layer_spec, gpt_layer_spec
+
+__all__ = [
+    "FluxColumnParallelLinear",
+    "FluxLayerNormColumnParallelLinear",
+    "FluxNorm",
+    "FluxRowParallelLinear",
+    "accumulate_into_main_grad",
+    "convert_spec",
+    "get_flux_layer_spec",
+    "gpt_layer_spec",
+]

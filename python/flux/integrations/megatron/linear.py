@@ -1,0 +1,139 @@
+"""Megatron's two parallel linear layers. Only the product and its communication are flux's; parameters,
+initialisation, checkpoints and everything that flux does not do are Megatron's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from flux.layers import column_linear, row_linear
+
+log = logging.getLogger("flux")
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> None:
+    """Turns gradient accumulation fusion on in flux's layers of a built model, or off.
+
+    For models with stock layers too, such as GPTModel's output layer: those refuse the option
+    `gradient_accumulation_fusion` where Apex is missing. Build the model without it, then call this.
+    """
+    for module in model.modules():
+        if isinstance(module, _FluxLinear):
+            module.flux_accumulates = enabled
+
+
+class _FluxLinear(torch.nn.Module):
+    """What both layers share. Comes before Megatron's class among the bases."""
+
+    config: Any
+    tp_group: Any
+    weight: Any
+    bias: Any
+    sequence_parallel: bool
+    input_is_parallel: bool
+    skip_bias_add: bool
+    flux_accumulates: bool
+
+    def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+        if config.fp8 or config.fp4:
+            # Megatron's own class would not take them either: training would go on in 16 bits.
+            raise ValueError(
+                f"{type(self).__name__}: config.fp8, config.fp4: expected None; leave such specs alone"
+            )
+        # Megatron refuses the option without Apex, which flux does not need.
+        quiet = copy.copy(config)
+        quiet.gradient_accumulation_fusion = False
+        super().__init__(*args, config=quiet, **options)
+        self.config = config
+        self.flux_accumulates = config.gradient_accumulation_fusion
+        self.gradient_accumulation_fusion = (
+            config.gradient_accumulation_fusion and megatron_layers._grad_accum_fusion_available
+        )
+
+    def _why_not(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        """Why this call runs in Megatron's own code, or None. The same on all ranks."""
+        if self.tp_group.size() == 1:
+            return "the tensor-parallel group has one rank"
+        if getattr(self, "explicit_expert_comm", False):
+            return "the token dispatcher communicates for the layers of experts"
+        if getattr(self.config, "_cpu_offloading_context", None) is not None:
+            return "activations are offloaded to the CPU"
+        if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+            return f"x is {x.dtype} and the weight {weight.dtype}"
+        return None
+
+    def _accumulates(self, weight: torch.Tensor) -> bool:
+        # Megatron-FSDP makes its buffers while the backward pass runs, and wants them overwritten.
+        return self.flux_accumulates and not hasattr(weight, "__fsdp_param__")
+
+
+class FluxColumnParallelLinear(_FluxLinear, ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's ColumnParallelLinear with flux.ag_gemm, and flux.gemm_rs backward; without sequence
+    parallelism flux.gemm, and flux.gemm_ar backward.
+
+    Arguments, parameters, state and results are those of Megatron's class.
+    """
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        reason = self._why_not(input, weight)
+        if reason is None and not (options["sequence_parallel"] or options["allreduce_dgrad"]):
+            reason = "somebody else sums the gradient of its input"
+        if reason is None and options["grad_output_buffer"] is not None:
+            reason = "the gradient of its weight is deferred"
+        if reason is not None:
+            tell(type(self).__name__, reason)
+            return super()._forward_impl(input, weight, *args, **options)
+        return column_linear(
+            input,
+            [weight],
+            [options["bias"]],
+            group=options["tp_group"],
+            sequence_parallel=options["sequence_parallel"],
+            gradient_accumulation_fusion=self._accumulates(weight),
+        )[0]
+
+
+class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[misc]
+    """Megatron's RowParallelLinear with flux.gemm_rs, and flux.ag_gemm backward; without sequence parallelism
+    flux.gemm_ar, and flux.gemm backward.
+
+    Arguments, parameters, state and results are those of Megatron's class.
+    """
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        reason = self._why_not(input_, self.weight)
+        if reason is None and not self.input_is_parallel:
+            reason = "its input is not split over ranks"
+        if reason is not None:
+            tell(type(self).__name__, reason)
+            result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(input_)
+            return result
+        output = row_linear(
+            input_,
+            self.weight,
+            group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self._accumulates(self.weight),
+        )
+        if self.skip_bias_add:
+            return output, self.bias
+        # Added here and not by flux, so that its gradient is that of the rank's rows: Megatron sums it later.
+        return (output if self.bias is None else output + self.bias), None
+
+    def backward_dw(self) -> None:
+        """The weight's gradient is never delayed: there is nothing to do."""
+
+
+@functools.cache
+def tell(layer: str, reason: str) -> None:
+    """Logs, once for each layer class and reason."""
+    log.warning("flux: %s runs in Megatron's own code: %s", layer, reason)

@@ -1,0 +1,90 @@
+"""Norms of Megatron models: alone, for sequence parallelism without Apex and Transformer Engine, and before a
+column-parallel layer, as Transformer Engine has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flux.integrations.megatron.linear import FluxColumnParallelLinear
+
+
+def make_parameters(
+    config: Any, size: int, like: torch.Tensor | None = None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias of a norm [size], marked for Megatron's reduction under sequence parallelism."""
+    device = None if like is None else like.device
+    if device is None and not config.use_cpu_initialization:
+        device = torch.device("cuda", torch.cuda.current_device())
+    fill = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+    options = {"device": device, "dtype": config.params_dtype}
+    weight = nn.Parameter(torch.full((size,), fill, **options))
+    bias = nn.Parameter(torch.zeros(size, **options)) if config.normalization == "LayerNorm" else None
+    for parameter in (weight, bias):
+        if parameter is not None:
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight, bias
+
+
+def normalise(
+    config: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Layer norm, or for "RMSNorm" root mean square norm, over the last dimension of x."""
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    if config.normalization == "RMSNorm":
+        return nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def check(config: Any, name: str) -> None:
+    if config.normalization not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(
+            f"{name}: config.normalization: expected LayerNorm or RMSNorm, got {config.normalization!r}"
+        )
+
+
+class FluxNorm(nn.Module):
+    """The norm that config.normalization names, by torch.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        hidden_size: length of the last dimension of x.
+        eps: added to the variance or mean square.
+        options: what Megatron passes to norms besides, without effect here.
+
+    Raises:
+        ValueError: config.normalization is neither LayerNorm nor RMSNorm.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
+        super().__init__()
+        check(config, "FluxNorm")
+        self.config, self.eps = config, eps
+        self.weight, self.bias = make_parameters(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalise(self.config, x, self.weight, self.bias, self.eps)
+
+
+class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
+    """Norm, then FluxColumnParallelLinear: the place of Transformer Engine's class, with its parameter names.
+
+    The norm is torch's; the rows are gathered after it, so every rank normalises its own only.
+
+    Raises:
+        ValueError: config.normalization is neither LayerNorm nor RMSNorm.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        check(config, "FluxLayerNormColumnParallelLinear")
+        self.layer_norm_weight, self.layer_norm_bias = make_parameters(config, input_size, self.weight)
+
+    def forward(self, input_: torch.Tensor, *args: Any, **options: Any) -> Any:
+        eps = self.config.layernorm_epsilon
+        x = normalise(self.config, input_, self.layer_norm_weight, self.layer_norm_bias, eps)
+        return super().forward(x, *args, **options)

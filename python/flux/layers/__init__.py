@@ -1,0 +1,16 @@
+"""Tensor-parallel layers over flux's operators, with Megatron's backward passes. See docs/layers.md."""
+
+from flux.layers.functional import column_linear, row_linear
+from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
+from flux.layers.mlp import ParallelMLP
+from flux.layers.norm import RMSNorm, reduce_replicated_grads
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelMLP",
+    "RMSNorm",
+    "RowParallelLinear",
+    "column_linear",
+    "reduce_replicated_grads",
+    "row_linear",
+]

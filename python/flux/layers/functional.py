@@ -1,0 +1,205 @@
+"""The two linear maps of tensor parallelism, for weights of which each rank holds some output or some input
+features (arXiv 1909.08053, section 3; with sequence parallelism arXiv 2205.05198, section 4.2).
+
+Gradients of operators are those of the sum of all ranks' losses. Here a tensor that all ranks hold alike has
+one gradient, which they hold alike too: the loss counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from flux.comm.group import GroupLike, group_name
+from flux.ops.ag_gemm import ag_gemm
+from flux.ops.all_gather import all_gather
+from flux.ops.autograd import (
+    bias_grad,
+    gathered_input_grad,
+    joined,
+    scattered_input_grad,
+)
+from flux.ops.gemm import gemm
+from flux.ops.gemm_ar import gemm_ar
+from flux.ops.gemm_rs import gemm_rs
+from flux.ops.wgrad import weight_grad, wgrad_accum
+
+Tensor = torch.Tensor
+
+
+def column_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike = None,
+    sequence_parallel: bool = True,
+    save_gathered: bool = False,
+    gradient_accumulation_fusion: bool = False,
+) -> list[Tensor]:
+    """x · weightᵀ + bias for each weight; each rank has N/p output features. A collective.
+
+    Args:
+        x: [M/p, ..., K] with `sequence_parallel`, the rank's rows; else [M, ..., K], the same on all ranks.
+        weights: of [N/p, K] each; for all of them x is gathered once.
+        biases: None, or one for each weight, which may be None: [N/p].
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
+        save_gathered: keep the gathered x for the backward pass, p times the memory of x. Else it is gathered
+            again.
+        gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one,
+            by flux.wgrad_accum, and give autograd none.
+
+    Returns:
+        [M, ..., N/p] for each weight, in x's dtype.
+
+    Raises:
+        ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
+    """
+    many = biases if biases is not None and any(bias is not None for bias in biases) else ()
+    name = group_name(group, "column_linear")
+    settings = (name, sequence_parallel, save_gathered, gradient_accumulation_fusion, len(weights))
+    return list(_apply_column(x, *settings, *weights, *many))
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    sequence_parallel: bool = True,
+    gradient_accumulation_fusion: bool = False,
+) -> Tensor:
+    """Sum over ranks of x · weightᵀ, plus bias once; each rank has K/p columns of x and weight. A collective.
+
+    Args:
+        x: [M, ..., K/p]
+        weight: [N, K/p]
+        bias: [N], the same on all ranks; so is its gradient.
+        group, gradient_accumulation_fusion: as in column_linear.
+        sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
+
+    Returns:
+        [M/p, ..., N] with `sequence_parallel`, else [M, ..., N], in x's dtype.
+
+    Raises:
+        ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
+    """
+    name = group_name(group, "row_linear")
+    result: Tensor = _apply_row(x, weight, bias, name, sequence_parallel, gradient_accumulation_fusion)
+    return result
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        name: str,
+        sequence_parallel: bool,
+        save_gathered: bool,
+        fusion: bool,
+        count: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = list(tensors[:count]), list(tensors[count:])
+        needs_weight = any(ctx.needs_input_grad[6 : 6 + count])
+        ctx.gathered = sequence_parallel and save_gathered and needs_weight
+        rows = x
+        if ctx.gathered:
+            results, rows = ag_gemm(x, weights, biases or None, group=name, return_gathered=True)
+        elif sequence_parallel:
+            results = ag_gemm(x, weights, biases or None, group=name)
+        else:
+            results = [gemm(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
+        ctx.save_for_backward(rows if needs_weight else None, *weights)
+        ctx.main_grads = [_main_grad(weight, fusion) for weight in weights]
+        ctx.name, ctx.sequence_parallel = name, sequence_parallel
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        count = len(weights)
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        if any(needs[:count]) and ctx.sequence_parallel and not ctx.gathered:
+            rows = all_gather(rows, group=ctx.name)
+        grad_x = None
+        if needs_x and ctx.sequence_parallel:
+            grad_x = gathered_input_grad(grads, weights, False, ctx.name)
+        elif needs_x:
+            grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
+        grad_weights = [
+            _weight_grad(grad, rows, weight, main_grad) if needed else None
+            for grad, weight, main_grad, needed in zip(grads, weights, ctx.main_grads, needs, strict=False)
+        ]
+        grad_biases = [
+            bias_grad(grad) if needed else None for grad, needed in zip(grads, needs[count:], strict=False)
+        ]
+        return grad_x, None, None, None, None, None, *grad_weights, *grad_biases
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        name: str,
+        sequence_parallel: bool,
+        fusion: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.main_grad = _main_grad(weight, fusion)
+        ctx.name, ctx.sequence_parallel = name, sequence_parallel
+        if sequence_parallel:
+            return gemm_rs(x, weight, bias, group=name)
+        return gemm_ar(x, weight, bias, group=name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x: Tensor | None = None
+        rows: Tensor | None = grad
+        if ctx.sequence_parallel:
+            # The bias too has the gradient of all rows: it is the same on all ranks.
+            grad_x, rows = scattered_input_grad(
+                grad, weight, False, ctx.name, needs_x, needs_weight or needs_bias
+            )
+        elif needs_x:
+            grad_x = gemm(grad, weight, transpose_weight=True)
+        return (
+            grad_x,
+            _weight_grad(rows, x, weight, ctx.main_grad) if needs_weight and rows is not None else None,
+            bias_grad(rows) if needs_bias and rows is not None else None,
+            None,
+            None,
+            None,
+        )
+
+
+_apply_column: Any = _Column.apply
+_apply_row: Any = _Row.apply
+
+
+def _main_grad(weight: Tensor, fusion: bool) -> Tensor | None:
+    return getattr(weight, "main_grad", None) if fusion else None
+
+
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """Gradient of a weight for autograd: none, if it could be added to where the caller collects it."""
+    if main_grad is None:
+        return weight_grad(grad, x)
+    wgrad_accum(grad, x, main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    # Megatron's data parallelism: its hooks run only if autograd gets something, which must not be added.
+    weight.grad_added_to_main_grad = True
+    fill = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return fill(weight, dtype=x.dtype, requires_grad=False)

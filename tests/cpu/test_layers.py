@@ -1,0 +1,306 @@
+"""flux.layers between CPU processes, against the same model in plain torch on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import gelu, silu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from flux.layers import ColumnParallelLinear, ParallelMLP, RMSNorm, RowParallelLinear, reduce_replicated_grads
+from flux.testing import spawn
+
+WORLD_SIZES = [1, 2, 3]
+HIDDEN, FFN, ROWS, BATCH = 10, 24, 4, 3
+F64 = torch.float64
+
+
+class PlainBlock(nn.Module):
+    """What Block computes, on one rank."""
+
+    def __init__(self, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN, 1e-6, dtype=F64)
+        self.mlp = nn.Module()
+        if activation == "swiglu":
+            self.mlp.gate_proj = nn.Linear(HIDDEN, FFN, bias, dtype=F64)
+        self.mlp.up_proj = nn.Linear(HIDDEN, FFN, bias, dtype=F64)
+        self.mlp.down_proj = nn.Linear(FFN, HIDDEN, bias, dtype=F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        up = self.mlp.up_proj(y)
+        hidden = silu(self.mlp.gate_proj(y)) * up if hasattr(self.mlp, "gate_proj") else gelu(up)
+        return x + self.mlp.down_proj(hidden)
+
+
+class Block(nn.Module):
+    def __init__(self, activation: Any, bias: bool, sequence_parallel: bool, **options: Any) -> None:
+        super().__init__()
+        self.norm = RMSNorm(HIDDEN, sequence_parallel=sequence_parallel, dtype=F64)
+        self.mlp = ParallelMLP(
+            HIDDEN,
+            FFN,
+            activation=activation,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            dtype=F64,
+            **options,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def own(name: str, whole: torch.Tensor, rank: int, p: int) -> torch.Tensor:
+    if "norm" in name or name == "mlp.down_proj.bias":
+        return whole
+    return whole.chunk(p, 1 if "down_proj.weight" in name else 0)[rank]
+
+
+def data(p: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(ROWS * p, BATCH, HIDDEN, dtype=F64, generator=g)
+
+
+def run(
+    model: nn.Module, x: torch.Tensor, recompute: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and gradient of x."""
+    x = x.clone().requires_grad_()
+    y = model(x) if recompute is None else checkpoint(model, x, use_reentrant=recompute)
+    (y.sin() * torch.arange(1.0, 1 + HIDDEN, dtype=F64)).sum().backward()
+    return y.detach(), x.grad
+
+
+def models(rank: int, p: int, **options: Any) -> Iterator[tuple[PlainBlock, Block, bool]]:
+    """Pairs of equal parameters: in plain torch, and on this rank."""
+    for activation, bias, sequence_parallel in (
+        ("swiglu", False, True),
+        ("swiglu", True, False),
+        ("gelu", True, True),
+        ("gelu", False, False),
+    ):
+        torch.manual_seed(3)
+        plain = PlainBlock(activation, bias)
+        block = Block(activation, bias, sequence_parallel, **options)
+        block.load_state_dict(plain.state_dict())
+        yield plain, block, sequence_parallel
+
+
+def part(x: torch.Tensor, rank: int, p: int, sequence_parallel: bool) -> torch.Tensor:
+    return x.chunk(p)[rank] if sequence_parallel else x
+
+
+def check(plain: PlainBlock, block: Block, sequence_parallel: bool, rank: int, p: int, **how: Any) -> None:
+    whole_y, whole_dx = run(plain, data(p))
+    y, dx = run(block, part(data(p), rank, p, sequence_parallel), **how)
+    torch.testing.assert_close(y, part(whole_y, rank, p, sequence_parallel))
+    torch.testing.assert_close(dx, part(whole_dx, rank, p, sequence_parallel))
+    reduce_replicated_grads(block)
+    expected = {name: own(name, q.grad, rank, p) for name, q in plain.named_parameters()}
+    got = {name: q.grad for name, q in block.named_parameters()}
+    assert got.keys() == expected.keys()
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def gradients(rank: int, p: int) -> None:
+    for save_gathered in (False, True):
+        for plain, block, sequence_parallel in models(rank, p, save_gathered=save_gathered):
+            check(plain, block, sequence_parallel, rank, p)
+
+
+def recomputation(rank: int, p: int) -> None:
+    for reentrant in (False, True):
+        for plain, block, sequence_parallel in models(rank, p):
+            check(plain, block, sequence_parallel, rank, p, recompute=reentrant)
+
+
+def compiled(rank: int, p: int) -> None:
+    for fusion in (False, True):
+        made = models(rank, p, gradient_accumulation_fusion=fusion)
+        for plain, block, sequence_parallel in itertools.islice(made, 2):
+            weight = block.mlp.up_proj.weight
+            if fusion:
+                weight.main_grad = torch.zeros_like(weight)
+            function = torch.compile(block, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(
+                run(function, part(data(p), rank, p, sequence_parallel)),
+                tuple(part(t, rank, p, sequence_parallel) for t in run(plain, data(p))),
+            )
+            expected = own("mlp.up_proj.weight", plain.mlp.up_proj.weight.grad, rank, p)
+            torch.testing.assert_close(weight.main_grad if fusion else weight.grad, expected)
+
+
+class Calls(TorchDispatchMode):
+    """Names of flux's operators, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flux":
+            self.names.append(func._schema.name.removeprefix("flux::"))
+        return func(*args, **(kwargs or {}))
+
+
+def what_travels(rank: int, p: int) -> None:
+    for sequence_parallel, save_gathered, expected in (
+        (True, False, "ag_gemm gemm_rs | ag_gemm all_gather gemm_rs"),
+        (True, True, "ag_gemm gemm_rs | ag_gemm gemm_rs"),
+        (False, False, "gemm gemm gemm_ar | gemm gemm_ar"),
+    ):
+        mlp = ParallelMLP(HIDDEN, FFN, sequence_parallel=sequence_parallel, save_gathered=save_gathered)
+        x = torch.ones(ROWS, HIDDEN, requires_grad=True)
+        with Calls() as forward:
+            y = mlp(x)
+        with Calls() as backward:
+            y.sum().backward()
+        assert " ".join([*forward.names, "|", *backward.names]) == expected
+
+
+def accumulation(rank: int, p: int) -> None:
+    """main_grad collects two micro-batches; autograd gets nothing, or what Megatron's hooks wait for."""
+    for hooks in (False, True):
+        for plain, block, sequence_parallel in models(rank, p, gradient_accumulation_fusion=True):
+            weights = {n: q for n, q in block.named_parameters() if "proj.weight" in n}
+            for weight in weights.values():
+                weight.main_grad = torch.ones_like(weight)
+                if hooks:
+                    weight.grad_added_to_main_grad = False
+                    weight.zero_out_wgrad = True
+            for _ in range(2):
+                run(plain, data(p))
+                run(block, part(data(p), rank, p, sequence_parallel))
+            for name, weight in weights.items():
+                whole = plain.get_parameter(name).grad
+                torch.testing.assert_close(weight.main_grad - 1, own(name, whole, rank, p))
+                if hooks:
+                    assert weight.grad_added_to_main_grad
+                    assert weight.grad is not None and not weight.grad.any()
+                else:
+                    assert weight.grad is None
+
+
+def main_grad_of_16_bits(rank: int, p: int) -> None:
+    """fp32 collects what bf16 would lose: 256 + 1 is 256 in bf16."""
+    for main_dtype, expected in ((torch.float32, 257.0), (torch.bfloat16, 256.0)):
+        layer = ColumnParallelLinear(8, 8 * p, False, gradient_accumulation_fusion=True, dtype=torch.bfloat16)
+        layer.weight.main_grad = torch.full_like(layer.weight, 256, dtype=main_dtype)
+        x = torch.zeros(1, 8, dtype=torch.bfloat16)
+        x[0] = 1.0 if rank == 0 else 0.0
+        layer(x).backward(torch.ones(p, 8, dtype=torch.bfloat16))
+        assert (layer.weight.main_grad == expected).all()
+
+
+def state(rank: int, p: int) -> None:
+    for plain, block, _ in models(rank, p):
+        whole = plain.state_dict()
+        own_state = block.state_dict()
+        assert own_state.keys() == whole.keys()
+        for name, value in own_state.items():
+            assert torch.equal(value, own(name, whole[name], rank, p)), name
+        again = Block(
+            "swiglu" if "mlp.gate_proj.weight" in whole else "gelu", "mlp.up_proj.bias" in whole, True
+        )
+        again.load_state_dict(own_state)
+        assert all(torch.equal(v, own_state[name]) for name, v in again.state_dict().items())
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            again.load_state_dict({**whole, "mlp.up_proj.weight": torch.zeros(FFN * 7, HIDDEN)})
+
+
+def frozen(rank: int, p: int) -> None:
+    for plain, block, sequence_parallel in models(rank, p):
+        for weight in (block.mlp.up_proj.weight, block.mlp.down_proj.weight):
+            weight.requires_grad_(False)
+        y, dx = run(block, part(data(p), rank, p, sequence_parallel))
+        torch.testing.assert_close(dx, part(run(plain, data(p))[1], rank, p, sequence_parallel))
+        assert block.mlp.up_proj.weight.grad is None
+        # No gradient of x: what the first layer of a model sees.
+        layer = RowParallelLinear(p * 2, 4, sequence_parallel=sequence_parallel)
+        layer(torch.ones(p, 2)).sum().backward()
+        assert layer.bias.grad is not None and (layer.bias.grad == p).all()
+        with torch.no_grad():
+            assert not block(part(data(p), rank, p, sequence_parallel)).requires_grad
+
+
+def arguments(rank: int, p: int) -> None:
+    if p > 1:
+        with pytest.raises(ValueError, match=f"ColumnParallelLinear: out_features: .* {p} ranks.*got 25"):
+            ColumnParallelLinear(8, 25, group=dist.group.WORLD)
+        with pytest.raises(ValueError, match="RowParallelLinear: in_features: .*got 25"):
+            RowParallelLinear(25, 8)
+    with pytest.raises(ValueError, match="ParallelMLP: activation: expected 'swiglu' or 'gelu', got 'relu'"):
+        ParallelMLP(8, 24, activation="relu")  # type: ignore[arg-type]
+    layer = ColumnParallelLinear(8, 24, sequence_parallel=False, device="meta", dtype=torch.bfloat16)
+    assert layer.weight.is_meta
+    assert layer.extra_repr() == (
+        f"in_features=8, out_features=24, bias=True, rank={rank} of {p}, sequence_parallel=False"
+    )
+
+
+SCENARIOS = (
+    gradients,
+    recomputation,
+    compiled,
+    what_travels,
+    accumulation,
+    main_grad_of_16_bits,
+    state,
+    frozen,
+    arguments,
+)
+
+
+def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Parameters of this rank, and what its generator gives next."""
+    torch.manual_seed(11)
+    mlp = ParallelMLP(HIDDEN, FFN, bias=True)
+    row = RowParallelLinear(FFN, HIDDEN, init=lambda w: nn.init.normal_(w, std=0.02))
+    return [t.detach().clone() for t in (*mlp.parameters(), row.weight)], torch.rand(3)
+
+
+def run_everything(rank: int, world_size: int) -> dict[str, Any]:
+    answers: dict[str, Any] = {"initial": initial(rank, world_size)}
+    for scenario in SCENARIOS:
+        scenario(rank, world_size)
+        answers[scenario.__name__] = True
+    return answers
+
+
+_answers: dict[int, list[dict[str, Any]]] = {}
+
+
+def answers(world_size: int) -> list[dict[str, Any]]:
+    if world_size not in _answers:
+        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=300)
+    return _answers[world_size]
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_layers(world_size: int, name: str) -> None:
+    assert all(answer[name] for answer in answers(world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_every_world_size_starts_from_the_same_model(world_size: int) -> None:
+    (whole, after), *_ = [answer["initial"] for answer in answers(1)]
+    assert whole[0].abs().max() <= HIDDEN**-0.5 and whole[0].std() > 0.1  # as nn.Linear draws
+    parts = [answer["initial"] for answer in answers(world_size)]
+    for i, tensor in enumerate(whole):
+        slices = [rank_parts[i] for rank_parts, _ in parts]
+        axis = next((d for d in range(tensor.dim()) if slices[0].shape[d] != tensor.shape[d]), None)
+        assert axis is not None or tensor.shape == (HIDDEN,)  # the bias of the row-parallel layer
+        for rank, got in enumerate(slices):
+            assert torch.equal(got, tensor if axis is None else tensor.chunk(world_size, axis)[rank])
+    assert all(torch.equal(after, other) for _, other in parts)

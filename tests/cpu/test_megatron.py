@@ -1,0 +1,395 @@
+"""Megatron-Core on flux between CPU processes: a small GPT gives the loss, the gradients and the checkpoints
+of stock Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flux.testing import spawn
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+)
+
+SEQUENCE, BATCH, VOCABULARY = 16, 2, 64
+
+
+def prepare() -> None:
+    """What stock Megatron needs without CUDA: it asks for the current device, and its random numbers."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+        random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+        random._get_all_rng_states = lambda: (torch.get_rng_state(),)
+        random._set_all_rng_states = lambda state: torch.set_rng_state(state)
+    parallel_state.initialize_model_parallel(2)
+
+
+def make_config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **{"tensor_model_parallel_size": 2, "add_bias_linear": False, **options},
+    )
+
+
+def stock_spec(config: Any) -> Any:
+    """Megatron's classes, but for the norm, which without Apex refuses sequence parallelism."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from flux.integrations.megatron import FluxNorm
+
+    spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+    layer = copy.deepcopy(spec.layer_specs[0])
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FluxNorm
+    return dataclasses.replace(spec, layer_specs=[layer] * len(spec.layer_specs), layer_norm=FluxNorm)
+
+
+def make_model(config: Any, spec: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    torch.manual_seed(4)
+    return GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope", parallel_output=True)
+
+
+def train(model: Any, microbatches: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for number in range(microbatches):
+        loss = forward(model, number)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses), {name: p.grad for name, p in model.named_parameters()}
+
+
+def forward(model: Any, seed: int) -> torch.Tensor:
+    """Loss of one micro-batch."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=g)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    loss: torch.Tensor = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
+    return loss
+
+
+def flux_layers(model: Any) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__.startswith("Flux")]
+
+
+def pair(config: Any) -> tuple[Any, Any]:
+    """The same model, stock and on flux."""
+    from flux.integrations.megatron import convert_spec
+
+    return make_model(config, stock_spec(config)), make_model(config, convert_spec(stock_spec(config)))
+
+
+def assert_alike(got: Any, expected: Any) -> None:
+    # fp32: sums over two ranks and products of the same terms, in another order at most.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "sequence parallel": {"sequence_parallel": True},
+    "all-reduce": {},
+    "biases": {"sequence_parallel": True, "add_bias_linear": True},
+    "biases, all-reduce": {"add_bias_linear": True},
+    "swiglu, rms norm": {
+        "sequence_parallel": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+    },
+    "recomputation": {
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "recomputation, all-reduce": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def equal_to_stock(rank: int, world_size: int) -> None:
+    for name, options in MODELS.items():
+        stock, ours = pair(make_config(**options))
+        linears = [n for n in flux_layers(ours) if n.endswith(("qkv", "proj", "fc1", "fc2"))]
+        assert len(linears) == 8 and not any(n in flux_layers(stock) for n in linears), name
+        for (n, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
+            assert torch.equal(p, q), f"{name}: {n} starts differently"
+            assert {k: v for k, v in vars(p).items()} == {k: v for k, v in vars(q).items()}, f"{name}: {n}"
+        (loss, grads), (our_loss, our_grads) = train(stock), train(ours)
+        assert our_grads.keys() == grads.keys() and len(grads) >= 11
+        assert_alike(our_loss, loss)
+        assert_alike(our_grads, grads)
+
+
+def mixture_of_experts(rank: int, world_size: int) -> None:
+    """A converted spec with experts: attention on flux, experts by Megatron's own code."""
+    from megatron.core.transformer.moe import moe_utils
+
+    # Megatron-Core 0.16.1 looks for it without Transformer Engine too.
+    moe_utils.te_general_gemm = None
+    options = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
+    stock, ours = pair(make_config(sequence_parallel=True, **options))
+    assert sum("experts" in name for name in flux_layers(ours)) == 2 * 2 * 4
+    assert_alike(train(ours), train(stock))
+
+
+def gradient_accumulation(rank: int, world_size: int) -> None:
+    """Two micro-batches into main_grad, without Apex: with and without Megatron's hooks in mind."""
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    for options in ({"sequence_parallel": True}, {}):
+        for hooks in (False, True):
+            stock, ours = pair(make_config(**options))
+            _, expected = train(stock, microbatches=2)
+            accumulate_into_main_grad(ours)
+            by_flux = [name for name in expected if ".linear_" in name and name.endswith(".weight")]
+            for name in by_flux:
+                weight = ours.get_parameter(name)
+                weight.main_grad = torch.zeros_like(weight)
+                if hooks:
+                    weight.grad_added_to_main_grad = False
+            _, grads = train(ours, microbatches=2)
+            assert len(by_flux) == 8
+            for name in by_flux:
+                weight = ours.get_parameter(name)
+                assert (weight.grad is not None) == hooks
+                assert not hooks or weight.grad_added_to_main_grad
+                grads[name] = weight.main_grad
+            assert_alike(grads, expected)
+
+
+def accepts_the_option_without_apex(rank: int, world_size: int) -> None:
+    from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
+
+    config = make_config(gradient_accumulation_fusion=True)
+    common = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False, "skip_bias_add": True}
+    column = FluxColumnParallelLinear(8, 16, **common)
+    row = FluxRowParallelLinear(16, 8, input_is_parallel=True, **common)
+    for layer in (column, row):
+        assert layer.config is config and layer.flux_accumulates
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+    y, bias = row(column(torch.ones(4, 1, 8))[0])
+    assert bias is None
+    y.sum().backward()
+    assert column.weight.grad is None and row.weight.grad is None
+    row.backward_dw()
+
+
+def checkpoints(rank: int, world_size: int) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from flux.integrations.megatron import FluxLayerNormColumnParallelLinear, convert_spec
+
+    config = make_config(sequence_parallel=True, add_bias_linear=True)
+    stock, ours = pair(config)
+    spec = convert_spec(stock_spec(config))
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.self_attention.submodules.linear_qkv = FluxLayerNormColumnParallelLinear
+        parts.mlp.submodules.linear_fc1 = FluxLayerNormColumnParallelLinear
+    fused = make_model(config, spec)
+    metadata = {"dp_cp_group": dist.new_group([rank], use_local_synchronization=True)}
+
+    def facts(model: Any) -> dict[str, Any]:
+        described = {}
+        for value in model.sharded_state_dict(metadata=metadata).values():
+            if hasattr(value, "global_offset"):
+                shape = getattr(value, "local_shape", None)  # objects, such as extra state, have none
+                place = (value.global_shape, value.global_offset, value.replica_id, shape)
+                described[value.key] = (*place, value.data)
+        return described
+
+    expected = facts(stock)
+    assert len(expected) > 15
+    for model in (ours, fused):
+        got = facts(model)
+        assert got.keys() == expected.keys()
+        for key, (*where, data) in expected.items():
+            assert list(got[key][:-1]) == where, key
+            assert type(got[key][-1]) is type(data), key
+            assert not isinstance(data, torch.Tensor) or torch.equal(got[key][-1], data), key
+    # The plain state dicts of stock and flux are interchangeable too, in both directions.
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1.0)
+    stock.load_state_dict(ours.state_dict())
+    ours.load_state_dict(stock.state_dict())
+    # And the norm inside a column-parallel layer is the one before it.
+    loss, grads = train(make_model(config, stock_spec(config)))
+    fused_loss, fused_grads = train(fused)
+    assert_alike(fused_loss, loss)
+    for inside, outside in (("self_attention.linear_qkv", "input"), ("mlp.linear_fc1", "pre_mlp")):
+        for name in ("weight", "bias"):
+            got = fused_grads[f"decoder.layers.1.{inside}.layer_norm_{name}"]
+            assert_alike(got, grads[f"decoder.layers.1.{outside}_layernorm.{name}"])
+
+
+def data_parallelism(rank: int, world_size: int) -> None:
+    """Megatron's DistributedDataParallel: two replicas of two ranks each, gradients in main_grad in fp32."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    config = make_config(sequence_parallel=True, add_bias_linear=True)
+    replica = parallel_state.get_data_parallel_rank()
+    grads: list[dict[str, torch.Tensor]] = []
+    for model in pair(config):
+        if grads:
+            accumulate_into_main_grad(model)
+        wrapped = DistributedDataParallel(config, options, model)
+        for seed in (replica, 2 + replica):
+            forward(wrapped, seed).backward()
+        finalize_model_grads([wrapped])
+        grads.append({name: p.main_grad for name, p in model.named_parameters()})
+        by_flux = [p.grad_added_to_main_grad for name, p in model.named_parameters() if ".linear_" in name]
+        assert any(by_flux) == (len(grads) == 2)
+    assert_alike(grads[1], grads[0])
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def falls_back(rank: int, world_size: int) -> None:
+    """Where flux does not apply, Megatron's own code runs, and one line says why."""
+    from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
+
+    told = Told()
+    logging.getLogger("flux").addHandler(told)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    common: dict[str, Any] = {"init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": True}
+    config = make_config()
+    rows = torch.ones(4, 1, 8)
+    for _ in range(2):
+        y, _ = FluxColumnParallelLinear(8, 4, config=config, tp_group=alone, **common)(rows)
+        assert (y == 8).all() and y.shape[-1] == 4
+        row = FluxRowParallelLinear(8, 4, config=config, tp_group=alone, input_is_parallel=True, **common)
+        assert (row(rows)[0] == 8).all()
+    y, _ = FluxRowParallelLinear(8, 4, config=config, input_is_parallel=False, **common)(rows)
+    assert (y == 8).all()
+    layer = FluxColumnParallelLinear(8, 4, config=config, disable_grad_reduce=True, **common)
+    assert (layer(rows)[0] == 8).all()
+    layer = FluxColumnParallelLinear(8, 4, config=config, **common)
+    layer.explicit_expert_comm = True  # as SharedExpertMLP sets it, after construction
+    assert (layer(rows)[0] == 8).all()
+    assert [m.split(": ", 2)[1:] for m in told.messages] == [
+        ["FluxColumnParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
+        ["FluxRowParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
+        ["FluxRowParallelLinear runs in Megatron's own code", "its input is not split over ranks"],
+        [
+            "FluxColumnParallelLinear runs in Megatron's own code",
+            "somebody else sums the gradient of its input",
+        ],
+        [
+            "FluxColumnParallelLinear runs in Megatron's own code",
+            "the token dispatcher communicates for the layers of experts",
+        ],
+    ]
+    with pytest.raises(ValueError, match="FluxColumnParallelLinear: config.fp8"):
+        fp8 = copy.copy(config)
+        fp8.fp8 = "hybrid"
+        FluxColumnParallelLinear(8, 4, config=fp8, **common)
+
+
+def specs(rank: int, world_size: int) -> None:
+    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from flux.integrations import megatron as ours
+
+    spec = ModuleSpec(
+        object,
+        {"kept": 1},
+        MLPSubmodules(te.TELayerNormColumnParallelLinear, None, ModuleSpec(te.TERowParallelLinear)),
+        {"also": "kept"},
+    )
+    made = ours.convert_spec(spec)
+    assert made.submodules.linear_fc1 is ours.FluxLayerNormColumnParallelLinear
+    assert made.submodules.linear_fc2.module is ours.FluxRowParallelLinear
+    assert (made.module, made.params, made.metainfo) == (object, {"kept": 1}, {"also": "kept"})
+    assert spec.submodules.linear_fc1 is te.TELayerNormColumnParallelLinear, "the original must stay"
+    config = make_config(sequence_parallel=True)
+    model = make_model(config, ours.get_flux_layer_spec(config))
+    assert_alike(train(model), train(make_model(config, stock_spec(config))))
+    # What the command line takes: a layer, whose final norm is Megatron's.
+    assert len(flux_layers(make_model(make_config(), ours.gpt_layer_spec))) == 12
+    bad = copy.copy(config)
+    bad.normalization = "L2Norm"
+    with pytest.raises(ValueError, match="FluxNorm: config.normalization: expected LayerNorm or RMSNorm"):
+        ours.FluxNorm(bad, 8)
+    bad.normalization, bad.layernorm_zero_centered_gamma = "RMSNorm", True
+    norm = ours.FluxNorm(bad, 8)
+    assert not norm.weight.any() and norm.bias is None and norm.weight.sequence_parallel
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), None, 1e-5))
+
+
+SCENARIOS = (
+    equal_to_stock,
+    mixture_of_experts,
+    gradient_accumulation,
+    accepts_the_option_without_apex,
+    data_parallelism,
+    checkpoints,
+    falls_back,
+    specs,
+)
+
+
+def run_scenario(rank: int, world_size: int, name: str) -> bool:
+    prepare()
+    next(scenario for scenario in SCENARIOS if scenario.__name__ == name)(rank, world_size)
+    return True
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+@pytest.mark.filterwarnings("ignore")
+def test_megatron(name: str) -> None:
+    world_size = 4 if name == "data_parallelism" else 2
+    assert spawn(run_scenario, world_size, name, backend="gloo", timeout_s=240) == [True] * world_size
+
+
+def test_without_megatron_the_import_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for module in [m for m in sys.modules if m.startswith("flux.integrations.megatron")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ImportError, match="pip install megatron-core"):
+        importlib.import_module("flux.integrations.megatron")
