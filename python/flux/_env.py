@@ -29,6 +29,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("must be a positive number")
+    return value
+
+
 def _one_of(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         value = text.strip().lower()
@@ -55,6 +62,21 @@ VARIABLES: tuple[Variable, ...] = (
         "is first used.",
         "run",
         _one_of("auto", "off"),
+    ),
+    Variable(
+        "FLUX_VLLM",
+        "auto",
+        "The plugin in vLLM: auto, pass (only compiled models), layer (vLLM's own passes see nothing of it), "
+        "off.",
+        "run",
+        _one_of("auto", "pass", "layer", "off"),
+    ),
+    Variable(
+        "FLUX_VLLM_MIN_TOKENS",
+        "128",
+        "From how many tokens of a batch on the plugin in vLLM uses flux.",
+        "run",
+        _positive,
     ),
     Variable("FLUX_COMMIT", "unknown", "What benchmark records name where there is no git tree.", "run", str),
     Variable(

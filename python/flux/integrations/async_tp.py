@@ -1,0 +1,173 @@
+"""flux behind torch's asynchronous tensor parallelism.
+
+Inductor's micro-pipeline pass rewrites all-gather + matmul and matmul + reduce-scatter, forward and
+backward, to two operators of torch.ops.symm_mem, and torchtitan's async tensor parallelism is that pass.
+:func:`install` gives these two operators an implementation in flux; neither compiler nor model code notices.
+
+The scaled (fp8) variants stay torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory  # defines the operators
+import torch.distributed.distributed_c10d
+
+import flux
+
+log = logging.getLogger("flux")
+
+_torch_library: Any = torch.library  # parts of these two are not typed
+_c10d: Any = torch.distributed.distributed_c10d
+
+# While installed: what holds the registrations.
+_installed: list[Any] = []
+_told: set[tuple[str, str]] = set()
+
+
+def install() -> None:
+    """Puts flux behind torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter.
+
+    Arguments and results stay those of torch, strides included. Calls that flux would not run fused go on to
+    torch's own implementation, and the logger "flux" says so once: a dimension to gather or scatter that is
+    the last one, types and shapes that the kernels do not take, groups of one rank or whose ranks cannot
+    reach each other. CPU tensors, for which torch has no implementation, take flux's CPU path.
+
+    Process-wide; a second call does nothing. Needs neither a GPU nor a process group.
+    """
+    if _installed:
+        return
+    library = _torch_library.Library("symm_mem", "IMPL")
+    with warnings.catch_warnings():
+        # That a kernel is being replaced is the point.
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        for name, implementation in _IMPLEMENTATIONS.items():
+            # For CPU tensors torch's reference, written with functional collectives, is registered as Meta.
+            for key, torchs_key in (("CUDA", "CUDA"), ("CPU", "Meta")):
+                torchs = _torch_library.get_kernel(f"symm_mem::{name}", torchs_key)
+                function = partial(implementation, torchs)
+                library.impl(name, function, key, with_keyset=True, allow_override=True)
+    _installed.append(library)
+
+
+def uninstall() -> None:
+    """Gives the operators back to torch. Does nothing if flux is not installed."""
+    while _installed:
+        _installed.pop()._destroy()
+
+
+def _all_gather_matmul(
+    torchs: Any,
+    keys: Any,
+    a_shard: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,  # as torch calls it
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """all_gather(a_shard, gather_dim) and its product with every b [k, n]; None for the former if not asked
+    for.
+    """
+    m = _world_size(group_name) * math.prod(a_shard.shape[:-1])
+    if not _runs_fused("ag_gemm", a_shard, bs, gather_dim, m, group_name):
+        answer: tuple[torch.Tensor | None, list[torch.Tensor]] = torchs.call_boxed(
+            keys, a_shard, bs, gather_dim, group_name, return_A=return_A
+        )
+        return answer
+    weights, transposed = _as_weights(bs)
+    x = a_shard.movedim(gather_dim, 0)
+    gathered: torch.Tensor | None = None
+    with torch.no_grad():
+        if return_A:
+            products, gathered = flux.ag_gemm(
+                x, weights, group=group_name, transpose_weight=transposed, return_gathered=True
+            )
+            gathered = gathered.movedim(0, gather_dim)
+        else:
+            products = flux.ag_gemm(x, weights, group=group_name, transpose_weight=transposed)
+    return gathered, [product.movedim(0, gather_dim) for product in products]
+
+
+def _matmul_reduce_scatter(
+    torchs: Any,
+    keys: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+) -> torch.Tensor:
+    """reduce_scatter(a · b, scatter_dim), contiguous."""
+    m = math.prod(a.shape[:-1])
+    known_op = reduce_op in ("sum", "avg")  # of another one torch complains
+    if not known_op or not _runs_fused("gemm_rs", a, [b], scatter_dim, m, group_name):
+        answer: torch.Tensor = torchs.call_boxed(keys, a, b, reduce_op, scatter_dim, group_name)
+        return answer
+    (weight,), transposed = _as_weights([b])
+    with torch.no_grad():
+        total = flux.gemm_rs(a.movedim(scatter_dim, 0), weight, group=group_name, transpose_weight=transposed)
+        if reduce_op == "avg":
+            total /= _world_size(group_name)
+    return total.movedim(0, scatter_dim).contiguous()
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "fused_all_gather_matmul": _all_gather_matmul,
+    "fused_matmul_reduce_scatter": _matmul_reduce_scatter,
+}
+
+
+def _world_size(group_name: str) -> int:
+    size: int = _c10d._get_group_size_by_name(group_name)
+    return size
+
+
+def _as_weights(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """Matrices [k, n] as flux takes weights without copying them, and whether that is transposed.
+
+    In a forward pass b is the transpose of a weight [n, k] as it lies in memory, in a backward pass the
+    weight itself.
+    """
+    if all(b.stride(0) == 1 for b in bs):
+        return [b.t() for b in bs], False
+    return list(bs), True
+
+
+def _runs_fused(
+    op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, m: int, group_name: str
+) -> bool:
+    """Whether flux runs a call fused. Follows from what all ranks share, so they decide alike.
+
+    Args:
+        dim: the dimension of x that is gathered or scattered.
+        m: rows of all ranks.
+    """
+    why_not = _why_not(op, x, bs, dim, m, group_name)
+    if why_not is not None and (op, why_not) not in _told:
+        _told.add((op, why_not))
+        log.warning("async_tp: %s goes through torch: %s", op, why_not)
+    return why_not is None
+
+
+def _why_not(
+    op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, m: int, group_name: str
+) -> str | None:
+    if _world_size(group_name) == 1:
+        return "the group has one rank"
+    if not 0 <= dim < x.dim() - 1:
+        return f"dimension {dim} of {x.dim()} does not count rows"
+    if x.is_cpu:
+        return None  # torch's is no faster there
+    for b in bs:
+        plan = flux.explain(op, m, b.shape[1], x.shape[-1], x.dtype, group_name)
+        if not plan.fused:
+            return plan.reason
+    return None

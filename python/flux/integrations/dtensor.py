@@ -1,0 +1,280 @@
+"""Parallel styles for torch.distributed.tensor.parallel.parallelize_module that run on flux.
+
+Parameters become DTensors exactly as with the styles of torch, so FSDP2, checkpoints and gradient clipping
+see no difference. What changes is the forward pass of the module, and with it the backward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+import flux
+
+log = logging.getLogger("flux")
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+_told: set[str] = set()
+
+
+class FluxColwiseParallel(ColwiseParallel):
+    """ColwiseParallel whose gather of a sequence-parallel input runs in the GEMM, through flux.ag_gemm.
+
+    Arguments are those of ColwiseParallel. flux serves nn.Linear with ``input_layouts=Shard(dim)``, where
+    `dim` counts rows of the input (not its last dimension), and ``output_layouts=Shard(-1)``. Everything
+    else, and a weight that does not divide by the ranks, is left to ColwiseParallel.
+
+    The output [..., N/p] has dimension `dim` first in memory: where that is not dimension 0, the next
+    FluxRowwiseParallel takes it without a copy, and code that flattens it needs reshape instead of view.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        why_not = self._why_not(module, device_mesh)
+        if why_not is not None:
+            _say_once(type(self).__name__, why_not)
+            return super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Linear)
+        compute = self._forward_of([module], device_mesh)
+        self._replace_forward(module, device_mesh, lambda x: compute(x)[0])
+        return module
+
+    def _why_not(self, module: nn.Module, mesh: DeviceMesh) -> str | None:
+        (source,), (target,) = self.input_layouts, self.output_layouts
+        if not isinstance(source, Shard):
+            return f"input_layouts={source}: there is nothing to gather"
+        if target != Shard(-1):
+            return f"output_layouts={target}, not {Shard(-1)}"
+        return _why_not_linear(module, mesh.size(), 0)
+
+    def _replace_forward(self, module: nn.Module, mesh: DeviceMesh, forward: Forward) -> None:
+        _replace_forward(module, mesh, self._partition_linear_fn, forward)
+
+    def _forward_of(
+        self, layers: Sequence[nn.Linear], mesh: DeviceMesh
+    ) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        """What computes the outputs of some layers for the same input, which it gathers once."""
+        (source,), (target,) = self.input_layouts, self.output_layouts
+        assert isinstance(source, Shard)
+        group, dim = str(mesh.get_group().group_name), source.dim
+        stock = [layer.forward for layer in layers]
+
+        def compute(x: torch.Tensor) -> list[torch.Tensor]:
+            if dim % x.dim() == x.dim() - 1:
+                layouts = (source, Replicate(), target)
+                return [_through_dtensor(f, x, mesh, *layouts, self.use_local_output) for f in stock]
+            weights = [_local(layer.weight) for layer in layers]
+            biases = [None if layer.bias is None else _local(layer.bias) for layer in layers]
+            rows = _local_input(x, mesh, source).movedim(dim, 0)
+            outs = [out.movedim(0, dim) for out in flux.ag_gemm(rows, weights, biases, group=group)]
+            return (
+                outs if self.use_local_output else [DTensor.from_local(out, mesh, [target]) for out in outs]
+            )
+
+        return compute
+
+
+class FluxSharedColwiseParallel(ParallelStyle):
+    """FluxColwiseParallel for several layers of a module that read the same input, gathered once for all.
+
+    For the module that contains them: ``{"feed_forward": FluxSharedColwiseParallel("gate", "up",
+    input_layouts=Shard(1))}``. The layer that is called first computes all outputs, in one flux.ag_gemm; the
+    others, called with the same tensor, return theirs. A layer that is called with another tensor, or twice,
+    computes anew.
+
+    Args:
+        names: of the layers, in the module.
+        input_layouts, use_local_output: as of FluxColwiseParallel.
+    """
+
+    def __init__(self, *names: str, input_layouts: Placement, use_local_output: bool = True) -> None:
+        super().__init__()
+        self.names = names
+        self.style = FluxColwiseParallel(input_layouts=input_layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.style.src_data_rank = self.src_data_rank
+        layers = [module.get_submodule(name) for name in self.names]
+        if any(self.style._why_not(layer, device_mesh) is not None for layer in layers):
+            for layer in layers:
+                self.style._apply(layer, device_mesh)
+            return module
+        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        shared = _Shared(self.style._forward_of(linears, device_mesh))
+        for i, layer in enumerate(linears):
+            self.style._replace_forward(layer, device_mesh, partial(shared.output, i))
+        return module
+
+
+class _Shared:
+    """Outputs of layers that have been computed and not yet been asked for."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        self._compute = compute
+        self._x: torch.Tensor | None = None
+        self._version = 0
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        # The compiler traces functionalised tensors, which nobody overwrites.
+        version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+        if x is not self._x or version != self._version or i not in self._outputs:
+            self._outputs = dict(enumerate(self._compute(x)))
+            self._x, self._version = x, version
+        out = self._outputs.pop(i)
+        if not self._outputs:
+            self._x = None
+        return out
+
+
+class FluxRowwiseParallel(RowwiseParallel):
+    """RowwiseParallel whose reduction runs in the GEMM, through flux.gemm_rs or flux.gemm_ar.
+
+    Arguments are those of RowwiseParallel. flux serves nn.Linear with ``input_layouts=Shard(-1)``, and
+    ``output_layouts=Shard(dim)``, where `dim` counts rows (gemm_rs), or ``Replicate()`` (gemm_ar). Everything
+    else, and a weight or number of rows that does not divide by the ranks, is left to RowwiseParallel.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name, p = type(self).__name__, device_mesh.size()
+        why_not = _why_not_linear(module, p, 1)
+        (source,), (target,) = self.input_layouts, self.output_layouts
+        if why_not is None and source != Shard(-1):
+            why_not = f"input_layouts={source}, not {Shard(-1)}"
+        if why_not is None and not isinstance(target, Shard | Replicate):
+            why_not = f"output_layouts={target}"
+        if why_not is not None:
+            _say_once(name, why_not)
+            return super()._apply(module, device_mesh)
+        assert isinstance(module, nn.Linear)
+        group = str(device_mesh.get_group().group_name)
+        stock = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if isinstance(target, Shard) and not _scatters_rows(x, target.dim, p):
+                return _through_dtensor(stock, x, device_mesh, source, source, target, self.use_local_output)
+            local_x, weight, bias = _local_input(x, device_mesh, source), _local(module.weight), None
+            if isinstance(target, Shard):
+                if module.bias is not None:
+                    bias = _summed_gradient(module.bias)
+                rows = local_x.movedim(target.dim, 0)
+                out = flux.gemm_rs(rows, weight, bias, group=group).movedim(0, target.dim)
+            else:
+                if module.bias is not None:
+                    bias = _local(module.bias)
+                out = gemm_ar(local_x, weight, bias, group)
+            return out if self.use_local_output else DTensor.from_local(out, device_mesh, [target])
+
+        _replace_forward(module, device_mesh, self._partition_linear_fn, forward)
+        return module
+
+
+class _GemmAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return flux.gemm_ar(x, weight, bias, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = grad.flatten(0, -2)
+        return (
+            grad @ weight if needs_x else None,
+            rows.t() @ x.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+            None,
+        )
+
+
+def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+    """flux.gemm_ar for model code in which the result, and hence its gradient, is the same on all ranks.
+
+    The backward pass then needs no communication, as in tensor parallelism everywhere: x [..., K/p], weight
+    [N, K/p], bias [N] or None; returns [..., N].
+    """
+    if not torch.is_grad_enabled():
+        return flux.gemm_ar(x, weight, bias, group=group)
+    apply: Any = _GemmAllReduce.apply  # not typed
+    out: torch.Tensor = apply(x, weight, bias, group)
+    return out
+
+
+def _why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
+    """Why flux cannot serve a module whose weight is cut in dimension `dim`, or None."""
+    if type(module).forward is not nn.Linear.forward or not isinstance(module, nn.Linear):
+        return f"{type(module).__name__} is no nn.Linear"
+    if p == 1:
+        return "the mesh has one rank"
+    if module.weight.shape[dim] % p:
+        return f"a weight {list(module.weight.shape)} does not divide by {p} ranks"
+    return None
+
+
+def _scatters_rows(x: torch.Tensor, dim: int, p: int) -> bool:
+    """Whether dimension `dim` of the result counts rows that divide by the ranks."""
+    return dim % x.dim() != x.dim() - 1 and x.shape[dim] % p == 0
+
+
+def _say_once(style: str, why_not: str) -> None:
+    message = f"{style}: left to torch: {why_not}"
+    if message not in _told:
+        _told.add(message)
+        log.info(message)
+
+
+def _replace_forward(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    partition: Callable[[str, nn.Module, DeviceMesh], None],
+    forward: Forward,
+) -> None:
+    distribute_module(module, mesh, partition)
+    module.forward = forward
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's part on this rank; its gradient is placed as the parameter is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _summed_gradient(bias: torch.Tensor) -> torch.Tensor:
+    """A replicated bias of which each rank uses a copy for its own rows."""
+    assert isinstance(bias, DTensor)
+    # Backward, each rank has the gradient of its rows: going on as Replicate sums them.
+    return bias.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _local_input(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(mesh, [layout]).to_local()
+
+
+def _through_dtensor(
+    stock: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    mesh: DeviceMesh,
+    source: Placement,
+    wanted: Placement,
+    target: Placement,
+    use_local_output: bool,
+) -> torch.Tensor:
+    """What torch's styles do: x, laid out as `source`, moves to `wanted`, and the result to `target`."""
+    distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source], run_check=False)
+    out = stock(distributed.redistribute(mesh, [wanted]))
+    assert isinstance(out, DTensor)
+    out = out.redistribute(mesh, [target])
+    return out.to_local() if use_local_output else out

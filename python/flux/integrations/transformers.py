@@ -1,0 +1,101 @@
+"""Tensor-parallel styles for the `tp_plan` of Hugging Face transformers.
+
+Such a plan keeps activations whole on every rank: the layer that ends attention or an MLP is row-parallel and
+all-reduces. That GEMM and its all-reduce become flux.gemm_ar. The column-parallel layers communicate nothing
+and stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed import tensor_parallel as hf
+
+from flux.integrations.dtensor import gemm_ar
+
+log = logging.getLogger("flux")
+
+STYLE = "flux_rowwise"
+
+_registry: Any = hf.ALL_PARALLEL_STYLES
+# While installed: the style that flux stands in for.
+_replaced: list[Any] = []
+_told: set[str] = set()
+
+if not hasattr(hf.RowwiseParallel, "install_forward"):
+    raise ImportError(
+        f"flux.integrations.transformers: expected transformers 5.17 or newer, got {transformers.__version__}"
+    )
+
+
+class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]
+    """The style "rowwise" through flux.gemm_ar, forward and backward.
+
+    Serves nn.Linear with plain floating-point weights whose in_features divide by the ranks. Quantised and
+    other layers, and inputs that are DTensors, take the style of transformers.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        super().install_forward(module, mesh)
+        group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+        why_not = _why_not(module, group.size())
+        if why_not is None and (self.input_layouts != Shard(-1) or self.output_layouts != Replicate()):
+            why_not = f"layouts are {self.input_layouts} and {self.output_layouts}"
+        if why_not is not None:
+            message = f"transformers: {type(module).__name__} stays with transformers: {why_not}"
+            if message not in _told:
+                _told.add(message)
+                log.info(message)
+            return module
+        name, stock = str(group.group_name), module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            weight, bias = _local(module.weight), _local(module.bias)
+            if isinstance(x, DTensor) or not self.use_local_output or x.dtype != weight.dtype:
+                out: torch.Tensor = stock(x)
+                return out
+            return gemm_ar(x, weight, bias, name)
+
+        module.forward = forward
+        return module
+
+
+def register() -> None:
+    """Adds the style "flux_rowwise", for plans that name it."""
+    _registry.register(STYLE, FluxRowwiseParallel())
+
+
+def install() -> None:
+    """Puts flux behind the style "rowwise" too, so that every model's own plan (``tp_plan="auto"``) uses it.
+
+    Process-wide, for models that are loaded later; a second call does nothing.
+    """
+    register()
+    if not _replaced:
+        _replaced.append(_registry["rowwise"])
+        _registry.register("rowwise", FluxRowwiseParallel())
+
+
+def uninstall() -> None:
+    """Gives the style "rowwise" back to transformers. Models that are loaded keep what they have."""
+    while _replaced:
+        _registry.register("rowwise", _replaced.pop())
+
+
+def _why_not(module: nn.Module, p: int) -> str | None:
+    if type(module).forward is not nn.Linear.forward or not isinstance(module, nn.Linear):
+        return "it is no nn.Linear"
+    if getattr(module, "_hf_quantized_needs_local_tp", False):
+        return "it is quantised"
+    if module.in_features % p:
+        return f"{module.in_features} columns do not divide by {p} ranks"
+    return None
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,85 @@
+"""What becomes of torch.ops.flux_vllm.linear_all_reduce in a graph that vLLM compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from flux.integrations.vllm import op  # noqa: F401  (defines the operators)
+
+_ours: Any = torch.ops.flux_vllm
+_aten: Any = torch.ops.aten
+
+
+def unfuse(graph: fx.Graph) -> int:
+    """Replaces linear_all_reduce by matmul, vLLM's all-reduce and the bias, which is what vLLM's passes know
+    how to fuse. Returns how many were replaced.
+    """
+    nodes = _matrix_calls(graph)
+    for node in nodes:
+        x, weight, bias, _, _, vllm_group = node.args
+        with graph.inserting_before(node):
+            transposed = _call(graph, _aten.permute.default, weight, [1, 0])
+            product = _call(graph, _aten.mm.default, x, transposed)
+            total = _call(graph, torch.ops.vllm.all_reduce.default, product, vllm_group)
+            if bias is not None:
+                total = _call(graph, _aten.add.Tensor, total, bias)
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+    return len(nodes)
+
+
+def fuse_norm(graph: fx.Graph) -> int:
+    """Makes linear_all_reduce and vLLM's fused_add_rms_norm behind it one linear_all_reduce_norm, which adds
+    the residual and normalises. Returns how many pairs there were.
+    """
+    target = getattr(getattr(torch.ops, "vllm_ir", None), "fused_add_rms_norm", None)
+    if target is None:
+        return 0
+    count = 0
+    for node in _matrix_calls(graph):
+        (norm,) = node.users if len(node.users) == 1 else (None,)
+        if norm is None or norm.target is not target.default or not _is_plain_norm(norm, node):
+            continue
+        x, weight, bias, _, group_name, _ = node.args
+        residual, norm_weight, eps = norm.args[1:4]
+        with graph.inserting_before(norm):
+            arguments = (x, weight, bias, residual, norm_weight, eps, group_name)
+            fused = graph.call_function(_ours.linear_all_reduce_norm.default, arguments)
+            fused.meta["val"] = norm.meta["val"]
+        norm.replace_all_uses_with(fused)
+        graph.erase_node(norm)
+        graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
+    """Whether a norm has x first, a weight of x's type, and the variance of whole rows."""
+    if norm.kwargs or len(norm.args) < 4 or norm.args[0] is not x or norm.args[1] is x:
+        return False
+    residual, weight = norm.args[1:3]
+    if not isinstance(residual, fx.Node) or not isinstance(weight, fx.Node):
+        return False
+    dtype = x.meta["val"].dtype
+    if residual.meta["val"].dtype != dtype or weight.meta["val"].dtype != dtype:
+        return False
+    return len(norm.args) == 4 or norm.args[4] is None
+
+
+def _matrix_calls(graph: fx.Graph) -> list[fx.Node]:
+    """Calls of linear_all_reduce with a matrix x: vLLM's patterns know no other."""
+    nodes = graph.find_nodes(op="call_function", target=_ours.linear_all_reduce.default)
+    return [node for node in nodes if node.args[0].meta["val"].dim() == 2]
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A call in the graph with the fake result that later passes look at."""
+    node = graph.call_function(target, args)
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+    mode = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+    with mode:
+        node.meta["val"] = target(*values)
+    return node

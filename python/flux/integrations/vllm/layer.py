@@ -1,0 +1,113 @@
+"""What vLLM builds instead of its RowParallelLinear."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tp_group
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.platforms import current_platform
+
+from flux.integrations.vllm import compiled
+from flux.integrations.vllm.op import linear_all_reduce
+
+log = logging.getLogger("flux")
+
+_NAME = "RowParallelLinear"
+# What the kernels take, and what the CPU path takes too.
+_DTYPES = (torch.bfloat16, torch.float16)
+_CPU_DTYPES = (*_DTYPES, torch.float32)
+_ALIGNMENT = 8
+
+
+@dataclass
+class Settings:
+    """Of this process, from the environment."""
+
+    mode: str = "auto"
+    min_tokens: int = 1
+
+
+settings = Settings()
+_told: set[str] = set()
+
+
+class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """RowParallelLinear whose GEMM and all-reduce are one operator, which decides call by call between
+    flux.gemm_ar and vLLM's own. Layers that flux does not serve behave as vLLM's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        why_not = _why_not(self)
+        self._flux_serves = why_not is None
+        if why_not is not None:
+            if why_not not in _told:
+                _told.add(why_not)
+                log.info("vllm: row-parallel layers stay vLLM's where %s", why_not)
+            return
+        group = get_tp_group()
+        self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
+        if current_platform.is_cpu():
+            # Newer versions of vLLM then keep the weight as it is.
+            self._cpu_skip_gemm_dispatch = True
+        if settings.mode != "layer":
+            compiled.install(settings.min_tokens)
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()
+        # Backends may have packed the weight into a form of their own, and dropped it.
+        if not self._flux_serves or eager_stays or self.weight.numel() == 0:
+            return super().forward(input_)
+        bias = None if self.skip_bias_add else self.bias
+        output = linear_all_reduce(input_, self.weight, bias, settings.min_tokens, *self._flux_groups)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+def replace_row_parallel(mode: str, min_tokens: int) -> str | None:
+    """Registers the layer with vLLM. Returns why not, or None; doing it again is fine."""
+    settings.mode, settings.min_tokens = mode, min_tokens
+    present = custom_op.op_registry_oot.get(_NAME)
+    if present is FluxRowParallelLinear:
+        return None
+    if present is not None:
+        return f"another plugin has replaced {_NAME} by {present.__name__}"
+    compiled.distinguish_cached_graphs(mode, min_tokens)
+    if mode != "layer":
+        compiled.split_ranges(min_tokens)
+    RowParallelLinear.register_oot(name=_NAME)(FluxRowParallelLinear)
+    return None
+
+
+def _why_not(layer: RowParallelLinear) -> str | None:
+    """Why a layer stays vLLM's, or None. From what all ranks share, so that none of them waits alone."""
+    dtypes = _CPU_DTYPES if current_platform.is_cpu() else _DTYPES
+    config = get_current_vllm_config_or_none()
+    reasons = {
+        "there is one rank": layer.tp_size == 1,
+        "results are not reduced": not layer.reduce_results,
+        "the input has to be split": not layer.input_is_parallel,
+        "weights are quantised": type(layer.quant_method) is not UnquantizedLinearMethod,
+        f"the dtype is {layer.params_dtype}": layer.params_dtype not in dtypes,
+        "sizes are not multiples of 8": bool(
+            layer.input_size_per_partition % _ALIGNMENT or layer.output_size % _ALIGNMENT
+        ),
+        "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
+        "vLLM is told which GEMM to use": _chosen_gemm(config),
+        "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _chosen_gemm(config: Any) -> bool:
+    """Whether the user has chosen a GEMM for linear layers; older versions of vLLM have no such setting."""
+    kernels = getattr(config, "kernel_config", None)
+    return getattr(kernels, "linear_backend", "auto") != "auto"

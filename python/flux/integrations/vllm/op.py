@@ -1,0 +1,125 @@
+"""The operators that vLLM's graphs contain. They need nothing of vLLM but its operator
+torch.ops.vllm.all_reduce.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import flux
+
+_torch_library: Any = torch.library  # not typed
+_library: Any = _torch_library.Library("flux_vllm", "DEF")
+# group_name: of torch's process group. vllm_group: what vLLM calls the same ranks.
+_library.define(
+    "linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "linear_all_reduce_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
+    " float eps, str group_name) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def linear_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    min_tokens: int,
+    group_name: str,
+    vllm_group: str,
+) -> torch.Tensor:
+    """Sum over ranks of x · weightᵀ, plus bias once: by flux from `min_tokens` rows on, by vLLM below.
+
+    Args:
+        x: [..., K/p].
+        weight: [N, K/p].
+        bias: [N], the same on all ranks.
+
+    Returns:
+        [..., N], a fresh tensor.
+    """
+    op = _op if torch.compiler.is_compiling() else _run
+    result: torch.Tensor = op(x, weight, bias, min_tokens, group_name, vllm_group)
+    return result
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    min_tokens: int,
+    group_name: str,
+    vllm_group: str,
+) -> torch.Tensor:
+    # Decided here and not where the graph is traced, because there the number of tokens would become a
+    # constant.
+    if _tokens(x) >= min_tokens and _runs_fused(x, weight, group_name):
+        with torch.no_grad():
+            return flux.gemm_ar(x, weight, bias, group=group_name)
+    partial = torch.nn.functional.linear(x, weight)
+    total: torch.Tensor = torch.ops.vllm.all_reduce(partial, group_name=vllm_group)
+    return total if bias is None else total + bias
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    min_tokens: int,
+    group_name: str,
+    vllm_group: str,
+) -> torch.Tensor:
+    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+
+
+def _run_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by flux, then the residual is added and the sum normalised by RMSNorm: both results."""
+    with torch.no_grad():
+        return flux.gemm_ar(
+            x, weight, bias, group=group_name, residual=residual, norm_weight=norm_weight, eps=eps
+        )
+
+
+def _fake_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [*x.shape[:-1], weight.shape[0]]
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+_library.impl("linear_all_reduce", _run, "CompositeExplicitAutograd")
+_library.impl("linear_all_reduce_norm", _run_norm, "CompositeExplicitAutograd")
+_torch_library.register_fake("flux_vllm::linear_all_reduce", _fake, lib=_library)
+_torch_library.register_fake("flux_vllm::linear_all_reduce_norm", _fake_norm, lib=_library)
+_op: Any = torch.ops.flux_vllm.linear_all_reduce.default
+
+
+def _tokens(x: torch.Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> bool:
+    """Whether flux has a kernel for it; if not, vLLM's own all-reduce is the better choice."""
+    if x.is_cpu:
+        return True
+    n, k = weight.shape
+    return flux.explain("gemm_ar", _tokens(x), n, k, x.dtype, group_name).fused

@@ -1,0 +1,254 @@
+"""flux behind torch.ops.symm_mem: the same values, shapes and strides as torch's own definition of these
+operators, called directly and from a graph that inductor has rewritten, forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as symm_mem
+
+import flux
+from flux.integrations import async_tp
+from flux.testing import AgGemmCase, GemmRsCase, spawn
+
+_torch: Any = torch  # parts of it are not typed
+_symm_mem: Any = symm_mem
+
+# Newer versions of torch prefer the first name.
+gather_rows: Any = getattr(funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd)
+scatter_rows: Any = getattr(funcol, "reduce_scatter_single_autograd", funcol.reduce_scatter_tensor_autograd)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    async_tp.uninstall()
+
+
+def same(result: torch.Tensor, expected: torch.Tensor) -> str:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    strides, wanted = (
+        [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (result, expected)
+    )
+    if strides != wanted:  # inductor relies on them
+        return f"strides {strides}, expected {wanted}"
+    wrong = (result != expected).sum().item()
+    return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+
+
+def as_fused_op_takes(rows: torch.Tensor, leading: tuple[int, ...], dim: int) -> torch.Tensor:
+    """Rows [m, k] as [..., k] with dimension `dim` first in memory, as inductor lays A out."""
+    shape = [leading[dim], *leading[:dim], *leading[dim + 1 :], rows.shape[1]]
+    return rows.view(shape).movedim(0, dim)
+
+
+GATHERS = [
+    (leading, dim, columns, row_major, return_a)
+    for (leading, dim), columns, row_major, return_a in product(
+        [((6,), 0), ((5, 3), 0), ((3, 5), 1), ((1, 130), 1), ((2, 3, 4), 1)],
+        [(24,), (16, 40, 8)],
+        [False, True],
+        [False, True],
+    )
+]
+
+
+def gather(rank: int, world_size: int, index: int) -> str:
+    leading, dim, columns, row_major, return_a = GATHERS[index]
+    rows = int(torch.Size(leading).numel())
+    cases = [AgGemmCase(rows * world_size, n, 16, world_size, seed=index) for n in columns]
+    x, _, _ = cases[0].inputs(rank)
+    bs = [case.inputs(rank)[1].t() for case in cases]
+    bs = [b.contiguous() for b in bs] if row_major else bs
+    a_shard = as_fused_op_takes(x, leading, dim)
+    group = dist.group.WORLD.group_name
+    expected_a, expected = _symm_mem._fused_all_gather_matmul_fallback(
+        a_shard, bs, dim, group, return_A=return_a
+    )
+    with mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ours:
+        a, results = torch.ops.symm_mem.fused_all_gather_matmul(a_shard, bs, dim, group, return_A=return_a)
+    if ours.call_count != 1 or ours.call_args.kwargs["transpose_weight"] != row_major:
+        return f"flux was called so: {ours.call_args_list}"
+    if len(results) != len(bs) or (a is None) == return_a:
+        return f"{len(results)} results, gathered {a}"
+    answers = [same(r, e) for r, e in zip(results, expected, strict=True)]
+    if return_a:
+        answers.append(same(a, expected_a))
+    return "; ".join(answer for answer in answers if answer)
+
+
+SCATTERS = list(
+    product(
+        [((6,), 0), ((5, 3), 0), ((3, 5), 1), ((1, 130), 1), ((2, 3, 4), 1)], ["sum", "avg"], [False, True]
+    )
+)
+
+
+def scatter(rank: int, world_size: int, index: int) -> str:
+    (leading, dim), reduce_op, row_major = SCATTERS[index]
+    leading = tuple(size * world_size if i == dim else size for i, size in enumerate(leading))
+    rows = int(torch.Size(leading).numel())
+    case = GemmRsCase(rows, 24, 16, world_size, seed=index)
+    x, weight, _ = case.inputs(rank)
+    a, b = as_fused_op_takes(x, leading, dim), weight.t()
+    b = b.contiguous() if row_major else b
+    group = dist.group.WORLD.group_name
+    expected = _symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "sum", dim, group)
+    if reduce_op == "avg":  # gloo cannot
+        expected = expected / world_size
+    with mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as ours:
+        result = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, reduce_op, dim, group)
+    if ours.call_count != 1 or ours.call_args.kwargs["transpose_weight"] != row_major:
+        return f"flux was called so: {ours.call_args_list}"
+    return same(result, expected)
+
+
+def torchs_own(rank: int, world_size: int) -> str:
+    """The last dimension stays torch's, and an unknown reduction is torch's error."""
+    group = dist.group.WORLD.group_name
+    a = torch.arange(12.0).view(3, 4) + rank
+    whole = torch.cat([torch.arange(12.0).view(3, 4) + r for r in range(world_size)], dim=1)
+    b = torch.arange(float(4 * world_size * 2)).view(4 * world_size, 2)
+    with mock.patch.object(flux, "ag_gemm") as ag, mock.patch.object(flux, "gemm_rs") as rs:
+        gathered, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 1, group)
+        wide = torch.ones(4, 3 * world_size)
+        scattered = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, wide, "sum", 1, group)
+        try:
+            torch.ops.symm_mem.fused_matmul_reduce_scatter(a, wide, "product of all", 1, group)
+            return "an unknown reduction passed"
+        except Exception as error:  # torch's, whatever it is
+            told = str(error)
+    assert not ag.called and not rs.called
+    assert "product of all" in told or "reduce" in told.lower(), told
+    assert torch.equal(gathered, whole) and torch.equal(result, whole @ b)
+    return same(scattered, sum(torch.arange(12.0).view(3, 4) + r for r in range(world_size)) @ wide[:, :3])
+
+
+def work(rank: int, world_size: int) -> dict[str, str]:
+    async_tp.install()
+    async_tp.install()
+    answers = {f"gather {GATHERS[i]}": gather(rank, world_size, i) for i in range(len(GATHERS))}
+    answers |= {f"scatter {SCATTERS[i]}": scatter(rank, world_size, i) for i in range(len(SCATTERS))}
+    answers["torchs_own"] = torchs_own(rank, world_size)
+    return {name: answer for name, answer in answers.items() if answer}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_same_as_torch(world_size: int) -> None:
+    assert spawn(work, world_size, backend="gloo") == [{}] * world_size
+
+
+class Mlp(torch.nn.Module):
+    """Column- then row-parallel, rows scattered in and out, with the collectives that users write."""
+
+    def __init__(self, rank: int, world_size: int, dim: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(rank)
+        self.gate, self.up, self.down = (
+            torch.nn.Parameter(torch.randint(-1, 2, shape, generator=g).float())
+            for shape in ((24, 16), (24, 16), (16, 24))
+        )
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD
+        # As parallel styles do it: each layer gathers for itself. The compiler makes one gather of the two.
+        gate, up = (gather_rows(x, self.dim, group) @ weight.t() for weight in (self.gate, self.up))
+        return scatter_rows((torch.relu(gate) * up) @ self.down.t(), "sum", self.dim, group)
+
+
+def compiled(rank: int, world_size: int, dim: int) -> list[str]:
+    async_tp.install()
+    shape = (6, 16) if dim == 0 else (2, 6, 16)
+    x = torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(99 + rank)).float()
+    runs = []
+    calls: dict[str, int] = {}
+    for compile_it in (False, True):
+        model = Mlp(rank, world_size, dim)
+        run = torch.compile(model, fullgraph=True) if compile_it else model
+        leaf = x.clone().requires_grad_()
+        with (
+            mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
+            mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
+            mock.patch.object(dist, "is_nccl_available", lambda: True),  # the pass asks, and needs it not
+            _torch._inductor.config.patch(_micro_pipeline_tp=True),
+            _symm_mem._test_mode(),  # every group may use symmetric memory
+        ):
+            out = run(leaf)
+            calls["forward"] = (ag.call_count, rs.call_count)
+            (out * (torch.arange(out.numel()) % 7).view(out.shape)).sum().backward()
+            calls["both"] = (ag.call_count, rs.call_count)
+        runs.append([out, leaf.grad, *(p.grad for p in model.parameters())])
+    answers = [f"element {i}: {same(b, a)}" for i, (a, b) in enumerate(zip(*runs, strict=True)) if same(b, a)]
+    # Forward: gate and up share one gather. Backward: one gather of the gradient, one scatter for each of
+    # gate and up.
+    if calls != {"forward": (1, 1), "both": (2, 3)}:
+        answers.append(f"flux served {calls}")
+    return answers
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_compiled_forward_and_backward(dim: int) -> None:
+    assert spawn(compiled, 2, dim, backend="gloo", timeout_s=240) == [[]] * 2
+
+
+def kernel(name: str, key: str) -> str:
+    try:
+        return str(_torch.library.get_kernel(f"symm_mem::{name}", key))
+    except RuntimeError:
+        return "none"
+
+
+@pytest.mark.parametrize("name", ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"])
+def test_install_and_uninstall(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    before = kernel(name, "CUDA")
+    for _ in range(2):
+        async_tp.install()
+        async_tp.install()
+        assert "async_tp.py" in kernel(name, "CUDA") and "async_tp.py" in kernel(name, "CPU")
+        async_tp.uninstall()
+        async_tp.uninstall()
+        assert kernel(name, "CUDA") == before and kernel(name, "CPU") == "none"
+    assert not [w for w in recwarn if "Overriding" in str(w.message)]
+
+
+def test_scaled_variants_stay_torchs() -> None:
+    names = ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"]
+    before = [kernel(name, key) for name in names for key in ("CUDA", "CPU")]
+    async_tp.install()
+    assert [kernel(name, key) for name in names for key in ("CUDA", "CPU")] == before
+
+
+def test_what_flux_does_not_fuse_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = mock.Mock(spec=torch.Tensor, shape=(8, 16), dtype=torch.float32, is_cpu=False)
+    x.dim.return_value = 2
+    unfused = mock.Mock(fused=False, reason="kernels take bfloat16 and float16, not float32")
+    fused = mock.Mock(fused=True)
+    sizes = mock.patch.object(async_tp, "_world_size", side_effect=[1, 1, 2, 2, 2, 2])
+    with caplog.at_level(logging.WARNING, "flux"), sizes:
+        for _ in range(2):
+            assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, 8, "tp")
+        with mock.patch.object(flux, "explain", return_value=unfused):
+            for _ in range(2):
+                assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, 8, "tp")
+        with mock.patch.object(flux, "explain", side_effect=[fused, unfused]):
+            bs = [torch.ones(16, 8), torch.ones(16, 3)]
+            assert not async_tp._runs_fused("ag_gemm", x, bs, 0, 16, "tp")
+        with mock.patch.object(flux, "explain", return_value=fused) as explain:
+            assert async_tp._runs_fused("ag_gemm", x, [torch.ones(16, 8)], 0, 16, "tp")
+            explain.assert_called_once_with("ag_gemm", 16, 8, 16, torch.float32, "tp")
+    assert [record.message for record in caplog.records] == [
+        "async_tp: gemm_rs goes through torch: the group has one rank",
+        "async_tp: gemm_rs goes through torch: kernels take bfloat16 and float16, not float32",
+        "async_tp: ag_gemm goes through torch: kernels take bfloat16 and float16, not float32",
+    ]

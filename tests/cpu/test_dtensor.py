@@ -1,0 +1,247 @@
+"""The DTensor styles against those of torch: the same outputs, gradients and placements, on integers for
+which both are exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flux
+from flux.integrations import dtensor
+from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
+from flux.testing import spawn
+
+HIDDEN, WIDE = 16, 32
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=bias) for shape in ((HIDDEN, WIDE), (HIDDEN, WIDE), (WIDE, HIDDEN))
+        )
+        g = torch.Generator().manual_seed(8)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape, generator=g).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+def same(name: str, result: torch.Tensor, expected: torch.Tensor) -> str:
+    if isinstance(expected, DTensor):
+        if not isinstance(result, DTensor) or result.placements != expected.placements:
+            return f"{name}: {type(result)} {getattr(result, 'placements', '')}, not {expected.placements}"
+        if result.shape != expected.shape:
+            return f"{name}: {result.shape}, expected {expected.shape}"
+        result, expected = result.to_local(), expected.to_local()
+    if result.shape != expected.shape:
+        return f"{name}: {tuple(result.shape)}, expected {tuple(expected.shape)}"
+    wrong = (result != expected).sum().item()
+    return f"{name}: {wrong} of {expected.numel()} elements differ" if wrong else ""
+
+
+Run = tuple[list[tuple[str, torch.Tensor]], dict[str, int]]
+
+
+def run(
+    mesh: DeviceMesh,
+    styles: tuple[type, type],
+    layout: Placement,
+    x: torch.Tensor,
+    bias: bool,
+    local: bool = True,
+    compile_it: bool = False,
+    shared: bool = False,
+) -> Run:
+    """Output, gradients and parameters of an MLP, and how often its forward pass called flux."""
+    colwise, rowwise = styles
+    column = colwise(input_layouts=layout)
+    plan = {"gate": column, "up": copy.copy(column)}
+    if shared:
+        plan = {"": FluxSharedColwiseParallel("gate", "up", input_layouts=layout)}
+    plan["down"] = rowwise(output_layouts=layout, use_local_output=local)
+    model = parallelize_module(Mlp(bias), mesh, plan)
+    leaf = x.clone().requires_grad_()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
+    ops = () if compile_it else ("ag_gemm", "gemm_rs", "gemm_ar")  # the compiler takes no mocks
+    patches = {op: mock.patch.object(flux, op, wraps=getattr(flux, op)) for op in ops}
+    calls = {op: patch.start() for op, patch in patches.items()}
+    try:
+        out = run(leaf)
+        counts = {op: call.call_count for op, call in calls.items()}
+    finally:
+        for patch in patches.values():
+            patch.stop()
+    local_out = out.to_local() if isinstance(out, DTensor) else out
+    marks = (torch.arange(local_out.numel()) % 7 - 3).view(local_out.shape).float()
+    (local_out * marks).sum().backward()
+    results = [("out", out), ("dx", leaf.grad)]
+    for name, parameter in model.named_parameters():
+        results += [(name, parameter.data), (f"d {name}", parameter.grad)]
+    return results, counts
+
+
+STOCK, FLUX = (ColwiseParallel, RowwiseParallel), (FluxColwiseParallel, FluxRowwiseParallel)
+
+
+def compare(
+    rank: int, expected_calls: tuple[int, int, int], *args: Any, shared: bool = False, **kwargs: Any
+) -> str:
+    wanted, _ = run(args[0], STOCK, *args[1:], **kwargs)
+    results, calls = run(args[0], FLUX, *args[1:], shared=shared, **kwargs)
+    answers = [same(*result, expected) for result, (_, expected) in zip(results, wanted, strict=True)]
+    if tuple(calls.values()) != expected_calls:
+        answers.append(f"flux was called {calls}")
+    return "; ".join(a for a in answers if a)
+
+
+def integers(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(77 + rank)).float()
+
+
+def work(rank: int, world_size: int) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    answers = {}
+    for bias in (False, True):
+        for layout, shape in (
+            (Shard(0), (6, HIDDEN)),
+            (Shard(0), (3, 4, HIDDEN)),
+            (Shard(1), (2, 5, HIDDEN)),
+        ):
+            x = integers(rank, *shape)
+            answers[f"{layout} {shape} {bias=}"] = compare(rank, (2, 1, 0), mesh, layout, x, bias)
+            answers[f"{layout} {shape} {bias=}, shared"] = compare(
+                rank, (1, 1, 0), mesh, layout, x, bias, shared=True
+            )
+        x = integers(0, 6, 3, HIDDEN)
+        answers[f"replicated {bias=}"] = compare(rank, (0, 0, 1), mesh, Replicate(), x, bias)
+    x = integers(rank, 2, 5, HIDDEN)
+    answers["DTensors out"] = compare(rank, (2, 1, 0), mesh, Shard(1), x, True, local=False)
+    whole = integers(0, 2, 5, HIDDEN)
+    answers["replicated DTensors out"] = compare(rank, (0, 0, 1), mesh, Replicate(), whole, True, local=False)
+    # What flux does not serve.
+    x = integers(rank, 6, HIDDEN // world_size)
+    answers["last dimension"] = compare(rank, (0, 0, 0), mesh, Shard(1), x, False)
+    answers["nothing to share"] = compare(rank, (0, 0, 0), mesh, Shard(1), x, False, shared=True)
+    answers["input as DTensor"] = dtensor_input(rank, mesh)
+    answers["uneven rows"] = uneven_rows(rank, mesh)
+    return {name: answer for name, answer in answers.items() if answer}
+
+
+def dtensor_input(rank: int, mesh: DeviceMesh) -> str:
+    """A DTensor that is laid out otherwise than the style says is brought there."""
+    results = []
+    for style in (ColwiseParallel, FluxColwiseParallel):
+        torch.manual_seed(3)
+        layer = parallelize_module(nn.Linear(HIDDEN, WIDE), mesh, style(input_layouts=Shard(1)))
+        layer.weight.data.copy_(layer.weight.data.round(decimals=1) * 10)
+        layer.bias.data.copy_((layer.bias.data * 8).round())
+        x = DTensor.from_local(integers(0, 2, 8, HIDDEN), mesh, [Replicate()]).requires_grad_()
+        out = layer(x)
+        out.sum().backward()
+        results.append((out, x.grad))
+    return "; ".join(filter(None, (same("", b, a) for a, b in zip(*results, strict=True))))
+
+
+def uneven_rows(rank: int, mesh: DeviceMesh) -> str:
+    results = []
+    for style in (RowwiseParallel, FluxRowwiseParallel):
+        torch.manual_seed(3)
+        layer = parallelize_module(nn.Linear(HIDDEN, WIDE), mesh, style(output_layouts=Shard(0)))
+        layer.weight.data.copy_((layer.weight.data * 16).round())
+        layer.bias.data.copy_((layer.bias.data * 16).round())
+        x = integers(rank, 2 * mesh.size() + 1, HIDDEN // mesh.size()).requires_grad_()
+        out = layer(x)
+        out.sum().backward()
+        results.append((out, x.grad))
+    return "; ".join(filter(None, (same("", b, a) for a, b in zip(*results, strict=True))))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_same_as_torch(world_size: int) -> None:
+    assert spawn(work, world_size, backend="gloo") == [{}] * world_size
+
+
+def compiled(rank: int, world_size: int) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    answers = {}
+    for layout, x in ((Shard(1), integers(rank, 2, 5, HIDDEN)), (Replicate(), integers(0, 6, HIDDEN))):
+        wanted, _ = run(mesh, STOCK, layout, x, True)
+        for shared in (False, True):
+            results, _ = run(mesh, FLUX, layout, x, True, compile_it=True, shared=shared)
+            told = (same(*result, expected) for result, (_, expected) in zip(results, wanted, strict=True))
+            answers[f"{layout} {shared=}"] = "; ".join(filter(None, told))
+    return {name: answer for name, answer in answers.items() if answer}
+
+
+def test_compiled() -> None:
+    assert spawn(compiled, 2, backend="gloo", timeout_s=240) == [{}] * 2
+
+
+def with_fsdp(rank: int, world_size: int) -> str:
+    """Two-dimensional: FSDP2 over one dimension of the mesh, flux over the other."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    x = integers(rank, 2, 5, HIDDEN)
+    results = []
+    for colwise, rowwise in (STOCK, FLUX):
+        column, row = colwise(input_layouts=Shard(1)), rowwise(output_layouts=Shard(1))
+        plan = {"gate": column, "up": copy.copy(column), "down": row}
+        model = parallelize_module(Mlp(True), mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        out = model(x)
+        (out * (torch.arange(out.numel()) % 7 - 3).view(out.shape)).sum().backward()
+        results.append([out, *(parameter.grad for parameter in model.parameters())])
+    return "; ".join(filter(None, (same("", b, a) for a, b in zip(*results, strict=True))))
+
+
+def test_with_fsdp() -> None:
+    assert spawn(with_fsdp, 4, backend="gloo") == [""] * 4
+
+
+def test_what_is_left_to_torch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Other(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    assert dtensor._why_not_linear(nn.Embedding(4, 4), 2, 0) == "Embedding is no nn.Linear"
+    assert dtensor._why_not_linear(Other(4, 4), 2, 0) == "Other is no nn.Linear"
+    assert dtensor._why_not_linear(nn.Linear(4, 4), 1, 0) == "the mesh has one rank"
+    assert "[6, 4] does not divide by 4 ranks" in str(dtensor._why_not_linear(nn.Linear(4, 6), 4, 0))
+    assert dtensor._why_not_linear(nn.Linear(4, 6), 4, 1) is None
+    with caplog.at_level(logging.INFO, "flux"):
+        for _ in range(2):
+            dtensor._say_once("FluxColwiseParallel", "a reason of this test")
+    assert [record.message for record in caplog.records] == [
+        "FluxColwiseParallel: left to torch: a reason of this test"
+    ]
+
+
+def test_shared_outputs() -> None:
+    calls = []
+
+    def compute(x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(x.clone())
+        return [x + 1, x + 2]
+
+    shared = dtensor._Shared(compute)
+    x = torch.zeros(2)
+    assert shared.output(0, x)[0] == 1 and shared.output(1, x)[0] == 2 and len(calls) == 1
+    assert shared.output(1, x)[0] == 2 and len(calls) == 2, "both outputs had been given away"
+    x += 10  # what was computed for the old contents must not come back
+    assert shared.output(0, x)[0] == 11 and len(calls) == 3
+    other = torch.ones(2)
+    assert shared.output(1, other)[0] == 3 and len(calls) == 4
+    assert shared.output(0, other)[0] == 2 and len(calls) == 4
+    assert shared._x is None and not shared._outputs, "it keeps nothing alive"
