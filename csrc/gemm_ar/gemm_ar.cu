@@ -7,6 +7,7 @@ namespace {
 
 constexpr uint32_t kGemmArId = 4;
 constexpr uint32_t kAllReduceId = 5;
+constexpr uint32_t kReduceScatterId = 9;
 
 runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuffer& symm,
                                    runtime::Exchange::Mode mode) {
@@ -47,9 +48,13 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
                 const runtime::SymmBuffer& symm, runtime::Exchange::Mode mode, cudaStream_t stream) {
   FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
   const runtime::Exchange exchange = checked_exchange(x.rows, x.columns, symm, mode);
+  const bool scatters = mode == runtime::Exchange::Mode::kScatter;
+  FLUX_CHECK(!scatters || x.rows % symm.world_size == 0, x.rows, symm.world_size);
+  FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({symm, exchange, finish, x.data, kAllReduceId}, dtype, runtime::num_sms(), stream);
+  launch_sum({symm, exchange, finish, x.data, scatters ? kReduceScatterId : kAllReduceId}, dtype,
+             runtime::num_sms(), stream);
 }
 
 void prepare() {

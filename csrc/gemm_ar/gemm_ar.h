@@ -1,4 +1,4 @@
-// GEMM+AllReduce and AllReduce: every rank gets the sum. No torch here.
+// GEMM+AllReduce and AllReduce, where every rank gets the sum, and ReduceScatter. No torch here.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -19,7 +19,8 @@ struct Extras {
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream);
 
-// out = sum over ranks of x; both contiguous, and may be the same.
+// out = sum over ranks of x, or of a scatter this rank's rows of it; both contiguous. The whole sum may be
+// written over x.
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
                 const runtime::SymmBuffer& symm, runtime::Exchange::Mode mode, cudaStream_t stream);
 

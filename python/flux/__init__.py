@@ -15,6 +15,7 @@ from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.grouped_gemm import grouped_gemm
 from flux.ops.plan import Plan, explain
+from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import wgrad_accum
 from flux.ops.workspaces import check, release, reserve
 
@@ -34,6 +35,7 @@ __all__ = [
     "gemm_rs",
     "grouped_gemm",
     "moe",
+    "reduce_scatter",
     "release",
     "reserve",
     "wgrad_accum",

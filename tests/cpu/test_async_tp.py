@@ -232,21 +232,20 @@ def test_scaled_variants_stay_torchs() -> None:
 def test_what_flux_does_not_fuse_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     x = mock.Mock(spec=torch.Tensor, shape=(8, 16), dtype=torch.float32, is_cpu=False)
     x.dim.return_value = 2
-    unfused = mock.Mock(fused=False, reason="kernels take bfloat16 and float16, not float32")
-    fused = mock.Mock(fused=True)
+    reason = "kernels take bfloat16 and float16, not float32"
     sizes = mock.patch.object(async_tp, "_world_size", side_effect=[1, 1, 2, 2, 2, 2])
     with caplog.at_level(logging.WARNING, "flux"), sizes:
         for _ in range(2):
             assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, 8, "tp")
-        with mock.patch.object(flux, "explain", return_value=unfused):
+        with mock.patch.object(async_tp, "why_unfused", return_value=reason):
             for _ in range(2):
                 assert not async_tp._runs_fused("gemm_rs", x, [torch.ones(16, 8)], 0, 8, "tp")
-        with mock.patch.object(flux, "explain", side_effect=[fused, unfused]):
+        with mock.patch.object(async_tp, "why_unfused", side_effect=[None, reason]):
             bs = [torch.ones(16, 8), torch.ones(16, 3)]
             assert not async_tp._runs_fused("ag_gemm", x, bs, 0, 16, "tp")
-        with mock.patch.object(flux, "explain", return_value=fused) as explain:
+        with mock.patch.object(async_tp, "why_unfused", return_value=None) as why:
             assert async_tp._runs_fused("ag_gemm", x, [torch.ones(16, 8)], 0, 16, "tp")
-            explain.assert_called_once_with("ag_gemm", 16, 8, 16, torch.float32, "tp")
+            why.assert_called_once_with("ag_gemm", 16, 8, 16, torch.float32, x.device, "tp", True)
     assert [record.message for record in caplog.records] == [
         "async_tp: gemm_rs goes through torch: the group has one rank",
         "async_tp: gemm_rs goes through torch: kernels take bfloat16 and float16, not float32",

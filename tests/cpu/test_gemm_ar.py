@@ -239,14 +239,17 @@ def skewed(rank: int, world_size: int) -> str:
             for number in range(60):
                 m, n, k = shapes.randint(1, 100), shapes.randint(1, 10 * (number + 1)), shapes.randint(2, 24)
                 bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)
-                kind = shapes.choice(["gemm_ar", "gemm_ar", "all_reduce", "gemm_rs"])
-                m = m * world_size if kind == "gemm_rs" else m
+                kind = shapes.choice(["gemm_ar", "gemm_ar", "all_reduce", "gemm_rs", "reduce_scatter"])
+                m = m * world_size if kind in ("gemm_rs", "reduce_scatter") else m
                 case = GemmRsCase(m, n, k, world_size, dtype, False, bias, seed=number)
                 x, weight, b = case.inputs(rank)
                 if delays.random() < 0.2:
                     time.sleep(delays.random() * 0.02)
                 if kind == "gemm_rs":
                     wrong = compare(flux.gemm_rs(x, weight, b), case.expected(rank))
+                elif kind == "reduce_scatter":
+                    rows = flux.reduce_scatter(ops.plain.reference(x, weight))
+                    wrong = compare(rows if b is None else rows + b, case.expected(rank))
                 elif kind == "all_reduce":
                     total = flux.all_reduce(ops.plain.reference(x, weight))
                     wrong = compare(total if b is None else total + b, case.expected_sum())

@@ -36,9 +36,9 @@ MAY_IMPORT = {
     "ops": _BASE | {"comm"},
     "moe": _BASE | {"comm", "ops"},
     "layers": _BASE | {"flux", "ops", "comm"},
-    "integrations": _BASE | {"flux", "ops", "layers"},
+    "integrations": _BASE | {"flux", "ops", "moe", "layers"},
     "testing": _BASE | {"flux", "ops", "comm"},
-    "bench": _BASE | {"flux", "ops", "moe", "comm", "testing"},
+    "bench": _BASE | {"flux", "ops", "moe", "comm", "layers", "integrations", "testing"},
     "cli": _BASE | {"flux", "ops", "comm", "testing", "bench"},
 }
 PUBLIC_HOSTS = {"www.apache.org", "arxiv.org", "docs.nvidia.com", "docs.pytorch.org", "github.com"}

@@ -68,6 +68,9 @@ def exact_sums(rank: int, world_size: int) -> list[str]:
                 total = flux.gemm_ar(x, weight, b, residual=residual, **layout)
                 told += differs(f"residual of {case}", total - residual, expected)
                 told += differs(f"all_reduce {case}", flux.all_reduce(product), alone)
+                if m % world_size == 0:
+                    rows = slice(rank * m // world_size, (rank + 1) * m // world_size)
+                    told += differs(f"reduce_scatter {case}", flux.reduce_scatter(product), alone[rows])
                 summed = product.clone()
                 flux.all_reduce(summed, out=summed)
                 told += differs(f"all_reduce in place {case}", summed, alone)

@@ -1,4 +1,6 @@
-"""GEMM+AllReduce and AllReduce with all ranks on one GPU: kernels, buffers and epochs are the real ones."""
+"""GEMM+AllReduce, AllReduce and ReduceScatter with all ranks on one GPU: kernels, buffers and epochs are the
+real ones.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 
 import flux
 from flux._native import core
+from flux.ops import gemm as products
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
@@ -143,6 +146,38 @@ def test_all_reduce(world_size: int, mode: int) -> None:
         assert isinstance(expected, torch.Tensor)
         for result in results:
             assert torch.equal(result.float(), expected), (m, n)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_scatter(world_size: int, dtype: torch.dtype) -> None:
+    ranks = EmulatedRanks(world_size)
+    for number, (rows, n) in enumerate([(1, 8), (3, 1000), (2, 2048), (1, 8)]):
+        # Every element carries its place and the marks of all ranks: a row of another rank shows.
+        case = GemmRsCase(rows * world_size, n, 64, world_size, dtype, seed=number)
+        xs, weights, _ = gpu_inputs(case)
+        partials = [products.reference(x, weight) for x, weight in zip(xs, weights, strict=True)]
+        torch.cuda.synchronize()
+        # Both buffers, and one of them again; sums of all rows between them.
+        scattered = [ranks.reduce_scatter(partials, join=False) for _ in range(3)]
+        summed = ranks.all_reduce(partials, mode=number % 2, join=False)
+        scattered.append(ranks.reduce_scatter(partials, join=False))
+        ranks.check()
+        for rank in range(world_size):
+            assert torch.equal(summed[rank], case.expected_sum("cuda"))
+            for results in scattered:
+                assert torch.equal(results[rank], case.expected(rank, "cuda")), f"rank {rank} of {case}"
+
+
+def test_a_rank_that_never_comes_to_a_scatter_is_named() -> None:
+    ranks = EmulatedRanks(3, timeout_s=0.3)
+    xs = [torch.ones(6, 64, device="cuda").bfloat16() for _ in range(3)]
+    results = ranks.reduce_scatter(xs, absent={1})
+    with pytest.raises(flux.CommTimeoutError) as caught:
+        ranks.check()
+    assert (caught.value.op, caught.value.peer, caught.value.epoch) == ("reduce_scatter", 1, 1)
+    for rank in (0, 2):
+        assert results[rank].isnan().all(), "a result without one rank's part passes for a result"
 
 
 def test_a_nan_that_looks_like_nothing_arrives_as_a_nan() -> None:

@@ -22,9 +22,11 @@ from flux.testing.emulate import EmulatedRanks, why_not
 Case = GemmRsCase | AgGemmCase
 Tensors = list[torch.Tensor]
 
-COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce")
+COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
 _SUMS = ("gemm_ar", "all_reduce")  # of whole matrices: their rows are not dealt to ranks
-_WITHOUT_WEIGHT = ("all_gather", "all_reduce")
+_WITHOUT_WEIGHT = ("all_gather", "all_reduce", "reduce_scatter")
+# Sums of what is marked as a product of each rank.
+_OF_PRODUCTS = ("gemm", "gemm_rs", "reduce_scatter", *_SUMS)
 _CALLS = 3  # back to back: both buffers of a workspace, and one of them again
 # Elements: the CTAs of all emulated ranks wait for each other, so one GPU must hold them all.
 _MAX_EMULATED_SUM = 1 << 18
@@ -50,7 +52,7 @@ def named_cases(world_size: int, device: str, op: str = "gemm_rs") -> list[tuple
     q = 1 if op in _SUMS else p
     big, small = (512 if device == "cuda" else 256), 128
     dtype = torch.bfloat16
-    make: Callable[..., Case] = GemmRsCase if op in ("gemm", "gemm_rs", *_SUMS) else AgGemmCase
+    make: Callable[..., Case] = GemmRsCase if op in _OF_PRODUCTS else AgGemmCase
     has_weight = op not in _WITHOUT_WEIGHT
     base = make(big * q, 2 * big, 2 * big, p, dtype, seed=1)
     other = torch.float16 if device == "cuda" else torch.float32
@@ -138,7 +140,7 @@ def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
         for name, case in named_cases(world_size, "cuda", op):
             if case.n % 8 or case.k % 8:
                 continue  # runs unfused through torch, which is not a kernel to emulate
-            if op == "all_reduce" and case.m * case.n > _MAX_EMULATED_SUM // world_size:
+            if op in ("all_reduce", "reduce_scatter") and case.m * case.n > _MAX_EMULATED_SUM // world_size:
                 continue
             yield _timed(op, name, where, partial(_emulated_case, ranks, op, case))
 
@@ -169,8 +171,10 @@ def _emulated_call(
         return [ranks.gemm_rs(xs, weights, biases[0], **layout)]
     if op == "gemm_ar":
         return [ranks.gemm_ar(xs, weights, biases[0], mode=number % 2, **layout)]
-    if op == "all_reduce":
+    if op in ("all_reduce", "reduce_scatter"):
         partials = [products.reference(*inputs) for inputs in zip(xs, weights, strict=True)]
+        if op == "reduce_scatter":
+            return [ranks.reduce_scatter(partials, join=False)]
         return [ranks.all_reduce(partials, mode=number % 2, join=False)]
     chunk_rows = copy_chunk_rows(xs[0].shape[0], case.k * case.dtype.itemsize)
     copied: dict[str, Any] = {"copied": is_copied(case)}
@@ -224,6 +228,8 @@ def _rank_call(
         return [flux.gemm_ar(x, weight, bias, transpose_weight=layout)]
     if op == "all_reduce":
         return [flux.all_reduce(products.reference(x, weight))]
+    if op == "reduce_scatter":
+        return [flux.reduce_scatter(products.reference(x, weight))]
     if number % 2:
         return list(flux.ag_gemm(x, weight, bias, transpose_weight=layout, return_gathered=True))
     return [flux.ag_gemm(x, weight, bias, transpose_weight=layout)]

@@ -40,6 +40,11 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     return workspace
 
 
+def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
+    """The workspace of a group on a device if there is one. Not a collective."""
+    return _workspaces.get((group, device))
+
+
 def existing(group: ProcessGroup) -> list[Workspace]:
     """The workspaces that a group has so far."""
     return [workspace for (owner, _), workspace in _workspaces.items() if owner is group]

@@ -38,6 +38,7 @@ OP_IDS = {
     "moe.route": 6,
     "moe.ag_scatter_gemm": 7,
     "moe.gemm_gather_rs": 8,
+    "reduce_scatter": 9,
 }
 OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
 

@@ -21,6 +21,7 @@ import torch.distributed._symmetric_memory  # defines the operators
 import torch.distributed.distributed_c10d
 
 import flux
+from flux.ops.plan import why_unfused
 
 log = logging.getLogger("flux")
 
@@ -166,8 +167,9 @@ def _why_not(
         return f"dimension {dim} of {x.dim()} does not count rows"
     if x.is_cpu:
         return None  # torch's is no faster there
+    _, transposed = _as_weights(bs)
     for b in bs:
-        plan = flux.explain(op, m, b.shape[1], x.shape[-1], x.dtype, group_name)
-        if not plan.fused:
-            return plan.reason
+        reason = why_unfused(op, m, b.shape[1], x.shape[-1], x.dtype, x.device, group_name, transposed)
+        if reason is not None:
+            return reason
     return None

@@ -173,6 +173,17 @@ def all_reduce_args(op: str, x: torch.Tensor) -> None:
         fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
 
 
+def reduce_scatter_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
+    """Checks x [m, ...], of which each rank gets m / world_size rows; returns the shape of the result."""
+    if x.dim() < 1:
+        fail(op, "x", "at least 1 dimension", "0")
+    all_reduce_args(op, x)
+    if x.shape[0] % world_size:
+        expected = f"dimension 0 divisible by the {world_size} ranks of the group"
+        fail(op, "x", expected, f"shape {list(x.shape)}")
+    return [x.shape[0] // world_size, *x.shape[1:]]
+
+
 def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
     """Checks x [rows, ...] of each rank; returns the shape of the result."""
     if x.dim() < 1:

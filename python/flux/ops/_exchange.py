@@ -29,21 +29,22 @@ def sum_over_ranks(
     out: torch.Tensor,
     addends: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Writes the sum of all ranks' matrices [m, n], plus what every rank adds once, to `out`.
+    """Writes the sum of all ranks' matrices [m, n], or of a scatter this rank's rows of it, to `out`.
 
     Args:
-        addends: [n] or [m, n], equal on all ranks; added in this order, before the one rounding.
+        addends: [n] or [m, n], equal on all ranks: what is added once, in this order, before the one
+            rounding. Not of a scatter.
     """
     exchange = _Exchange(workspace, plan, epoch)
     rank, p = workspace.rank, workspace.world_size
     for step in range(1, p + 1):  # the own matrix last
         owner = (rank + step) % p
-        columns = exchange.columns(owner)
-        exchange.contribution(owner, rank).copy_(matrix[:, columns])
+        share = matrix[exchange.rows(owner), exchange.columns(owner)]
+        exchange.contribution(owner, rank).copy_(share)
         exchange.signal(owner, _CONTRIBUTION)
     workspace.agree(plan, epoch)
     mine = exchange.columns(rank)
-    total = torch.zeros_like(matrix[:, mine], dtype=wide_type(matrix.dtype))
+    total = torch.zeros_like(matrix[exchange.rows(rank), mine], dtype=wide_type(matrix.dtype))
     if total.numel() > 0:
         for source in range(p):
             exchange.wait(source, _CONTRIBUTION)
@@ -73,8 +74,13 @@ class _Exchange:
         self.two_shot = mode == _native.core.ExchangeMode.TWO_SHOT
         self._layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), plan.world_size, mode)
 
+    def rows(self, owner: int) -> slice:
+        """Rows that a rank sums: all, or of a scatter its share."""
+        first = self._layout.first_row(owner)
+        return slice(first, first + self._layout.slot_rows)
+
     def columns(self, owner: int) -> slice:
-        """Columns that a rank sums: one-shot all, two-shot its share, which may be empty."""
+        """Columns that a rank sums: all, or two-shot its share, which may be empty."""
         first = self._layout.first_column(owner)
         # What pads the last vector is nobody's.
         return slice(first, max(first, min(first + self._layout.columns_of(owner), self._plan.n)))

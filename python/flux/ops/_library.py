@@ -39,9 +39,10 @@ library.define(
 )
 library.define("all_reduce(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("all_reduce_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-
-# What gradients need besides the operators themselves: see autograd.py and wgrad.py.
 library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
+library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+
+# What gradients need besides the operators themselves: see wgrad.py.
 library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
 
 # Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
@@ -54,6 +55,8 @@ library.define(
     "str group_name) -> Tensor[]",
     tags=_TAGS,
 )
+# Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
+library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
 _MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
 library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
 library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
@@ -71,6 +74,7 @@ library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out) -> ()"
 )
+# Of a scatter, mode 2, out is one rank's share of the rows.
 library.define("_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int mode) -> ()")
 # Gathering kernels: copy engines signal every chunk_rows rows. reuse: one more weight for the rows
 # that the launch before has gathered, which _collect writes to a tensor of the user.

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from flux.comm.group import process_group, reduce_scatter
 from flux.ops._library import library
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm
 from flux.ops.gemm_rs import gemm_rs
+from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import weight_grad
 
 Tensor = torch.Tensor
@@ -122,7 +122,7 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
             ctx.group_name,
         )
     if needs_x and len(grads) > ctx.count and grads[-1] is not None:
-        of_gathered = _reduce_scatter(grads[-1], ctx.group_name)
+        of_gathered = reduce_scatter(grads[-1], group=ctx.group_name)
         grad_x = of_gathered if grad_x is None else grad_x + of_gathered
     grad_weights = [
         weight_grad(grad, rows, ctx.transpose_weight) if needed and grad is not None else None
@@ -143,31 +143,12 @@ def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _reduce_scatter(grad, ctx.group_name), None
+    return reduce_scatter(grad, group=ctx.group_name), None
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return all_gather(grad, group=ctx.group_name), None
 
-
-def _reduce_scatter_fake(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty([x.shape[0] // process_group(group_name).size(), *x.shape[1:]])
-
-
-def _reduce_scatter_by_torch(x: Tensor, group_name: str) -> Tensor:
-    group = process_group(group_name)
-    # As in gemm_rs: on CPUs nothing is lost by summing in fp32.
-    wide = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
-    total = _reduce_scatter_fake(x, group_name).to(wide)
-    if x.numel() > 0:
-        reduce_scatter()(total, x.to(wide).contiguous(), group=group)
-    return total.to(x.dtype)
-
-
-for _device in ("CPU", "CUDA"):
-    library.impl("reduce_scatter", _reduce_scatter_by_torch, _device)
-torch.library.register_fake("flux::reduce_scatter", _reduce_scatter_fake, lib=library)
-_reduce_scatter: Any = torch.ops.flux.reduce_scatter.default
 
 for _name, _setup, _backward in (
     ("gemm", _gemm_setup, _gemm_backward),

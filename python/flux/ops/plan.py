@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from flux.comm import group as groups
 from flux.comm.workspace import Workspace, round_up
 from flux.ops import _check
 
-OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce")
+OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
+# Of these x is [m, n].
+_SUMS = ("all_reduce", "reduce_scatter")
 
 # The CPU path walks tiles in the order of a GPU with this many SMs. Any number gives the same result.
 CPU_NUM_SMS = 8
@@ -48,7 +51,8 @@ class Plan:
             and if not copied, the SMs send them.
         chunk_rows: after how many gathered rows the copy engines signal.
         chunks: in how many parts copy engines send the tiles of one peer.
-        mode: how ranks sum, 0 one-shot, 1 two-shot (csrc/runtime/exchange.h); -1: not by an exchange.
+        mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
+            exchange.
     """
 
     op: str
@@ -82,9 +86,9 @@ class Plan:
 
     def __str__(self) -> str:
         rows = self.m // self.world_size if self.op in ("ag_gemm", "all_gather") else self.m
-        columns = self.n if self.op == "all_reduce" else self.k
+        columns = self.n if self.op in _SUMS else self.k
         weight = f"[{self.k}, {self.n}]" if self.transpose_weight else f"[{self.n}, {self.k}]"
-        weight = "" if self.op in ("all_gather", "all_reduce") else f"weight {weight}, "
+        weight = "" if self.op in ("all_gather", *_SUMS) else f"weight {weight}, "
         lines = [
             f"{self.op}: x [{rows}, {columns}], {weight}{str(self.dtype).removeprefix('torch.')}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
@@ -354,9 +358,9 @@ def explain(
 
     `m`, `n`, `k` are those of the GEMM on one rank: for gemm_rs x is [m, k], with m the rows of all ranks and
     k this rank's part of K; for ag_gemm m counts the gathered rows, and n is this rank's part of N; for
-    gemm_ar k is this rank's part of K; for all_reduce x is [m, n], and k means nothing. Decides for the
-    current CUDA device if there is one, else for CPU tensors. Not a collective: before the group's first call
-    it cannot know whether the peers can be reached, and says so in `reason`.
+    gemm_ar k is this rank's part of K; for all_reduce and reduce_scatter x is [m, n], and k means nothing.
+    Decides for the current CUDA device if there is one, else for CPU tensors. Not a collective: before the
+    group's first call it cannot know whether the peers can be reached, and says so in `reason`.
 
     Raises:
         ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
@@ -372,22 +376,64 @@ def explain(
     device = current_device()
     process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
     world_size = 1 if process_group is None else process_group.size()
-    if op in ("gemm_rs", "ag_gemm") and m % world_size:
+    if op in ("gemm_rs", "ag_gemm", "reduce_scatter") and m % world_size:
         _check.fail("explain", "m", f"a multiple of the {world_size} ranks of the group", m)
     if process_group is not None and world_size > 1:
-        for workspace in registry.existing(process_group):
-            if workspace.device == device:
-                return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
+        workspace = registry.find(process_group, device)
+        if workspace is not None:
+            return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
+    return _plan_without_workspace(op, device, m, n, k, dtype, transpose_weight, world_size)
+
+
+def why_unfused(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group_name: str,
+    transpose_weight: bool = False,
+) -> str | None:
+    """Why a collective call would not run fused, or None: what explain says, for those who ask at each call.
+
+    Takes some microseconds, once a problem is known. The arguments are not checked: they are those of a call
+    that its operator accepts.
+    """
+    group = groups.process_group(group_name)
+    workspace = registry.find(group, device)
+    if workspace is not None:
+        plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
+    else:
+        plan = _remembered_plan(op, device, m, n, k, dtype, transpose_weight, group.size())
+    return None if plan.fused else plan.reason
+
+
+def _plan_without_workspace(
+    op: str,
+    device: torch.device,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+) -> Plan:
+    """What is known before a group's first call."""
     num_sms, why_not = 0, None
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         why_not = cuda.why_not(device)
-    if world_size == 1 and op != "all_reduce":
+    if world_size == 1 and op not in _SUMS:
         return plan_gemm(device.type, m, n, k, dtype, transpose_weight, why_not, num_sms)
     transport = "not known before the group's first call, when the ranks ask each other"
     return PLANNERS[op](
         device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms, transport
     )
+
+
+# Where no call ever runs fused, there never is a workspace that would remember.
+_remembered_plan = lru_cache(maxsize=4096)(_plan_without_workspace)
 
 
 def current_device() -> torch.device:

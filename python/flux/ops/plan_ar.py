@@ -1,4 +1,4 @@
-"""Plans of the operators that give every rank the whole sum: gemm_ar and all_reduce."""
+"""Plans of the operators whose ranks exchange vectors: gemm_ar, all_reduce and reduce_scatter."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _BY_TORCH = "torch.distributed.all_reduce"
 
 # Any dimension that no check refuses, for those that an operator does not have.
 _NO_MATTER = VECTOR
+# No tile shape, but a number that ranks can tell each other.
+_NO_TILE = 0
 
 
 def plan_gemm_ar(
@@ -68,32 +70,60 @@ def plan_all_reduce(
 ) -> Plan:
     """The plan of an AllReduce of m * n elements, as one row. The other arguments are those of any plan."""
     count = m * n
-    fused, reason = can_run_fused(
-        "all_reduce",
-        device_type=device_type,
-        dtype=dtype,
-        m=count,
-        n=_NO_MATTER,
-        k=_NO_MATTER,
-        why_not=why_not,
-    )
-    if world_size == 1:
-        fused, reason = False, "one rank: x is the sum"
-    elif fused and device_type == "cuda" and count % VECTOR:
-        fused, reason = False, f"{count} elements are no whole number of 16-byte vectors"
-    elif fused and count * dtype.itemsize > MAX_EXCHANGE_BYTES:
-        reason = f"x has {count * dtype.itemsize / 2**20:.0f} MiB, more than an exchange holds"
-        fused = False
+    fused, reason = _can_sum_fused("all_reduce", device_type, 1, count, dtype, world_size, why_not)
     common = ("all_reduce", 1, count, 0, dtype, world_size, False, fused)
     if not fused:
         return Plan(*common, "none (one rank)" if world_size == 1 else _BY_TORCH, reason)
     exchange = _exchanged(device_type, 1, count, dtype, world_size, transport)
-    # No tile shape, but a number that ranks can tell each other.
-    return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": 0}))
+    return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": _NO_TILE}))
+
+
+def plan_reduce_scatter(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    why_not: str | None,
+    num_sms: int,
+    transport: str,
+) -> Plan:
+    """The plan of a ReduceScatter of m * n elements, as one row for each rank."""
+    share = m * n // world_size
+    fused, reason = _can_sum_fused(
+        "reduce_scatter", device_type, world_size, share, dtype, world_size, why_not
+    )
+    common = ("reduce_scatter", world_size, share, 0, dtype, world_size, False, fused)
+    if not fused:
+        by_torch = "torch.distributed.reduce_scatter_tensor"
+        return Plan(*common, "none (one rank)" if world_size == 1 else by_torch, reason)
+    scatter = _native.core.ExchangeMode.SCATTER
+    exchange = _native.core.exchange(world_size, round_up(share, VECTOR), world_size, scatter)
+    room: dict[str, Any] = _room(device_type, exchange.bytes, world_size, dtype)
+    return Plan(*common, transport, reason, config=_NO_TILE, mode=int(scatter), **room)
+
+
+def _can_sum_fused(
+    op: str, device_type: str, m: int, n: int, dtype: torch.dtype, world_size: int, why_not: str | None
+) -> tuple[bool, str]:
+    """Whether a matrix x [m, n] of each rank is summed by an exchange, and the reason."""
+    if world_size == 1:
+        return False, "one rank: x is the sum"
+    fused, reason = can_run_fused(
+        op, device_type=device_type, dtype=dtype, m=m * n, n=_NO_MATTER, k=_NO_MATTER, why_not=why_not
+    )
+    if fused and device_type == "cuda" and n % VECTOR:
+        return False, f"{n} elements are no whole number of 16-byte vectors"
+    if fused and m * n * dtype.itemsize > MAX_EXCHANGE_BYTES:
+        return False, f"x has {m * n * dtype.itemsize / 2**20:.0f} MiB, more than an exchange holds"
+    return fused, reason
 
 
 PLANNERS["gemm_ar"] = plan_gemm_ar
 PLANNERS["all_reduce"] = plan_all_reduce
+PLANNERS["reduce_scatter"] = plan_reduce_scatter
 
 
 def _exchanged(

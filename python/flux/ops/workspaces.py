@@ -37,7 +37,7 @@ def reserve(
         max_m: rows of all ranks: those of x for gemm_rs and gemm_ar, of the result for ag_gemm and
             all_gather.
         max_n: columns of the result. Only gemm_rs and gemm_ar send them: without those, 1 will do. all_reduce
-            takes up to max_m * max_n elements.
+            and reduce_scatter take up to max_m * max_n elements.
         max_k: columns of x on one rank. Only ag_gemm and all_gather send them: without those, 1 will do.
         dtype: of x.
         slots: micro-batches in flight at the same time; this version supports 1.

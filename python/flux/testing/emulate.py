@@ -312,6 +312,23 @@ class EmulatedRanks:
         self._launch(launch, join, absent)
         return outs
 
+    def reduce_scatter(
+        self, xs: Sequence[torch.Tensor], *, join: bool = True, absent: Collection[int] = ()
+    ) -> list[torch.Tensor]:
+        """ReduceScatter of all ranks at once: for every rank its [m / world_size, n] of the sum of all `xs`
+        [m, n].
+        """
+        m, n = xs[0].shape
+        mode = int(_native.core.ExchangeMode.SCATTER)
+        self._stored.reserve_exchange(self._exchange(m, n, mode))
+        outs = self._empty(xs[0], m // self.world_size, n)
+
+        def launch(rank: int) -> None:
+            torch.ops.flux._all_reduce(xs[rank], outs[rank], self._stored.address(rank), mode)
+
+        self._launch(launch, join, absent)
+        return outs
+
     def _exchange(self, m: int, n: int, mode: int) -> Any:
         core = _native.core
         return core.exchange(m, n, self.world_size, core.ExchangeMode(mode))

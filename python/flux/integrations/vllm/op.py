@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import flux
+from flux.ops.plan import why_unfused
 
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
@@ -122,4 +123,4 @@ def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> bool:
     if x.is_cpu:
         return True
     n, k = weight.shape
-    return flux.explain("gemm_ar", _tokens(x), n, k, x.dtype, group_name).fused
+    return why_unfused("gemm_ar", _tokens(x), n, k, x.dtype, x.device, group_name) is None

@@ -1,0 +1,143 @@
+"""ReduceScatter alone: each rank gets its rows of the sum of all ranks' tensors."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux.comm import group as groups
+from flux.comm import registry
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.ops import _check
+from flux.ops._exchange import sum_over_ranks, wide_type
+from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops.all_gather import readable, writable
+from flux.ops.plan import Plan, workspace_plan
+
+
+def reduce_scatter(
+    x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum of x over all ranks. A collective.
+
+    Summed in fp32, in rank order, and rounded once: repeatable, and what flux.all_reduce gives for these
+    rows. What does not run fused (flux.explain says what, and why) is summed by torch on GPUs, in x's dtype.
+    The gradient of x is that of the result, gathered.
+
+    Args:
+        x: [M, ...], the same shape on all ranks, M a multiple of their number p; bfloat16, float16, float32
+            or float64. On GPUs bfloat16 and float16 of a multiple of 8 p elements and at most 64 MiB run
+            fused.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        out: contiguous [M/p, ...] to write to; not in grad mode if x needs a gradient.
+
+    Returns:
+        [M/p, ...] in x's dtype: a fresh tensor, or `out`.
+
+    Raises:
+        ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
+        CommTimeoutError, RuntimeError: as flux.gemm_rs.
+    """
+    name = group_name(group, "reduce_scatter")
+    direct = may_skip_dispatch(x, x)
+    if needs_grad(x):
+        if out is not None:
+            _check.no_grad_needed("reduce_scatter", x)
+        direct = False
+    if out is None:
+        result: torch.Tensor = (_eager if direct else _op)(x, name)
+        return result
+    (_eager_out if direct else _op_out)(x, name, out)
+    return out
+
+
+def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """The same from torch alone: gathered, summed in fp32 (or float64) in rank order, one rounding."""
+    pg = resolve_group(group, "reduce_scatter")
+    rows, *_ = _check.reduce_scatter_args("reduce_scatter", x, pg.size())
+    wide = wide_type(x.dtype)
+    gathered = [torch.empty(x.shape, dtype=wide, device=x.device) for _ in range(pg.size())]
+    dist.all_gather(gathered, x.to(wide).contiguous(), group=pg)
+    total = torch.zeros_like(gathered[0])
+    for other in gathered:
+        total += other
+    return total[pg.rank() * rows :][:rows].to(x.dtype)
+
+
+def _fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return x.new_empty(_check.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size()))
+
+
+def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    shape = _check.reduce_scatter_args("reduce_scatter", x, process_group(group_name).size())
+    _check.out_arg("reduce_scatter", out, shape, x)
+
+
+def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    out = _fake(x, group_name)
+    _run(x, process_group(group_name), out)
+    return out
+
+
+def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    _fake_out(x, group_name, out)
+    _run(x, process_group(group_name), out)
+
+
+def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    if group.size() == 1:
+        out.copy_(x)
+        return
+    workspace = registry.get(group, x.device, "reduce_scatter")
+    # One row for each rank: only their length must suit the vectors that travel, whatever the shape.
+    plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
+    if not plan.fused:
+        unfused(x, group, out)
+        return
+    x2, out2 = x.reshape(plan.m, plan.n), out.view(1, plan.n)
+    if x.is_cuda:
+        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+
+
+def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    """out = this rank's rows of the sum of all ranks' x, by torch."""
+    if out.numel() == 0:
+        return
+    # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
+    wide = out.dtype if out.is_cuda else wide_type(out.dtype)
+    total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide)
+    groups.reduce_scatter()(total, x.to(wide).contiguous(), group=group)
+    if total is not out:
+        out.copy_(total)
+
+
+def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
+    _kernel(x, target, workspace.enter(plan), plan.mode)
+    if target is not out:
+        out.copy_(target)
+
+
+def _fused_cpu(workspace: CpuWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    with workspace.guarded():
+        epoch = workspace.begin(plan)
+        sum_over_ranks(workspace, plan, epoch, x, out)
+        workspace.finish(epoch)
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("reduce_scatter", _eager, _device)
+    library.impl("reduce_scatter_out", _eager_out, _device)
+torch.library.register_fake("flux::reduce_scatter", _fake, lib=library)
+torch.library.register_fake("flux::reduce_scatter_out", _fake_out, lib=library)
+
+_op: Any = torch.ops.flux.reduce_scatter.default
+_op_out: Any = torch.ops.flux.reduce_scatter_out.default
+_kernel: Any = torch.ops.flux._all_reduce.default
