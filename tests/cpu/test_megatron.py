@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 SEQUENCE, BATCH, VOCABULARY = 16, 2, 64
 
 
-def prepare() -> None:
+def prepare(tensor_parallel: int = 2, **sizes: int) -> None:
     """What stock Megatron needs without CUDA: it asks for the current device, and its random numbers."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -34,7 +34,7 @@ def prepare() -> None:
         random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
         random._get_all_rng_states = lambda: (torch.get_rng_state(),)
         random._set_all_rng_states = lambda state: torch.set_rng_state(state)
-    parallel_state.initialize_model_parallel(2)
+    parallel_state.initialize_model_parallel(tensor_parallel, **sizes)
 
 
 def make_config(**options: Any) -> Any:
@@ -148,7 +148,7 @@ def equal_to_stock(rank: int, world_size: int) -> None:
 
 
 def mixture_of_experts(rank: int, world_size: int) -> None:
-    """A converted spec with experts: attention on flux, experts by Megatron's own code."""
+    """A converted spec with experts: attention and experts on flux."""
     from megatron.core.transformer.moe import moe_utils
 
     # Megatron-Core 0.16.1 looks for it without Transformer Engine too.

@@ -168,8 +168,9 @@ def whole_layer(rank: int, world_size: int) -> str:
         )
         mine = slice(rank // tp * (experts // ep_size), (rank // tp + 1) * (experts // ep_size))
         columns = slice(rank % tp * (intermediate // tp), (rank % tp + 1) * (intermediate // tp))
-        layer.w1.copy_(w1[mine, :, columns].flatten(1, 2))
-        layer.w2.copy_(w2[mine, :, columns])
+        with torch.no_grad():
+            layer.w1.copy_(w1[mine, :, columns].flatten(1, 2))
+            layer.w2.copy_(w2[mine, :, columns])
         result = layer(x, ids, weights)
         expected = reference.moe_mlp(
             x.view(-1, hidden), ids.view(-1, k), weights.view(-1, k), w1.flatten(1, 2), w2, activation
@@ -242,10 +243,8 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("ag_scatter_gemm", {"weight": W1[:, 1:], "activation": "swiglu"}, ("weight", "even", "[2, 5, 8]")),
     ("ag_scatter_gemm", {"activation": "relu"}, ("activation", "silu, gelu, swiglu", "relu")),
     ("ag_scatter_gemm", {"routing": IDS}, ("routing", "flux.moe.route", "Tensor")),
-    ("ag_scatter_gemm", {"weight": torch.nn.Parameter(W1)}, ("weight", "no_grad", "requires_grad")),
     ("gemm_gather_rs", {"x": torch.ones(3, 6)}, ("x", "12 rows", "[3, 6]")),
     ("gemm_gather_rs", {"weight": W1}, ("weight", "k = 6", "[2, 6, 8]")),
-    ("gemm_gather_rs", {"x": torch.ones(12, 6, requires_grad=True)}, ("x", "no_grad", "requires_grad")),
 ]
 
 

@@ -100,7 +100,6 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"rows": torch.ones(2, 2).int()}, ("rows", "1 dimension", "2")),
     ({"rows": torch.ones(2)}, ("rows", "int32 or int64", "float32")),
     ({"rows": torch.ones(2).int().to("meta")}, ("rows", "cpu", "meta")),
-    ({"x": torch.nn.Parameter(X)}, ("x", "no_grad", "requires_grad")),
 ]
 
 

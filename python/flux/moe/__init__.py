@@ -1,5 +1,6 @@
 """Mixture of experts: routing, and the two halves of an expert layer with their communication inside."""
 
+from flux.moe import autograd as _autograd  # noqa: F401  (registers the backward passes)
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.mlp import MoEMLP

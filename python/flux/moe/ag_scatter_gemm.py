@@ -44,11 +44,9 @@ def ag_scatter_gemm(
         be. What the rows from routing.offsets[-1] on hold is not specified.
 
     Raises:
-        ValueError: an argument does not fit, or needs a gradient in grad mode (there is no backward pass);
-            or, where the ranks notice, they made different calls.
+        ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
-    grouped_gemm.refuse_grad(_OP, x=x, weight=weight)
     check_routing(_OP, routing, weight, x.device)
     if x.dim() == 2 and x.shape[0] != routing.num_tokens:
         _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")

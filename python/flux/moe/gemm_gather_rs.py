@@ -43,7 +43,6 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.moe.ag_scatter_gemm.
     """
-    grouped_gemm.refuse_grad(_OP, x=x, weight=weight)
     check_routing(_OP, routing, weight, x.device)
     if x.dim() == 2 and x.shape[0] != routing.rows.shape[0]:
         what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"

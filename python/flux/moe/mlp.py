@@ -13,7 +13,7 @@ from flux.ops.grouped_gemm import ACTIVATIONS
 
 
 class MoEMLP(torch.nn.Module):
-    """The experts of a mixture-of-experts layer, distributed over a group. For inference: no backward pass.
+    """The experts of a mixture-of-experts layer, distributed over a group.
 
     The router is yours, and so is a shared expert. flux.moe.reference.moe_mlp is the same on one rank.
 
@@ -66,8 +66,8 @@ class MoEMLP(torch.nn.Module):
         experts = num_experts // ep_size
         w1 = torch.empty(experts, gates, hidden, dtype=dtype, device=device)
         w2 = torch.empty(experts, hidden, columns, dtype=dtype, device=device)
-        self.w1 = torch.nn.Parameter(w1, requires_grad=False)
-        self.w2 = torch.nn.Parameter(w2, requires_grad=False)
+        self.w1 = torch.nn.Parameter(w1)
+        self.w2 = torch.nn.Parameter(w2)
         for weight, fan_in in ((self.w1, hidden), (self.w2, intermediate)):
             torch.nn.init.normal_(weight, std=fan_in**-0.5)
 

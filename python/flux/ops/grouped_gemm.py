@@ -45,9 +45,8 @@ def grouped_gemm(
         from offsets[E] on hold is not specified.
 
     Raises:
-        ValueError: an argument does not fit, or needs a gradient in grad mode: there is no backward pass.
+        ValueError: an argument does not fit.
     """
-    refuse_grad("grouped_gemm", x=x, weight=weight)
     result: torch.Tensor = _op(x, weight, offsets, rows, activation)
     return result
 
@@ -70,18 +69,6 @@ def reference(
         mine = x[first:last] if rows is None else x[rows[first:last].long()]
         out[first:last] = activate(mine.to(wide) @ weight[expert].to(wide).t(), activation)
     return out
-
-
-def refuse_grad(op: str, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for an argument that needs a gradient in grad mode."""
-    for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            _check.fail(
-                op,
-                name,
-                "a tensor that needs no gradient (there is no backward pass; call it under torch.no_grad())",
-                "requires_grad=True in grad mode",
-            )
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -233,7 +220,7 @@ def unfused(
     """The same for rows that are in order already, on a GPU through torch's grouped GEMM."""
     if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         say_once("grouped GEMMs run unfused, through torch: there is no kernel for them yet")
-        product: torch.Tensor = _torch_grouped_mm()(x.contiguous(), weight.transpose(1, 2), offs=offsets[1:])
+        product: torch.Tensor = torch_grouped_mm()(x.contiguous(), weight.transpose(1, 2), offs=offsets[1:])
         if activation is None:
             return product
         return activate(product.float(), activation).to(x.dtype)
@@ -245,7 +232,7 @@ def unfused(
     return reference(x, weight, offsets, None, activation)
 
 
-def _torch_grouped_mm() -> Any:
+def torch_grouped_mm() -> Any:
     """torch's grouped GEMM, under the name this torch prefers."""
     return getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
 

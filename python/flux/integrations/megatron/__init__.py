@@ -16,12 +16,14 @@ from flux.integrations.megatron.linear import (
     FluxRowParallelLinear,
     accumulate_into_main_grad,
 )
+from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
 from flux.integrations.megatron.specs import convert_spec, get_flux_layer_spec, gpt_layer_spec
 
 __all__ = [
     "FluxColumnParallelLinear",
     "FluxLayerNormColumnParallelLinear",
+    "FluxMoELayer",
     "FluxNorm",
     "FluxRowParallelLinear",
     "accumulate_into_main_grad",

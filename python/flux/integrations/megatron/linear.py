@@ -17,7 +17,7 @@ from flux.layers import column_linear, row_linear
 
 log = logging.getLogger("flux")
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> None:
@@ -67,7 +67,7 @@ class _FluxLinear(torch.nn.Module):
             return "the token dispatcher communicates for the layers of experts"
         if getattr(self.config, "_cpu_offloading_context", None) is not None:
             return "activations are offloaded to the CPU"
-        if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
             return f"x is {x.dtype} and the weight {weight.dtype}"
         return None
 

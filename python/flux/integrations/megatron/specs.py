@@ -9,15 +9,18 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from flux.integrations.megatron.linear import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
 
 # Norms of Apex and Transformer Engine stay: they know sequence parallelism.
 _REPLACEMENTS: dict[Hashable, type] = {
     ColumnParallelLinear: FluxColumnParallelLinear,
     RowParallelLinear: FluxRowParallelLinear,
+    MoELayer: FluxMoELayer,
     WrappedTorchNorm: FluxNorm,
     te.TEColumnParallelLinear: FluxColumnParallelLinear,
     te.TERowParallelLinear: FluxRowParallelLinear,
@@ -28,8 +31,9 @@ _REPLACEMENTS: dict[Hashable, type] = {
 def convert_spec(spec: Any) -> Any:
     """A copy of a spec, of a layer, a block or any part of them, with flux's classes in it.
 
-    Replaced are column- and row-parallel linear layers, Megatron's and Transformer Engine's, and torch's
-    norm, which knows no sequence parallelism. Everything else stays, such as the attention itself.
+    Replaced are column- and row-parallel linear layers, Megatron's and Transformer Engine's, layers of
+    experts, and torch's norm, which knows no sequence parallelism. Everything else stays, such as the
+    attention itself.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(convert_spec(part) for part in spec)

@@ -1,0 +1,141 @@
+"""Megatron's layer of experts: what is between its router and its sum with shared experts is flux's.
+Parameters, router, losses, shared experts, checkpoints and everything that flux does not do are Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+from flux.integrations.megatron.linear import DTYPES, tell
+from flux.moe import ag_scatter_gemm, gemm_gather_rs, route
+from flux.moe.routing import MAX_TOP_K
+
+Tensor = torch.Tensor
+
+
+class FluxMoELayer(MoELayer):  # type: ignore[misc]
+    """Megatron's MoELayer with flux.moe.route, ag_scatter_gemm and gemm_gather_rs in place of a token
+    dispatcher and the calls of single experts; for tensor and expert parallelism and both.
+
+    Arguments, parameters, state and results are those of Megatron's class.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        **options: Any,
+    ) -> None:
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, submodules, layer_number, groups, **options)
+        self.flux_group = groups.tp_ep
+        self.flux_unfit = self._why_never(groups)
+        self._flux_runs = False
+        if self.flux_unfit is None:
+            # What it does before and after the experts is what flux needs: flat tokens, and a routing map.
+            self.token_dispatcher = MoEAllGatherTokenDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+            )
+
+    def _why_never(self, groups: Any) -> str | None:
+        """Why all calls run in Megatron's own code, or None. The same on all ranks."""
+        config = self.config
+        reasons = {
+            "the group of its experts has one rank": groups.tp_ep.size() == 1,
+            f"its experts are {type(self.experts).__name__}, not SequentialMLP": (
+                type(self.experts) is not SequentialMLP
+            ),
+            "its experts have biases": config.add_bias_linear,
+            "its experts compute in fp8 or fp4": config.fp8 or config.fp4,
+            "its activation is Transformer Engine's": config.use_te_activation_func,
+            "probabilities are applied before the experts": config.moe_apply_probs_on_input,
+            "experts' inputs are padded to their capacity": config.moe_pad_expert_input_to_capacity,
+            "shared experts overlap with its dispatcher": config.moe_shared_expert_overlap,
+            "its communication overlaps with another batch": config.overlap_moe_expert_parallel_comm,
+            "its token dispatcher is flex": config.moe_token_dispatcher_type == "flex",
+            "ranks may have different numbers of tokens": config.variable_seq_lengths,
+            "gradients of its weights are deferred": getattr(config, "delay_wgrad_compute", False),
+            f"its tokens choose more than {MAX_TOP_K} experts": config.moe_router_topk > MAX_TOP_K,
+            "the ranks of its group are in another order": (
+                groups.tp_ep.rank() != groups.ep.rank() * groups.expt_tp.size() + groups.expt_tp.rank()
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _why_not(self, x: Tensor) -> str | None:
+        """Why this call runs in Megatron's own code, or None. The same on all ranks."""
+        if self.flux_unfit is not None:
+            return str(self.flux_unfit)
+        if getattr(self.config, "_cpu_offloading_context", None) is not None:
+            return "activations are offloaded to the CPU"
+        if any(module._forward_pre_hooks for module in self.experts.modules()):
+            # Such as those that fetch parameters just in time: flux does not call these modules.
+            return "hooks run before its experts"
+        weights = {p.dtype for p in self.experts.parameters()}
+        if x.dtype not in DTYPES or weights != {x.dtype}:
+            return f"x is {x.dtype}, and its experts are another type or none that flux takes"
+        return None
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        reason = self._why_not(hidden_states)
+        self._flux_runs = reason is None
+        if reason is None:
+            return hidden_states, probs
+        tell(type(self).__name__, reason)
+        result: tuple[Tensor, Tensor] = super().dispatch(hidden_states, probs)
+        return result
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor, *args: Any) -> Any:
+        if not self._flux_runs:
+            return super().routed_experts_compute(hidden_states, probs, *args)
+        ids, weights = chosen(self.token_dispatcher.routing_map, probs, self.config.moe_router_topk)
+        self.token_dispatcher.routing_map = None
+        routing = route(
+            ids,
+            weights,
+            self.config.num_moe_experts,
+            group=self.flux_group,
+            ep_size=self.flux_group.size() // self.experts.tp_group.size(),
+        )
+        # Stacking copies the weights: Megatron owns the memory of each.
+        w1, w2 = (
+            torch.stack([getattr(expert, name).weight for expert in self.experts.local_experts])
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        rows = self._activate(ag_scatter_gemm(hidden_states, w1, routing))
+        # Megatron multiplies by the probabilities before the second product: the same, it is linear.
+        return gemm_gather_rs(rows, w2, routing), None
+
+    def _activate(self, product: Tensor) -> Tensor:
+        """Megatron's activation. Not in the GEMM: there the product would have to be made again backward."""
+        config = self.config
+        activation = config.activation_func
+        if not config.gated_linear_unit:
+            result: Tensor = activation(product)
+            return result
+        gate, up = product.chunk(2, dim=-1)
+        limit = config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gated: Tensor = activation(gate) * (up + config.glu_linear_offset)
+        return gated
+
+    def combine(self, output: Tensor, *args: Any) -> Tensor:
+        result: Tensor = output if self._flux_runs else super().combine(output, *args)
+        return result
+
+
+def chosen(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Experts, -1 for none, and probabilities [tokens, k] of a map and of probabilities [tokens, experts]."""
+    # A stable sort: the first k are the chosen experts, in order, whatever the machine.
+    found, ids = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+    ids = ids[:, :top_k]
+    return torch.where(found[:, :top_k] > 0, ids, -1), probs.gather(1, ids)

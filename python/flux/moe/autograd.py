@@ -1,0 +1,252 @@
+"""Backward passes of the expert layers. As in flux.ops.autograd they are made of the operators themselves:
+the gradient of layer 0 with respect to its tokens is a layer 1 without routing weights, that of layer 1 with
+respect to its rows a layer 0 of the gradients, both with each expert's weight read in its other layout.
+
+Gradients are those of the sum of all ranks' losses. Rows after the last are never read, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flux.moe import reference
+from flux.moe.ag_scatter_gemm import ag_scatter_gemm
+from flux.moe.gemm_gather_rs import gemm_gather_rs
+from flux.moe.routing import Routing
+from flux.ops import _check
+from flux.ops import grouped_gemm as grouped
+from flux.ops._library import library
+from flux.ops.all_gather import all_gather
+from flux.ops.grouped_gemm import grouped_gemm, wide_type
+
+Tensor = torch.Tensor
+_TENSORS = Routing._fields.index("num_experts")  # of a routing; the last of them are the weights
+
+
+def activation_grad(grad: Tensor, product: Tensor, activation: str) -> Tensor:
+    """Gradient of the product [rows, N] for that of its activation, computed in the wide type."""
+    wide = wide_type(grad.dtype)
+    g, z = grad.to(wide), product.to(wide)
+    if activation == "gelu":
+        result: Tensor = torch.ops.aten.gelu_backward(g, z)
+    elif activation == "silu":
+        result = g * _silu_slope(z)
+    else:
+        gate, up = z.chunk(2, dim=-1)
+        of_up = g * torch.nn.functional.silu(gate)
+        result = torch.cat([g * up * _silu_slope(gate), of_up], -1)
+    return result.to(grad.dtype)
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    # By hand: torch's own backward pass of it has none itself.
+    sigmoid = z.sigmoid()
+    return sigmoid * (1 + z * (1 - sigmoid))
+
+
+def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The tokens of all ranks [p * max_tokens, ...], and which of them is each row's."""
+    limit = routing.max_tokens
+    padded = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
+    tokens = reference.tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    return all_gather(padded, group=routing.group_name), tokens
+
+
+def before_end(rows: Tensor, offsets: Tensor) -> Tensor:
+    """rows [R, ...], with zeros for those that are no expert's."""
+    here = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return torch.where(here.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+
+
+def each_row_once(positions: Tensor) -> Tensor:
+    """Weights [..., k] that take every row of a token once, even if its expert was named twice."""
+    k = positions.shape[-1]
+    earlier = torch.ones(k, k, dtype=torch.bool, device=positions.device).tril(-1)
+    same = positions[..., :, None] == positions[..., None, :]
+    return (~(same & earlier).any(-1)).float()
+
+
+def weights_of_rows(routing: Routing, dtype: torch.dtype) -> Tensor:
+    """What each row is multiplied by [rows]; zero for rows after the last."""
+    rows = routing.rows.shape[0]
+    # What is in no row goes to one more entry, which is cut off.
+    target = torch.where(routing.positions >= 0, routing.positions, rows).reshape(-1)
+    weights = routing.weights.reshape(-1).to(dtype)
+    return weights.new_zeros(rows + 1).index_add(0, target, weights)[:-1]
+
+
+def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, offsets, rows, ctx.activation = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.tokens = x.shape[0]
+    # The product before the activation is not kept but computed again.
+    again = ctx.activation is not None
+    ctx.save_for_backward(
+        x if needs_weight or again else None, weight if needs_x or again else None, offsets, rows
+    )
+
+
+def _grouped_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets, rows = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    if ctx.activation is not None:
+        grad = activation_grad(grad, grouped_gemm(x, weight, offsets, rows=rows), ctx.activation)
+    rows = None if rows is None else rows.clamp(min=0)
+    grad_x = None
+    if needs_x:
+        grad_x = before_end(grouped_gemm(grad, weight.transpose(1, 2), offsets), offsets)
+        if rows is not None:
+            sums = grad_x.new_zeros(ctx.tokens, grad_x.shape[1], dtype=wide_type(grad.dtype))
+            grad_x = sums.index_add(0, rows, grad_x.to(sums.dtype)).to(grad.dtype)
+    grad_weight = None
+    if needs_weight:
+        grad_weight = _expert_grads(grad, x if rows is None else x.index_select(0, rows), offsets)
+    return grad_x, grad_weight, None, None, None
+
+
+def _ag_scatter_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, routing, num_experts, ep_size, max_tokens, ctx.activation, group_name = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.sizes = (num_experts, ep_size, max_tokens, x.shape[0], group_name)
+    again = ctx.activation is not None
+    ctx.save_for_backward(
+        x if needs_weight or again else None, weight if needs_x or again else None, *routing
+    )
+
+
+def _ag_scatter_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, *tensors = ctx.saved_tensors
+    routing = Routing._make([*tensors, *ctx.sizes])
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grad_x = grad_weight = None
+    if x is not None:
+        everybody, tokens = gathered(x, routing)
+        if ctx.activation is not None:
+            product = grouped_gemm(everybody, weight, routing.offsets, rows=tokens)
+            grad = activation_grad(grad, product, ctx.activation)
+        if needs_weight:
+            grad_weight = _expert_grads(grad, everybody.index_select(0, tokens), routing.offsets)
+    if needs_x:
+        unweighted = routing._replace(weights=each_row_once(routing.positions))
+        grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), unweighted)
+    return grad_x, grad_weight, [None] * _TENSORS, None, None, None, None, None
+
+
+def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, routing, *sizes = inputs
+    ctx.sizes = sizes
+    # One entry for each tensor here, nested as the arguments are in the backward pass: torch's way.
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_scores = ctx.needs_input_grad[1 + _TENSORS]
+    ctx.save_for_backward(
+        x if needs_weight or needs_scores else None, weight if needs_x or needs_scores else None, *routing
+    )
+
+
+def _gemm_gather_rs_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, *tensors = ctx.saved_tensors
+    routing = Routing._make([*tensors, *ctx.sizes])
+    needs_x, needs_weight, needs_routing = ctx.needs_input_grad[:3]
+    offsets, wide = routing.offsets, wide_type(grad.dtype)
+    scores = weights_of_rows(routing, wide)[:, None]
+    grad_x = grad_weight = grad_scores = None
+    if needs_weight:
+        everybody, tokens = gathered(grad, routing)
+        scaled = (everybody.index_select(0, tokens).to(wide) * scores).to(grad.dtype)
+        grad_weight = _expert_grads(scaled, x, offsets)
+    if weight is not None:
+        flipped = weight.transpose(1, 2)
+        if needs_weight:  # the gradients of all ranks are here already
+            back = grouped_gemm(everybody, flipped, offsets, rows=tokens)
+        else:
+            back = ag_scatter_gemm(grad, flipped, routing)
+        back = before_end(back, offsets).to(wide)
+        if needs_x:
+            grad_x = (back * scores).to(grad.dtype)
+        if needs_routing[-1]:
+            # Of a row's product with the gradient of its token, without making the product again.
+            dots = before_end((back * x.to(wide)).sum(-1), offsets)
+            grad_scores = _of_choices(dots, routing.positions).to(routing.weights.dtype)
+    return grad_x, grad_weight, [*[None] * (_TENSORS - 1), grad_scores], *[None] * 5
+
+
+def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
+    """The entry [rows] of each choice [p, max_tokens, k], zero for choices that are elsewhere."""
+    if dots.shape[0] == 0:
+        return dots.new_zeros(positions.shape)
+    return torch.where(positions >= 0, dots[positions.clamp(min=0).long()], 0)
+
+
+def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    topk_weights, ctx.group_name = inputs[1], inputs[-1]
+    ctx.tokens, ctx.dtype = topk_weights.shape[0], topk_weights.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _route_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    of_all = grads[-1]
+    if of_all is None:
+        return (None,) * 6
+    mine = torch.ops.flux.reduce_scatter(of_all.flatten(0, 1), ctx.group_name)
+    return None, mine[: ctx.tokens].to(ctx.dtype), None, None, None, None
+
+
+def _expert_grads_fake(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    op = "grouped_wgrad"
+    if grad.dim() != 2 or x.dim() != 2 or grad.shape[0] != x.shape[0]:
+        shapes = f"shapes {list(grad.shape)} and {list(x.shape)}"
+        _check.fail(op, "grad_output", "[rows, n], with as many rows as x [rows, k]", shapes)
+    return x.new_empty(offsets.shape[0] - 1, grad.shape[1], x.shape[1])
+
+
+def _expert_grads_by_loop(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    out = _expert_grads_fake(grad, x, offsets)
+    wide = wide_type(x.dtype)
+    bounds = offsets.tolist()
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        out[expert] = grad[first:last].t().to(wide) @ x[first:last].to(wide)
+    return out
+
+
+def _expert_grads_cuda(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    if grad.numel() == 0 or x.numel() == 0:
+        return torch.zeros_like(_expert_grads_fake(grad, x, offsets))
+    if x.dtype == torch.bfloat16 and grad.shape[1] % 8 == 0 and x.shape[1] % 8 == 0:
+        product: Tensor = grouped.torch_grouped_mm()(grad.contiguous().t(), x.contiguous(), offs=offsets[1:])
+        return product
+    grouped.say_once(
+        f"gradients of expert weights of {str(x.dtype).removeprefix('torch.')}, {grad.shape[1]} by "
+        f"{x.shape[1]}, run expert by expert and synchronise with the host: torch's grouped GEMM takes "
+        "bfloat16 and multiples of 8"
+    )
+    return _expert_grads_by_loop(grad, x, offsets)
+
+
+def _expert_grads_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _expert_grads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_output, x, offsets = ctx.saved_tensors
+    of_rows = grouped_gemm(x, grad, offsets)
+    of_x = grouped_gemm(grad_output, grad.transpose(1, 2), offsets)
+    return before_end(of_rows, offsets), before_end(of_x, offsets), None
+
+
+library.impl("grouped_wgrad", _expert_grads_by_loop, "CPU")
+library.impl("grouped_wgrad", _expert_grads_cuda, "CUDA")
+torch.library.register_fake("flux::grouped_wgrad", _expert_grads_fake, lib=library)
+# Of each expert e: grad[rows of e]ᵀ · x[rows of e].
+_expert_grads: Any = torch.ops.flux.grouped_wgrad.default
+
+for _name, _setup, _backward in (
+    ("grouped_gemm", _grouped_gemm_setup, _grouped_gemm_backward),
+    ("grouped_wgrad", _expert_grads_setup, _expert_grads_backward),
+    ("moe_route", _route_setup, _route_backward),
+    ("moe_ag_scatter_gemm", _ag_scatter_gemm_setup, _ag_scatter_gemm_backward),
+    ("moe_gemm_gather_rs", _gemm_gather_rs_setup, _gemm_gather_rs_backward),
+):
+    torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_setup, lib=library)

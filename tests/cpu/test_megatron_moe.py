@@ -1,0 +1,259 @@
+"""Megatron's layers of experts on flux between CPU processes, for tensor, expert and mixed parallelism: the
+loss, the gradients and the checkpoints of stock Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_megatron import (
+    Told,
+    assert_alike,
+    flux_layers,
+    forward,
+    make_config,
+    make_model,
+    prepare,
+    stock_spec,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flux.testing import spawn
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+)
+
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
+BOTH = {**TP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"TP 2": (2, TP), "EP 2": (2, EP), "TP 2, EP 2": (4, BOTH)}
+
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+MODELS: dict[str, dict[str, Any]] = {
+    "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
+    "swiglu": SWIGLU,
+    "clamped, recomputed": {
+        **SWIGLU,
+        "activation_func_clamp_value": 0.01,
+        "glu_linear_offset": 1.0,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
+    "shared expert, dropped tokens": {
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_expert_capacity_factor": 0.5,
+        "moe_aux_loss_coeff": 0.1,
+    },
+}
+FEWER = ("swiglu",)  # for the mixed layout
+
+
+def config_of(layout: dict[str, Any], **options: Any) -> Any:
+    return make_config(
+        **{
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_token_dispatcher_type": "allgather",
+            **layout,
+            **options,
+        }
+    )
+
+
+def ready(layout: dict[str, Any]) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    # Megatron-Core 0.16.1 looks for it without Transformer Engine too.
+    moe_utils.te_general_gemm = None
+    prepare(
+        layout["tensor_model_parallel_size"],
+        expert_model_parallel_size=layout.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=layout.get("expert_tensor_parallel_size"),
+    )
+
+
+def pair(config: Any, rank: int) -> tuple[Any, Any]:
+    """The same model, stock and on flux; every rank's experts and every expert differ."""
+    from flux.integrations.megatron import convert_spec
+
+    stock, ours = make_model(config, stock_spec(config)), make_model(config, convert_spec(stock_spec(config)))
+    g = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for name, p in stock.named_parameters():
+            if ".local_experts." in name:
+                p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours
+
+
+class Calls(TorchDispatchMode):
+    """How often flux's operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flux" and "moe" in func._schema.name:
+            self.names.append(func._schema.name.removeprefix("flux::moe_"))
+        return func(*args, **(kwargs or {}))
+
+
+def train(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
+    model.zero_grad(set_to_none=True)
+    with Calls() as calls:
+        loss = forward(model, seed)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, calls.names
+
+
+def facts(model: Any, rank: int) -> dict[str, Any]:
+    metadata = {"dp_cp_group": dist.new_group([rank], use_local_synchronization=True)}
+    described = {}
+    for name, value in model.sharded_state_dict(metadata=metadata).items():
+        shape = getattr(value, "local_shape", None)
+        described[name] = (value.key, getattr(value, "global_shape", None), value.replica_id, shape)
+    return described
+
+
+def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    told = Told()
+    logging.getLogger("flux").addHandler(told)
+    # Without tensor parallelism ranks are replicas, with batches of their own.
+    seed = rank // layout["tensor_model_parallel_size"]
+    for name, options in MODELS.items():
+        if world_size == 4 and name not in FEWER:
+            continue
+        stock, ours = pair(config_of(layout, **options), rank)
+        assert "decoder.layers.0.mlp" in flux_layers(ours) and "decoder.layers.0.mlp" not in flux_layers(
+            stock
+        )
+        for (n, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
+            assert vars(p) == vars(q), f"{name}: {n}"
+        loss, grads, _ = train(stock, seed)
+        our_loss, our_grads, calls = train(ours, seed)
+        assert calls == ["route", "ag_scatter_gemm", "gemm_gather_rs"] * 2, calls
+        assert our_grads.keys() == grads.keys()
+        assert sum(".local_experts." in n for n in grads) >= 8 and any("router" in n for n in grads)
+        assert_alike(our_loss, loss)
+        assert_alike(our_grads, grads)
+        with torch.no_grad():
+            assert_alike(forward(ours.eval(), seed), forward(stock.eval(), seed))
+    assert facts(ours, rank) == facts(stock, rank) and len(facts(ours, rank)) > 8
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1.0)
+    stock.load_state_dict(ours.state_dict())
+    assert not [m for m in told.messages if "FluxMoELayer" in m]
+
+
+def alltoall_becomes_flux(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Whatever dispatcher is configured. (Stock Megatron's other one needs CUDA streams.)"""
+    stock, _ = pair(config_of(layout), rank)
+    stream, torch.cuda.Stream = torch.cuda.Stream, object  # type: ignore[misc,assignment]
+    _, ours = pair(config_of(layout, moe_token_dispatcher_type="alltoall"), rank)
+    torch.cuda.Stream = stream  # type: ignore[misc]
+    assert_alike(train(ours, 7 + rank)[:2], train(stock, 7 + rank)[:2])
+
+
+def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Two micro-batches into main_grad by Megatron's DistributedDataParallel, in fp32."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    config, grads = config_of(layout), []
+    for model in pair(config, rank):
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+        wrapped = DistributedDataParallel(config, options, model)
+        for seed in (rank, 2 + rank):
+            forward(wrapped, seed).backward()
+        finalize_model_grads([wrapped])
+        grads.append({name: p.main_grad for name, p in model.named_parameters()})
+    assert_alike(grads[1], grads[0])
+
+
+def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Where flux does not apply Megatron's own code runs, with the same result, and one line says why."""
+    told = Told()
+    logging.getLogger("flux").addHandler(told)
+    _, ours = pair(config_of(layout), rank)
+    expected = train(ours, rank)[:2]
+    layer = ours.decoder.layers[0].mlp
+    hook = layer.experts.local_experts[1].linear_fc2.register_forward_pre_hook(lambda *_: None)
+    for _ in range(2):
+        loss, grads, calls = train(ours, rank)
+        assert len(calls) == 3, "the other layer has no hooks"
+        assert_alike((loss, grads), expected)
+    hook.remove()
+    assert len(train(ours, rank)[2]) == 6, "without the hook flux runs again"
+    stock, ours = pair(config_of(layout, add_bias_linear=True), rank)
+    loss, grads, calls = train(ours, rank)
+    assert not calls
+    assert_alike((loss, grads), train(stock, rank)[:2])
+    for option, value, reason in (
+        ("moe_apply_probs_on_input", True, "probabilities are applied before"),
+        ("moe_token_dispatcher_type", "flex", "dispatcher is flex"),
+        ("moe_router_topk", 17, "more than 16 experts"),
+        ("variable_seq_lengths", True, "different numbers of tokens"),
+        ("fp8", "hybrid", "fp8"),
+    ):
+        before = getattr(layer.config, option)
+        setattr(layer.config, option, value)
+        assert reason in layer._why_never(groups())
+        setattr(layer.config, option, before)
+    assert layer._why_never(groups()) is None
+    assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer" in m] == [
+        ["FluxMoELayer runs in Megatron's own code", "hooks run before its experts"],
+        ["FluxMoELayer runs in Megatron's own code", "its experts have biases"],
+    ]
+
+
+def groups() -> Any:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    return get_default_pg_collection()
+
+
+def run_everything(rank: int, world_size: int) -> dict[str, str]:
+    from megatron.core import parallel_state
+
+    answers = {}
+    for layout_name, (size, layout) in LAYOUTS.items():
+        if size != world_size:
+            continue
+        ready(layout)
+        for scenario in SCENARIOS[layout_name]:
+            try:
+                scenario(rank, world_size, layout)
+                answer = ""
+            except Exception:
+                answer = traceback.format_exc()
+            answers[f"{layout_name}: {scenario.__name__}"] = answer
+        parallel_state.destroy_model_parallel()
+    return answers
+
+
+SCENARIOS = {
+    "TP 2": (equal_to_stock,),
+    "EP 2": (equal_to_stock, alltoall_becomes_flux, data_parallelism, falls_back),
+    "TP 2, EP 2": (equal_to_stock,),
+}
+NAMES = [(LAYOUTS[layout][0], f"{layout}: {s.__name__}") for layout, part in SCENARIOS.items() for s in part]
+# Importing Megatron takes most of the time: one set of processes per world size runs all layouts.
+_answers: dict[int, list[dict[str, str]]] = {}
+
+
+@pytest.mark.parametrize(("world_size", "name"), NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_experts_equal_stock_megatron(world_size: int, name: str) -> None:
+    if world_size not in _answers:
+        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=240)
+    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
