@@ -1,13 +1,20 @@
-"""The benchmark of mixtures of experts: its rows, its data, and that every candidate runs on CPUs."""
+"""The benchmark of mixtures of experts: its rows, its data, its peers, and the whole command on CPUs."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
-from flux.bench.cases import moe
+import flux
+from flux.bench import record
+from flux.bench.cases import moe, moe_peers
 from flux.bench.cases.common import Context
+from flux.bench.suites import Request
+from flux.cli import app
 from flux.testing import spawn
 
 
@@ -21,6 +28,37 @@ def test_rows_are_those_of_the_models() -> None:
         moe.problem("moe_layer0", "gpt", 1)
 
 
+def test_a_request_becomes_rows() -> None:
+    rows = moe.rows(Request("moe_layer0", True, 4))
+    # 4 models, 2 layouts, 4 imbalances, 3 token counts.
+    assert len(rows) == 96 and all(row.model != "tiny" for row in rows)
+    assert {row.variant for row in rows} == {
+        f"{layout} {load}" for layout in ("TP", "EP4") for load in ("std 0", "std 0.032", "std 0.05", "hot")
+    }
+    few = moe.rows(Request("moe_layer1", False, 4, ("flux-demo",), (8,), ("hot",), (2,)))
+    assert [(row.model, row.m, row.variant) for row in few] == [("flux-demo", 8, "EP2 hot")]
+    with pytest.raises(ValueError, match="--imbalance expected .* got 'cold'"):
+        moe.rows(Request("moe_layer0", True, 4, imbalance=("cold",)))
+    with pytest.raises(ValueError, match="model expected to be one of mixtral-8x7b.*got 'gpt'"):
+        moe.rows(Request("moe_layer0", True, 4, models=("gpt",)))
+    with pytest.raises(ValueError, match="--ep expected to be a divisor of 4 ranks, got 3"):
+        moe.problem("moe_layer0", "tiny", 64, ep_size=3).local(4)
+    with pytest.raises(ValueError, match="8 experts.*cannot be divided"):
+        moe.problem("moe_layer0", "tiny", 64, ep_size=16).local(16)
+
+
+def test_bytes_on_the_wire() -> None:
+    """Sliced experts: every token goes to every rank. Distributed ones: to the ranks that it needs."""
+    tokens, hidden = 64 // 4, 128
+    assert moe.problem("moe_layer0", "tiny", 64).on_wire(4, 2) == 3 * tokens * hidden * 2
+    # 2 of 8 experts, of which each rank has 2: a given rank has none of them with 6/8 * 5/7.
+    reached = 1 - 6 / 8 * 5 / 7
+    assert moe.problem("moe_layer1", "tiny", 64, ep_size=4).on_wire(4, 2) == int(
+        3 * reached * tokens * hidden * 2
+    )
+    assert moe.problem("moe_route", "tiny", 64).on_wire(4, 2) == 3 * tokens * 2 * 8
+
+
 @pytest.mark.parametrize("load_std", [0.0, 0.032, 0.05])
 def test_loads_are_spread_as_asked(load_std: float) -> None:
     problem = moe.MoeProblem("moe_layer0", "", "moe_layer0", 1, 1, 1, 8, 1, 1, load_std)
@@ -31,21 +69,74 @@ def test_loads_are_spread_as_asked(load_std: float) -> None:
     assert (moe.choose_experts(hot, 100, torch.Generator()) == 0).any(1).all()
 
 
+def swapped(routing: flux.moe.Routing) -> flux.moe.Routing:
+    """With two rows of different tokens exchanged."""
+    rows = routing.rows.clone()
+    rows[0], rows[1] = routing.rows[1], routing.rows[0]
+    return routing._replace(rows=rows)
+
+
 def run(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Roles of the candidates; and peers that compute something else would fail here."""
     context = Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
     names = {}
-    for op in ("moe_layer0", "moe_layer1"):
+    for op in ("moe_route", "moe_layer0", "moe_layer1"):
         for ep_size in (1, world_size):
             problem = moe.problem(op, "tiny", 64, ep_size, load_std=0.05)
             assert moe.check(problem, context) == "exact"
             prepared = moe.prepare(problem, context)
-            for candidate in prepared.candidates:
-                candidate.call()
-            names[op] = [candidate.role for candidate in prepared.candidates]
+            candidates = prepared.candidates
+            assert op == "moe_route" or (prepared.plan is not None and prepared.plan["fused"])
+            results = {candidate.name: candidate.call() for candidate in candidates}
+            names[f"{op} {ep_size}"] = [candidate.role for candidate in candidates]
+            if op == "moe_route":
+                routing = results["flux"]
+                assert isinstance(routing, flux.moe.Routing)
+                ids, _ = moe._choices(problem, context)
+                wrong = moe_peers.check_routing(swapped(routing), ids, context)
+                assert wrong == "a row holds another token"
+                wrong = moe_peers.check_routing(routing, ids.roll(1, 0), context)
+                assert wrong != "exact"
+                continue
+            want = results["flux"]
+            assert isinstance(want, torch.Tensor)
+            for candidate in candidates:
+                if candidate.role in ("serial", "peer"):
+                    got = results[candidate.name]
+                    assert isinstance(got, torch.Tensor) and len(got) > 0
+                    torch.testing.assert_close(got, want[: len(got)], rtol=1e-4, atol=1e-5)
     return names
 
 
-def test_every_candidate_runs() -> None:
-    roles = ["flux", "gemm", "comm", "serial", "comm"]
-    expected = {"moe_layer0": roles, "moe_layer1": roles}
+def test_every_candidate_runs_and_peers_do_the_same_job() -> None:
+    roles = ["flux", "gemm", "gemm", "comm", "serial"]
+    expected = {
+        "moe_route 1": ["flux", "serial"],
+        "moe_route 2": ["flux", "serial"],
+        "moe_layer0 1": roles,
+        "moe_layer0 2": [*roles, "peer"],
+        "moe_layer1 1": roles,
+        "moe_layer1 2": [*roles, "peer"],
+    }
     assert spawn(run, 2, backend="gloo") == [expected] * 2
+
+
+def test_bench_moe_two_processes(tmp_path: Path) -> None:
+    file = tmp_path / "moe.json"
+    options = ["--cpu", "--world", "2", "--iters", "1", "--rounds", "2", "--imbalance", "hot", "--ep", "2"]
+    result = CliRunner().invoke(app, ["bench", "moe", "--model", "tiny", *options, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "tiny EP2 hot" in result.stdout and "moe_layer1 · 2 processes" in result.stdout
+    stored = record.read(file)
+    assert stored.complete and stored.suite == "models"
+    assert [(row.op, row.variant, row.check) for row in stored.rows] == [
+        (op, "EP2 hot", "exact") for op in ("moe_route", "moe_layer0", "moe_layer1")
+    ]
+    assert all(len(t.samples) == 2 for row in stored.rows for t in row.times.values())
+
+
+def test_bad_options_are_refused() -> None:
+    runner = CliRunner()
+    for options in (["--n", "8", "--k", "8"], ["--ep", "3"], ["--imbalance", "x"], ["--model", "x"]):
+        result = runner.invoke(app, ["bench", "moe", "--cpu", "--world", "2", *options])
+        assert result.exit_code == 2, options

@@ -19,6 +19,15 @@ ROLES = ("flux", "gemm", "comm", "serial", "peer")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+# Rows that are one GEMM, whose 2MNK operations make a rate.
+GEMM_PATTERNS = ("gemm_rs", "ag_gemm", "gemm_ar", "local")
+
+
+def passed(check: str) -> bool:
+    """Whether the result of a check is a good one: bitwise, or as near as rounding allows."""
+    return check == "exact" or check.startswith("agrees")
+
+
 @dataclass(frozen=True)
 class Timing:
     """Milliseconds per call: one sample per round, each the mean of a burst on the slowest rank."""
@@ -41,13 +50,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Bar:
-    """What an op must reach. ``geomean_tp`` limits the geomean bar to one world size (None: all)."""
+    """What an op must reach. ``geomean_tp`` limits the geomean bar to one world size (None: all).
+
+    host_us: of an eager call; None where it is that of a model and not of flux.
+    """
 
     row: float
     geomean: float | None = None
     geomean_tp: int | None = None
     over_floor: float | None = None
     floor_from_ms: float = 0.15
+    host_us: float | None = 25.0
 
 
 @dataclass
@@ -69,10 +82,16 @@ class Row:
     plan: dict[str, Any] | None = None
     check: str = "not run"
     notes: list[str] = field(default_factory=list)
+    variant: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.check == "exact"
+        return passed(self.check)
+
+    @property
+    def name(self) -> str:
+        """The model, and what tells its rows apart."""
+        return f"{self.model} {self.variant}".strip()
 
 
 @dataclass(frozen=True)
@@ -161,7 +180,7 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
         e_overlap=e_overlap(t, gemm, serial) if None not in (t, gemm, serial) else None,  # type: ignore[arg-type]
         floor=floor,
         over_floor=t / floor if t is not None and floor is not None else None,
-        tflops=2e-9 * m * n * k / t if t is not None else None,
+        tflops=2e-9 * m * n * k / t if t is not None and row.pattern in GEMM_PATTERNS else None,
     )
 
 

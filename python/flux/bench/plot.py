@@ -179,7 +179,7 @@ def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
 
 def _group(row: Row) -> str:
     """Rows that belong together under one name."""
-    return f"{row.model}\n({row.pattern})" if row.op == "gemm" and row.pattern != "local" else row.model
+    return f"{row.model}\n({row.pattern})" if row.op == "gemm" and row.pattern != "local" else row.name
 
 
 def _dividers(axis: Any, rows: list[Row]) -> None:

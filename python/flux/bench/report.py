@@ -22,9 +22,14 @@ BARS = {
     "ag_gemm": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
     "gemm_ar": Bar(row=1.0, geomean=1.25),
     "all_reduce": Bar(row=1.0),
-    "moe": Bar(row=1.0, geomean=1.30, geomean_tp=4),
+    "moe_route": Bar(row=1.0),
+    "moe_layer0": Bar(row=1.0, geomean=1.30, geomean_tp=4),
+    "moe_layer1": Bar(row=1.0, geomean=1.30, geomean_tp=4),
+    "layer_forward": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
+    "layer_training": Bar(row=1.0, geomean=1.08, geomean_tp=4, host_us=None),
+    "e2e_prefill": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
+    "e2e_decode": Bar(row=1.0, geomean=1.15, geomean_tp=4, host_us=None),
 }
-HOST_BAR_US = 25.0
 _WIDE = 220
 
 
@@ -52,6 +57,10 @@ def _ms(value: float | None) -> str:
 
 def _ratio(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _rate(tokens: int, milliseconds: float | None) -> str:
+    return "–" if milliseconds is None else f"{1e3 * tokens / milliseconds:.0f}"
 
 
 def _judged(value: float | None, good: bool, digits: int = 2) -> str | Text:
@@ -83,12 +92,13 @@ def _plan(row: Row, d: Derived, bar: Bar) -> str | Text:
 
 
 def _check(row: Row, d: Derived, bar: Bar) -> Text:
-    return Text("exact", style="green") if row.ok else Text(row.check, style="bold red")
+    return Text(row.check, style="green") if row.ok else Text(row.check, style="bold red")
 
 
 def _host(row: Row, d: Derived, bar: Bar) -> str | Text:
     value = row.host_us.get("flux")
-    return "–" if value is None else Text(f"{value:.0f}", style="" if value <= HOST_BAR_US else "red")
+    within = value is None or bar.host_us is None or value <= bar.host_us
+    return "–" if value is None else Text(f"{value:.0f}", style="" if within else "red")
 
 
 def _size(row: Row) -> str:
@@ -97,7 +107,7 @@ def _size(row: Row) -> str:
 
 
 _HEAD = [
-    Column("model", lambda r, d, b: r.model, "left"),
+    Column("model", lambda r, d, b: r.name, "left"),
     Column("M", lambda r, d, b: str(r.m)),
     Column("N × K", lambda r, d, b: _size(r), spare=3),
 ]
@@ -128,6 +138,15 @@ _GPU_GEMM = [
     ),
     Column("host µs", _host, spare=8),
     Column("plan", _plan, "left", spare=9),
+    Column("check", _check, "left", spare=1),
+]
+_TOKENS = [
+    *_HEAD[:2],
+    Column("ms", lambda r, d, b: Text(_ms(d.flux), style="bold")),
+    Column("stock ms", lambda r, d, b: _ms(d.peer)),
+    Column("tokens/s", lambda r, d, b: Text(_rate(r.m, d.flux), style="bold")),
+    Column("stock tokens/s", lambda r, d, b: _rate(r.m, d.peer)),
+    Column("speed-up", _speedup),
     Column("check", _check, "left", spare=1),
 ]
 _CPU = [
@@ -194,6 +213,8 @@ def sweep_table(record: Record, op: str) -> tuple[Table, Text]:
 
 
 def _columns(record: Record, op: str) -> list[Column]:
+    if op.startswith("e2e"):
+        return _TOKENS
     if record.device == "cpu":
         return _CPU
     return _GPU_GEMM if op == "gemm" else _GPU_COLLECTIVE
@@ -205,6 +226,8 @@ def table(record: Record, op: str, width: int = _WIDE) -> Table:
     ranks = (
         f"{record.settings.get('world', rows[0].tp)} processes"
         if record.device == "cpu"
+        else f"{rows[0].tp} ranks"
+        if op.startswith("moe")
         else f"TP {rows[0].tp}"
     )
     title = (
@@ -244,6 +267,14 @@ def _fit(columns: list[Filled], width: int) -> list[Filled]:
     return kept
 
 
+def _against(record: Record, op: str) -> str:
+    if op.startswith(("layer", "e2e")):
+        return "stock"
+    if record.device == "cpu":
+        return "unfused"
+    return "cuBLAS" if op == "gemm" else "best peer"
+
+
 def footer(record: Record, op: str) -> tuple[Text, Summary]:
     """Geometric means, the worst row, and how many rows are under the bar."""
     bar = BARS.get(op, Bar(row=1.0))
@@ -251,10 +282,9 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
     s = summarise(rows, [derive(r, record.link_gb_per_s, with_floor=record.with_floor) for r in rows], bar)
     lines = []
     if s.geomean_speedup is not None:
-        against = "cuBLAS" if op == "gemm" and record.device == "cuda" else "best peer"
-        if record.device == "cpu":
-            against = "unfused"
-        line = f"speed-up over {against}: geomean {s.geomean_speedup:.3f}, min {s.min_speedup:.3f}"
+        line = (
+            f"speed-up over {_against(record, op)}: geomean {s.geomean_speedup:.3f}, min {s.min_speedup:.3f}"
+        )
         if record.device == "cuda":
             line += f"; {s.under_row_bar} of {s.rows} rows under {bar.row:.2f}"
             if s.geomean_bar_met is not None:
@@ -271,7 +301,8 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
             line += f"; E_overlap median {s.median_e_overlap:.2f}"
         lines.append(line)
     if s.max_host_us is not None:
-        lines.append(f"host cost of a call: max {s.max_host_us:.1f} µs (bar {HOST_BAR_US:.0f})")
+        limit = "" if bar.host_us is None else f" (bar {bar.host_us:.0f})"
+        lines.append(f"host cost of a call: max {s.max_host_us:.1f} µs{limit}")
     if s.wrong:
         lines.append(f"WRONG RESULTS in {s.wrong} rows: their times mean nothing")
     good = s.meets_bar or (record.device == "cpu" and not s.wrong)
@@ -296,7 +327,7 @@ def notes(record: Record) -> list[str]:
     seen: dict[str, list[str]] = {}
     for row in record.rows:
         for note in row.notes:
-            seen.setdefault(note, []).append(f"{row.model} M={row.m}")
+            seen.setdefault(note, []).append(f"{row.name} M={row.m}")
     lines = []
     for note, where in seen.items():
         at = (

@@ -16,7 +16,7 @@ import flux
 from flux.bench import machine
 from flux.bench.cases import OPS, OpSpec
 from flux.bench.cases.common import Context
-from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S, Row, Timing, derive, wire_bytes
+from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S, Row, Timing, derive, passed
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
 from flux.bench.suites import Problem
@@ -64,13 +64,17 @@ def run(settings: Settings) -> Record | None:
     from flux.testing import spawn
 
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
+    env = dict(machine.NO_MULTICAST)
+    if all(problem.op.startswith("layer") for problem in settings.problems):
+        # Megatron counts on it for its overlap, so whoever trains with it has this set.
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     results: list[Record | None] = spawn(
         run_rank,
         settings.world,
         settings,
         timeout_s=settings.timeout_s,
         backend=backend,
-        env=machine.NO_MULTICAST,
+        env=env,
     )
     return results[0]
 
@@ -119,9 +123,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
     spec = OPS[problem.op]
     local = problem.local(context.tp)
-    on_wire = wire_bytes(
-        problem.pattern, problem.m, problem.n, problem.k, context.tp, DTYPE_BYTES[settings.dtype]
-    )
+    on_wire = problem.on_wire(context.tp, DTYPE_BYTES[settings.dtype])
     row = Row(
         op=problem.op,
         model=problem.model,
@@ -133,9 +135,11 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         dtype=settings.dtype,
         local=local,
         wire_bytes=on_wire if spec.collective else 0,
+        variant=problem.variant,
     )
     row.check = _agree(spec.check(problem, context), context)
-    prepared = spec.sweep(problem, context) if settings.all_configs else spec.prepare(problem, context)
+    prepare = spec.sweep if settings.all_configs and spec.sweep else spec.prepare
+    prepared = prepare(problem, context)
     row.plan, row.notes = prepared.plan, prepared.notes
     candidates = [c for c in prepared.candidates if row.ok or c.role not in ("flux", "config")]
     if not candidates:
@@ -161,12 +165,13 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
 
 
 def _agree(mine: str, context: Context) -> str:
-    """The first complaint of any rank."""
+    """The first complaint of any rank; without one, what the ranks say, if it is more than "exact"."""
     if context.group is None:
         return mine
     told: list[Any] = [None] * context.world_size
     dist.all_gather_object(told, mine, group=context.group)
-    return next((f"rank {rank}: {said}" for rank, said in enumerate(told) if said != "exact"), "exact")
+    wrong = (f"rank {rank}: {said}" for rank, said in enumerate(told) if not passed(said))
+    return next(wrong, next((said for said in told if said != "exact"), "exact"))
 
 
 def _heat(context: Context) -> list[dict[str, Any]]:
@@ -185,7 +190,7 @@ def _heat(context: Context) -> list[dict[str, Any]]:
 
 def _label(problem: Problem) -> str:
     side = f" ({problem.pattern})" if problem.op == "gemm" else ""
-    return f"{problem.op}{side} {problem.model} M={problem.m}"
+    return f"{problem.op}{side} {problem.model} {problem.variant} M={problem.m}".replace("  ", " ")
 
 
 def _outcome(row: Row, settings: Settings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +14,29 @@ import typer
 from flux.bench import plot as plots
 from flux.bench import record as records
 from flux.bench import suites
-from flux.bench.cases import OPS
+from flux.bench.cases import FAMILIES, OPS
 from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S
 from flux.bench.record import Record
 from flux.bench.report import footer, make_console, render
 from flux.bench.runner import Settings, run
-from flux.bench.suites import Problem
+from flux.bench.suites import Problem, Request
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
 
 
 def choose_problems(
-    suite: suites.Suite, ops: list[str], n: int | None, k: int | None, world: int, tp: int
+    suite: suites.Suite | None,
+    ops: list[str],
+    n: int | None,
+    k: int | None,
+    world: int,
+    tp: int,
+    request: Request,
 ) -> tuple[list[Problem], list[str]]:
     """The rows to measure, and a line for everything that cannot be measured with this many processes.
+
+    suite: None if all ops are of models, which are chosen by `request`.
 
     Raises ValueError for a shape that the op cannot take.
     """
@@ -43,7 +52,11 @@ def choose_problems(
         if spec.collective and world != tp:
             skipped.append(f"{op} left out: TP {tp} needs {tp} processes, this run has {world}")
             continue
-        if n is not None and k is not None:
+        if spec.rows is not None:
+            rows = spec.rows(replace(request, op=op))
+        elif suite is None:
+            raise ValueError(f"bench: {op} needs a suite")
+        elif n is not None and k is not None:
             rows = [Problem(op, "custom", spec.custom, m, n, k) for m in suite.m]
         else:
             rows = suite.problems(op, spec.patterns)
@@ -67,14 +80,22 @@ def choose(
     world: int | None,
     tp: int | None,
     cpu: bool,
+    imbalance: Sequence[str] = (),
+    ep: Sequence[int] = (),
+    layers: int = 4,
 ) -> Settings:
     """Settings from what the user said and what the machine has.
 
     Raises ValueError naming the option to mend.
     """
     for op in ops:
-        if op not in OPS:
-            raise ValueError(f"bench: op expected to be one of {', '.join(OPS)}, got {op!r}")
+        if op not in OPS and op not in FAMILIES:
+            known = ", ".join([*OPS, *FAMILIES])
+            raise ValueError(f"bench: op expected to be one of {known}, got {op!r}")
+    ops = [name for op in ops for name in FAMILIES.get(op, (op,))]
+    of_models = [op for op in ops if OPS[op].rows is not None]
+    if of_models and n is not None:
+        raise ValueError(f"bench: --n and --k expected without {of_models[0]}, which takes --model")
     if (n is None) != (k is None):
         raise ValueError("bench: --n and --k come together")
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
@@ -93,20 +114,25 @@ def choose(
     if world < 1 or (tp is not None and tp < 1):
         raise ValueError("bench: --world and --tp expected to be at least 1")
     tp = tp or world
-    chosen = suites.load(suite or ("default" if gpus else "cpu")).select(models, m)
-    ops = ops or (list(OPS) if gpus else [op for op, spec in OPS.items() if spec.collective])
-    problems, skipped = choose_problems(chosen, ops, n, k, world, tp)
+    # The main job leaves out what is measured on models: it has its own names.
+    shapes = [op for op, spec in OPS.items() if spec.rows is None and (gpus or spec.collective)]
+    ops = ops or shapes
+    chosen = None
+    if len(of_models) < len(ops):
+        chosen = suites.load(suite or ("default" if gpus else "cpu")).select(models, m)
+    request = Request("", bool(gpus), world, tuple(models), tuple(m), tuple(imbalance), tuple(ep), layers)
+    problems, skipped = choose_problems(chosen, ops, n, k, world, tp, request)
     if not problems:
         raise ValueError(
             "bench: nothing to measure: " + ("; ".join(skipped) or "the suite has no such shape")
         )
-    dtype = dtype or chosen.dtype
+    dtype = dtype or (chosen.dtype if chosen else "bfloat16" if gpus else "float32")
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"bench: --dtype expected to be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return Settings(
         problems=tuple(problems),
-        suite=chosen.name,
+        suite=chosen.name if chosen else "models",
         device="cuda" if gpus else "cpu",
         world=world,
         tp=tp,
@@ -128,12 +154,14 @@ def show(record: Record, picture: Path | None) -> None:
 def command(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Ops: {', '.join(OPS)}. Default: all; on CPUs the collective ones."),
+        typer.Argument(
+            help=f"Ops: {', '.join(op for op, spec in OPS.items() if spec.rows is None)}. Default: all; on "
+            f"CPUs the collective ones. Of models: {', '.join(FAMILIES)}, or one part: "
+            f"{', '.join(op for op, spec in OPS.items() if spec.rows)}."
+        ),
     ] = None,
     suite: Annotated[str | None, typer.Option(help="Suite by name, or a TOML file.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Only this model of the suite; may be repeated.")
-    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Only this model; may be repeated.")] = None,
     m: Annotated[list[int] | None, typer.Option("--m", help="Rows (tokens); may be repeated.")] = None,
     n: Annotated[
         int | None, typer.Option("--n", help="Columns, global; with --k instead of a suite's.")
@@ -144,6 +172,15 @@ def command(
     tp: Annotated[
         int | None, typer.Option(help="Tensor parallelism of the shapes; default: --world.")
     ] = None,
+    ep: Annotated[
+        list[int] | None,
+        typer.Option(help="moe: slices of the experts, 1 to --world; may be repeated. Default: both ends."),
+    ] = None,
+    imbalance: Annotated[
+        list[str] | None,
+        typer.Option(help="moe: standard deviation of the experts' loads, or hot; may be repeated."),
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="e2e: to how many layers a model is cut.")] = 4,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result here, row by row.")
     ] = None,
@@ -187,9 +224,12 @@ def command(
             world=world,
             tp=tp,
             cpu=cpu,
+            imbalance=list(imbalance or []),
+            ep=list(ep or []),
+            layers=layers,
         )
-        if all_configs and settings.device != "cuda":
-            raise ValueError("bench: --all-configs needs GPUs")
+        if all_configs and (settings.device != "cuda" or settings.suite == "models"):
+            raise ValueError("bench: --all-configs needs GPUs, and ops that have tile shapes to choose")
     except (ValueError, RuntimeError, OSError) as error:
         make_console(stderr=True).print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None

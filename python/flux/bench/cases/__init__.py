@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from flux.bench.cases import ag_gemm, all_reduce, gemm, gemm_ar, gemm_rs
+from flux.bench.cases import ag_gemm, all_reduce, e2e, gemm, gemm_ar, gemm_rs, layer, moe
 from flux.bench.cases.common import Context, Prepared
-from flux.bench.suites import Problem
+from flux.bench.suites import Problem, Request
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class OpSpec:
     deals_rows: whether M must divide by the ranks.
     check: runs the op on exact data; "exact", or what is wrong with the result.
     prepare: the candidates of one row, ready to be timed.
-    sweep: the op with every tile shape there is (--all-configs).
+    sweep: the op with every tile shape there is (--all-configs); None where it has no such choice.
+    rows: the rows of an op that is measured on models and not on the shapes of a suite.
     """
 
     patterns: tuple[str, ...]
@@ -28,8 +30,13 @@ class OpSpec:
     collective: bool
     check: Callable[[Problem, Context], str]
     prepare: Callable[[Problem, Context], Prepared]
-    sweep: Callable[[Problem, Context], Prepared]
+    sweep: Callable[[Problem, Context], Prepared] | None
     deals_rows: bool = True
+    rows: Callable[[Request], list[Problem]] | None = None
+
+
+def _of_models(case: Any, deals_rows: bool = True) -> OpSpec:
+    return OpSpec((), "", True, case.check, case.prepare, None, deals_rows, case.rows)
 
 
 OPS: dict[str, OpSpec] = {
@@ -48,4 +55,16 @@ OPS: dict[str, OpSpec] = {
         deals_rows=False,
     ),
     "gemm": OpSpec(("gemm_rs", "ag_gemm", "gemm_ar"), "local", False, gemm.check, gemm.prepare, gemm.sweep),
+    "moe_route": _of_models(moe),
+    "moe_layer0": _of_models(moe),
+    "moe_layer1": _of_models(moe),
+    "layer_forward": _of_models(layer),
+    "layer_training": _of_models(layer),
+    "e2e_prefill": _of_models(e2e, deals_rows=False),
+    "e2e_decode": _of_models(e2e, deals_rows=False),
+}
+
+# Names for several ops at once.
+FAMILIES = {
+    family: tuple(op for op in OPS if op.startswith(f"{family}_")) for family in ("moe", "layer", "e2e")
 }

@@ -128,6 +128,35 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> str:
     return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
 
 
+# How far two ways to compute the same may be apart, as a share of the root mean square of the result: single
+# elements by this much, all together by an eighth of it. Rounding moves elements by a few units of 2^-8 for
+# bfloat16; where one of p ranks is missing, all are off by about 1/sqrt(p).
+_APART = {torch.bfloat16: 0.25, torch.float16: 0.03, torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
+    """ "agrees to ..." if all tensors are alike but for rounding, else the first that is not, and how far.
+
+    For what cannot be computed exactly: activations, norms, whole models.
+    """
+    if got.keys() != want.keys():
+        return f"results {sorted(got)}, expected {sorted(want)}"
+    worst = 0.0
+    for name, expected in want.items():
+        if got[name].shape != expected.shape:
+            return f"{name}: shape {list(got[name].shape)}, expected {list(expected.shape)}"
+        reference = expected.detach().double()
+        apart = (got[name].detach().double() - reference).abs()
+        scale = max(float(reference.square().mean().sqrt()), 1e-30)
+        most, mean = float(apart.max()) / scale, float(apart.square().mean().sqrt()) / scale
+        limit = _APART[expected.dtype]
+        # Written so that a NaN fails.
+        if not (most <= limit and mean <= limit / 8):
+            return f"{name}: off by {most:.2g} of its rms at most and {mean:.2g} on average"
+        worst = max(worst, mean)
+    return f"agrees to {worst:.1e}" if worst else "agrees to the bit"
+
+
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
 _CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3}
 _SPLITS = (1, 2, 4, 8)  # of K, over the CTAs of a swap-AB tile

@@ -91,3 +91,18 @@ def symm_mem_all_reduce(
         elif candidate is not None:
             candidates.append(candidate)
     return candidates, notes
+
+
+def capturable(call: Call, context: Context) -> tuple[Call, str]:
+    """The replay of a call from a CUDA graph, or the call itself and why it cannot be captured.
+
+    All ranks agree on which.
+    """
+    error, replay = "", call
+    try:
+        replay = _captured(call, context)
+    except RuntimeError as failure:
+        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+    if all_max([1.0 if error else 0.0], context.group, context.device)[0]:
+        return call, error or "it failed on another rank"
+    return replay, ""

@@ -1,22 +1,26 @@
-"""Mixtures of experts: each fused half against a grouped GEMM with the collective before or behind it."""
+"""Mixtures of experts: routing, and each fused half against the collective and a grouped GEMM in turn."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 import flux
+from flux.bench.cases import moe_peers
 from flux.bench.cases.common import Candidate, Context, Prepared, compare
-from flux.bench.suites import Problem
-from flux.comm.group import reduce_scatter
-from flux.moe import reference
-from flux.moe.gemm_gather_rs import weighted_sum
-from flux.ops.all_gather import torch_all_gather
+from flux.bench.suites import Problem, Request
+from flux.comm import registry
+from flux.moe.plan import plan_layer
 from flux.testing.moe_data import MoeCase
 
 _CHECK_COLUMNS = 512  # of the correctness check: tokens, experts and layout are those of the row
 _CALLS = 3  # both buffers of the workspace, and one of them again
+_HOT = "hot"
+_M = (512, 2048, 8192)
+_CPU_M = (64,)
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,65 @@ class MoeProblem(Problem):
 
     def local(self, tp: int) -> tuple[int, int, int]:
         """Rows that a rank expects, and N and K of its part of an expert."""
+        if self.ep_size < 1 or tp % self.ep_size:
+            raise ValueError(f"{self.op}: --ep expected to be a divisor of {tp} ranks, got {self.ep_size}")
         share = tp // self.ep_size
         rows = self.m * self.top_k // self.ep_size
+        if self.op == "moe_route":
+            return self.m, self.experts, self.top_k
+        cut = self.n if self.op == "moe_layer0" else self.k
+        if self.experts % self.ep_size or cut % share or self.m % tp:
+            sizes = f"{self.experts} experts, {cut} columns of an expert and {self.m} tokens"
+            raise ValueError(f"{self.op}: {sizes} cannot be divided over {tp} ranks with --ep {self.ep_size}")
         if self.op == "moe_layer0":
             return rows, self.n // share, self.k
         return rows, self.n, self.k // share
 
+    def on_wire(self, tp: int, element_bytes: int) -> int:
+        """A token goes to, or its partial sums come from, all ranks that hold one of its experts, on average
+        over even loads. Routing: an index and a weight of four bytes for each choice, to all ranks.
+        """
+        if self.op == "moe_route":
+            return (tp - 1) * self.m // tp * self.top_k * 8
+        elsewhere = self.experts - self.experts // self.ep_size
+        reached = 1 - math.comb(elsewhere, self.top_k) / math.comb(self.experts, self.top_k)
+        width = self.k if self.op == "moe_layer0" else self.n
+        return int((tp - 1) * reached * (self.m // tp) * width * element_bytes)
 
-def problem(op: str, model: str, m: int, ep_size: int = 1, load_std: float = 0.0) -> MoeProblem:
-    """The row of a model by name; op is "moe_layer0" or "moe_layer1"."""
+    @property
+    def variant(self) -> str:
+        layout = f"EP{self.ep_size}" if self.ep_size > 1 else "TP"
+        return f"{layout} {_HOT if self.hot else f'std {self.load_std:g}'}"
+
+
+def rows(request: Request) -> list[Problem]:
+    """Models x layouts x imbalances x tokens. Routing does not depend on who holds what of the experts."""
+    wanted = []
+    for text in request.imbalance or ("0", "0.032", "0.05", _HOT):
+        try:
+            wanted.append((0.0, True) if text == _HOT else (float(text), False))
+        except ValueError:
+            what = f"a standard deviation of the loads, such as 0.032, or {_HOT}"
+            raise ValueError(f"bench: --imbalance expected to be {what}, got {text!r}") from None
+    layouts = request.ep or tuple(dict.fromkeys((1, request.world)))
+    return [
+        problem(request.op, model, m, ep_size, load_std, hot)
+        for model in request.pick(tuple(MODELS))
+        for ep_size in layouts
+        for load_std, hot in wanted
+        for m in request.m or (_M if request.cuda else _CPU_M)
+    ]
+
+
+def problem(
+    op: str, model: str, m: int, ep_size: int = 1, load_std: float = 0.0, hot: bool = False
+) -> MoeProblem:
+    """The row of a model by name; op is "moe_route", "moe_layer0" or "moe_layer1"."""
     if model not in MODELS:
         raise ValueError(f"bench: model expected to be one of {', '.join(MODELS)}, got {model!r}")
     of = MODELS[model]
     n, k = (of.gates * of.intermediate, of.hidden) if op == "moe_layer0" else (of.hidden, of.intermediate)
-    return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, load_std)
+    return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, load_std, hot)
 
 
 def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -85,8 +134,12 @@ def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator)
     return score.topk(problem.top_k).indices
 
 
-def check(problem: MoeProblem, context: Context) -> str:
-    """Both layers on integers that carry each rank's mark, several calls in a row."""
+def check(problem: Problem, context: Context) -> str:
+    """A layer on integers that carry each rank's mark, several calls in a row; of a routing, all it says."""
+    assert isinstance(problem, MoeProblem)
+    if problem.op == "moe_route":
+        ids, weights = _choices(problem, context)
+        return moe_peers.check_routing(_route(problem, context, ids, weights), ids, context)
     p, results = context.world_size, []
     columns = min(_CHECK_COLUMNS, problem.n, problem.k)
     case = MoeCase(
@@ -117,13 +170,17 @@ def check(problem: MoeProblem, context: Context) -> str:
     return next((r for r in results if r != "exact"), "exact")
 
 
-def prepare(problem: MoeProblem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Prepared:
+    assert isinstance(problem, MoeProblem)
     group, p = context.group, context.world_size
     assert group is not None
     tokens = problem.m // p
-    _, n, k = problem.local(p)
-    generator = torch.Generator().manual_seed(1234 + context.rank)
-    ids = choose_experts(problem, tokens, generator).to(context.device)
+    ids, weights = _choices(problem, context)
+    loads = torch.bincount(ids.flatten().cpu(), minlength=problem.experts) / ids.shape[0]
+    notes = [f"std of the experts' shares of this rank's tokens: {float(loads.std(correction=0)):.3f}"]
+    if problem.op == "moe_route":
+        ours = Candidate("flux", "flux", lambda: _route(problem, context, ids, weights))
+        return Prepared([ours, moe_peers.route(ids, weights, problem.experts, context)], None, notes)
     # Normal x 0.1, as everywhere: zeros and small integers would draw less power.
     random = torch.Generator(context.device).manual_seed(1234 + context.rank)
 
@@ -131,62 +188,47 @@ def prepare(problem: MoeProblem, context: Context) -> Prepared:
         made = torch.randn(shape, generator=random, device=context.device, dtype=context.dtype)
         return made.mul_(0.1)
 
-    weights = torch.full(ids.shape, 1 / problem.top_k, device=context.device)
-    routing = flux.moe.route(ids, weights, problem.experts, group=group, ep_size=problem.ep_size)
+    routing = _route(problem, context, ids, weights)
+    _, n, k = problem.local(p)
     weight = normal(problem.experts // problem.ep_size, n, k)
-    make = _layer0 if problem.op == "moe_layer0" else _layer1
-    x = normal(tokens, k) if problem.op == "moe_layer0" else normal(routing.rows.shape[0], k)
-    candidates = [
-        *make(x, weight, routing, context),
-        Candidate(
-            "flux.route",
-            "comm",
-            lambda: flux.moe.route(ids, weights, problem.experts, group=group, ep_size=problem.ep_size),
-        ),
-    ]
-    loads = torch.bincount(ids.flatten().cpu(), minlength=problem.experts) / ids.shape[0]
-    notes = [f"std of the experts' shares of this rank's tokens: {float(loads.std(correction=0)):.3f}"]
-    return Prepared(candidates, None, notes)
+    if problem.op == "moe_layer0":
+        x = normal(tokens, k)
+        ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
+        others = moe_peers.layer0(x, weight, routing, context)
+    else:
+        x = normal(routing.rows.shape[0], k)
+        ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
+        others = moe_peers.layer1(x, weight, routing, context)
+    plan = _plan(problem, context, routing, n, k)
+    if not plan["fused"]:
+        notes.append(f"flux runs unfused: {plan['reason']}")
+    return Prepared([ours, *others], plan, notes)
 
 
-def _layer0(
-    x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing, context: Context
-) -> list[Candidate]:
-    comm, collect = "NCCL" if context.cuda else "gloo", torch_all_gather()
-    gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
-    rows = reference.tokens_of_rows(routing.rows, routing.incoming)
-    permuted = gathered.index_select(0, rows)
-
-    def gather() -> None:
-        collect(gathered, x, group=context.group)
-
-    def serial() -> None:
-        gather()
-        flux.grouped_gemm(gathered, weight, routing.offsets, rows=rows)
-
-    return [
-        Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing)),
-        Candidate("grouped_mm", "gemm", lambda: flux.grouped_gemm(permuted, weight, routing.offsets)),
-        Candidate(comm, "comm", gather),
-        Candidate(f"{comm}+grouped_mm", "serial", serial),
-    ]
+def _plan(problem: MoeProblem, context: Context, routing: flux.moe.Routing, n: int, k: int) -> dict[str, Any]:
+    """How flux runs the layer, as a result file says it."""
+    assert context.group is not None
+    op = "moe.ag_scatter_gemm" if problem.op == "moe_layer0" else "moe.gemm_gather_rs"
+    workspace = registry.get(context.group, context.device, op)
+    sizes = (routing.max_tokens, n, k, context.dtype, problem.top_k, problem.ep_size)
+    plan = plan_layer(workspace, op, *sizes)
+    return {
+        "fused": plan.fused,
+        "config": f"{len(plan.chunks)} chunks of columns",
+        "reason": plan.reason,
+        "candidates": [],
+    }
 
 
-def _layer1(
-    x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing, context: Context
-) -> list[Candidate]:
-    comm, scatter = "NCCL" if context.cuda else "gloo", reduce_scatter()
-    partial = x.new_zeros(routing.max_tokens * context.world_size, weight.shape[1])
-    total = x.new_empty(routing.max_tokens, weight.shape[1])
+def _choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_ids and topk_weights of this rank's tokens."""
+    generator = torch.Generator().manual_seed(1234 + context.rank)
+    tokens = problem.m // context.world_size
+    ids = choose_experts(problem, tokens, generator).to(context.device, torch.int32)
+    return ids, torch.full(ids.shape, 1 / problem.top_k, device=context.device)
 
-    def serial() -> None:
-        product = flux.grouped_gemm(x, weight, routing.offsets)
-        summed = weighted_sum(product, routing.positions, routing.weights)
-        scatter(total, summed.to(x.dtype).view(partial.shape), group=context.group)
 
-    return [
-        Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing)),
-        Candidate("grouped_mm", "gemm", lambda: flux.grouped_gemm(x, weight, routing.offsets)),
-        Candidate(comm, "comm", lambda: scatter(total, partial, group=context.group)),
-        Candidate(f"grouped_mm+{comm}", "serial", serial),
-    ]
+def _route(
+    problem: MoeProblem, context: Context, ids: torch.Tensor, weights: torch.Tensor
+) -> flux.moe.Routing:
+    return flux.moe.route(ids, weights, problem.experts, group=context.group, ep_size=problem.ep_size)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+
+from flux.bench.model import wire_bytes
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,42 @@ class Problem:
         if self.pattern == "ag_gemm":
             return self.m, self.n // tp, self.k
         return self.m, self.n, self.k // tp
+
+    def on_wire(self, tp: int, element_bytes: int) -> int:
+        """Bytes that a rank must send, whatever the algorithm."""
+        return wire_bytes(self.pattern, self.m, self.n, self.k, tp, element_bytes)
+
+    @property
+    def variant(self) -> str:
+        """What tells this row from others of its op, model and M."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What rows a user wants of an op whose rows are those of models and not of a suite.
+
+    models, m, imbalance, ep: empty for the op's own choice. world: processes. layers: of a whole model.
+    """
+
+    op: str
+    cuda: bool
+    world: int
+    models: tuple[str, ...] = ()
+    m: tuple[int, ...] = ()
+    imbalance: tuple[str, ...] = ()
+    ep: tuple[int, ...] = ()
+    layers: int = 4
+
+    def pick(self, known: Sequence[str]) -> tuple[str, ...]:
+        """The names of the wanted models: by default all real ones, or on CPUs the tiny one.
+
+        Raises ValueError naming the models there are if one is unknown.
+        """
+        for name in self.models:
+            if name not in known:
+                raise ValueError(f"bench: model expected to be one of {', '.join(known)}, got {name!r}")
+        return self.models or tuple(name for name in known if (name == "tiny") != self.cuda)
 
 
 @dataclass(frozen=True)

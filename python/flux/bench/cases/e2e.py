@@ -1,0 +1,228 @@
+"""A Llama-shaped model of transformers under its own tensor-parallel plan: stock, and with flux installed.
+
+Weights are random, and models are cut to some layers and to a small vocabulary: what the layers do to each
+other, and what is between them, is that of the whole model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.bench.cases.common import Candidate, Context, Prepared, agree, plan_dict
+from flux.bench.cases.graphs import capturable
+from flux.bench.suites import Problem, Request
+
+_VOCABULARY = 32768
+_M = {"e2e_prefill": (2048, 8192), "e2e_decode": (16, 64)}
+_CPU_M = {"e2e_prefill": (32,), "e2e_decode": (4,)}
+_CONTEXT = 1024  # tokens of a sequence that is decoded; on CPUs fewer
+_CPU_CONTEXT = 16
+_SEED = 20
+_HEAD = 128  # features of an attention head
+_CPU_HEAD = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    ffn: int
+    key_values: int
+    head: int = _HEAD
+    vocabulary: int = _VOCABULARY
+
+
+MODELS = {
+    "llama-3-8b": Model(4096, 14336, 1024),
+    "llama-3-70b": Model(8192, 28672, 1024),
+    "tiny": Model(128, 256, 64, _CPU_HEAD, 256),
+}
+
+
+@dataclass(frozen=True)
+class ModelProblem(Problem):
+    """One row. "e2e_prefill": m tokens of one sequence. "e2e_decode": one more token of m sequences."""
+
+    layers: int = 1
+
+    def local(self, tp: int) -> tuple[int, int, int]:
+        of = MODELS[self.model]
+        for size in (of.key_values // of.head, of.ffn):
+            if size % tp:
+                raise ValueError(f"{self.op}: heads and ffn must be divisible by the {tp} ranks, got {size}")
+        return self.m, self.n // tp, self.k
+
+    def on_wire(self, tp: int, element_bytes: int) -> int:
+        """Two all-reduces of the activations in each layer."""
+        return self.layers * 2 * 2 * (tp - 1) * self.m * self.k * element_bytes // tp
+
+    @property
+    def variant(self) -> str:
+        return f"{self.layers} layers"
+
+
+def rows(request: Request) -> list[Problem]:
+    ms = request.m or (_M if request.cuda else _CPU_M)[request.op]
+    return [
+        ModelProblem(request.op, name, request.op, m, MODELS[name].ffn, MODELS[name].hidden, request.layers)
+        for name in request.pick(tuple(MODELS))
+        for m in ms
+    ]
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The same model twice. Both are kept for the next row, which is mostly of the same model."""
+
+    stock: Any
+    ours: Any
+
+
+_loaded: dict[tuple[str, int, torch.dtype], _Pair] = {}
+
+
+def _pair(problem: ModelProblem, context: Context) -> _Pair:
+    key = (problem.model, problem.layers, context.dtype)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = _load(problem, context)
+    return _loaded[key]
+
+
+def _load(problem: ModelProblem, context: Context) -> _Pair:
+    try:
+        from flux.integrations import transformers as flux_transformers
+    except ImportError as error:
+        raise RuntimeError(f"bench e2e needs transformers 5.17 or newer: {error}") from error
+    if importlib.util.find_spec("accelerate") is None:
+        raise RuntimeError("bench e2e needs accelerate, without which transformers follows no tp_plan")
+    # Where transformers looks for its place among the ranks.
+    rank, world = str(context.rank), str(context.world_size)
+    os.environ.update({"RANK": rank, "LOCAL_RANK": os.environ.get("LOCAL_RANK", rank), "WORLD_SIZE": world})
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    folder: list[Any] = [tempfile.mkdtemp(prefix="flux-bench-") if context.rank == 0 else None]
+    dist.broadcast_object_list(folder, group=context.group)
+    try:
+        if context.rank == 0:
+            _save(problem, context, folder[0])
+        dist.barrier(context.group)
+        stock = _from(folder[0], context)
+        flux_transformers.install()
+        try:
+            ours = _from(folder[0], context)
+        finally:
+            flux_transformers.uninstall()
+        dist.barrier(context.group)
+    finally:
+        if context.rank == 0:
+            shutil.rmtree(folder[0], ignore_errors=True)
+    return _Pair(stock, ours)
+
+
+def _save(problem: ModelProblem, context: Context, folder: str) -> None:
+    import transformers
+
+    of = MODELS[problem.model]
+    config = transformers.LlamaConfig(
+        vocab_size=of.vocabulary,
+        hidden_size=of.hidden,
+        intermediate_size=of.ffn,
+        num_hidden_layers=problem.layers,
+        num_attention_heads=of.hidden // of.head,
+        num_key_value_heads=of.key_values // of.head,
+        max_position_embeddings=1 << 17,
+    )
+    torch.manual_seed(_SEED)
+    with context.device:
+        model: Any = transformers.LlamaForCausalLM(config).to(context.dtype)
+    model.save_pretrained(folder)
+
+
+def _from(folder: str, context: Context) -> Any:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_size=context.world_size, tp_plan="auto")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=plan, dtype=context.dtype
+    )
+    return model.eval()
+
+
+def _forward(
+    model: Any, problem: ModelProblem, context: Context, logits: int = 1
+) -> Callable[[], torch.Tensor]:
+    """What is timed: the logits of the last token of each sequence. logits: of how many, 0 for all."""
+    vocabulary = MODELS[problem.model].vocabulary
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(vocabulary, shape, generator=generator).to(context.device)
+
+    if problem.op == "e2e_prefill":
+        prompt = tokens(1, problem.m)
+        return lambda: _whole(model(prompt, logits_to_keep=logits).logits)
+
+    from transformers import StaticCache
+
+    length = _CONTEXT if context.cuda else _CPU_CONTEXT
+    cache = StaticCache(config=model.config, max_cache_len=length + 1)
+    last = tokens(problem.m, 1)
+    positions = torch.full((1, 1), length, device=context.device)
+
+    def step() -> torch.Tensor:
+        # Always the same token again: the cache has room for one.
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(length)
+        return _whole(model(last, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits)
+
+    step()  # makes the cache
+    random = torch.Generator(context.device).manual_seed(_SEED)
+    for layer in cache.layers:
+        for states in (layer.keys, layer.values):
+            states.normal_(std=0.1, generator=random)
+    return step
+
+
+def _whole(logits: Any) -> torch.Tensor:
+    result: torch.Tensor = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+    return result
+
+
+def check(problem: Problem, context: Context) -> str:
+    """The logits of flux against those of stock, of all tokens."""
+    assert isinstance(problem, ModelProblem)
+    pair = _pair(problem, context)
+    want, got = (_forward(model, problem, context, logits=0)().clone() for model in (pair.stock, pair.ours))
+    return agree({"logits": got}, {"logits": want})
+
+
+def prepare(problem: Problem, context: Context) -> Prepared:
+    assert isinstance(problem, ModelProblem)
+    pair, notes = _pair(problem, context), [f"stock: transformers {version('transformers')}, its own tp_plan"]
+    candidates = []
+    for name, role, model in (("flux", "flux", pair.ours), ("transformers", "serial", pair.stock)):
+        step = _forward(model, problem, context)
+        call: Callable[[], object] = step
+        if problem.op == "e2e_decode" and context.cuda:
+            call, why_not = capturable(step, context)
+            notes += [f"{name} decodes without a CUDA graph: {why_not}"] if why_not else []
+        candidates.append(Candidate(name, role, call, eager=step))
+    of = MODELS[problem.model]
+    plan = None
+    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
+        sizes = (problem.m, of.hidden, of.ffn // context.tp)
+        plan = plan_dict(flux.explain("gemm_ar", *sizes, dtype=context.dtype, group=context.group))
+    return Prepared(candidates, plan, notes)

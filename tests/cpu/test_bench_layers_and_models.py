@@ -1,0 +1,166 @@
+"""The benchmarks of layers and of whole models: their rows, that a wrong gradient or sum is found, and that
+every candidate runs between CPU processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from flux.bench import record, report
+from flux.bench.cases import FAMILIES, OPS, layer
+from flux.bench.cases.common import Context, agree
+from flux.bench.model import Row, passed
+from flux.bench.record import Record
+from flux.bench.runner import Settings, measure
+from flux.bench.suites import Request
+from flux.bench.timing import CpuTimer
+from flux.layers import functional
+from flux.ops.wgrad import weight_grad
+from flux.testing import spawn
+
+HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
+HAVE_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
+
+
+def rows_of(op: str, **options: Any) -> list[Any]:
+    rows = OPS[op].rows
+    assert rows is not None
+    return rows(Request(op, **{"cuda": True, "world": 4, **options}))
+
+
+def test_families_have_their_ops() -> None:
+    assert FAMILIES["layer"] == ("layer_forward", "layer_training")
+    assert FAMILIES["e2e"] == ("e2e_prefill", "e2e_decode")
+
+
+def test_layer_rows() -> None:
+    rows = rows_of("layer_training")
+    assert {row.model for row in rows} == {"llama-3-8b", "llama-3-70b", "mixtral-8x7b"}
+    assert [row.m for row in rows if row.model == "llama-3-8b"] == [2048, 4096, 8192]
+    (llama,) = rows_of("layer_forward", models=("llama-3-8b",), m=(2048,))
+    # Its weights as one matrix: 6144 + 4096 of attention, 28672 + 14336 of the MLP.
+    assert (llama.n, llama.k) == (53248, 4096)
+    assert llama.local(4) == (2048, 13312, 4096)
+    assert llama.on_wire(4, 2) == 4 * 3 * 2048 * 4096 * 2 // 4
+    (training,) = rows_of("layer_training", models=("llama-3-8b",), m=(2048,))
+    assert training.on_wire(4, 2) == 2 * llama.on_wire(4, 2)
+    (mixtral,) = rows_of("layer_forward", models=("mixtral-8x7b",), m=(2048,))
+    assert mixtral.n == 10240 and mixtral.on_wire(4, 2) == llama.on_wire(4, 2) // 2
+    with pytest.raises(ValueError, match="divisible by the 3 ranks, got 2048"):
+        llama.local(3)
+
+
+def test_model_rows() -> None:
+    assert [(row.model, row.m) for row in rows_of("e2e_decode")] == [
+        (model, m) for model in ("llama-3-8b", "llama-3-70b") for m in (16, 64)
+    ]
+    (row,) = rows_of("e2e_prefill", models=("llama-3-70b",), m=(2048,), layers=8)
+    assert row.variant == "8 layers" and row.local(4) == (2048, 7168, 8192)
+    assert row.on_wire(4, 2) == 8 * 2 * 2 * 3 * 2048 * 8192 * 2 // 4
+    assert [row.model for row in rows_of("e2e_prefill", cuda=False)] == ["tiny"]
+
+
+def test_agree_sees_what_rounding_is_not() -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = torch.randn(8, 256, 256, generator=generator)
+    want = parts.sum(0)
+    rounded = want.bfloat16()
+    assert passed(agree({"y": rounded}, {"y": want.bfloat16()}))
+    # Each part rounded before it is added, as where the partial sums of ranks travel.
+    assert passed(agree({"y": parts.bfloat16().sum(0)}, {"y": rounded}))
+    assert "off by" in agree({"y": parts[1:].sum(0).bfloat16()}, {"y": rounded})
+    one_wrong = rounded.clone()
+    one_wrong[3, 5] += 1.0
+    assert "off by" in agree({"y": one_wrong}, {"y": rounded})
+    one_wrong[3, 5] = float("nan")
+    assert "off by nan" in agree({"y": one_wrong}, {"y": rounded})
+    assert agree({"y": rounded[:1]}, {"y": rounded}) == "y: shape [1, 256], expected [256, 256]"
+    assert not passed(agree({"x": rounded}, {"y": rounded}))
+
+
+def context_of(rank: int, world_size: int) -> Context:
+    return Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
+
+
+def measured(family: str, context: Context) -> list[Row]:
+    rows = [row for op in FAMILIES[family] for row in rows_of(op, cuda=False, world=2, layers=2)]
+    settings = Settings(tuple(rows), "models", "cpu", 2, 2, "float32", iters=1, rounds=2)
+    return [measure(row, context, CpuTimer(context.group), settings) for row in rows]
+
+
+def layers(rank: int, world_size: int) -> list[Row]:
+    context = context_of(rank, world_size)
+    (problem,) = rows_of("layer_training", cuda=False)
+    with mock.patch.object(layer.importlib.util, "find_spec", lambda name: None):  # type: ignore[attr-defined]
+        plain = measured("layer", context)
+        broken = mock.patch.object(functional, "weight_grad", lambda grad, x: weight_grad(grad, x) * 0)
+        with broken:
+            found = layer.check(problem, context)
+        assert found.startswith("gradient of qkv.weight: off by"), found
+    if not HAVE_MEGATRON:
+        return plain
+    rows = measured("layer", context)
+    with mock.patch("flux.layers.functional.gemm_rs", lambda x, weight, bias, group: x.new_zeros(32, 1, 128)):
+        found = layer.check(problem, context)
+    assert found.startswith("out: off by"), found
+    return [*plain, *rows]
+
+
+def test_layers_between_processes(tmp_path: Path) -> None:
+    rows, _ = spawn(layers, 2, backend="gloo", timeout_s=120)
+    peers = [name for row in rows for name, timing in row.times.items() if timing.role == "serial"]
+    assert peers == ["torch layers"] * 2 + ["Megatron"] * 2 * HAVE_MEGATRON
+    for row in rows:
+        assert row.check.startswith("agrees to"), row.check
+        assert [t.role for t in row.times.values()] == ["flux", "gemm", "serial"]
+    text = rendered(rows, tmp_path)
+    assert "layer_training · 2 processes" in text and "speed-up over stock: geomean" in text
+
+
+def models(rank: int, world_size: int) -> list[Row]:
+    from flux.bench.cases import e2e
+
+    context = context_of(rank, world_size)
+    rows = measured("e2e", context)
+    (problem,) = rows_of("e2e_prefill", cuda=False, layers=2)
+    with (
+        torch.no_grad(),
+        mock.patch("flux.integrations.transformers.gemm_ar", lambda x, w, b, name: x @ w.t()),
+    ):
+        found = e2e.check(problem, context)
+    assert found.startswith("logits: off by"), found
+    return rows
+
+
+@pytest.mark.skipif(not HAVE_TRANSFORMERS, reason="needs transformers and accelerate")
+def test_models_between_processes(tmp_path: Path) -> None:
+    rows, _ = spawn(models, 2, backend="gloo", timeout_s=120)
+    assert [(row.op, row.m) for row in rows] == [("e2e_prefill", 32), ("e2e_decode", 4)]
+    for row in rows:
+        assert row.check.startswith("agrees to"), row.check
+        assert {name: t.role for name, t in row.times.items()} == {"flux": "flux", "transformers": "serial"}
+        assert row.plan is not None
+    text = rendered(rows, tmp_path)
+    assert "stock tokens/s" in text and "tiny 2 layers" in text
+    rate = 1e3 * 32 / rows[0].times["flux"].median
+    assert f"{rate:.0f}" in text
+
+
+def rendered(rows: list[Row], folder: Path) -> str:
+    """The table of a result that went through its file."""
+    settings = {"rounds": 2, "world": 2}
+    before = Record("0", "abc", "2026-01-02", "models", "cpu", {}, settings, rows, complete=True)
+    record.write(before, folder / "r.json")
+    console = Console(file=io.StringIO(), width=report._WIDE)
+    console.print(report.render(record.read(folder / "r.json"), console.width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
