@@ -2,6 +2,7 @@
 #include "ag_gemm/copy_engine.h"
 #include "ag_gemm/gather.cuh"
 #include "gemm/launch.cuh"
+#include "runtime/copy_queue.h"
 
 namespace flux::ag_gemm {
 namespace {
@@ -54,7 +55,7 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   store.epoch = transport.copy_epoch;
   store.reuse = reuse;
   gemm::launch<GatherStore>(args, choice, order, rows, num_sms, store, stream, store.num_pushers);
-  if (copied && !reuse) join_copy_engine(stream);
+  if (copied && !reuse) runtime::CopyQueue().join(stream);  // x may be overwritten then
 }
 
 void prepare() {

@@ -6,6 +6,7 @@
 #include "ag_gemm/copy_engine.h"
 #include "ag_gemm/push.cuh"
 #include "runtime/check.h"
+#include "runtime/copy_queue.h"
 
 namespace flux::ag_gemm {
 namespace {
@@ -115,7 +116,7 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
                          reuse};
   all_gather_kernel<<<kCtas, kThreads, kSmemBytes, stream>>>(params);
   FLUX_CUDA_CHECK(cudaGetLastError());
-  if (copied && !reuse) join_copy_engine(stream);
+  if (copied && !reuse) runtime::CopyQueue().join(stream);  // x may be overwritten then
 }
 
 }  // namespace

@@ -25,6 +25,4 @@ void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, 
   queue.submit();
 }
 
-void join_copy_engine(cudaStream_t stream) { runtime::CopyQueue().join(stream); }
-
 }  // namespace flux::ag_gemm

@@ -13,7 +13,4 @@ namespace flux::ag_gemm {
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
                          uint32_t epoch, int chunk_rows, cudaStream_t stream);
 
-// Makes `stream` wait until those copies are done: x may be overwritten then.
-void join_copy_engine(cudaStream_t stream);
-
 }  // namespace flux::ag_gemm

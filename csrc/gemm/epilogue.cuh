@@ -86,6 +86,26 @@ struct Pair<__half> {
   }
 };
 
+// 16 bytes of a row.
+constexpr int kVector = 8;
+
+template <class Element>
+FLUX_DEVICE void widen(const uint4& v, float (&f)[kVector]) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = Pair<Element>::widen(words[i]);
+    f[2 * i] = pair.x;
+    f[2 * i + 1] = pair.y;
+  }
+}
+
+template <class Element>
+FLUX_DEVICE uint4 round(const float (&f)[kVector]) {
+  return {Pair<Element>::round(f[0], f[1]), Pair<Element>::round(f[2], f[3]),
+          Pair<Element>::round(f[4], f[5]), Pair<Element>::round(f[6], f[7])};
+}
+
 // A thread's share of a chunk: {left block, row}, {left block, row + 8}, {right block, row}, {right block,
 // row + 8}.
 struct Fragment {

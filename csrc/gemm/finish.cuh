@@ -19,23 +19,6 @@ struct Finish {
 
 using runtime::Exchange;
 
-template <class Element>
-FLUX_DEVICE void widen(const uint4& v, float (&f)[Exchange::kVector]) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = Pair<Element>::widen(words[i]);
-    f[2 * i] = pair.x;
-    f[2 * i + 1] = pair.y;
-  }
-}
-
-template <class Element>
-FLUX_DEVICE uint4 round(const float (&f)[Exchange::kVector]) {
-  return {Pair<Element>::round(f[0], f[1]), Pair<Element>::round(f[2], f[3]),
-          Pair<Element>::round(f[4], f[5]), Pair<Element>::round(f[6], f[7])};
-}
-
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
   return reinterpret_cast<const uint4*>(static_cast<const char*>(matrix) + element * kElementBytes);
 }

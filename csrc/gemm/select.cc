@@ -8,8 +8,6 @@
 namespace flux::gemm {
 namespace {
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // Fitted to 75 shapes with 20 to 30 candidates each, on one GPU (docs/design/cost-model.md).
 constexpr double kLaunchUs = 2.0;
 constexpr double kTileUs = 0.3;      // between two mainloops
@@ -59,6 +57,8 @@ std::string config_name(int config, Cluster cluster) {
   return name;
 }
 
+double k_block_us(int block_n, double kbytes) { return kKblockUs + kMathUs * block_n + kL2Us * kbytes; }
+
 double model_time_us(const Problem& p, int config, Cluster cluster) {
   const TileConfig& tile = kTileConfigs[config];
   const int m_tiles = ceil_div(p.m / p.world_size, kBlockM);
@@ -74,7 +74,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
                                (static_cast<double>(m_tiles) * p.world_size * n_tiles);
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
-  const double block_us = kKblockUs + kMathUs * tile.block_n + kL2Us * kbytes;
+  const double block_us = k_block_us(tile.block_n, kbytes);
   const bool sends = p.world_size > 1 && !p.gathers;
   const double tile_us = ceil_div(p.k, kBlockK) * block_us + (sends ? kSentTileUs : kTileUs);
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average);

@@ -35,6 +35,9 @@ struct Choice {
 std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split);
 
+// Time of a k-block of a tile, for which so many KB of operands come from the L2, in microseconds.
+double k_block_us(int block_n, double kbytes);
+
 // Time the model gives one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);
 

@@ -20,6 +20,8 @@ constexpr int kNumMathWarpgroups = 2;
 constexpr int kTileQueue = 2;  // tiles the scheduler may run ahead
 constexpr int kMaxPeers = 7;   // world sizes up to 8
 
+FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 struct TileConfig {
   int id;
   int block_n;

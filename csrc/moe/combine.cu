@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int column = threadIdx.x * kVector; column < columns; column += kThreads * kVector) {
       float sum[kVector];
       sum_choices<Element>(products, token, column, sum);
-      out[(token * columns + column) / kVector] = rounded<Element>(sum);
+      out[(token * columns + column) / kVector] = gemm::round<Element>(sum);
     }
   }
 }

@@ -6,7 +6,7 @@
 
 namespace flux::moe {
 
-constexpr int kVector = 8;  // columns of 16 bytes
+using gemm::kVector;
 
 // Products of one rank's experts, and where those of a token are.
 struct Products {
@@ -42,21 +42,12 @@ __device__ __forceinline__ void sum_choices(const Products& products, int64_t to
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const uint32_t words[] = {values[i].x, values[i].y, values[i].z, values[i].w};
+      float terms[kVector];
+      gemm::widen<Element>(values[i], terms);
 #pragma unroll
-      for (int w = 0; w < kVector / 2; ++w) {
-        const float2 pair = gemm::Pair<Element>::widen(words[w]);
-        sum[2 * w] += factors[i] * pair.x;
-        sum[2 * w + 1] += factors[i] * pair.y;
-      }
+      for (int j = 0; j < kVector; ++j) sum[j] += factors[i] * terms[j];
     }
   }
-}
-
-template <class Element>
-__device__ __forceinline__ uint4 rounded(const float (&sum)[kVector]) {
-  const gemm::Fragment f = gemm::pack<Element>(sum);
-  return {f.pair[0], f.pair[1], f.pair[2], f.pair[3]};
 }
 
 }  // namespace flux::moe

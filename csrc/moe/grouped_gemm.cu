@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "gemm/select.h"
 #include "moe/grouped_gemm.h"
 #include "moe/sm90_grouped_gemm.cuh"
 #include "runtime/check.h"
@@ -44,17 +45,15 @@ Kernel kernel_of(runtime::DType dtype, int config) {
   return nullptr;
 }
 
-// The widest shape that needs no more waves of time than others, if experts get equally many rows. The constants
-// are those of gemm/select.cc.
+// The widest shape that needs no more waves of time than others, if experts get equally many rows.
 int choose_config(const GroupedGemmArgs& args, int columns, int k_blocks, int num_sms) {
-  const int rows_each = (args.num_rows + args.experts - 1) / args.experts;
-  const int tile_rows = ceil_div(rows_each, gemm::kBlockM) * args.experts;
+  const int tile_rows = ceil_div(ceil_div(args.num_rows, args.experts), gemm::kBlockM) * args.experts;
   int best = -1;
   double best_us = INFINITY;
   for (const int config : kConfigs) {
     const int block_n = gemm::kTileConfigs[config].block_n;
     const double waves = std::ceil(static_cast<double>(tile_rows) * ceil_div(columns, block_n) / num_sms);
-    const double block_us = 0.031 + 0.0023 * block_n + 0.0019 * 0.128 * (gemm::kBlockM + block_n);
+    const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n));
     const double time_us = waves * (k_blocks * block_us + 0.5);
     if (time_us < best_us) {
       best = config;

@@ -17,7 +17,7 @@ constexpr int kMaxSteps = 8;     // world sizes
 constexpr int kBlockRows = 128;  // slot rows that share a signal
 constexpr int kGroupM = 16;      // tiles one above the other that share the columns of a weight in L2
 
-FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+using gemm::ceil_div;
 
 struct Layout {
   int world_size;
