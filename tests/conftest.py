@@ -12,6 +12,7 @@ import torch
 from flux import _native
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("ranks")  # tests/dist/ranks.py: its assertions tell what they compared
 
 
 def pytest_configure(config: pytest.Config) -> None:

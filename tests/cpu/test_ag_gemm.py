@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Answers, case_name, compare
 
 import flux
 from flux.comm.cpu import CpuWorkspace
@@ -31,19 +32,6 @@ CASES = [
     for bias in (False, True)
     if (i + j + transpose_weight + 2 * bias) % 4 == 0
 ]
-
-
-def case_name(case: Any) -> str:
-    (rows, n, k), dtype, transpose_weight, bias = case
-    flags = ("-transposed" if transpose_weight else "") + ("-bias" if bias else "")
-    return f"{rows}x{n}x{k}-{str(dtype).removeprefix('torch.')}{flags}"
-
-
-def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
-    wrong = (result != expected).sum().item()
-    return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
 
 
 def first(answers: list[str]) -> str:
@@ -215,15 +203,13 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
     return answers
 
 
-_answers: dict[int, list[dict[str, str]]] = {}
+_answers = Answers(run_everything)
 
 
 @pytest.mark.parametrize("name", [case_name(case) for case in CASES] + list(SCENARIOS))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ag_gemm(world_size: int, name: str) -> None:
-    if world_size not in _answers:
-        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=120)
-    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+    assert _answers.of(world_size, name) == [""] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

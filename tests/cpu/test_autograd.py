@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Answers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -266,15 +267,13 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
     return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
 
 
-_answers: dict[int, list[dict[str, str]]] = {}
+_answers = Answers(run_everything, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients(world_size: int, name: str) -> None:
-    if world_size not in _answers:
-        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=300)
-    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+    assert _answers.of(world_size, name) == [""] * world_size
 
 
 def second_derivatives(rank: int, world_size: int) -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ import flux
 from flux._native import core
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.ops import all_reduce as reduce_ops
+from flux.ops import _exchange
 from flux.ops import gemm_ar as ops
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room, plan_all_reduce, plan_gemm_ar
@@ -105,8 +105,9 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
 def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ops, "_kernel", lambda *arguments: told.append(arguments))
-    monkeypatch.setattr(reduce_ops, "_kernel", lambda *arguments: told.append(arguments))
-    workspace: Any = SimpleNamespace(enter=lambda plan: 77)
+    monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
+    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    monkeypatch.setattr(workspace, "enter", lambda plan: 77, raising=False)
     made = plan(m=4, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
     total, normalised = torch.zeros(4, 16).bfloat16(), torch.ones(4, 16).bfloat16()
@@ -126,7 +127,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_kernel", lambda *arguments: arguments[3].fill_(5))
     ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, None, 0.0)
     assert (shifted == 5).all()
-    reduce_ops._fused_cuda(workspace, plan("all_reduce", m=1, n=64), x, total)
+    _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), x, total)
     assert told[3] == (x, total, 77, 0)
 
 

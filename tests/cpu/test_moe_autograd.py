@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Answers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -289,15 +290,13 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-_answers: dict[int, list[dict[str, str]]] = {}
+_answers = Answers(run_everything, timeout_s=300)
 NAMES = [(p, s.__name__) for p in LAYOUTS for s in SCENARIOS if s is not torch_sees or p == 2]
 
 
 @pytest.mark.parametrize(("world_size", "name"), NAMES)
 def test_gradients(world_size: int, name: str) -> None:
-    if world_size not in _answers:
-        _answers[world_size] = spawn(run_everything, world_size, backend="gloo", timeout_s=300)
-    assert [answers[name] for answers in _answers[world_size]] == [""] * world_size
+    assert _answers.of(world_size, name) == [""] * world_size
 
 
 OFFSETS = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32)

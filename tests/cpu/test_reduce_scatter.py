@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import compare
 
 import flux
 from flux._native import core
 from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
+from flux.ops import _exchange
 from flux.ops import reduce_scatter as ops
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import exchange_room, plan_reduce_scatter
@@ -81,24 +83,18 @@ def test_what_is_reserved_suffices(world_size: int, device_type: str) -> None:
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(ops, "_kernel", lambda *arguments: told.append(arguments))
-    workspace: Any = SimpleNamespace(enter=lambda plan: 77)
+    monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
+    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    monkeypatch.setattr(workspace, "enter", lambda plan: 77, raising=False)
     made = plan(m=8, n=16)
     x, out = torch.ones(4, 32).bfloat16(), torch.zeros(1, 32).bfloat16()
-    ops._fused_cuda(workspace, made, x, out)
+    _exchange.run_fused(workspace, made, x, out)
     assert told[0] == (x, out, 77, 2)
     # A result that a kernel cannot write where it shall lie.
     shifted = torch.zeros(33).bfloat16()[1:].view(1, 32)
-    monkeypatch.setattr(ops, "_kernel", lambda *arguments: arguments[1].fill_(5))
-    ops._fused_cuda(workspace, made, x, shifted)
+    monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: arguments[1].fill_(5))
+    _exchange.run_fused(workspace, made, x, shifted)
     assert (shifted == 5).all()
-
-
-def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
-    wrong = (result != expected).sum().item()
-    return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
 
 
 def exact_sums(rank: int, p: int) -> list[str]:

@@ -7,31 +7,24 @@ from typing import Any
 
 import layer_workers
 import pytest
+from ranks import SIZES, run
 
-from flux.testing import spawn
-
-SIZES = [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))]
-
-
-def run(name: str, world_size: int, *args: Any, **env: str) -> None:
-    results = spawn(getattr(layer_workers, name), world_size, *args, env=env, timeout_s=300)
-    assert results == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", ["gradients", "main_grads", "layers"])
 def test_scenario(world_size: int, name: str) -> None:
-    run(name, world_size)
+    run(getattr(layer_workers, name), world_size)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", ["gradients", "layers"])
 def test_with_one_hardware_queue(world_size: int, name: str) -> None:
-    run(name, world_size, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    run(getattr(layer_workers, name), world_size, CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.filterwarnings("ignore")
 def test_the_example_trains_as_on_stock_megatron(world_size: int) -> None:
-    run("loss_curves", world_size, 100, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    run(layer_workers.loss_curves, world_size, 100, CUDA_DEVICE_MAX_CONNECTIONS="1")

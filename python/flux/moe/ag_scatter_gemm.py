@@ -19,6 +19,7 @@ from flux.moe.routing import Routing, check_routing, layout_of
 from flux.ops import _check, grouped_gemm
 from flux.ops import all_gather as gather
 from flux.ops._library import library
+from flux.ops._tensors import wide_type
 
 _OP = "moe.ag_scatter_gemm"
 _BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
@@ -213,7 +214,7 @@ class _Tiles:
         self._routing = routing  # keeps the schedule alive
         self._activation = activation
         self._out = out
-        self._weight = weight.to(grouped_gemm.wide_type(weight.dtype))
+        self._weight = weight.to(wide_type(weight.dtype))
 
     def compute(self, wait: Callable[[int, int], None], sources: dict[int, torch.Tensor]) -> None:
         """`wait(step, slot row)` before the rows of a tile are read from what each source has sent."""

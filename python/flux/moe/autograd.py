@@ -19,8 +19,9 @@ from flux.moe.routing import Routing
 from flux.ops import _check
 from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
+from flux.ops._tensors import wide_type
 from flux.ops.all_gather import all_gather
-from flux.ops.grouped_gemm import grouped_gemm, wide_type
+from flux.ops.grouped_gemm import grouped_gemm
 
 Tensor = torch.Tensor
 _TENSORS = Routing._fields.index("num_experts")  # of a routing; the last of them are the weights

@@ -18,6 +18,7 @@ from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
 from flux.moe.routing import Routing, check_routing, layout_of
 from flux.ops import _check, grouped_gemm
 from flux.ops._library import library
+from flux.ops._tensors import wide_type
 
 _OP = "moe.gemm_gather_rs"
 _BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
@@ -142,7 +143,7 @@ class _Exchange:
         self._routing = routing
         self._epoch = epoch
         self._x = x
-        self._weight = weight.to(grouped_gemm.wide_type(weight.dtype))
+        self._weight = weight.to(wide_type(weight.dtype))
         self._out = out
         self._products = x.new_zeros(layout.max_rows, plan.n)
         self._received = routing.received.tolist()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from flux import _native
 from flux.comm.group import process_group
-from flux.ops.grouped_gemm import activate, wide_type
+from flux.ops._tensors import wide_type
+from flux.ops.grouped_gemm import activate
 
 Tensor = torch.Tensor
 GROUP_M = 16  # csrc/moe/plan.h: kGroupM

@@ -1,24 +1,22 @@
-"""The CPU path of an exchange: ranks sum matrices that each of them has (csrc/runtime/exchange.h)."""
+"""Ranks sum matrices that each of them has (csrc/runtime/exchange.h): the CPU path, and the sum by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from flux import _native
 from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
+from flux.ops._tensors import readable, wide_type, writable
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import VECTOR
 
 # Words of a peer's signals.
 _CONTRIBUTION, _RESULT = 0, 1
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """In which type sums of a type are taken."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sum_over_ranks(
@@ -61,6 +59,22 @@ def sum_over_ranks(
         columns = exchange.columns(owner)
         exchange.wait(owner, _RESULT)
         out[:, columns] = exchange.results(rank)[:, columns]
+
+
+def run_fused(
+    workspace: CpuWorkspace | CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor
+) -> None:
+    """The exchange by itself: out = the sum of all ranks' x [m, n], or this rank's rows of it."""
+    if isinstance(workspace, CudaWorkspace):
+        x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
+        _kernel(x, target, workspace.enter(plan), plan.mode)
+        if target is not out:
+            out.copy_(target)
+        return
+    with workspace.guarded():
+        epoch = workspace.begin(plan)
+        sum_over_ranks(workspace, plan, epoch, x, out)
+        workspace.finish(epoch)
 
 
 class _Exchange:
@@ -117,3 +131,6 @@ class _Exchange:
 def _slot(source: int, owner: int) -> int:
     """Number of a source among those whose signals `owner` has: its own it does not need."""
     return source - (source > owner)
+
+
+_kernel: Any = torch.ops.flux._all_reduce.default

@@ -19,6 +19,7 @@ from flux.ops import _check
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._tensors import aligned, readable, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 
 Tensors = Sequence[torch.Tensor]
@@ -331,12 +332,12 @@ def _fused_cuda(
     gathered: torch.Tensor | None,
 ) -> None:
     # What may run out of memory comes first.
-    x = gather.readable(x)
+    x = readable(x)
     operands = [
-        (plan.choice, plain.aligned(weight), plain.aligned_bias(bias), gather.writable(out))
+        (plan.choice, aligned(weight), readable_if_any(bias), writable(out))
         for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True)
     ]
-    target = None if gathered is None else gather.writable(gathered)
+    target = None if gathered is None else writable(gathered)
     address, epoch, chunk_rows = gather.enter(workspace, call)
     reuse = False
     for choice, weight, bias, product in operands:
@@ -395,7 +396,7 @@ def _compute_tiles(
     """The kernel's work tile by tile: those of the own rows first, the others as their rows arrive."""
     core = _native.core
     p, rows = plan.world_size, plan.m // plan.world_size
-    wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
+    wide = wide_type(plan.dtype)
     wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
     wide_bias = None if bias is None else bias.to(wide)
     config = core.tile_configs()[plan.config]

@@ -17,6 +17,7 @@ from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import Workspace
 from flux.ops import _check
 from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._tensors import readable, writable
 from flux.ops.plan import Plan, plan_all_gather
 
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -131,23 +132,10 @@ def enter(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
     """Readies a workspace for a gather on the current stream: address of its SymmBuffer, copy_epoch and
     chunk_rows, as the kernels take them. The call must be launched then: its epoch may be spent.
     """
-    # A graph would replay the epoch that the host had counted: there the SMs send, and the device counts.
-    if plan.copied and not torch.cuda.is_current_stream_capturing():
+    if plan.copied_now():
         address, epoch = workspace.enter_copy(plan)
         return address, epoch, plan.chunk_rows
     return workspace.enter(plan), 0, 0
-
-
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """The matrix itself if the kernels can send it from where it lies, else a copy."""
-    if x.data_ptr() % 16 == 0 and x.is_contiguous():
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def writable(out: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor itself if the kernels can write it where it lies, else one to copy from."""
-    return out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
 
 
 def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:

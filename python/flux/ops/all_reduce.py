@@ -13,10 +13,10 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.ops import _check
-from flux.ops._exchange import sum_over_ranks, wide_type
+from flux.ops._exchange import run_fused
 from flux.ops._library import library, may_skip_dispatch
-from flux.ops.all_gather import readable, writable
-from flux.ops.plan import Plan, workspace_plan
+from flux.ops._tensors import wide_type
+from flux.ops.plan import workspace_plan
 
 
 def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,10 +96,7 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
         unfused(x, group, out)
         return
     x2, out2 = x.reshape(1, -1), out.view(1, -1)
-    if x.is_cuda:
-        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
-    else:
-        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+    run_fused(cast(CpuWorkspace | CudaWorkspace, workspace), plan, x2, out2)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
@@ -115,20 +112,6 @@ def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
         out.copy_(total)
 
 
-def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
-    x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
-    _kernel(x, target, workspace.enter(plan), plan.mode)
-    if target is not out:
-        out.copy_(target)
-
-
-def _fused_cpu(workspace: CpuWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
-    with workspace.guarded():
-        epoch = workspace.begin(plan)
-        sum_over_ranks(workspace, plan, epoch, x, out)
-        workspace.finish(epoch)
-
-
 for _device in ("CPU", "CUDA"):
     library.impl("all_reduce", _eager, _device)
     library.impl("all_reduce_out", _eager_out, _device)
@@ -137,4 +120,3 @@ torch.library.register_fake("flux::all_reduce_out", _fake_out, lib=library)
 
 _op: Any = torch.ops.flux.all_reduce.default
 _op_out: Any = torch.ops.flux.all_reduce_out.default
-_kernel: Any = torch.ops.flux._all_reduce.default

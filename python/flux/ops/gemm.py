@@ -9,6 +9,7 @@ import torch
 from flux.comm import cuda
 from flux.ops import _check
 from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, plan_gemm
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -53,7 +54,7 @@ def reference(
 ) -> torch.Tensor:
     """The same result from torch alone: fp32 (for float64: float64) product, bias, one rounding."""
     shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_type(x.dtype)
     w = weight if transpose_weight else weight.t()
     total = torch.mm(x.reshape(m, k).to(wide), w.to(wide))
     if bias is not None:
@@ -135,11 +136,11 @@ def launch(
     if not plan.fused:
         unfused(x2, weight, bias, transpose_weight, out2)
         return
-    target = out2 if out2.data_ptr() % 16 == 0 else torch.empty_like(out2)
+    target = writable(out2)
     _kernel(
         aligned(x2),
         aligned(weight),
-        aligned_bias(bias),
+        readable_if_any(bias),
         target,
         transpose_weight,
         plan.choice,
@@ -162,27 +163,6 @@ def unfused(
         torch.mm(x, w, out=out)
     else:
         torch.addmm(bias, x, w, out=out)
-
-
-def aligned_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The bias itself if the kernels can read it 16 bytes at a time, else a copy."""
-    if bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0):
-        return bias
-    return bias.clone(memory_format=torch.contiguous_format)
-
-
-def aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself if TMA can read it where it lies, else a copy. For the kernels' 16-bit types.
-
-    TMA needs unit column stride and rows that start at multiples of 16 bytes.
-    """
-    if matrix.data_ptr() % 16 == 0:
-        if matrix.is_contiguous():  # K and N of what the kernels take are multiples of 8
-            return matrix
-        row_stride, column_stride = matrix.stride()
-        if column_stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1]:
-            return matrix
-    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 library.impl("gemm", reference, "CPU")

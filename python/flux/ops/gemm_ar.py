@@ -14,9 +14,10 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.ops import _check
 from flux.ops import gemm as plain
-from flux.ops._exchange import sum_over_ranks, wide_type
+from flux.ops._exchange import sum_over_ranks
 from flux.ops._library import library, may_skip_dispatch
-from flux.ops.all_gather import all_gather, readable, writable
+from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
+from flux.ops.all_gather import all_gather
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.plan import Plan, workspace_plan
 
@@ -370,10 +371,8 @@ def _fused_cuda(
     if residual is not None and residual.data_ptr() == total.data_ptr():
         # The kernels write their products there before they read the residual.
         target = torch.empty_like(total)
-    x, weight = plain.aligned(x), plain.aligned(weight)
-    bias, residual, norm_weight = (
-        None if tensor is None else readable(tensor) for tensor in (bias, residual, norm_weight)
-    )
+    x, weight = aligned(x), aligned(weight)
+    bias, residual, norm_weight = (readable_if_any(tensor) for tensor in (bias, residual, norm_weight))
     _kernel(
         x,
         weight,

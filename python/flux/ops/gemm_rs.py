@@ -16,6 +16,7 @@ from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter
 from flux.ops import _check
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 
 
@@ -75,7 +76,7 @@ def reference(
     pg = resolve_group(group, "gemm_rs")
     p = pg.size()
     shape, m, n, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_type(x.dtype)
     partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight).view(m, n)
     gathered = [torch.empty_like(partial) for _ in range(p)]
     dist.all_gather(gathered, partial, group=pg)
@@ -179,7 +180,7 @@ def _unfused(
         reduce_scatter()(out, partial, group=group)
     else:
         # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = wide_type(x.dtype)
         partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight)
         total = torch.empty(out.shape, dtype=wide)
         reduce_scatter()(total, partial, group=group)
@@ -197,18 +198,17 @@ def _fused_cuda(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    target = writable(out)
     staging, epoch = None, 0
-    # A graph would replay the epoch that the host had counted: there the SMs send, and the device counts.
-    if plan.copied and not torch.cuda.is_current_stream_capturing():
+    if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
         symm_buffer, epoch = workspace.enter_copy(plan)
     else:
         symm_buffer = workspace.enter(plan)
     _kernel(
-        plain.aligned(x),
-        plain.aligned(weight),
-        plain.aligned_bias(bias),
+        aligned(x),
+        aligned(weight),
+        readable_if_any(bias),
         target,
         plan.transpose_weight,
         symm_buffer,
@@ -248,7 +248,7 @@ def _exchange_tiles(
     """The kernel's work tile by tile: others' tiles go to their owners' slots, the own shard comes last."""
     core = _native.core
     rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_type(x.dtype)
     wide_x = x.to(wide)
     wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
     wide_bias = None if bias is None else bias.to(wide)

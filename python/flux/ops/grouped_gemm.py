@@ -12,6 +12,7 @@ from flux import _native
 from flux.comm import cuda
 from flux.ops import _check
 from flux.ops._library import library
+from flux.ops._tensors import readable, wide_type
 
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/sm90_grouped_gemm.cuh
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -69,11 +70,6 @@ def reference(
         mine = x[first:last] if rows is None else x[rows[first:last].long()]
         out[first:last] = activate(mine.to(wide) @ weight[expert].to(wide).t(), activation)
     return out
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """What sums of that type are accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:
@@ -196,8 +192,8 @@ def launch(
     words = 4 * (out.shape[0] // _BLOCK_M + experts) + 1
     schedule = torch.empty(words, dtype=torch.int32, device=x.device)
     _kernel(
-        _readable(x),
-        _readable(weight),
+        readable(x),
+        readable(weight),
         offsets,
         None if rows is None else rows.to(torch.int32),
         0 if activation is None else ACTIVATIONS.index(activation) + 1,
@@ -206,12 +202,6 @@ def launch(
         config,
         num_sms,
     )
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def unfused(

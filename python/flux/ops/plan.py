@@ -84,6 +84,14 @@ class Plan:
         """Tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h)."""
         return self.config | self.cluster << 8 | self.group_m << 16
 
+    def copied_now(self) -> bool:
+        """Whether copy engines carry the data of a call at this moment.
+
+        Not while a CUDA graph is being captured: it would replay the epoch that the host had counted. There
+        the SMs send, and the device counts.
+        """
+        return self.copied and not torch.cuda.is_current_stream_capturing()
+
     def __str__(self) -> str:
         rows = self.m // self.world_size if self.op in ("ag_gemm", "all_gather") else self.m
         columns = self.n if self.op in _SUMS else self.k

@@ -14,10 +14,10 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.ops import _check
-from flux.ops._exchange import sum_over_ranks, wide_type
+from flux.ops._exchange import run_fused
 from flux.ops._library import library, may_skip_dispatch, needs_grad
-from flux.ops.all_gather import readable, writable
-from flux.ops.plan import Plan, workspace_plan
+from flux.ops._tensors import wide_type
+from flux.ops.plan import workspace_plan
 
 
 def reduce_scatter(
@@ -100,10 +100,7 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
         unfused(x, group, out)
         return
     x2, out2 = x.reshape(plan.m, plan.n), out.view(1, plan.n)
-    if x.is_cuda:
-        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
-    else:
-        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+    run_fused(cast(CpuWorkspace | CudaWorkspace, workspace), plan, x2, out2)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
@@ -118,20 +115,6 @@ def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
         out.copy_(total)
 
 
-def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
-    x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
-    _kernel(x, target, workspace.enter(plan), plan.mode)
-    if target is not out:
-        out.copy_(target)
-
-
-def _fused_cpu(workspace: CpuWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
-    with workspace.guarded():
-        epoch = workspace.begin(plan)
-        sum_over_ranks(workspace, plan, epoch, x, out)
-        workspace.finish(epoch)
-
-
 for _device in ("CPU", "CUDA"):
     library.impl("reduce_scatter", _eager, _device)
     library.impl("reduce_scatter_out", _eager_out, _device)
@@ -140,4 +123,3 @@ torch.library.register_fake("flux::reduce_scatter_out", _fake_out, lib=library)
 
 _op: Any = torch.ops.flux.reduce_scatter.default
 _op_out: Any = torch.ops.flux.reduce_scatter_out.default
-_kernel: Any = torch.ops.flux._all_reduce.default

@@ -13,6 +13,8 @@ from flux.bench.cases.common import (
     Prepared,
     async_tp,
     compare,
+    explained,
+    first_wrong,
     packed_choices,
     plan_dict,
     random_operands,
@@ -40,7 +42,7 @@ def check(problem: Problem, context: Context) -> str:
         results.append(compare(got, case.expected(context.rank, context.device)))
     results.append(compare(flux.all_gather(x, group=context.group), case.gathered(context.device)))
     flux.check(context.group)
-    return next((r for r in results if r != "exact"), "exact")
+    return first_wrong(results)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
@@ -64,7 +66,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         Candidate(comm, "comm", lambda: collect(gathered, x, group=group)),
         Candidate(f"{comm}+{blas}", "serial", rotating(weights, serial)),
     ]
-    notes = []
+    notes: list[str] = []
     if context.cuda:
         alone = rotating(weights, lambda w: flux.gemm(full, w, out=own_gemm))
         candidates.insert(2, Candidate("flux.gemm", "gemm", alone))
@@ -73,19 +75,13 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         )
         candidates.append(gather)
         name, symm_mem = group.group_name, torch.ops.symm_mem
-        peer, why_not = async_tp(
+        peers, notes = async_tp(
             weights,
             lambda w: symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name, return_A=False),
             context,
         )
-        if peer is None:
-            notes.append(f"async-TP could not run: {why_not}")
-        else:
-            candidates.append(peer)
-    plan = None
-    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
-        plan = plan_dict(flux.explain("ag_gemm", m, n, k, dtype=context.dtype, group=group))
-    return Prepared(candidates, plan, notes)
+        candidates += peers
+    return Prepared(candidates, explained("ag_gemm", m, n, k, context), notes)
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import flux
 from flux import _native
-from flux.bench.cases.common import Candidate, Context, Prepared, compare, plan_dict
+from flux.bench.cases.common import Candidate, Context, Prepared, compare, explained, first_wrong, plan_dict
 from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
 from flux.bench.suites import Problem
 from flux.comm import registry
@@ -32,7 +32,7 @@ def check(problem: Problem, context: Context) -> str:
         total = flux.all_reduce(gemm.reference(x, weight), group=context.group)
         results.append(compare(total, case.expected_sum(context.device)))
     flux.check(context.group)
-    return next((r for r in results if r != "exact"), "exact")
+    return first_wrong(results)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
@@ -54,10 +54,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     if context.cuda:
         peers, notes = symm_mem_all_reduce(m, n, "", lambda x, partial: None, [x], context)
         candidates += peers
-    plan = None
-    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
-        plan = plan_dict(flux.explain("all_reduce", m, n, 0, dtype=context.dtype, group=group))
-    return Prepared(candidates, plan, notes)
+    return Prepared(candidates, explained("all_reduce", m, n, 0, context), notes)
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:

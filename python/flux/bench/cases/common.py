@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import flux
 from flux import _native
 from flux.bench.timing import Call, all_max
 
@@ -94,8 +95,8 @@ def rotating(weights: list[torch.Tensor], call: Callable[[torch.Tensor], object]
 
 def async_tp(
     weights: list[torch.Tensor], fused: Callable[[torch.Tensor], object], context: Context
-) -> tuple[Candidate | None, str]:
-    """PyTorch's own fused op as a peer, or why it cannot run. All ranks agree on which."""
+) -> tuple[list[Candidate], list[str]]:
+    """PyTorch's own fused op as a peer, or a note that says why it cannot run. All ranks agree on which."""
     group = context.group
     assert group is not None
     call = rotating(weights, fused)
@@ -111,8 +112,8 @@ def async_tp(
     except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
         error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
     if all_max([1.0 if error else 0.0], group, context.device)[0]:
-        return None, error or "it failed on another rank"
-    return Candidate("async-TP", "peer", call), ""
+        return [], [f"async-TP could not run: {error or 'it failed on another rank'}"]
+    return [Candidate("async-TP", "peer", call)], []
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:
@@ -126,6 +127,11 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> str:
     first = wrong.nonzero()[0].tolist()
     at = tuple(first)
     return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
+
+
+def first_wrong(results: Sequence[str]) -> str:
+    """The first answer of `compare` that is not "exact", if there is one."""
+    return next((result for result in results if result != "exact"), "exact")
 
 
 # How far two ways to compute the same may be apart, as a share of the root mean square of the result: single
@@ -175,6 +181,13 @@ def packed_choices(plan: Any) -> list[tuple[str, int]]:
             choice = core.FIRST_SWAP_AB + tile | split << 8
             known[core.select_gemm(1, 8, 8, False, 1, choice).name] = choice
     return [(name, known[name]) for name, _ in plan.candidates if name in known]
+
+
+def explained(op: str, m: int, n: int, k: int, context: Context) -> dict[str, Any] | None:
+    """plan_dict of a call, or None where explain would speak of a GPU that the benchmark does not use."""
+    if not context.cuda and torch.cuda.is_available():
+        return None
+    return plan_dict(flux.explain(op, m, n, k, dtype=context.dtype, group=context.group))
 
 
 def plan_dict(plan: Any) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import flux
-from flux.bench.cases.common import Candidate, Context, Prepared, agree, plan_dict
+from flux.bench.cases.common import Candidate, Context, Prepared, agree, explained
 from flux.bench.cases.graphs import capturable
 from flux.bench.suites import Problem, Request
 
@@ -221,8 +220,5 @@ def prepare(problem: Problem, context: Context) -> Prepared:
             notes += [f"{name} decodes without a CUDA graph: {why_not}"] if why_not else []
         candidates.append(Candidate(name, role, call, eager=step))
     of = MODELS[problem.model]
-    plan = None
-    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
-        sizes = (problem.m, of.hidden, of.ffn // context.tp)
-        plan = plan_dict(flux.explain("gemm_ar", *sizes, dtype=context.dtype, group=context.group))
+    plan = explained("gemm_ar", problem.m, of.hidden, of.ffn // context.tp, context)
     return Prepared(candidates, plan, notes)

@@ -14,6 +14,8 @@ from flux.bench.cases.common import (
     Context,
     Prepared,
     compare,
+    explained,
+    first_wrong,
     packed_choices,
     plan_dict,
     random_operands,
@@ -40,7 +42,7 @@ def check(problem: Problem, context: Context) -> str:
             compare(flux.gemm_ar(x, weight, group=context.group), case.expected_sum(context.device))
         )
     flux.check(context.group)
-    return next((r for r in results if r != "exact"), "exact")
+    return first_wrong(results)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
@@ -74,10 +76,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
             m, n, f"{blas}+", lambda w, partial: torch.mm(x, w.t(), out=partial), weights, context
         )
         candidates += peers
-    plan = None
-    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
-        plan = plan_dict(flux.explain("gemm_ar", m, n, k, dtype=context.dtype, group=group))
-    return Prepared(candidates, plan, notes)
+    return Prepared(candidates, explained("gemm_ar", m, n, k, context), notes)
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:

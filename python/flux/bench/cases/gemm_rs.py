@@ -14,6 +14,8 @@ from flux.bench.cases.common import (
     Prepared,
     async_tp,
     compare,
+    explained,
+    first_wrong,
     packed_choices,
     plan_dict,
     random_operands,
@@ -40,7 +42,7 @@ def check(problem: Problem, context: Context) -> str:
         got = flux.gemm_rs(x, weight, group=context.group)
         results.append(compare(got, case.expected(context.rank, context.device)))
     flux.check(context.group)
-    return next((r for r in results if r != "exact"), "exact")
+    return first_wrong(results)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
@@ -65,22 +67,16 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         Candidate(comm, "comm", lambda: scatter(shard, full, group=group)),
         Candidate(f"{blas}+{comm}", "serial", rotating(weights, serial)),
     ]
-    notes = []
+    notes: list[str] = []
     if context.cuda:
         call = rotating(weights, lambda w: flux.gemm(x, w, out=own_gemm))
         candidates.insert(2, Candidate("flux.gemm", "gemm", call))
         name, symm_mem = group.group_name, torch.ops.symm_mem
-        peer, why_not = async_tp(
+        peers, notes = async_tp(
             weights, lambda w: symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name), context
         )
-        if peer is None:
-            notes.append(f"async-TP could not run: {why_not}")
-        else:
-            candidates.append(peer)
-    plan = None
-    if context.cuda or not torch.cuda.is_available():  # explain speaks of the GPU where there is one
-        plan = plan_dict(flux.explain("gemm_rs", m, n, k, dtype=context.dtype, group=group))
-    return Prepared(candidates, plan, notes)
+        candidates += peers
+    return Prepared(candidates, explained("gemm_rs", m, n, k, context), notes)
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:

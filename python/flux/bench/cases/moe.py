@@ -10,7 +10,7 @@ import torch
 
 import flux
 from flux.bench.cases import moe_peers
-from flux.bench.cases.common import Candidate, Context, Prepared, compare
+from flux.bench.cases.common import Candidate, Context, Prepared, compare, first_wrong
 from flux.bench.suites import Problem, Request
 from flux.comm import registry
 from flux.moe.plan import plan_layer
@@ -167,7 +167,7 @@ def check(problem: Problem, context: Context) -> str:
             got = flux.moe.gemm_gather_rs(hidden, case.w2(rank).to(device), routing)
         results.append(compare(got[: len(want)].cpu(), want))
     flux.check(context.group)
-    return next((r for r in results if r != "exact"), "exact")
+    return first_wrong(results)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:

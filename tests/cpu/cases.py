@@ -1,0 +1,45 @@
+"""What tests between CPU processes share: names and comparisons of cases, and one set of processes for each
+world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flux.testing import spawn
+
+
+def case_name(case: Any) -> str:
+    (rows, n, k), dtype, transpose_weight, bias = case
+    flags = ("-transposed" if transpose_weight else "") + ("-bias" if bias else "")
+    return f"{rows}x{n}x{k}-{str(dtype).removeprefix('torch.')}{flags}"
+
+
+def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
+    """What is wrong with a result, or nothing."""
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    wrong = (result != expected).sum().item()
+    return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+
+
+class Answers:
+    """What all ranks say of each scenario; asked once for each world size, by whichever test comes first.
+
+    Args:
+        run: of a rank: ``run(rank, world_size)`` returns what went wrong, by name of the scenario.
+    """
+
+    def __init__(self, run: Callable[[int, int], dict[str, str]], timeout_s: float = 120) -> None:
+        self._run = run
+        self._timeout_s = timeout_s
+        self._told: dict[int, list[dict[str, str]]] = {}
+
+    def of(self, world_size: int, name: str) -> list[str]:
+        """The answer of each rank."""
+        if world_size not in self._told:
+            self._told[world_size] = spawn(self._run, world_size, backend="gloo", timeout_s=self._timeout_s)
+        return [answers[name] for answers in self._told[world_size]]
