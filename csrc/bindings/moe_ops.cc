@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "bindings/tensors.h"
+#include "moe/ag_scatter_gemm.h"
+#include "moe/gemm_gather_rs.h"
 #include "moe/grouped_gemm.h"
 #include "moe/moe.h"
 #include "runtime/check.h"
@@ -19,22 +21,27 @@ using torch::stable::Tensor;
 
 int32_t* words(const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); }
 
+moe::RoutingArrays routing_arrays(const std::vector<Tensor>& arrays) {
+  FLUX_CHECK(arrays.size() == 11, arrays.size());
+  return {words(arrays[0]), words(arrays[1]),
+          words(arrays[2]), words(arrays[3]),
+          words(arrays[4]), words(arrays[5]),
+          words(arrays[6]), words(arrays[7]),
+          words(arrays[8]), static_cast<moe::TileEntry*>(arrays[9].data_ptr()),
+          words(arrays[10])};
+}
+
 // ids [world_size, max_tokens, top_k]; arrays in the order of RoutingArrays.
 void route_op(Tensor ids, std::vector<Tensor> arrays, Tensor scratch, int64_t rank, int64_t ep_size,
               int64_t num_experts, int64_t block_m) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
-  FLUX_CHECK(ids.dim() == 3 && arrays.size() == 11, ids.dim(), arrays.size());
+  FLUX_CHECK(ids.dim() == 3, ids.dim());
   const auto size = [&](int i) { return static_cast<int>(ids.size(i)); };
   const moe::Layout layout = {
       size(0), static_cast<int>(rank), static_cast<int>(ep_size), static_cast<int>(num_experts), size(2),
       size(1)};
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
-  const moe::RoutingArrays out = {words(arrays[0]), words(arrays[1]),
-                                  words(arrays[2]), words(arrays[3]),
-                                  words(arrays[4]), words(arrays[5]),
-                                  words(arrays[6]), words(arrays[7]),
-                                  words(arrays[8]), static_cast<moe::TileEntry*>(arrays[9].data_ptr()),
-                                  words(arrays[10])};
+  const moe::RoutingArrays out = routing_arrays(arrays);
   moe::route(layout, static_cast<int>(block_m), words(ids), out, words(scratch), current_stream(ids));
 }
 
@@ -76,11 +83,63 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
   moe::grouped_gemm(args, current_stream(x));
 }
 
+// x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2], all contiguous.
+void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int64_t ep_size,
+                        int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
+                        Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
+  const moe::Layout layout = {symm.world_size,           symm.rank,
+                              static_cast<int>(ep_size), static_cast<int>(num_experts),
+                              static_cast<int>(top_k),   static_cast<int>(max_tokens)};
+  moe::GroupedGemmArgs args = {};
+  args.x = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
+  args.weight = rows_of(weight, x.size(1));
+  args.experts = static_cast<int>(weight.size(0));
+  args.num_rows = static_cast<int>(out.size(0));
+  args.activation = static_cast<int>(activation);
+  args.out = out.data_ptr();
+  args.dtype = dtype_of(x);
+  args.config = static_cast<int>(config);
+  args.num_sms = static_cast<int>(num_sms);
+  moe::ag_scatter_gemm(args, layout, routing_arrays(arrays), symm, current_stream(x));
+}
+
+// x [max_rows, k], weight [local experts, n, k], weights [world_size, max_tokens, top_k], products
+// [max_rows, n], out [tokens, n], all contiguous.
+void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int64_t ep_size,
+                       int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
+                       int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
+  const moe::Layout layout = {symm.world_size,
+                              symm.rank,
+                              static_cast<int>(ep_size),
+                              static_cast<int>(num_experts),
+                              static_cast<int>(weights.size(2)),
+                              static_cast<int>(weights.size(1))};
+  moe::GroupedGemmArgs args = {};
+  args.x = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
+  args.weight = rows_of(weight, x.size(1));
+  args.experts = static_cast<int>(weight.size(0));
+  args.num_rows = static_cast<int>(x.size(0));
+  args.out = products.data_ptr();
+  args.dtype = dtype_of(x);
+  args.config = static_cast<int>(config);
+  args.num_sms = static_cast<int>(num_sms);
+  const moe::CombineArgs combine = {static_cast<const float*>(weights.data_ptr()), out.data_ptr(),
+                                    static_cast<int>(out.size(0)), static_cast<int>(tiles_per_chunk),
+                                    static_cast<int>(communication_ctas)};
+  moe::gemm_gather_rs(args, combine, layout, routing_arrays(arrays), symm, current_stream(x));
+}
+
 }  // namespace
 }  // namespace flux::bindings
 
 STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_moe_route", TORCH_BOX(&flux::bindings::route_op));
   m.impl("_moe_combine", TORCH_BOX(&flux::bindings::combine_op));
+  m.impl("_moe_ag_scatter_gemm", TORCH_BOX(&flux::bindings::ag_scatter_gemm_op));
+  m.impl("_moe_gemm_gather_rs", TORCH_BOX(&flux::bindings::gemm_gather_rs_op));
   m.impl("_grouped_gemm", TORCH_BOX(&flux::bindings::grouped_gemm_op));
 }

@@ -13,6 +13,8 @@
 #include "gemm/gemm.h"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
+#include "moe/ag_scatter_gemm.h"
+#include "moe/gemm_gather_rs.h"
 #include "moe/grouped_gemm.h"
 #include "moe/moe.h"
 #include "runtime/check.h"
@@ -27,6 +29,15 @@ runtime::Matrix matrix(const Tensor& tensor) {
   // Of a single row torch does not care for the stride, TMA does.
   const int64_t row_stride = tensor.size(0) == 1 ? tensor.size(1) : tensor.stride(0);
   return {tensor.data_ptr(), tensor.size(0), tensor.size(1), row_stride};
+}
+
+// The same bytes in elements of two bytes, for what only moves them. Rows are multiples of 16 bytes.
+runtime::Matrix words(const Tensor& tensor) {
+  runtime::Matrix result = matrix(tensor);
+  for (int64_t* extent : {&result.columns, &result.row_stride}) {
+    *extent = *extent * static_cast<int64_t>(tensor.element_size()) / gemm::kElementBytes;
+  }
+  return result;
 }
 
 gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -95,7 +106,7 @@ void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t mode) {
 
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  ag_gemm::all_gather(matrix(x), matrix(out), symm_buffer_at(symm_buffer),
+  ag_gemm::all_gather(words(x), words(out), symm_buffer_at(symm_buffer),
                       {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, current_stream(x));
 }
 
@@ -112,6 +123,8 @@ void prepare_op() {
   gemm_ar::prepare();
   moe::prepare_route();
   moe::prepare_grouped_gemm();
+  moe::prepare_ag_scatter_gemm();
+  moe::prepare_gemm_gather_rs();
   moe::prepare_combine();
 }
 

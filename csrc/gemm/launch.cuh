@@ -79,7 +79,11 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   FLUX_CHECK(kernel != nullptr, "no kernel for tile", choice.config, "transposed", args.transpose_weight);
 
   GemmParams<Store> params;
-  params.a = make_tensor_map(args.x, args.dtype, kBlockK, kBlockM / order.cluster_n());
+  // Rows that are not there take TMA longer than those that are.
+  const bool few = args.x.rows < kBlockM && order.world_size == 1 && order.cluster_n() == 1;
+  const int box_rows = few ? static_cast<int>(args.x.rows) : kBlockM / order.cluster_n();
+  params.a = make_tensor_map(args.x, args.dtype, kBlockK, box_rows);
+  params.stage_bytes = stage_bytes(tile) - (few ? (kBlockM - box_rows) * kBlockK * kElementBytes : 0);
   params.b = args.transpose_weight
                  ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / order.cluster_m())
                  : make_tensor_map(args.weight, args.dtype, kBlockK, tile.block_n / order.cluster_m());
@@ -92,18 +96,23 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   params.bias = args.bias;
   params.store = store;
 
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = order.cluster_size();
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = order.cluster_size();
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  // The kernel may come onto the GPU while the stream's kernel before it still runs: it waits for that one's
+  // results itself. Not where ranks wait for each other: what waits must not keep SMs from what is waited for.
+  constexpr bool kWaitsForPeers = Store::kGathers || Store::kReduces;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   const int wanted = std::max(order.num_clusters(), min_ctas / order.cluster_size());
   config.gridDim = std::min(num_sms / order.cluster_size(), wanted) * order.cluster_size();
   config.blockDim = kNumThreads;
   config.dynamicSmemBytes = smem_bytes(tile);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = kWaitsForPeers ? 1 : 2;
   FLUX_CHECK(num_sms >= order.cluster_size(), num_sms, order.cluster_size());
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }

@@ -74,11 +74,9 @@ class SwapAbKernels {
   std::atomic<bool> prepared_{false};
 };
 
-// prefetch: start while the stream's kernel before this one still runs, and fetch weights, which it must not
-// write.
 template <class Output>
 void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
-                    const typename Output::Params& output, bool prefetch, cudaStream_t stream) {
+                    const typename Output::Params& output, cudaStream_t stream) {
   const SwapAbConfig& tile = kSwapAbConfigs[choice.config - kFirstSwapAb];
   auto& kernels = SwapAbKernels<Output>::on_current_device();
   const SwapAbKernel<Output> kernel = kernels.get(args.dtype, args.transpose_weight, tile.id);
@@ -86,7 +84,9 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   SwapAbParams<Output> params;
   params.weight = args.transpose_weight ? make_tensor_map(args.weight, args.dtype, 64, kBlockK)
                                         : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN);
-  params.x = make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
+  // Rows that are not there take TMA longer than those that are.
+  params.box_rows = std::min(args.m(), tile.rows);
+  params.x = make_tensor_map(args.x, args.dtype, kBlockK, params.box_rows);
   params.m = args.m();
   params.n = args.n();
   params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
@@ -97,6 +97,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = choice.split;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  // The kernel begins while the stream's kernel before it still runs, and waits where it needs that one's results.
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
@@ -111,7 +112,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   const int clusters = std::min({num_tiles, resident, num_sms / choice.split});
   FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, choice.split);
   config.gridDim = clusters * choice.split;
-  config.numAttrs = prefetch ? 2 : 1;
+  config.numAttrs = 2;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 

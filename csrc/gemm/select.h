@@ -28,7 +28,6 @@ struct Choice {
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
   int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
-
   bool swaps_ab() const { return split > 0; }
 };
 

@@ -32,6 +32,7 @@ struct GemmParams {
   TileOrder order;
   int rows_per_shard;
   int k_blocks;
+  int stage_bytes;  // that arrive
   int n;
   const void* bias;  // [n] or null
   typename Store::Params store;
@@ -65,6 +66,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   // Barriers must be ready before a partner arrives on them.
   if (cluster_size > 1) ptx::cluster_sync();
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
           const uint32_t full = smem.full(ring.index);
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(full, Shared::kStageBytes);
+          ptx::mbarrier_arrive_expect_tx(full, params.stage_bytes);
           load_a(x.map, smem.a(ring.index), full, kb * kBlockK, x.row, cta, order.cluster == Cluster::kPairN);
           load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, kb * kBlockK, column, cta,
                                    order.cluster == Cluster::kPairM);
@@ -111,6 +113,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           next = draw(index + step);
         }
       }
+      ptx::let_next_kernel_start();
     } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {
       const int warpgroup = warp - 1;
       const int last = order.num_clusters();

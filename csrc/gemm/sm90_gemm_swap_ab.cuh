@@ -28,6 +28,7 @@ template <class Output>
 struct SwapAbParams {
   CUtensorMap weight, x;
   int m, n;
+  int box_rows;  // of x in a stage: all of them if there is one tile of rows, else the tile's
   int k_blocks;  // at least one for each CTA of a cluster
   typename Output::Params output;
 };
@@ -38,14 +39,16 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   constexpr SwapAbConfig kTile = kSwapAbConfigs[kConfig];
   constexpr int kRows = kTile.rows;
   constexpr int kStageBytes = swap_ab_stage_bytes(kTile);
+  constexpr int kMeetingRows = swap_ab_meeting_rows(kTile);
   constexpr int kVector = Exchange::kVector;
   using Stages = RingCursor<kTile.stages>;
 
   extern __shared__ uint8_t raw_smem[];
   __shared__ float scratch[kSwapAbMathThreads / 32];
   const uint32_t stages = (ptx::smem_addr(raw_smem) + 1023) & ~1023u;
-  const uint32_t partials = stages + kTile.stages * kStageBytes;
-  const uint32_t barriers = partials + swap_ab_partial_bytes(kTile, kMaxSplit);
+  const uint32_t staged = stages + kTile.stages * kStageBytes;
+  const uint32_t partials = staged + swap_ab_meeting_bytes(kTile);
+  const uint32_t barriers = partials + swap_ab_meeting_bytes(kTile);
   const auto full = [&](int stage) { return barriers + 8 * stage; };
   const auto empty = [&](int stage) { return barriers + 8 * (kTile.stages + stage); };
   const uint32_t partials_full = barriers + 8 * (2 * kTile.stages), partials_empty = partials_full + 8;
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       const auto load_weight = [&](int tile, int block, int stage) {
         const int column = tile / m_tiles * kSwapAbN, k = (first_block + block) * kBlockK;
         const uint32_t dst = stages + stage * kStageBytes;
-        ptx::mbarrier_arrive_expect_tx(full(stage), kStageBytes);
+        ptx::mbarrier_arrive_expect_tx(full(stage), swap_ab_weight_bytes() + params.box_rows * 128);
         load_b<kMajorW, kSwapAbN>(&params.weight, dst, full(stage), k, column, 0, /*shared=*/false);
       };
       const auto load_x = [&](int tile, int block, int stage) {
@@ -86,18 +89,18 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         ptx::tma_load_2d(&params.x, stages + stage * kStageBytes + swap_ab_weight_bytes(), full(stage), k,
                          row);
       };
-      // The kernel before this one may still be computing x. It does not write weights: they can be on their
-      // way already.
-      const int early = num_blocks < kTile.stages ? num_blocks : kTile.stages;
-      for (int block = 0; block < early; ++block) load_weight(first_tile, block, block);
+      // The kernel before this one may still be running. Weights can be on their way into the L2: whatever that
+      // kernel writes, the L2 has it then.
+      for (int block = 0; block < min(num_blocks, kTile.stages); ++block) {
+        prefetch_b<kMajorW, kSwapAbN>(&params.weight, (first_block + block) * kBlockK,
+                                      first_tile / m_tiles * kSwapAbN);
+      }
       ptx::wait_for_earlier_kernels();
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
-          if (tile != first_tile || block >= early) {
-            ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-            load_weight(tile, block, ring.index);
-          }
+          ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
+          load_weight(tile, block, ring.index);
           load_x(tile, block, ring.index);
         }
       }
@@ -112,9 +115,9 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     const auto call = Output::begin(params.output);
     float d[Mma::kAccumulators];
     Stages ring;
-    RingCursor<1> exchanges;
+    RingCursor<1> meetings;
 
-    for (int tile = first_tile; tile < num_tiles; tile += step, exchanges.advance()) {
+    for (int tile = first_tile; tile < num_tiles; tile += step) {
       int held = 0;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int block = 0; block < num_blocks; ++block, ring.advance()) {
@@ -138,49 +141,58 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
       if (lane == 0) ptx::mbarrier_arrive(empty(held));
 
-      // Partial tiles meet: a thread has two columns, eight apart, and of each pairs of rows. They go to the
-      // CTA that adds them up, and count on its barrier as they land.
+      // Partial tiles meet: a thread has two columns, eight apart, and of each pairs of rows. They are staged
+      // by share, and one copy brings each share to the CTA that adds it up, and counts on its barrier.
       const int first_row = tile % m_tiles * kRows, first_column = tile / m_tiles * kSwapAbN;
-      const int rows = params.m - first_row < kRows ? params.m - first_row : kRows;
-      if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, split * kRows * share * 4);
-      ptx::mbarrier_wait(partials_empty, exchanges.phase ^ 1);
+      const uint32_t share_bytes = 4 * kMeetingRows * row_floats;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int column = warpgroup * 64 + warp % 4 * 16 + half * 8 + lane / 4;
-        const uint32_t address =
-            partials + 4 * (part * kRows * row_floats + lane % 4 * 2 * row_floats + column % share);
-        const uint32_t cta = column / share;
+      for (int meeting = 0; meeting < kRows / kMeetingRows; ++meeting, meetings.advance()) {
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, split * share_bytes);
+        ptx::mbarrier_wait(partials_empty, meetings.phase ^ 1);
 #pragma unroll
-        for (int block = 0; block < kRows / 8; ++block) {
+        for (int half = 0; half < 2; ++half) {
+          const int column = warpgroup * 64 + warp % 4 * 16 + half * 8 + lane / 4;
+          const uint32_t address =
+              staged + column / share * share_bytes + 4 * (lane % 4 * 2 * row_floats + column % share);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            ptx::store_async_cluster(address + 4 * (block * 8 + i) * row_floats,
-                                     __float_as_uint(d[block * 4 + half * 2 + i]), partials_full, cta);
+          for (int block = 0; block < kMeetingRows / 8; ++block) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              ptx::store_shared(address + 4 * (block * 8 + i) * row_floats,
+                                __float_as_uint(d[(meeting * kMeetingRows / 8 + block) * 4 + half * 2 + i]));
+            }
           }
         }
-      }
-      ptx::mbarrier_wait(partials_full, exchanges.phase);
-      const int vectors = share / kVector;
-      for (int i = threadIdx.x; i < rows * vectors; i += kSwapAbMathThreads) {
-        const int row = i / vectors, column = i % vectors * kVector;
-        float sum[kVector] = {};
-        for (int source = 0; source < split; ++source) {
-          const uint32_t address = partials + 4 * ((source * kRows + row) * row_floats + column);
-          const float4 low = ptx::load_shared_v4(address), high = ptx::load_shared_v4(address + 16);
-          const float part_sum[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        ptx::fence_proxy_async_smem();
+        ptx::named_barrier_sync(1, kSwapAbMathThreads);
+        if (threadIdx.x < split) {
+          ptx::bulk_copy_cluster(partials + part * share_bytes, staged + threadIdx.x * share_bytes,
+                                 share_bytes, partials_full, threadIdx.x);
+        }
+        ptx::mbarrier_wait(partials_full, meetings.phase);
+        const int vectors = share / kVector, begin = first_row + meeting * kMeetingRows;
+        const int rows = min(params.m - begin, kMeetingRows);
+        for (int i = threadIdx.x; i < rows * vectors; i += kSwapAbMathThreads) {
+          const int row = i / vectors, column = i % vectors * kVector;
+          float sum[kVector] = {};
+          for (int source = 0; source < split; ++source) {
+            const uint32_t address = partials + source * share_bytes + 4 * (row * row_floats + column);
+            const float4 low = ptx::load_shared_v4(address), high = ptx::load_shared_v4(address + 16);
+            const float part_sum[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-          for (int j = 0; j < kVector; ++j) sum[j] += part_sum[j];
+            for (int j = 0; j < kVector; ++j) sum[j] += part_sum[j];
+          }
+          const int out_column = first_column + part * share + column;
+          if (out_column < params.n) {
+            Output::template store<Element>(params.output, call, begin + row, out_column, sum);
+          }
         }
-        const int out_column = first_column + part * share + column;
-        if (out_column < params.n) {
-          Output::template store<Element>(params.output, call, first_row + row, out_column, sum);
-        }
+        __syncwarp();
+        if (lane < split) ptx::mbarrier_arrive_cluster(partials_empty, lane);
       }
-      __syncwarp();
-      if (lane < split) ptx::mbarrier_arrive_cluster(partials_empty, lane);
     }
-    ptx::let_next_kernel_start();
     Output::template finish<Element>(params.output, call, scratch);
+    ptx::let_next_kernel_start();
   }
 
   __syncthreads();

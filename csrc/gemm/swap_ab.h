@@ -26,7 +26,7 @@ struct SwapAbConfig {
   X(0, 8, 12)                    \
   X(1, 16, 11)                   \
   X(2, 32, 9)                    \
-  X(3, 64, 7)                    \
+  X(3, 64, 6)                    \
   X(4, 128, 4)
 
 constexpr SwapAbConfig kSwapAbConfigs[] = {
@@ -41,17 +41,17 @@ constexpr int swap_ab_stage_bytes(const SwapAbConfig& c) {
   return swap_ab_weight_bytes() + c.rows * kBlockK * kElementBytes;
 }
 
-// Each CTA of a cluster adds up its share of a tile's columns. It holds that share of all partial tiles: of
-// each row of x `columns` floats, and four more, so that the eight rows that a warp writes at once lie in
-// different banks.
+// Each CTA of a cluster adds up its share of a tile's columns, at most this many rows at a time. A share
+// is of each row `columns` floats, and four more, so that the eight rows that a warp writes at once lie in
+// different banks. A CTA stages its part of every share, and receives every part of its own.
+constexpr int swap_ab_meeting_rows(const SwapAbConfig& c) { return c.rows < 64 ? c.rows : 64; }
 constexpr int swap_ab_row_floats(int split) { return kSwapAbN / split + 4; }
-constexpr int swap_ab_partial_bytes(const SwapAbConfig& c, int split) {
-  return split * c.rows * swap_ab_row_floats(split) * 4;
+constexpr int swap_ab_meeting_bytes(const SwapAbConfig& c) {
+  return kMaxSplit * swap_ab_meeting_rows(c) * swap_ab_row_floats(kMaxSplit) * 4;
 }
 constexpr int swap_ab_barriers(const SwapAbConfig& c) { return 2 * c.stages + 2; }
 constexpr int swap_ab_smem_bytes(const SwapAbConfig& c) {
-  return 1024 + c.stages * swap_ab_stage_bytes(c) + swap_ab_partial_bytes(c, kMaxSplit) +
-         8 * swap_ab_barriers(c);
+  return 1024 + c.stages * swap_ab_stage_bytes(c) + 2 * swap_ab_meeting_bytes(c) + 8 * swap_ab_barriers(c);
 }
 
 }  // namespace flux::gemm

@@ -34,7 +34,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   const gemm::Choice choice = gemm::select(problem, args.config);
   if (choice.swaps_ab()) {
     gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, {symm, exchange, finish, kGemmArId},
-                                               /*prefetch=*/false, stream);
+                                               stream);
     return;
   }
   // Each vector is read before the sum is written over it.

@@ -1,11 +1,5 @@
-#include <algorithm>
-#include <cmath>
-
-#include "gemm/select.h"
 #include "moe/grouped_gemm.h"
-#include "moe/sm90_grouped_gemm.cuh"
-#include "runtime/check.h"
-#include "runtime/device.h"
+#include "moe/grouped_launch.cuh"
 
 namespace flux::moe {
 namespace {
@@ -17,51 +11,17 @@ struct IndexedRows {
     const int32_t* rows;
     int64_t row_bytes;
   };
-  FLUX_DEVICE static int place(const Params& p, int row) { return p.rows == nullptr ? row : p.rows[row]; }
-  FLUX_DEVICE static const char* at(const Params& p, int place) { return p.x + place * p.row_bytes; }
+  struct Call {};
+  static constexpr bool kArrive = false, kCombine = false;
+  FLUX_DEVICE static Call begin(const Params&) { return {}; }
+  FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
+  FLUX_DEVICE static int place(const Params& p, const Call&, int row) {
+    return p.rows == nullptr ? row : p.rows[row];
+  }
+  FLUX_DEVICE static const char* at(const Params& p, const Call&, int place) {
+    return p.x + place * p.row_bytes;
+  }
 };
-
-using Kernel = void (*)(const GroupedParams<IndexedRows>);
-
-// Tile shapes (ids of tile_config.h) that grouped GEMMs are compiled for: those stored in whole 64-column panels.
-constexpr int kConfigs[] = {0, 3, 5, 9};
-
-Kernel kernel_of(runtime::DType dtype, int config) {
-  const bool bf16 = dtype == runtime::DType::kBFloat16;
-  switch (config) {
-    case 0:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 0, IndexedRows>
-                  : sm90_grouped_gemm<__half, 0, IndexedRows>;
-    case 3:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 3, IndexedRows>
-                  : sm90_grouped_gemm<__half, 3, IndexedRows>;
-    case 5:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 5, IndexedRows>
-                  : sm90_grouped_gemm<__half, 5, IndexedRows>;
-    case 9:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 9, IndexedRows>
-                  : sm90_grouped_gemm<__half, 9, IndexedRows>;
-  }
-  return nullptr;
-}
-
-// The widest shape that needs no more waves of time than others, if experts get equally many rows.
-int choose_config(const GroupedGemmArgs& args, int columns, int k_blocks, int num_sms) {
-  const int tile_rows = ceil_div(ceil_div(args.num_rows, args.experts), gemm::kBlockM) * args.experts;
-  int best = -1;
-  double best_us = INFINITY;
-  for (const int config : kConfigs) {
-    const int block_n = gemm::kTileConfigs[config].block_n;
-    const double waves = std::ceil(static_cast<double>(tile_rows) * ceil_div(columns, block_n) / num_sms);
-    const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n));
-    const double time_us = waves * (k_blocks * block_us + 0.5);
-    if (time_us < best_us) {
-      best = config;
-      best_us = time_us;
-    }
-  }
-  return best;
-}
 
 constexpr int kScheduleThreads = 256;
 
@@ -95,53 +55,15 @@ __global__ void __launch_bounds__(kScheduleThreads)
 }  // namespace
 
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  const int k = static_cast<int>(args.x.columns), n = static_cast<int>(args.weight.rows / args.experts);
-  const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
-  const int columns = swiglu ? n / 2 : n;
-  FLUX_CHECK(k % 8 == 0 && columns % 8 == 0 && args.experts > 0, k, columns, args.experts);
-  FLUX_CHECK(args.x.row_stride == k && args.weight.row_stride == k, args.x.row_stride,
-             args.weight.row_stride);
-
-  const int k_blocks = ceil_div(k, gemm::kBlockK);
-  const int config = args.config >= 0 ? args.config : choose_config(args, n, k_blocks, num_sms);
-  const Kernel kernel = kernel_of(args.dtype, config);
-  FLUX_CHECK(kernel != nullptr, config);
-  const gemm::TileConfig& tile = gemm::kTileConfigs[config];
-  prepare_grouped_gemm();
-
   auto* tiles = reinterpret_cast<TileEntry*>(args.schedule);
   int32_t* num_tile_rows = args.schedule + schedule_words(args.num_rows, args.experts) - 1;
   schedule_kernel<<<1, kScheduleThreads, 0, stream>>>(args.offsets, args.experts, tiles, num_tile_rows);
-
-  GroupedParams<IndexedRows> params;
-  params.weight = runtime::make_tensor_map(args.weight, args.dtype, gemm::kBlockK, tile.block_n / 2);
-  params.offsets = args.offsets;
-  params.tiles = tiles;
-  params.num_tile_rows = num_tile_rows;
-  params.n = n;
-  params.out_columns = columns;
-  params.n_tiles = ceil_div(columns, swiglu ? tile.block_n / 2 : tile.block_n);
-  params.k = k;
-  params.activation = static_cast<Activation>(args.activation);
-  params.out = args.out;
-  params.rows = {static_cast<const char*>(args.x.data), args.rows,
-                 static_cast<int64_t>(k) * gemm::kElementBytes};
-  kernel<<<num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream>>>(params);
   FLUX_CUDA_CHECK(cudaGetLastError());
+  const IndexedRows::Params rows = {static_cast<const char*>(args.x.data), args.rows,
+                                    args.x.columns * gemm::kElementBytes};
+  launch_grouped<IndexedRows>(args, args.offsets, tiles, num_tile_rows, args.num_rows, rows, stream);
 }
 
-void prepare_grouped_gemm() {
-  static runtime::OncePerDevice once;
-  once([] {
-    for (const int config : kConfigs) {
-      for (const auto dtype : {runtime::DType::kBFloat16, runtime::DType::kFloat16}) {
-        FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel_of(dtype, config),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             grouped_smem_bytes(gemm::kTileConfigs[config])));
-      }
-    }
-  });
-}
+void prepare_grouped_gemm() { prepare_grouped_kernels<IndexedRows>(); }
 
 }  // namespace flux::moe

@@ -9,12 +9,38 @@
 // Rows lets a row be anywhere:
 //
 //   struct Params
-//   place(params, row) -> int       what sorted row number `row` is made of; read once a tile
-//   at(params, place) -> pointer    where that lies
+//   struct Call                     what a thread learns once a launch
+//   begin(params) -> Call
+//   place(params, call, row) -> int what sorted row number `row` is made of; read once a tile
+//   at(params, call, place) -> pointer
+//                                   where that lies
+//   tile_counter(params)            where CTAs draw their next tile, zero at launch; null: by a fixed stride
+//   kArrive                         some rows come from peers
+//   kCombine                        results are summed and sent as soon as a chunk of columns is complete
+//
+// where kArrive
+//
+//   num_pushers(params)             CTAs that send before they compute
+//   push(params, call)              all threads of such a CTA
+//   admit(params, call, step, row) -> bool
+//                                   one thread: waits for a tile of that step whose last row is `row`
+//
+// where kCombine
+//
+//   may_draw(params, tiles_drawn, first_chunk) -> bool
+//                                   false: this CTA leaves tiles to others and goes on to combine
+//   stored(params, chunk)           one thread: half a tile of a chunk is in memory
+//   combine<Element>(params, call, num_tile_rows)
+//                                   all threads, after the CTA's last tile
+//
+// and with either of them
+//
+//   end(params, call)               one thread of each CTA, after everything
 #pragma once
 
 #include "gemm/epilogue.cuh"
 #include "gemm/smem.cuh"
+#include "gemm/tile_queue.cuh"
 #include "moe/plan.h"
 
 namespace flux::moe {
@@ -23,6 +49,7 @@ constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
 constexpr int kLoaderThreads = 64;
 constexpr int kGroupedProducerRegisters = 80;
 constexpr int kGroupedMathRegisters = 208;
+constexpr int kGroupedLaunchRegisters = 168;
 
 enum class Activation { kNone, kSilu, kGelu, kSwiglu };
 
@@ -35,15 +62,17 @@ struct GroupedParams {
   int n;            // rows of an expert's weight
   int out_columns;  // n, or half of it
   int n_tiles;
+  int tiles_per_chunk;  // columns of tiles that are computed before the next ones; n_tiles: all at once
   int k;
   Activation activation;
   void* out;  // [rows, out_columns]
   typename Rows::Params rows;
 };
 
-// After the stages, slabs and barriers of the house: the places of a tile's rows, and of the next one's.
+// After the stages, slabs and barriers of the house: the places of a tile's rows, and of the next one's;
+// and the number of the next tile.
 constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
-  return gemm::smem_bytes(c) + 16 + 2 * gemm::kBlockM * static_cast<int>(sizeof(int32_t));
+  return gemm::smem_bytes(c) + 16 + (2 * gemm::kBlockM + 1) * static_cast<int>(sizeof(int32_t));
 }
 
 FLUX_DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
@@ -86,6 +115,21 @@ FLUX_DEVICE void store_staged_rows(uint32_t slab, char* dst, int64_t row_bytes, 
   }
 }
 
+struct ChunkTile {
+  int chunk;
+  Tile tile;
+};
+
+// Tile number `index` of all chunks.
+template <class Params>
+FLUX_DEVICE ChunkTile chunk_tile_at(const Params& p, int num_tile_rows, int index) {
+  const ColumnChunks chunks = {p.n_tiles, p.tiles_per_chunk};
+  const int chunk = index / (num_tile_rows * p.tiles_per_chunk);
+  Tile tile = tile_at(p.tiles, chunks.size(chunk), index - chunk * num_tile_rows * p.tiles_per_chunk);
+  tile.n += chunks.first(chunk);
+  return {chunk, tile};
+}
+
 template <class Element, int kConfig, class Rows>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
     sm90_grouped_gemm(const __grid_constant__ GroupedParams<Rows> params) {
@@ -100,6 +144,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   extern __shared__ uint8_t raw_smem[];
   const Shared smem(raw_smem);
   const int warp = threadIdx.x / 32;
+  if constexpr (Rows::kArrive) {
+    if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, Rows::begin(params.rows));
+  }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.weight);
     smem.init(/*cluster_size=*/1, kLoaderThreads + 1);
@@ -107,7 +154,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   __syncthreads();
 
   const int k_blocks = (params.k + kBlockK - 1) / kBlockK;
-  const int num_tiles = *params.num_tile_rows * params.n_tiles;
+  const int num_tile_rows = *params.num_tile_rows, num_tiles = num_tile_rows * params.n_tiles;
   // Columns of the result that a tile has.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
@@ -121,27 +168,49 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
       const int64_t offset = piece * 16;
 
+      const auto call = Rows::begin(params.rows);
+      uint32_t* const counter = Rows::tile_counter(params.rows);
+      const uint32_t next_tile = places + 2 * kBlockM * sizeof(int32_t);
+      gemm::TileQueueWriter<Shared> queue;
+      // One thread draws for all roles.
+      const auto draw = [&](int otherwise) {
+        if constexpr (Rows::kCombine) {
+          const int first_chunk = num_tile_rows * params.tiles_per_chunk;
+          if (!Rows::may_draw(params.rows, static_cast<int>(ptx::load_relaxed(counter)), first_chunk)) {
+            queue.put(smem, /*cluster_size=*/1, num_tiles);
+            ptx::store_shared(next_tile, static_cast<uint32_t>(num_tiles));
+            return;
+          }
+        }
+        const int index = counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : otherwise;
+        queue.put(smem, /*cluster_size=*/1, index);
+        ptx::store_shared(next_tile, static_cast<uint32_t>(index));
+      };
       // A row that is not there is loaded as the last one that is, and dropped in the end.
-      const auto find_rows = [&](int index, int buffer) {
-        if (index >= num_tiles) return;
-        const Tile tile = tile_at(params.tiles, params.n_tiles, index);
+      const auto find_rows = [&](const Tile& tile, int buffer) {
         const int first = params.offsets[tile.expert] + tile.m * kBlockM;
-        const int last = params.offsets[tile.expert + 1] - 1;
+        const int last = min(first + kBlockM, params.offsets[tile.expert + 1]) - 1;
+        if constexpr (Rows::kArrive) {
+          if (thread == 0 && !Rows::admit(params.rows, call, tile.step, last)) smem.set_failed();
+        }
         for (int row = thread; row < kBlockM; row += kLoaderThreads) {
-          const int place = Rows::place(params.rows, min(first + row, last));
+          const int place = Rows::place(params.rows, call, min(first + row, last));
           ptx::store_shared(places + 4 * (buffer * kBlockM + row), place);
         }
       };
       typename Shared::Stages ring;
-      int buffer = 0;
-      find_rows(blockIdx.x, buffer);
-      for (int index = blockIdx.x; index < num_tiles; index += gridDim.x, buffer ^= 1) {
-        const Tile tile = tile_at(params.tiles, params.n_tiles, index);
+      if (thread == 0) draw(blockIdx.x);
+      for (int buffer = 0;; buffer ^= 1) {
+        // The next tile is drawn, and nobody reads the last one's rows any more.
+        ptx::named_barrier_sync(1, kLoaderThreads);
+        const int index = static_cast<int>(ptx::load_shared(next_tile));
+        if (index >= num_tiles) break;
+        const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
+        find_rows(tile, buffer);
+        ptx::named_barrier_sync(1, kLoaderThreads);
         const int first_column = tile.expert * params.n + tile.n * tile_columns;
         const int second_column =
             params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
-        // All have found this tile's rows, and nobody reads the last tile's any more.
-        ptx::named_barrier_sync(1, kLoaderThreads);
         for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
           const uint32_t full = smem.full(ring.index), a = smem.a(ring.index), b = smem.b(ring.index);
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
@@ -156,20 +225,21 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #pragma unroll 4
           for (int row = row_in_eight; row < kBlockM; row += 8) {
             const int place = static_cast<int>(ptx::load_shared(places + 4 * (buffer * kBlockM + row)));
-            const char* src = Rows::at(params.rows, place);
+            const char* src = Rows::at(params.rows, call, place);
             ptx::copy_async_16(a + (row - row_in_eight) * 128 + dst_in_eight, src + (valid ? k_offset : 0),
                                valid);
           }
           ptx::mbarrier_arrive_after_copies(full);
-          // The next tile's rows are looked up while this one's stages are full.
-          if (kb == 0) find_rows(index + gridDim.x, buffer ^ 1);
         }
+        if (thread == 0) draw(index + gridDim.x);
       }
     } else {
       const int warpgroup = warp - 2;
       typename Shared::Slabs slabs;
-      for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
-        const Tile tile = tile_at(params.tiles, params.n_tiles, index);
+      gemm::TileQueueReader<Shared> queue;
+      const bool arrives = ptx::lane() == 0;
+      for (int index = queue.next(smem, arrives); index < num_tiles; index = queue.next(smem, arrives)) {
+        const auto [chunk, tile] = chunk_tile_at(params, num_tile_rows, index);
         const int first = params.offsets[tile.expert] + tile.m * kBlockM + warpgroup * 64;
         const int num_rows = params.offsets[tile.expert + 1] - first;
         for (int column = 0; column < tile_columns; column += kTile.slab_n, slabs.advance()) {
@@ -183,6 +253,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
           __syncwarp();
           if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.slab_empty(warpgroup, slabs.index));
         }
+        if constexpr (Rows::kCombine) {
+          if (ptx::lane() == 0) Rows::stored(params.rows, chunk);
+        }
       }
     }
   } else {
@@ -193,7 +266,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     float d[Mma::kAccumulators];
     typename Shared::Stages ring;
     typename Shared::Slabs slabs;
-    for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+    gemm::TileQueueReader<Shared> queue;
+    const bool arrives = ptx::lane() == 0;
+    for (int index = queue.next(smem, arrives); index < num_tiles; index = queue.next(smem, arrives)) {
       int held = 0;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
@@ -217,6 +292,13 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
 
       activate(params.activation, d);
+      if constexpr (Rows::kArrive) {
+        // The host will raise; until then nobody shall mistake what was computed for a result.
+        if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
+#pragma unroll
+          for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
+        }
+      }
 #pragma unroll
       for (int first_chunk = 0; first_chunk < kBlockN / gemm::kChunkN; first_chunk += kSlabChunks) {
         if (first_chunk * gemm::kChunkN >= tile_columns) break;
@@ -231,6 +313,20 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         slabs.advance();
       }
     }
+  }
+  if constexpr (Rows::kCombine) {
+    __syncthreads();
+    // All warps do the same from here on: registers are dealt out evenly again.
+    if (warp < 4) {
+      ptx::setmaxnreg_inc<kGroupedLaunchRegisters>();
+    } else {
+      ptx::setmaxnreg_dec<kGroupedLaunchRegisters>();
+    }
+    Rows::template combine<Element>(params.rows, Rows::begin(params.rows), num_tile_rows);
+  }
+  if constexpr (Rows::kArrive || Rows::kCombine) {
+    __syncthreads();
+    if (threadIdx.x == 0) Rows::end(params.rows, Rows::begin(params.rows));
   }
 }
 

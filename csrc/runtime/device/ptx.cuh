@@ -127,6 +127,11 @@ __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint32_t dst
       : "memory");
 }
 
+__device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
+               : "memory");
+}
+
 // Lands at the same shared-memory offset in every CTA of `cta_mask`, and counts on each one's barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar,
                                                       int x, int y, uint16_t cta_mask) {
@@ -165,6 +170,19 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
+}
+
+// From this CTA's shared memory to that of a CTA of the cluster; counts on that CTA's barrier.
+__device__ __forceinline__ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
+                                                  uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 remote, remote_bar;\n"
+      "mapa.shared::cluster.u32 remote, %0, %4;\n"
+      "mapa.shared::cluster.u32 remote_bar, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%1], %2, "
+      "[remote_bar];\n}" ::"r"(dst),
+      "r"(src), "r"(bytes), "r"(bar), "r"(cta)
       : "memory");
 }
 

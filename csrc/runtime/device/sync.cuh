@@ -40,18 +40,24 @@ __device__ __forceinline__ Call begin_call(const runtime::SymmBuffer& symm) {
   return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0};
 }
 
-// One thread of each CTA, after all else it does. The last CTA closes the call; every CTA has read the epoch
-// long before.
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch) {
+// One thread of each CTA, after all else it does. The last CTA closes the call, and calls `reset` for what
+// else the next one must find at zero; every CTA has read the epoch long before.
+template <class Reset>
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset) {
   runtime::Header* header = symm.header();
   __threadfence();
   if (atomicAdd(&header->ctas_done, 1u) == gridDim.x - 1) {
     header->ctas_done = 0;
     header->next_tile = 0;
     header->next_piece = 0;
+    reset();
     __threadfence();
     atomicExch(&header->epoch, epoch);
   }
+}
+
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch) {
+  end_call(symm, epoch, [] {});
 }
 
 struct WaitInfo {

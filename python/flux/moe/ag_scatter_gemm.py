@@ -12,6 +12,7 @@ import torch
 from flux import _native
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
@@ -19,7 +20,7 @@ from flux.moe.routing import Routing, check_routing, layout_of
 from flux.ops import _check, grouped_gemm
 from flux.ops import all_gather as gather
 from flux.ops._library import library
-from flux.ops._tensors import wide_type
+from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.ag_scatter_gemm"
 _BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
@@ -95,6 +96,24 @@ def _eager(
     plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size)
     if not plan.fused:
         return _unfused(x, weight, told, activation)
+    if x.is_cuda:
+        out = x.new_empty(layout.max_rows, columns)
+        activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
+        _kernel(
+            readable(x),
+            readable(weight),
+            routing[:11],
+            ep_size,
+            num_experts,
+            layout.top_k,
+            max_tokens,
+            activation_id,
+            out,
+            cast(CudaWorkspace, workspace).enter(plan),
+            -1,
+            0,
+        )
+        return out
     out = x.new_zeros(layout.max_rows, columns)
     shared = cast(CpuWorkspace, workspace)
     with shared.guarded():
@@ -248,3 +267,4 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("flux::moe_ag_scatter_gemm", _fake, lib=library)
 
 _op: Any = torch.ops.flux.moe_ag_scatter_gemm.default
+_kernel: Any = torch.ops.flux._moe_ag_scatter_gemm.default

@@ -12,13 +12,14 @@ import torch
 from flux import _native
 from flux.comm import cuda, registry
 from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
 from flux.moe.routing import Routing, check_routing, layout_of
 from flux.ops import _check, grouped_gemm
 from flux.ops._library import library
-from flux.ops._tensors import wide_type
+from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.gemm_gather_rs"
 _BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
@@ -88,6 +89,23 @@ def _eager(
     if not plan.fused:
         return _unfused(x, weight, told)
     out = x.new_empty(num_tokens, n)
+    if x.is_cuda:
+        _kernel(
+            readable(x),
+            readable(weight),
+            routing[:11],
+            told.weights,
+            ep_size,
+            num_experts,
+            x.new_empty(layout.max_rows, n),
+            out,
+            cast(CudaWorkspace, workspace).enter(plan),
+            plan.tile,
+            plan.chunks[0][1],
+            -1,
+            0,
+        )
+        return out
     shared = cast(CpuWorkspace, workspace)
     with shared.guarded():
         epoch = shared.begin(plan)
@@ -243,3 +261,4 @@ torch.library.register_fake("flux::moe_gemm_gather_rs", _fake, lib=library)
 
 _op: Any = torch.ops.flux.moe_gemm_gather_rs.default
 _combine: Any = torch.ops.flux._moe_combine.default
+_kernel: Any = torch.ops.flux._moe_gemm_gather_rs.default

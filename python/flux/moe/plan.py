@@ -8,7 +8,6 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
-from flux.ops.grouped_gemm import say_once
 from flux.ops.plan import can_run_fused
 
 # Tiles of the CPU path. On GPUs the kernel's.
@@ -24,6 +23,7 @@ class MoePlan:
 
     Attributes:
         chunks: first tile and number of tiles of each chunk of columns (layer 1).
+        tile: id of the tile shape whose columns chunks are counted in.
     """
 
     op: str
@@ -40,6 +40,7 @@ class MoePlan:
     exchange_bytes: int = 0
     transpose_weight: bool = False
     chunks: tuple[tuple[int, int], ...] = ()
+    tile: int = 0
 
 
 def plan_layer(
@@ -77,9 +78,6 @@ def _make_plan(
     fused, reason = can_run_fused(
         op, device_type=device, dtype=dtype, m=m, n=n, k=k, why_not=workspace.why_not
     )
-    if fused and device != "cpu":
-        fused, reason = False, "there is no kernel for it yet"
-        say_once(f"{op} runs unfused, through torch: {reason}")
     facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
     if not fused:
         return MoePlan(*facts)

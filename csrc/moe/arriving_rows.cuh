@@ -1,0 +1,124 @@
+// Tokens of all ranks as Rows of a grouped GEMM: own ones are read where the user has them, those of peers from
+// this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before they compute.
+//
+// A call ends only after the first block of every peer has arrived, needed or not: with expert parallelism a rank
+// may need nothing from a peer, and without hearing from it could get two calls ahead, into buffers that the peer
+// still reads.
+#pragma once
+
+#include "moe/plan.h"
+#include "runtime/device/sync.cuh"
+
+namespace flux::moe {
+
+struct ArrivingRows {
+  struct Params {
+    runtime::SymmBuffer symm;
+    Layout layout;
+    const char* x;
+    int row_bytes;
+    const int32_t* rows;      // [max_rows]: source * max_tokens + slot row
+    const int32_t* received;  // [world_size]: slot rows that each source sends
+    const int32_t* outgoing;  // [ep_size][max_tokens]: token of each slot row that this rank sends to a slice
+    const int32_t* sending;   // [ep_size]: how many
+    int num_pushers;
+  };
+  using Call = sync::Call;
+  static constexpr uint32_t kOp = 7;
+  static constexpr bool kArrive = true, kCombine = false;
+
+  FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
+  FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
+  FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
+
+  // Own tokens as their complement, others by their place in the slots.
+  FLUX_DEVICE static int place(const Params& p, const Call&, int row) {
+    const int found = p.rows[row], source = found / p.layout.max_tokens;
+    const int slot_row = found - source * p.layout.max_tokens;
+    if (source == p.symm.rank) return ~slot_row;
+    return Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
+  }
+  FLUX_DEVICE static const char* at(const Params& p, const Call& call, int place) {
+    return place < 0 ? p.x + static_cast<int64_t>(~place) * p.row_bytes
+                     : p.symm.slots(p.symm.rank, call.epoch) + static_cast<int64_t>(place) * p.row_bytes;
+  }
+
+  // Whole blocks, all to rank+1, then all to rank+2: no peer is sent to by all at a time, and everybody
+  // gets blocks in the order in which tiles need them.
+  FLUX_DEVICE static void push(const Params& p, const Call& call) {
+    __shared__ int drawn;
+    const Layout& layout = p.layout;
+    const int max_blocks = layout.max_blocks(), units = (layout.world_size - 1) * max_blocks;
+    while (!call.aborted) {
+      if (threadIdx.x == 0) drawn = static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u));
+      __syncthreads();
+      const int unit = drawn;
+      __syncthreads();
+      if (unit >= units) return;
+      const int peer = (p.symm.rank + 1 + unit / max_blocks) % layout.world_size;
+      const int block = unit % max_blocks, to = layout.slice_of(peer);
+      const int count = p.sending[to];
+      if (block >= Layout::blocks_of(count)) continue;
+      const int slot = Layout::slot_index(p.symm.rank, peer);
+      const int last = min(count, (block + 1) * kBlockRows);
+      char* const area =
+          p.symm.slots(peer, call.epoch) + static_cast<int64_t>(slot) * layout.max_tokens * p.row_bytes;
+      for (int row = block * kBlockRows + threadIdx.x / 32; row < last; row += blockDim.x / 32) {
+        const int token = p.outgoing[to * layout.max_tokens + row];
+        if (token < 0) continue;  // without expert parallelism a token that nobody needs has a row too
+        copy_row(area + static_cast<int64_t>(row) * p.row_bytes,
+                 p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes);
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        __threadfence_system();
+        sync::signal(p.symm.signal(peer, slot, block), call.epoch);
+      }
+    }
+  }
+
+  // Everything up to the block of the tile's last row: blocks arrive in the order (step, block).
+  FLUX_DEVICE static bool admit(const Params& p, const Call& call, int step, int last_row) {
+    const int slot_row = p.rows[last_row] % p.layout.max_tokens;
+    bool here = true;
+    for (int at = 1; at <= step && here; ++at) {
+      const int source = p.layout.source_at(at);
+      const int blocks = at == step ? slot_row / kBlockRows + 1 : Layout::blocks_of(p.received[source]);
+      // Of a block and those before it the last one to arrive may be any: CTAs send them.
+      for (int block = 0; block < blocks && here; ++block) here = wait(p, call, source, block);
+    }
+    return here;
+  }
+
+  FLUX_DEVICE static void end(const Params& p, const Call& call) {
+    for (int source = 0; source < p.layout.world_size; ++source) {
+      if (source != p.symm.rank) wait(p, call, source, 0);
+    }
+    sync::end_call(p.symm, call.epoch);
+  }
+
+ private:
+  FLUX_DEVICE static bool wait(const Params& p, const Call& call, int source, int block) {
+    const int slot = Layout::slot_index(source, p.symm.rank);
+    return sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, block), call.epoch,
+                             {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
+  }
+
+  // A warp, 16 bytes a lane.
+  FLUX_DEVICE static void copy_row(char* dst, const char* src, int bytes) {
+    constexpr int kUnroll = 4, kStep = 32 * 16;
+    for (int begin = ptx::lane() * 16; begin < bytes; begin += kUnroll * kStep) {
+      uint4 values[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (begin + i * kStep < bytes) values[i] = *reinterpret_cast<const uint4*>(src + begin + i * kStep);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (begin + i * kStep < bytes) *reinterpret_cast<uint4*>(dst + begin + i * kStep) = values[i];
+      }
+    }
+  }
+};
+
+}  // namespace flux::moe

@@ -1,0 +1,54 @@
+#include <algorithm>
+
+#include "moe/combining_rows.cuh"
+#include "moe/gemm_gather_rs.h"
+#include "moe/grouped_launch.cuh"
+
+namespace flux::moe {
+
+void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
+                    const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream) {
+  FLUX_CHECK(symm.world_size == layout.world_size && symm.world_size >= 2, symm.world_size,
+             layout.world_size);
+  FLUX_CHECK(args.config >= 0 && combine.tiles_per_chunk > 0, args.config, combine.tiles_per_chunk);
+  FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
+  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const int n = static_cast<int>(args.weight.rows / args.experts), k = static_cast<int>(args.x.columns);
+  const int block_n = gemm::kTileConfigs[args.config].block_n;
+  const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
+  const int peers = symm.world_size - 1;
+  const int64_t slot_bytes = static_cast<int64_t>(peers) * layout.max_tokens * n * gemm::kElementBytes;
+  FLUX_CHECK(slot_bytes <= symm.slot_bytes, slot_bytes, symm.slot_bytes);
+  FLUX_CHECK(static_cast<int64_t>(peers) * layout.max_blocks() * chunks.count() * 4 <= symm.signal_bytes,
+             symm.signal_bytes);
+  FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
+
+  const int expected = std::max(1, layout.tokens() * layout.top_k / layout.ep_size);
+  const int ctas = combine.communication_ctas >= 0
+                       ? combine.communication_ctas
+                       : communication_ctas(expected, combine.num_tokens, n, k, symm.world_size, num_sms);
+  const Products products = {static_cast<const char*>(args.out),
+                             static_cast<int64_t>(n) * gemm::kElementBytes, routing.positions,
+                             combine.weights, layout.top_k};
+  const CombiningRows::Params rows = {symm,
+                                      layout,
+                                      static_cast<const char*>(args.x.data),
+                                      static_cast<int64_t>(k) * gemm::kElementBytes,
+                                      products,
+                                      chunks,
+                                      block_n,
+                                      n,
+                                      routing.incoming,
+                                      routing.received,
+                                      routing.sent,
+                                      routing.sending,
+                                      combine.out,
+                                      combine.num_tokens,
+                                      std::min(ctas, num_sms - 1)};
+  launch_grouped<CombiningRows>(args, routing.offsets, routing.tiles, routing.num_tiles, expected, rows,
+                                stream, combine.tiles_per_chunk);
+}
+
+void prepare_gemm_gather_rs() { prepare_grouped_kernels<CombiningRows>(); }
+
+}  // namespace flux::moe

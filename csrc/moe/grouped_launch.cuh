@@ -1,0 +1,107 @@
+// The tile shapes that grouped GEMMs are compiled for, which of them to take, and the launch.
+#pragma once
+
+#include <cmath>
+
+#include "gemm/select.h"
+#include "moe/grouped_gemm.h"
+#include "moe/sm90_grouped_gemm.cuh"
+#include "runtime/check.h"
+#include "runtime/device.h"
+
+namespace flux::moe {
+
+// Ids of tile_config.h: those stored in whole 64-column panels.
+constexpr int kGroupedConfigs[] = {0, 3, 5, 9};
+
+template <class Rows>
+using GroupedKernel = void (*)(const GroupedParams<Rows>);
+
+template <class Rows>
+GroupedKernel<Rows> grouped_kernel(runtime::DType dtype, int config) {
+  const bool bf16 = dtype == runtime::DType::kBFloat16;
+  switch (config) {
+    case 0:
+      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 0, Rows> : sm90_grouped_gemm<__half, 0, Rows>;
+    case 3:
+      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 3, Rows> : sm90_grouped_gemm<__half, 3, Rows>;
+    case 5:
+      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 5, Rows> : sm90_grouped_gemm<__half, 5, Rows>;
+    case 9:
+      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 9, Rows> : sm90_grouped_gemm<__half, 9, Rows>;
+  }
+  return nullptr;
+}
+
+template <class Rows>
+void prepare_grouped_kernels() {
+  static runtime::OncePerDevice once;
+  once([] {
+    for (const int config : kGroupedConfigs) {
+      for (const auto dtype : {runtime::DType::kBFloat16, runtime::DType::kFloat16}) {
+        FLUX_CUDA_CHECK(cudaFuncSetAttribute(grouped_kernel<Rows>(dtype, config),
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             grouped_smem_bytes(gemm::kTileConfigs[config])));
+      }
+    }
+  });
+}
+
+// The widest shape that needs no more waves of time than others, if experts get equally many rows.
+inline int choose_grouped_config(int num_rows, int experts, int columns, int k_blocks, int num_sms) {
+  const int tile_rows = ceil_div(ceil_div(num_rows, experts), gemm::kBlockM) * experts;
+  int best = -1;
+  double best_us = INFINITY;
+  for (const int config : kGroupedConfigs) {
+    const int block_n = gemm::kTileConfigs[config].block_n;
+    const double waves = std::ceil(static_cast<double>(tile_rows) * ceil_div(columns, block_n) / num_sms);
+    const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n));
+    const double time_us = waves * (k_blocks * block_us + 0.5);
+    if (time_us < best_us) {
+      best = config;
+      best_us = time_us;
+    }
+  }
+  return best;
+}
+
+// expected_rows: what the tile shape is chosen for.
+template <class Rows>
+void launch_grouped(const GroupedGemmArgs& args, const int32_t* offsets, const TileEntry* tiles,
+                    const int32_t* num_tile_rows, int expected_rows, const typename Rows::Params& rows,
+                    cudaStream_t stream, int tiles_per_chunk = 0) {
+  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const int k = static_cast<int>(args.x.columns), n = static_cast<int>(args.weight.rows / args.experts);
+  const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
+  const int columns = swiglu ? n / 2 : n;
+  FLUX_CHECK(k % 8 == 0 && columns % 8 == 0 && args.experts > 0, k, columns, args.experts);
+  FLUX_CHECK(args.x.row_stride == k && args.weight.row_stride == k, args.x.row_stride,
+             args.weight.row_stride);
+
+  const int k_blocks = ceil_div(k, gemm::kBlockK);
+  const int config = args.config >= 0
+                         ? args.config
+                         : choose_grouped_config(expected_rows, args.experts, n, k_blocks, num_sms);
+  const GroupedKernel<Rows> kernel = grouped_kernel<Rows>(args.dtype, config);
+  FLUX_CHECK(kernel != nullptr, config);
+  const gemm::TileConfig& tile = gemm::kTileConfigs[config];
+  prepare_grouped_kernels<Rows>();
+
+  GroupedParams<Rows> params;
+  params.weight = runtime::make_tensor_map(args.weight, args.dtype, gemm::kBlockK, tile.block_n / 2);
+  params.offsets = offsets;
+  params.tiles = tiles;
+  params.num_tile_rows = num_tile_rows;
+  params.n = n;
+  params.out_columns = columns;
+  params.n_tiles = ceil_div(columns, swiglu ? tile.block_n / 2 : tile.block_n);
+  params.tiles_per_chunk = tiles_per_chunk > 0 ? tiles_per_chunk : params.n_tiles;
+  params.k = k;
+  params.activation = static_cast<Activation>(args.activation);
+  params.out = args.out;
+  params.rows = rows;
+  kernel<<<num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream>>>(params);
+  FLUX_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace flux::moe
