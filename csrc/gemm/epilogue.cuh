@@ -50,18 +50,7 @@ __device__ __forceinline__ void load_b(const CUtensorMap* map, uint32_t dst, uin
   }
 }
 
-// The same only as far as the L2.
-template <Major kMajorB, int kBlockN>
-__device__ __forceinline__ void prefetch_b(const CUtensorMap* map, int k, int column) {
-  if constexpr (kMajorB == Major::K) {
-    ptx::tma_prefetch_2d(map, k, column);
-  } else {
-#pragma unroll
-    for (int panel = 0; panel < kBlockN / 64; ++panel) ptx::tma_prefetch_2d(map, column + panel * 64, k);
-  }
-}
-
-// load_b for A and a pair whose tiles have the same rows.
+// The same for A and a pair whose tiles have the same rows.
 __device__ __forceinline__ void load_a(const CUtensorMap* map, uint32_t dst, uint32_t full, int k, int row,
                                        int cta, bool shared) {
   if (!shared) {

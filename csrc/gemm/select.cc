@@ -24,16 +24,24 @@ constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running G
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
 
-// For few rows, with weights from memory: fitted to seven weights and up to 256 rows, on one GPU.
+// For few rows, with weights from memory: fitted to seven weights and up to 128 rows, on one GPU.
 constexpr int kMaxSwapAbRows = 128;
-constexpr int kAlwaysSwapAbRows = 64;  // other tiles read twice as many rows as there are: never better
-constexpr double kSmallLaunchUs = 4.4;
+constexpr int kAlwaysSwapAbRows = 32;
+constexpr double kSmallLaunchUs = 4.5;
+constexpr double kSwapAbLaunchUs = 3.5;
 constexpr double kMemoryBytesPerUs = 4.0e6;
-constexpr double kSmBytesPerUs = 86e3;    // what one SM can take in
+constexpr double kSmBytesPerUs = 100e3;   // what one SM can take in
 constexpr double kSwapAbMathUs = 0.0034;  // of a k-block, for each row
-constexpr double kMeetUs = 0.7;           // of partial tiles in distributed shared memory
-constexpr double kMeetRowUs = 0.05;       // the same, for each row
+constexpr double kMeetUs = 0.34;          // of partial tiles in distributed shared memory
+constexpr double kMeetRowUs = 0.044;      // the same, for each row
+constexpr double kAloneUs = 1.0;          // without a partner
+constexpr double kWideUs = 2.5;           // for each doubling of a cluster beyond two CTAs
+constexpr double kWideRowUs = 0.006;      // the same, for each row
+constexpr double kUnusedSwapAb = 0.1;     // exponent
 constexpr int kSmsPerGroup = 16;          // at least so many SMs hold the CTAs of a cluster
+// Of a sum over ranks in a launch of its own, beyond one that is part of the GEMM.
+constexpr double kSumUs = 4.0;
+constexpr double kSumBytesPerUs = 1.0e6;
 
 // Of the weight, which nothing holds in a cache.
 double memory_us(const Problem& p) {
@@ -78,7 +86,12 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const bool sends = p.world_size > 1 && !p.gathers;
   const double tile_us = ceil_div(p.k, kBlockK) * block_us + (sends ? kSentTileUs : kTileUs);
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average);
-  if (!sends) return std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p));
+  if (!sends) {
+    // SMs without a tile leave some of the memory's speed unused.
+    const double unused = std::sqrt(waves * slots / order.num_clusters());
+    time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused);
+    return p.all_reduced ? time_us + kSumUs + 2.0 * p.m * p.n / kSumBytesPerUs : time_us;
+  }
 
   // What must leave over the link, then this rank's own share of the tiles.
   const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
@@ -107,9 +120,13 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split) {
   const int k_blocks = ceil_div(ceil_div(p.k, kBlockK), split);
   const double block_us = std::max(swap_ab_stage_bytes(tile) / kSmBytesPerUs, kSwapAbMathUs * tile.rows);
   // A CTA that does not split K adds nothing up, but passes its tile through the same memory.
-  const double meet_us = kTileUs + (kMeetUs + kMeetRowUs * tile.rows) * (split > 1 ? 1.0 : 0.5);
+  double meet_us = kTileUs + (kMeetUs + kMeetRowUs * tile.rows) * (split > 1 ? 1.0 : 0.5);
+  if (split == 1) meet_us += kAloneUs;
+  if (split > 2) meet_us += (kWideUs + kWideRowUs * tile.rows) * std::log2(split / 2);
   const double cta_us = ceil_div(tiles, clusters) * (k_blocks * block_us + meet_us);
-  return kSmallLaunchUs + std::max(cta_us, memory_us(p) + meet_us);
+  // SMs without a tile leave some of the memory's speed unused.
+  const double slots = static_cast<double>(ceil_div(tiles, clusters)) * p.num_sms / split;
+  return kSwapAbLaunchUs + std::max(cta_us, memory_us(p) * std::pow(slots / tiles, kUnusedSwapAb) + meet_us);
 }
 
 void consider_swap_ab(const Problem& p, Choice& best) {
@@ -152,7 +169,7 @@ Choice select(const Problem& p, int packed_choice) {
   const bool swap_ab = !fixed && p.world_size == 1 && p.m <= kMaxSwapAbRows;
   if (swap_ab) {
     consider_swap_ab(p, best);
-    if (p.all_reduced || p.m <= kAlwaysSwapAbRows) return sorted(best);
+    if (p.m <= kAlwaysSwapAbRows) return sorted(best);
   }
   for (const TileConfig& tile : kTileConfigs) {
     if (fixed && tile.id != fixed_config) continue;

@@ -17,7 +17,7 @@ struct Problem {
   int world_size;         // 1: plain GEMM; else the rows are world_size shards and the tiles of others travel
   int num_sms;
   bool gathers = false;      // it is x that travels: rows of other shards arrive, results stay
-  bool all_reduced = false;  // swap-AB tiles are preferred: they sum over ranks in the same launch
+  bool all_reduced = false;  // results are summed over ranks: by swap-AB tiles in the same launch
 };
 
 struct Choice {

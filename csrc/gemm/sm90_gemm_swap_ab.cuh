@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   // Barriers must be ready before another CTA counts on them.
   if (split > 1) ptx::cluster_sync();
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
 
   const int m_tiles = (params.m + kRows - 1) / kRows;
   const int num_tiles = m_tiles * ((params.n + kSwapAbN - 1) / kSwapAbN);
@@ -78,30 +79,16 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   if (warp == kSwapAbMathThreads / 32) {
     if (ptx::lane() == 0) {
       // Rows of one column tile follow each other: the weight comes from memory once, then from the L2.
-      const auto load_weight = [&](int tile, int block, int stage) {
-        const int column = tile / m_tiles * kSwapAbN, k = (first_block + block) * kBlockK;
-        const uint32_t dst = stages + stage * kStageBytes;
-        ptx::mbarrier_arrive_expect_tx(full(stage), swap_ab_weight_bytes() + params.box_rows * 128);
-        load_b<kMajorW, kSwapAbN>(&params.weight, dst, full(stage), k, column, 0, /*shared=*/false);
-      };
-      const auto load_x = [&](int tile, int block, int stage) {
-        const int row = tile % m_tiles * kRows, k = (first_block + block) * kBlockK;
-        ptx::tma_load_2d(&params.x, stages + stage * kStageBytes + swap_ab_weight_bytes(), full(stage), k,
-                         row);
-      };
-      // The kernel before this one may still be running. Weights can be on their way into the L2: whatever that
-      // kernel writes, the L2 has it then.
-      for (int block = 0; block < min(num_blocks, kTile.stages); ++block) {
-        prefetch_b<kMajorW, kSwapAbN>(&params.weight, (first_block + block) * kBlockK,
-                                      first_tile / m_tiles * kSwapAbN);
-      }
-      ptx::wait_for_earlier_kernels();
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
+        const int column = tile / m_tiles * kSwapAbN, row = tile % m_tiles * kRows;
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
+          const int k = (first_block + block) * kBlockK;
+          const uint32_t bar = full(ring.index), dst = stages + ring.index * kStageBytes;
           ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-          load_weight(tile, block, ring.index);
-          load_x(tile, block, ring.index);
+          ptx::mbarrier_arrive_expect_tx(bar, swap_ab_weight_bytes() + params.box_rows * 128);
+          load_b<kMajorW, kSwapAbN>(&params.weight, dst, bar, k, column, 0, /*shared=*/false);
+          ptx::tma_load_2d(&params.x, dst + swap_ab_weight_bytes(), bar, k, row);
         }
       }
     }
@@ -111,7 +98,6 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     const int lane = ptx::lane();
     const int share = kSwapAbN / split;  // columns of a tile that this CTA adds up
     const int row_floats = swap_ab_row_floats(split);
-    ptx::wait_for_earlier_kernels();
     const auto call = Output::begin(params.output);
     float d[Mma::kAccumulators];
     Stages ring;

@@ -25,22 +25,19 @@ struct ArrivingRows {
   };
   using Call = sync::Call;
   static constexpr uint32_t kOp = 7;
-  static constexpr bool kArrive = true, kCombine = false;
+  static constexpr bool kInOrder = false, kArrive = true, kCombine = false;
 
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
-  // Own tokens as their complement, others by their place in the slots.
-  FLUX_DEVICE static int place(const Params& p, const Call&, int row) {
+  // Own tokens lie with the user, others in their slots.
+  FLUX_DEVICE static const char* at(const Params& p, const Call& call, int row) {
     const int found = p.rows[row], source = found / p.layout.max_tokens;
     const int slot_row = found - source * p.layout.max_tokens;
-    if (source == p.symm.rank) return ~slot_row;
-    return Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
-  }
-  FLUX_DEVICE static const char* at(const Params& p, const Call& call, int place) {
-    return place < 0 ? p.x + static_cast<int64_t>(~place) * p.row_bytes
-                     : p.symm.slots(p.symm.rank, call.epoch) + static_cast<int64_t>(place) * p.row_bytes;
+    if (source == p.symm.rank) return p.x + static_cast<int64_t>(slot_row) * p.row_bytes;
+    const int64_t place = Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
+    return p.symm.slots(p.symm.rank, call.epoch) + place * p.row_bytes;
   }
 
   // Whole blocks, all to rank+1, then all to rank+2: no peer is sent to by all at a time, and everybody

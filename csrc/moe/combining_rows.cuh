@@ -15,8 +15,6 @@ struct CombiningRows {
   struct Params {
     runtime::SymmBuffer symm;
     Layout layout;
-    const char* x;  // [max_rows, k]
-    int64_t row_bytes;
     Products products;    // what the GEMM writes [max_rows, n], and how it is summed
     ColumnChunks chunks;  // of tiles
     int block_n;          // columns of a tile
@@ -31,15 +29,10 @@ struct CombiningRows {
   };
   using Call = sync::Call;
   static constexpr uint32_t kOp = 8;
-  static constexpr bool kArrive = false, kCombine = true;
+  static constexpr bool kInOrder = true, kArrive = false, kCombine = true;
 
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
-  FLUX_DEVICE static int place(const Params&, const Call&, int row) { return row; }
-  FLUX_DEVICE static const char* at(const Params& p, const Call&, int place) {
-    return p.x + place * p.row_bytes;
-  }
-
   FLUX_DEVICE static bool may_draw(const Params& p, int drawn, int first_chunk) {
     return blockIdx.x >= p.communication_ctas || drawn < first_chunk;
   }

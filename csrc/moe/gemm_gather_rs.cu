@@ -32,8 +32,6 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                              combine.weights, layout.top_k};
   const CombiningRows::Params rows = {symm,
                                       layout,
-                                      static_cast<const char*>(args.x.data),
-                                      static_cast<int64_t>(k) * gemm::kElementBytes,
                                       products,
                                       chunks,
                                       block_n,

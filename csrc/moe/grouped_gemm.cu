@@ -4,22 +4,35 @@
 namespace flux::moe {
 namespace {
 
-// Rows of one matrix, in an order of their own or as they are.
-struct IndexedRows {
+struct LocalRows {
+  struct Call {};
+  static constexpr bool kArrive = false, kCombine = false;
+  template <class Params>
+  FLUX_DEVICE static Call begin(const Params&) {
+    return {};
+  }
+  template <class Params>
+  FLUX_DEVICE static uint32_t* tile_counter(const Params&) {
+    return nullptr;
+  }
+};
+
+// Rows of one matrix as they are.
+struct OrderedRows : LocalRows {
+  struct Params {};
+  static constexpr bool kInOrder = true;
+};
+
+// Rows of one matrix in an order of their own.
+struct IndexedRows : LocalRows {
   struct Params {
     const char* x;
     const int32_t* rows;
     int64_t row_bytes;
   };
-  struct Call {};
-  static constexpr bool kArrive = false, kCombine = false;
-  FLUX_DEVICE static Call begin(const Params&) { return {}; }
-  FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
-  FLUX_DEVICE static int place(const Params& p, const Call&, int row) {
-    return p.rows == nullptr ? row : p.rows[row];
-  }
-  FLUX_DEVICE static const char* at(const Params& p, const Call&, int place) {
-    return p.x + place * p.row_bytes;
+  static constexpr bool kInOrder = false;
+  FLUX_DEVICE static const char* at(const Params& p, const Call&, int row) {
+    return p.x + p.rows[row] * p.row_bytes;
   }
 };
 
@@ -59,11 +72,18 @@ void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   int32_t* num_tile_rows = args.schedule + schedule_words(args.num_rows, args.experts) - 1;
   schedule_kernel<<<1, kScheduleThreads, 0, stream>>>(args.offsets, args.experts, tiles, num_tile_rows);
   FLUX_CUDA_CHECK(cudaGetLastError());
+  if (args.rows == nullptr) {
+    launch_grouped<OrderedRows>(args, args.offsets, tiles, num_tile_rows, args.num_rows, {}, stream);
+    return;
+  }
   const IndexedRows::Params rows = {static_cast<const char*>(args.x.data), args.rows,
                                     args.x.columns * gemm::kElementBytes};
   launch_grouped<IndexedRows>(args, args.offsets, tiles, num_tile_rows, args.num_rows, rows, stream);
 }
 
-void prepare_grouped_gemm() { prepare_grouped_kernels<IndexedRows>(); }
+void prepare_grouped_gemm() {
+  prepare_grouped_kernels<OrderedRows>();
+  prepare_grouped_kernels<IndexedRows>();
+}
 
 }  // namespace flux::moe

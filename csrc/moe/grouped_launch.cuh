@@ -89,6 +89,9 @@ void launch_grouped(const GroupedGemmArgs& args, const int32_t* offsets, const T
 
   GroupedParams<Rows> params;
   params.weight = runtime::make_tensor_map(args.weight, args.dtype, gemm::kBlockK, tile.block_n / 2);
+  if constexpr (Rows::kInOrder) {
+    params.x = runtime::make_tensor_map(args.x, args.dtype, gemm::kBlockK, gemm::kBlockM);
+  }
   params.offsets = offsets;
   params.tiles = tiles;
   params.num_tile_rows = num_tile_rows;

@@ -1,8 +1,9 @@
 // Grouped GEMM: rows sorted by expert, each times the weight of its expert. A sibling of gemm/sm90_gemm.cuh, with
-// the same mainloop, stages and slabs, for rows of x that are gathered by index and results that end in the
-// middle of a tile.
+// the same mainloop, stages and slabs, for rows of x that may lie anywhere and results that end in the middle of a
+// tile.
 //
-//   loaders  warps 0 and 1          16 bytes a thread: rows of x, from wherever they are, and B by TMA
+//   loaders  warps 0 and 1          A and B by TMA, one thread; or, if rows of x must be gathered, 16 bytes of A a
+//                                   thread, row after row
 //   storers  warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are
 //   math     warpgroups 1 and 2     wgmma, then the activation
 //
@@ -11,9 +12,9 @@
 //   struct Params
 //   struct Call                     what a thread learns once a launch
 //   begin(params) -> Call
-//   place(params, call, row) -> int what sorted row number `row` is made of; read once a tile
-//   at(params, call, place) -> pointer
-//                                   where that lies
+//   kInOrder                        sorted rows are those of x
+//   at(params, call, row) -> pointer
+//                                   otherwise, what sorted row number `row` is made of; asked once a tile
 //   tile_counter(params)            where CTAs draw their next tile, zero at launch; null: by a fixed stride
 //   kArrive                         some rows come from peers
 //   kCombine                        results are summed and sent as soon as a chunk of columns is complete
@@ -56,6 +57,7 @@ enum class Activation { kNone, kSilu, kGelu, kSwiglu };
 template <class Rows>
 struct GroupedParams {
   CUtensorMap weight;  // [experts * n, k], boxes of half a tile's columns
+  CUtensorMap x;       // [rows, k], where it is in order
   const int32_t* offsets;
   const TileEntry* tiles;
   const int32_t* num_tile_rows;
@@ -69,10 +71,9 @@ struct GroupedParams {
   typename Rows::Params rows;
 };
 
-// After the stages, slabs and barriers of the house: the places of a tile's rows, and of the next one's;
-// and the number of the next tile.
+// After the stages, slabs and barriers of the house: the number of the next tile.
 constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
-  return gemm::smem_bytes(c) + 16 + (2 * gemm::kBlockM + 1) * static_cast<int>(sizeof(int32_t));
+  return gemm::smem_bytes(c) + static_cast<int>(sizeof(int32_t));
 }
 
 FLUX_DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.weight);
-    smem.init(/*cluster_size=*/1, kLoaderThreads + 1);
+    smem.init(/*cluster_size=*/1, Rows::kInOrder ? 1 : kLoaderThreads + 1);
   }
   __syncthreads();
 
@@ -161,77 +162,91 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   if (warp < 4) {
     ptx::setmaxnreg_dec<kGroupedProducerRegisters>();
     if (warp < 2) {
-      const uint32_t places = smem.end();
       const int thread = threadIdx.x;
-      // Eight threads for the 128 bytes of a row and a k-block; eight rows at a time.
-      const int piece = thread % 8, row_in_eight = thread / 8;
-      const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
-      const int64_t offset = piece * 16;
-
       const auto call = Rows::begin(params.rows);
       uint32_t* const counter = Rows::tile_counter(params.rows);
-      const uint32_t next_tile = places + 2 * kBlockM * sizeof(int32_t);
       gemm::TileQueueWriter<Shared> queue;
       // One thread draws for all roles.
       const auto draw = [&](int otherwise) {
+        int index = otherwise;
         if constexpr (Rows::kCombine) {
           const int first_chunk = num_tile_rows * params.tiles_per_chunk;
           if (!Rows::may_draw(params.rows, static_cast<int>(ptx::load_relaxed(counter)), first_chunk)) {
             queue.put(smem, /*cluster_size=*/1, num_tiles);
-            ptx::store_shared(next_tile, static_cast<uint32_t>(num_tiles));
-            return;
+            return num_tiles;
           }
         }
-        const int index = counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : otherwise;
+        if (counter != nullptr) index = static_cast<int>(atomicAdd(counter, 1u));
         queue.put(smem, /*cluster_size=*/1, index);
-        ptx::store_shared(next_tile, static_cast<uint32_t>(index));
-      };
-      // A row that is not there is loaded as the last one that is, and dropped in the end.
-      const auto find_rows = [&](const Tile& tile, int buffer) {
-        const int first = params.offsets[tile.expert] + tile.m * kBlockM;
-        const int last = min(first + kBlockM, params.offsets[tile.expert + 1]) - 1;
-        if constexpr (Rows::kArrive) {
-          if (thread == 0 && !Rows::admit(params.rows, call, tile.step, last)) smem.set_failed();
-        }
-        for (int row = thread; row < kBlockM; row += kLoaderThreads) {
-          const int place = Rows::place(params.rows, call, min(first + row, last));
-          ptx::store_shared(places + 4 * (buffer * kBlockM + row), place);
-        }
+        return index;
       };
       typename Shared::Stages ring;
-      if (thread == 0) draw(blockIdx.x);
-      for (int buffer = 0;; buffer ^= 1) {
-        // The next tile is drawn, and nobody reads the last one's rows any more.
-        ptx::named_barrier_sync(1, kLoaderThreads);
-        const int index = static_cast<int>(ptx::load_shared(next_tile));
-        if (index >= num_tiles) break;
-        const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
-        find_rows(tile, buffer);
-        ptx::named_barrier_sync(1, kLoaderThreads);
+      // One thread: the part of a stage that comes by TMA, as many bytes.
+      const auto load = [&](const Tile& tile, int first_row, int kb, uint32_t bytes) {
+        const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
         const int first_column = tile.expert * params.n + tile.n * tile_columns;
         const int second_column =
             params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
-        for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-          const uint32_t full = smem.full(ring.index), a = smem.a(ring.index), b = smem.b(ring.index);
-          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-          if (thread == 0) {
-            ptx::mbarrier_arrive_expect_tx(full, kBlockN * kBlockK * gemm::kElementBytes);
-            ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, first_column);
-            ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
-                             first_column + second_column);
-          }
-          const int64_t k_offset = static_cast<int64_t>(kb) * (kBlockK * gemm::kElementBytes) + offset;
-          const bool valid = k_offset < params.k * gemm::kElementBytes;
-#pragma unroll 4
-          for (int row = row_in_eight; row < kBlockM; row += 8) {
-            const int place = static_cast<int>(ptx::load_shared(places + 4 * (buffer * kBlockM + row)));
-            const char* src = Rows::at(params.rows, call, place);
-            ptx::copy_async_16(a + (row - row_in_eight) * 128 + dst_in_eight, src + (valid ? k_offset : 0),
-                               valid);
-          }
-          ptx::mbarrier_arrive_after_copies(full);
+        ptx::mbarrier_arrive_expect_tx(full, bytes);
+        if constexpr (Rows::kInOrder) {
+          ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, first_row);
         }
-        if (thread == 0) draw(index + gridDim.x);
+        ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, first_column);
+        ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
+                         first_column + second_column);
+      };
+      constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
+
+      if constexpr (Rows::kInOrder) {
+        if (thread == 0) {
+          for (int index = draw(blockIdx.x); index < num_tiles; index = draw(index + gridDim.x)) {
+            const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
+            // Rows after the expert's last one are loaded too, and dropped in the end.
+            const int first_row = params.offsets[tile.expert] + tile.m * kBlockM;
+            for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+              ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+              load(tile, first_row, kb, Shared::kABytes + kBBytes);
+            }
+          }
+        }
+      } else {
+        // Eight threads for the 128 bytes of a row and a k-block; eight rows at a time.
+        const int piece = thread % 8, row_in_eight = thread / 8;
+        const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
+        const int row_bytes = params.k * gemm::kElementBytes;
+        const uint32_t next_tile = smem.end();
+        if (thread == 0) ptx::store_shared(next_tile, draw(blockIdx.x));
+        while (true) {
+          ptx::named_barrier_sync(1, kLoaderThreads);  // the next tile is drawn
+          const int index = static_cast<int>(ptx::load_shared(next_tile));
+          if (index >= num_tiles) break;
+          const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
+          const int first = params.offsets[tile.expert] + tile.m * kBlockM;
+          // A row that is not there is loaded as the last one that is, and dropped in the end.
+          const int last = min(first + kBlockM, params.offsets[tile.expert + 1]) - 1;
+          if constexpr (Rows::kArrive) {
+            if (thread == 0 && !Rows::admit(params.rows, call, tile.step, last)) smem.set_failed();
+          }
+          const char* rows[kBlockM / 8];
+#pragma unroll
+          for (int i = 0; i < kBlockM / 8; ++i) {
+            rows[i] = Rows::at(params.rows, call, min(first + i * 8 + row_in_eight, last)) + piece * 16;
+          }
+          // All have read the tile's number, and its rows are there.
+          ptx::named_barrier_sync(1, kLoaderThreads);
+          for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+            ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+            if (thread == 0) load(tile, 0, kb, kBBytes);
+            const bool valid = kb * 128 + piece * 16 < row_bytes;
+            const uint32_t a = smem.a(ring.index) + dst_in_eight;
+#pragma unroll
+            for (int i = 0; i < kBlockM / 8; ++i) {
+              ptx::copy_async_16(a + i * 1024, rows[i] + (valid ? kb * 128 : 0), valid);
+            }
+            ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
+          }
+          if (thread == 0) ptx::store_shared(next_tile, draw(index + gridDim.x));
+        }
       }
     } else {
       const int warpgroup = warp - 2;
@@ -272,8 +287,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       int held = 0;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+        // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them: wgmma
+        // needs no fence here. One for the async proxy would wait for the wgmmas that still run, and cost a third.
         ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
-        ptx::fence_proxy_async_smem();  // x came by ordinary copies, wgmma reads through the async proxy
         const uint64_t a = gemm::make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
         const uint64_t b = gemm::make_descriptor(smem.b(ring.index), 0, 1024);
         cute::warpgroup_arrive();

@@ -127,11 +127,6 @@ __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint32_t dst
       : "memory");
 }
 
-__device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap* map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
-               : "memory");
-}
-
 // Lands at the same shared-memory offset in every CTA of `cta_mask`, and counts on each one's barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar,
                                                       int x, int y, uint16_t cta_mask) {
