@@ -11,6 +11,7 @@
 
 #include "moe/plan.h"
 #include "moe/routing.h"
+#include "moe/tile_choice.h"
 
 namespace py = pybind11;
 
@@ -113,6 +114,8 @@ void bind_moe(py::module_& m) {
         "[(expert, last step, m_tile, n_tile)] in the order in which they are computed.");
   m.def("moe_column_chunks", &column_chunks, py::arg("expected_rows"), py::arg("n"), py::arg("block_n"),
         "[(first n_tile, number of n_tiles)] of layer 1, for the rows a rank expects.");
+  m.def("moe_tile", &moe::choose_grouped_config, py::arg("num_rows"), py::arg("experts"), py::arg("n"),
+        py::arg("k"), py::arg("num_sms"), "Id of the tile shape of a grouped GEMM.");
   m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),
         py::arg("chunks"), "[(chunk, peer, block)] in the order in which layer 1 sends and sums.");
   m.def("moe_communication_ctas", &moe::communication_ctas, py::arg("expected_rows"), py::arg("own_tokens"),

@@ -74,15 +74,29 @@ struct ArrivingRows {
     }
   }
 
-  // Everything up to the block of the tile's last row: blocks arrive in the order (step, block).
-  FLUX_DEVICE static bool admit(const Params& p, const Call& call, int step, int last_row) {
+  // What has arrived for sure, as a CTA knows: all steps before this one, and so many blocks of it.
+  struct Progress {
+    int step = 1, blocks = 0;
+  };
+
+  // Everything up to the block of the tile's last row: blocks arrive in the order (step, block), but each of them is
+  // asked for, because different CTAs send them. A load takes half a microsecond, so each thread asks for others.
+  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int step, int last_row,
+                                int thread, int threads) {
+    if (step == 0) return true;
     const int slot_row = p.rows[last_row] % p.layout.max_tokens;
     bool here = true;
-    for (int at = 1; at <= step && here; ++at) {
-      const int source = p.layout.source_at(at);
-      const int blocks = at == step ? slot_row / kBlockRows + 1 : Layout::blocks_of(p.received[source]);
-      // Of a block and those before it the last one to arrive may be any: CTAs send them.
-      for (int block = 0; block < blocks && here; ++block) here = wait(p, call, source, block);
+    for (; progress.step <= step; ++progress.step, progress.blocks = 0) {
+      const int source = p.layout.source_at(progress.step);
+      const int blocks =
+          progress.step == step ? slot_row / kBlockRows + 1 : Layout::blocks_of(p.received[source]);
+      for (int block = progress.blocks + thread; block < blocks; block += threads) {
+        here &= wait(p, call, source, block);
+      }
+      if (progress.step == step) {
+        progress.blocks = max(progress.blocks, blocks);
+        break;
+      }
     }
     return here;
   }

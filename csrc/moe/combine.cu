@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ Products products, int64_t tokens, int columns, uint4* out) {
   for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
     for (int column = threadIdx.x * kVector; column < columns; column += kThreads * kVector) {
-      float sum[kVector];
-      sum_choices<Element>(products, token, column, sum);
-      out[(token * columns + column) / kVector] = gemm::round<Element>(sum);
+      float sum[1][kVector];
+      sum_choices<Element, 1>(products, {{token, column}}, sum);
+      out[(token * columns + column) / kVector] = gemm::round<Element>(sum[0]);
     }
   }
 }

@@ -45,7 +45,6 @@ struct CombiningRows {
   template <class Element>
   FLUX_DEVICE static void combine(const Params& p, const Call& call, int num_tile_rows) {
     __shared__ int drawn;
-    __shared__ bool whole;
     const Layout& layout = p.layout;
     const int rank = p.symm.rank;
     const CommOrder order = {layout.world_size, rank, layout.max_blocks(), p.chunks.count()};
@@ -55,11 +54,9 @@ struct CombiningRows {
       const int index = drawn;
       if (index >= order.units()) return;
       const CommUnit unit = order.at(index);
-      if (threadIdx.x == 0) {
-        whole = wait_for_tiles(p, unit.chunk, num_tile_rows) &&
-                (unit.peer != rank || wait_for_peers(p, call, unit));
-      }
-      __syncthreads();
+      bool here = threadIdx.x != 0 || wait_for_tiles(p, unit.chunk, num_tile_rows);
+      if (unit.peer == rank) here &= wait_for_peers(p, call, unit);
+      const bool whole = __syncthreads_and(here);
       if (unit.peer == rank) {
         sum<Element>(p, call, unit, whole);
       } else if (whole && unit.block < Layout::blocks_of(p.received[unit.peer])) {
@@ -99,15 +96,16 @@ struct CombiningRows {
                              {kOp, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
   }
 
-  // Slot rows of tokens do not exceed their numbers: blocks up to the tokens' own hold all of them.
+  // Slot rows of tokens do not exceed their numbers: blocks up to the tokens' own hold all of them. Each thread waits
+  // for others.
   FLUX_DEVICE static bool wait_for_peers(const Params& p, const Call& call, const CommUnit& unit) {
     bool here = true;
-    for (int source = 0; source < p.layout.world_size && here; ++source) {
+    for (int source = 0; source < p.layout.world_size; ++source) {
       if (source == p.symm.rank) continue;
       const int slot = Layout::slot_index(source, p.symm.rank);
-      const int blocks = Layout::blocks_of(p.sending[p.layout.slice_of(source)]);
-      for (int block = 0; block <= unit.block && block < blocks && here; ++block) {
-        here =
+      const int blocks = min(unit.block + 1, Layout::blocks_of(p.sending[p.layout.slice_of(source)]));
+      for (int block = threadIdx.x; block < blocks; block += blockDim.x) {
+        here &=
             sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, block)),
                               call.epoch, {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
       }
@@ -115,21 +113,51 @@ struct CombiningRows {
     return here;
   }
 
+  // Vectors that a thread sums at a time: with four choices each, 256 bytes in flight, by which some tens of SMs
+  // keep up with the others' tiles.
+  static constexpr int kEach = 4;
+
+  // Calls visit(row of the block, column, number below kEach) for this thread's share of a block from `begin` on,
+  // kEach times before each call of after().
+  template <class Visit, class After>
+  FLUX_DEVICE static void for_each_vector(const Columns& columns, int rows, Visit visit, After after) {
+    const int count = rows * columns.vectors;
+    for (int base = threadIdx.x; base < count; base += kEach * blockDim.x) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const int i = base + e * static_cast<int>(blockDim.x);
+        const int row = i / columns.vectors;
+        visit(i < count, row, columns.first + (i - row * columns.vectors) * kVector, e);
+      }
+      after();
+    }
+  }
+
   template <class Element>
   FLUX_DEVICE static void send(const Params& p, const Call& call, const CommUnit& unit) {
-    const auto [first, vectors] = columns(p, unit.chunk);
     const int begin = unit.block * kBlockRows;
-    const int rows = min(kBlockRows, p.received[unit.peer] - begin);
-    for (int i = threadIdx.x; i < rows * vectors; i += blockDim.x) {
-      const int row = begin + i / vectors, column = first + i % vectors * kVector;
-      const int token = p.incoming[unit.peer * p.layout.max_tokens + row];
-      if (token < 0) continue;  // without expert parallelism a token that nobody needs has a row too
-      float total[kVector];
-      sum_choices<Element>(p.products, static_cast<int64_t>(unit.peer) * p.layout.max_tokens + token, column,
-                           total);
-      *reinterpret_cast<uint4*>(slot_row(p, call, unit.peer, p.symm.rank, row) +
-                                column * gemm::kElementBytes) = gemm::round<Element>(total);
-    }
+    const int64_t tokens_of_peer = static_cast<int64_t>(unit.peer) * p.layout.max_tokens;
+    Vector vectors[kEach];
+    int rows[kEach];
+    for_each_vector(
+        columns(p, unit.chunk), min(kBlockRows, p.received[unit.peer] - begin),
+        [&](bool there, int row, int column, int e) {
+          rows[e] = begin + row;
+          // Without expert parallelism a token that nobody needs has a row too, and is none.
+          const int token = there ? p.incoming[tokens_of_peer + rows[e]] : -1;
+          vectors[e] = {token < 0 ? -1 : tokens_of_peer + token, column};
+        },
+        [&] {
+          float sums[kEach][kVector];
+          sum_choices<Element>(p.products, vectors, sums);
+#pragma unroll
+          for (int e = 0; e < kEach; ++e) {
+            if (vectors[e].token < 0) continue;
+            *reinterpret_cast<uint4*>(slot_row(p, call, unit.peer, p.symm.rank, rows[e]) +
+                                      vectors[e].column * gemm::kElementBytes) =
+                gemm::round<Element>(sums[e]);
+          }
+        });
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence_system();
@@ -140,31 +168,43 @@ struct CombiningRows {
 
   template <class Element>
   FLUX_DEVICE static void sum(const Params& p, const Call& call, const CommUnit& unit, bool whole) {
-    const auto [first, vectors] = columns(p, unit.chunk);
     const int begin = unit.block * kBlockRows, rank = p.symm.rank;
-    const int tokens = min(kBlockRows, p.num_tokens - begin);
-    for (int i = threadIdx.x; i < tokens * vectors; i += blockDim.x) {
-      const int token = begin + i / vectors, column = first + i % vectors * kVector;
-      float total[kVector] = {};
-      for (int source = 0; source < p.layout.world_size; ++source) {
-        float part[kVector];
-        if (source == rank) {
-          sum_choices<Element>(p.products, static_cast<int64_t>(rank) * p.layout.max_tokens + token, column,
-                               part);
-        } else {
-          const int row = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
-          if (row < 0) continue;
-          const char* src = slot_row(p, call, rank, source, row) + column * gemm::kElementBytes;
-          gemm::widen<Element>(__ldcg(reinterpret_cast<const uint4*>(src)), part);
-        }
+    Vector vectors[kEach];
+    for_each_vector(
+        columns(p, unit.chunk), min(kBlockRows, p.num_tokens - begin),
+        [&](bool there, int row, int column, int e) {
+          vectors[e] = {there ? static_cast<int64_t>(rank) * p.layout.max_tokens + begin + row : -1, column};
+        },
+        [&] {
+          float own[kEach][kVector], total[kEach][kVector] = {};
+          sum_choices<Element>(p.products, vectors, own);
+          for (int source = 0; source < p.layout.world_size; ++source) {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) total[j] += part[j];
-      }
-      // The host will raise; until then nobody shall mistake what was summed for a result.
-      const uint4 result = whole ? gemm::round<Element>(total) : uint4{~0u, ~0u, ~0u, ~0u};
-      const int64_t at = (static_cast<int64_t>(token) * p.n + column) * gemm::kElementBytes;
-      *reinterpret_cast<uint4*>(static_cast<char*>(p.out) + at) = result;
-    }
+            for (int e = 0; e < kEach; ++e) {
+              if (vectors[e].token < 0) continue;
+              float part[kVector];
+              if (source != rank) {
+                const int token = static_cast<int>(vectors[e].token) - rank * p.layout.max_tokens;
+                const int row = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
+                if (row < 0) continue;
+                const char* src =
+                    slot_row(p, call, rank, source, row) + vectors[e].column * gemm::kElementBytes;
+                gemm::widen<Element>(__ldcg(reinterpret_cast<const uint4*>(src)), part);
+              }
+#pragma unroll
+              for (int j = 0; j < kVector; ++j) total[e][j] += source == rank ? own[e][j] : part[j];
+            }
+          }
+#pragma unroll
+          for (int e = 0; e < kEach; ++e) {
+            if (vectors[e].token < 0) continue;
+            const int64_t token = vectors[e].token - static_cast<int64_t>(rank) * p.layout.max_tokens;
+            // The host will raise; until then nobody shall mistake what was summed for a result.
+            const uint4 result = whole ? gemm::round<Element>(total[e]) : uint4{~0u, ~0u, ~0u, ~0u};
+            *reinterpret_cast<uint4*>(static_cast<char*>(p.out) +
+                                      (token * p.n + vectors[e].column) * gemm::kElementBytes) = result;
+          }
+        });
   }
 };
 

@@ -6,6 +6,7 @@ namespace {
 
 struct LocalRows {
   struct Call {};
+  struct Progress {};
   static constexpr bool kArrive = false, kCombine = false;
   template <class Params>
   FLUX_DEVICE static Call begin(const Params&) {

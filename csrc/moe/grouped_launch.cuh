@@ -1,18 +1,13 @@
-// The tile shapes that grouped GEMMs are compiled for, which of them to take, and the launch.
+// From GroupedGemmArgs to a running kernel, for any Rows.
 #pragma once
 
-#include <cmath>
-
-#include "gemm/select.h"
 #include "moe/grouped_gemm.h"
 #include "moe/sm90_grouped_gemm.cuh"
+#include "moe/tile_choice.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
 
 namespace flux::moe {
-
-// Ids of tile_config.h: those stored in whole 64-column panels.
-constexpr int kGroupedConfigs[] = {0, 3, 5, 9};
 
 template <class Rows>
 using GroupedKernel = void (*)(const GroupedParams<Rows>);
@@ -47,24 +42,6 @@ void prepare_grouped_kernels() {
   });
 }
 
-// The widest shape that needs no more waves of time than others, if experts get equally many rows.
-inline int choose_grouped_config(int num_rows, int experts, int columns, int k_blocks, int num_sms) {
-  const int tile_rows = ceil_div(ceil_div(num_rows, experts), gemm::kBlockM) * experts;
-  int best = -1;
-  double best_us = INFINITY;
-  for (const int config : kGroupedConfigs) {
-    const int block_n = gemm::kTileConfigs[config].block_n;
-    const double waves = std::ceil(static_cast<double>(tile_rows) * ceil_div(columns, block_n) / num_sms);
-    const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n));
-    const double time_us = waves * (k_blocks * block_us + 0.5);
-    if (time_us < best_us) {
-      best = config;
-      best_us = time_us;
-    }
-  }
-  return best;
-}
-
 // expected_rows: what the tile shape is chosen for.
 template <class Rows>
 void launch_grouped(const GroupedGemmArgs& args, const int32_t* offsets, const TileEntry* tiles,
@@ -78,10 +55,8 @@ void launch_grouped(const GroupedGemmArgs& args, const int32_t* offsets, const T
   FLUX_CHECK(args.x.row_stride == k && args.weight.row_stride == k, args.x.row_stride,
              args.weight.row_stride);
 
-  const int k_blocks = ceil_div(k, gemm::kBlockK);
-  const int config = args.config >= 0
-                         ? args.config
-                         : choose_grouped_config(expected_rows, args.experts, n, k_blocks, num_sms);
+  const int config =
+      args.config >= 0 ? args.config : choose_grouped_config(expected_rows, args.experts, n, k, num_sms);
   const GroupedKernel<Rows> kernel = grouped_kernel<Rows>(args.dtype, config);
   FLUX_CHECK(kernel != nullptr, config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];

@@ -14,7 +14,8 @@ namespace flux::moe {
 
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSteps = 8;     // world sizes
-constexpr int kBlockRows = 128;  // slot rows that share a signal
+// Slot rows that share a signal. Few, so that what is left to sum when the last tile is done keeps all SMs busy.
+constexpr int kBlockRows = 32;
 constexpr int kGroupM = 16;      // tiles one above the other that share the columns of a weight in L2
 
 using gemm::ceil_div;

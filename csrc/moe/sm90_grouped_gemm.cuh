@@ -23,8 +23,9 @@
 //
 //   num_pushers(params)             CTAs that send before they compute
 //   push(params, call)              all threads of such a CTA
-//   admit(params, call, step, row) -> bool
-//                                   one thread: waits for a tile of that step whose last row is `row`
+//   struct Progress                 what each loader thread remembers
+//   admit(params, call, progress, step, row, thread, threads) -> bool
+//                                   the loaders: wait for a tile of that step whose last row is `row`
 //
 // where kCombine
 //
@@ -215,6 +216,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
         const int row_bytes = params.k * gemm::kElementBytes;
         const uint32_t next_tile = smem.end();
+        typename Rows::Progress progress;
         if (thread == 0) ptx::store_shared(next_tile, draw(blockIdx.x));
         while (true) {
           ptx::named_barrier_sync(1, kLoaderThreads);  // the next tile is drawn
@@ -225,7 +227,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
           // A row that is not there is loaded as the last one that is, and dropped in the end.
           const int last = min(first + kBlockM, params.offsets[tile.expert + 1]) - 1;
           if constexpr (Rows::kArrive) {
-            if (thread == 0 && !Rows::admit(params.rows, call, tile.step, last)) smem.set_failed();
+            if (!Rows::admit(params.rows, call, progress, tile.step, last, thread, kLoaderThreads)) {
+              smem.set_failed();
+            }
           }
           const char* rows[kBlockM / 8];
 #pragma unroll

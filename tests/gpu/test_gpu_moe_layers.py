@@ -33,7 +33,7 @@ class Ranks(EmulatedRanks):
 
     def room(self, case: MoeCase, columns: int, chunks: int) -> None:
         p, limit = case.world_size, case.max_tokens
-        blocks = max(1, -(-limit // 128))
+        blocks = core.MoeLayout.blocks_of(limit)
         self._stored._grow(
             round_up(4 * (p - 1) * blocks * chunks), round_up((p - 1) * limit * columns * 2), 0
         )

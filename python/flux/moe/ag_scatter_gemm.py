@@ -93,7 +93,7 @@ def _eager(
         return _unfused(x, weight, told, activation)
     workspace = registry.get(group, x.device, _OP)
     n, k = weight.shape[1:]
-    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size)
+    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
     if not plan.fused:
         return _unfused(x, weight, told, activation)
     if x.is_cuda:

@@ -85,7 +85,7 @@ def _eager(
         return _unfused(x, weight, told)
     workspace = registry.get(group, x.device, _OP)
     k = x.shape[1]
-    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size)
+    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
     if not plan.fused:
         return _unfused(x, weight, told)
     out = x.new_empty(num_tokens, n)

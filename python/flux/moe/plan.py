@@ -52,12 +52,13 @@ def plan_layer(
     dtype: torch.dtype,
     top_k: int,
     ep_size: int,
+    experts: int,
 ) -> MoePlan:
     """The plan of layer 0 or 1 on a workspace, made once for each problem."""
-    key = (op, max_tokens, n, k, dtype, top_k, ep_size)
+    key = (op, max_tokens, n, k, dtype, top_k, ep_size, experts)
     plan = workspace.plans.get(key)
     if plan is None:
-        plan = workspace.plans[key] = _make_plan(workspace, op, max_tokens, n, k, dtype, top_k, ep_size)
+        plan = workspace.plans[key] = _make_plan(workspace, *key)
     assert isinstance(plan, MoePlan)
     return plan
 
@@ -71,6 +72,7 @@ def _make_plan(
     dtype: torch.dtype,
     top_k: int,
     ep_size: int,
+    experts: int,
 ) -> MoePlan:
     p = workspace.world_size
     m = p * max_tokens
@@ -81,18 +83,23 @@ def _make_plan(
     facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
     if not fused:
         return MoePlan(*facts)
-    core = _native.core
+    core, tile = _native.core, 0
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # of what travels
     else:
-        # Rows that a rank expects if tokens choose evenly.
-        chunks = tuple(core.moe_column_chunks(m * top_k // ep_size, n, BLOCK_N))
+        rows = m * top_k // ep_size  # that a rank expects if tokens choose evenly
+        block_n = BLOCK_N
+        if device == "cuda":
+            tile = core.moe_tile(rows, experts, n, k, workspace.num_sms)
+            block_n = core.tile_configs()[tile].block_n
+        chunks = tuple(core.moe_column_chunks(rows, n, block_n))
         columns = n
     layout = core.ag_gemm_layout(m, columns, p)
     return MoePlan(
         *facts,
-        signal_bytes=round_up(4 * layout.num_signals * len(chunks)),
+        signal_bytes=round_up(4 * (p - 1) * core.MoeLayout.blocks_of(max_tokens) * len(chunks)),
         slot_bytes=round_up(layout.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
         chunks=chunks,
+        tile=tile,
     )

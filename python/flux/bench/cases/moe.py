@@ -210,7 +210,8 @@ def _plan(problem: MoeProblem, context: Context, routing: flux.moe.Routing, n: i
     assert context.group is not None
     op = "moe.ag_scatter_gemm" if problem.op == "moe_layer0" else "moe.gemm_gather_rs"
     workspace = registry.get(context.group, context.device, op)
-    sizes = (routing.max_tokens, n, k, context.dtype, problem.top_k, problem.ep_size)
+    local = problem.experts // problem.ep_size
+    sizes = (routing.max_tokens, n, k, context.dtype, problem.top_k, problem.ep_size, local)
     plan = plan_layer(workspace, op, *sizes)
     return {
         "fused": plan.fused,

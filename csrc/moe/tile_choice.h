@@ -1,0 +1,38 @@
+// The tile shapes that grouped GEMMs are compiled for, and which of them to take. Ranks that count chunks of columns
+// in tiles must choose the same, so the choice depends on what they agree on: not on where tokens went.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "gemm/select.h"
+#include "gemm/tile_config.h"
+
+namespace flux::moe {
+
+// Ids of tile_config.h: those stored in whole 64-column panels.
+constexpr int kGroupedConfigs[] = {0, 3, 5, 9};
+
+// The widest shape that needs no more waves of time than others, for so many rows in all. Experts end in the middle
+// of a tile, on average.
+inline int choose_grouped_config(int64_t num_rows, int experts, int columns, int k, int num_sms) {
+  const double filled = std::min<double>(experts, static_cast<double>(num_rows));
+  const double tile_rows =
+      filled * std::max(1.0, static_cast<double>(num_rows) / filled / gemm::kBlockM + 0.5);
+  int best = -1;
+  double best_us = INFINITY;
+  for (const int config : kGroupedConfigs) {
+    const int block_n = gemm::kTileConfigs[config].block_n;
+    const double waves = std::ceil(tile_rows * gemm::ceil_div(columns, block_n) / num_sms);
+    const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n));
+    const double time_us = waves * (gemm::ceil_div(k, gemm::kBlockK) * block_us + 0.5);
+    if (time_us < best_us) {
+      best = config;
+      best_us = time_us;
+    }
+  }
+  return best;
+}
+
+}  // namespace flux::moe
