@@ -50,18 +50,18 @@ void route(const moe::Layout& layout, int block_m, uint64_t ids, const std::vect
   moe::route_on_host(layout, block_m, pointer<const int32_t>(ids), out);
 }
 
-std::vector<std::tuple<int, int, int, int>> tiles(uint64_t entries, int num_entries, int n_tiles) {
-  std::vector<std::tuple<int, int, int, int>> all;
+std::vector<std::tuple<int, int, int>> tiles(uint64_t entries, int num_entries, int n_tiles) {
+  std::vector<std::tuple<int, int, int>> all;
   for (int index = 0; index < num_entries * n_tiles; ++index) {
     const moe::Tile tile = moe::tile_at(pointer<const moe::TileEntry>(entries), n_tiles, index);
-    all.emplace_back(tile.expert, tile.step, tile.m, tile.n);
+    all.emplace_back(tile.expert, tile.m, tile.n);
   }
   return all;
 }
 
-std::vector<std::tuple<int, int>> column_chunks(int64_t expected_rows, int n, int block_n) {
-  expect(n >= 1 && block_n >= 1, "n, block_n: expected positive numbers");
-  const moe::ColumnChunks chunks = moe::make_chunks(expected_rows, n, block_n);
+std::vector<std::tuple<int, int>> column_chunks(int64_t expected_rows, int n, int k, int block_n) {
+  expect(n >= 1 && k >= 1 && block_n >= 1, "n, k, block_n: expected positive numbers");
+  const moe::ColumnChunks chunks = moe::make_chunks(expected_rows, n, k, block_n);
   std::vector<std::tuple<int, int>> all;
   for (int chunk = 0; chunk < chunks.count(); ++chunk) {
     all.emplace_back(chunks.first(chunk), chunks.size(chunk));
@@ -105,15 +105,23 @@ void bind_moe(py::module_& m) {
       .def("max_tiles", &Layout::max_tiles, py::arg("block_m"))
       .def("slice_of", &Layout::slice_of, py::arg("rank"))
       .def("step_of", &Layout::step_of, py::arg("source"))
+      .def_property_readonly(
+          "last_steps",
+          [](const Layout& layout) {
+            std::vector<int> steps;
+            for (int phase = 0; phase < layout.phases(); ++phase) steps.push_back(layout.last_step(phase));
+            return steps;
+          },
+          "Of each phase in which layer 0 computes tiles.")
       .def("source_at", &Layout::source_at, py::arg("step"))
       .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
       .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"), "Signals of that many slot rows.");
   m.def("moe_route", &route, py::arg("layout"), py::arg("block_m"), py::arg("ids"), py::arg("arrays"),
         "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens.");
   m.def("moe_tiles", &tiles, py::arg("entries"), py::arg("num_entries"), py::arg("n_tiles"),
-        "[(expert, last step, m_tile, n_tile)] in the order in which they are computed.");
-  m.def("moe_column_chunks", &column_chunks, py::arg("expected_rows"), py::arg("n"), py::arg("block_n"),
-        "[(first n_tile, number of n_tiles)] of layer 1, for the rows a rank expects.");
+        "[(expert, m_tile, n_tile)] in the order in which they are computed.");
+  m.def("moe_column_chunks", &column_chunks, py::arg("expected_rows"), py::arg("n"), py::arg("k"),
+        py::arg("block_n"), "[(first n_tile, number of n_tiles)] of layer 1, for the rows a rank expects.");
   m.def("moe_tile", &moe::choose_grouped_config, py::arg("num_rows"), py::arg("experts"), py::arg("n"),
         py::arg("k"), py::arg("num_sms"), "Id of the tile shape of a grouped GEMM.");
   m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),

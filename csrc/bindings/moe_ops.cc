@@ -108,8 +108,8 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
 // x [max_rows, k], weight [local experts, n, k], weights [world_size, max_tokens, top_k], products
 // [max_rows, n], out [tokens, n], all contiguous.
 void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int64_t ep_size,
-                       int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
-                       int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
+                       int64_t num_experts, Tensor products, Tensor schedule, Tensor out, int64_t symm_buffer,
+                       int64_t config, int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
   const moe::Layout layout = {symm.world_size,
@@ -124,6 +124,8 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
   args.experts = static_cast<int>(weight.size(0));
   args.num_rows = static_cast<int>(x.size(0));
   args.out = products.data_ptr();
+  args.schedule = words(schedule);
+  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
   args.dtype = dtype_of(x);
   args.config = static_cast<int>(config);
   args.num_sms = static_cast<int>(num_sms);

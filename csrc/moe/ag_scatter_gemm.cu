@@ -28,7 +28,7 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
                                      routing.sending,
                                      std::min(kPushers, num_sms)};
   const int expected = std::max(1, layout.tokens() * layout.top_k / layout.ep_size);
-  launch_grouped<ArrivingRows>(args, routing.offsets, routing.tiles, routing.num_tiles, expected, rows,
+  launch_grouped<ArrivingRows>(args, {routing.offsets, routing.tiles, routing.num_tiles}, expected, rows,
                                stream);
 }
 

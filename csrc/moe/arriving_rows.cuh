@@ -81,10 +81,11 @@ struct ArrivingRows {
 
   // Everything up to the block of the tile's last row: blocks arrive in the order (step, block), but each of them is
   // asked for, because different CTAs send them. A load takes half a microsecond, so each thread asks for others.
-  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int step, int last_row,
+  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int last_row,
                                 int thread, int threads) {
-    if (step == 0) return true;
-    const int slot_row = p.rows[last_row] % p.layout.max_tokens;
+    const int last_source = p.rows[last_row] / p.layout.max_tokens;
+    const int slot_row = p.rows[last_row] - last_source * p.layout.max_tokens;
+    const int step = p.layout.step_of(last_source);
     bool here = true;
     for (; progress.step <= step; ++progress.step, progress.blocks = 0) {
       const int source = p.layout.source_at(progress.step);

@@ -43,8 +43,10 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                       combine.out,
                                       combine.num_tokens,
                                       std::min(ctas, num_sms - 1)};
-  launch_grouped<CombiningRows>(args, routing.offsets, routing.tiles, routing.num_tiles, expected, rows,
-                                stream, combine.tiles_per_chunk);
+  // Not the routing's: all rows are here, and an expert's weight should be read once.
+  const Schedule schedule =
+      schedule_by_expert(routing.offsets, args.experts, args.num_rows, args.schedule, stream);
+  launch_grouped<CombiningRows>(args, schedule, expected, rows, stream, combine.tiles_per_chunk);
 }
 
 void prepare_gemm_gather_rs() { prepare_grouped_kernels<CombiningRows>(); }

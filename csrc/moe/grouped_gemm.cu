@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
   int base = ends[threadIdx.x] - count;
   for (int expert = first; expert < last; ++expert) {
     const int rows = ceil_div(offsets[expert + 1] - offsets[expert], gemm::kBlockM);
-    for (int i = 0; i < rows; ++i) tiles[base + i] = make_entry(expert, /*step=*/0, 0, rows, base, i);
+    for (int i = 0; i < rows; ++i) tiles[base + i] = make_entry(expert, 0, rows, base, i);
     base += rows;
   }
   if (threadIdx.x == kScheduleThreads - 1) *num_tile_rows = ends[threadIdx.x];
@@ -68,18 +68,25 @@ __global__ void __launch_bounds__(kScheduleThreads)
 
 }  // namespace
 
-void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
-  auto* tiles = reinterpret_cast<TileEntry*>(args.schedule);
-  int32_t* num_tile_rows = args.schedule + schedule_words(args.num_rows, args.experts) - 1;
-  schedule_kernel<<<1, kScheduleThreads, 0, stream>>>(args.offsets, args.experts, tiles, num_tile_rows);
+Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, int32_t* words,
+                            cudaStream_t stream) {
+  auto* tiles = reinterpret_cast<TileEntry*>(words);
+  int32_t* num_tile_rows = words + schedule_words(num_rows, experts) - 1;
+  schedule_kernel<<<1, kScheduleThreads, 0, stream>>>(offsets, experts, tiles, num_tile_rows);
   FLUX_CUDA_CHECK(cudaGetLastError());
+  return {offsets, tiles, num_tile_rows};
+}
+
+void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
+  const Schedule schedule =
+      schedule_by_expert(args.offsets, args.experts, args.num_rows, args.schedule, stream);
   if (args.rows == nullptr) {
-    launch_grouped<OrderedRows>(args, args.offsets, tiles, num_tile_rows, args.num_rows, {}, stream);
+    launch_grouped<OrderedRows>(args, schedule, args.num_rows, {}, stream);
     return;
   }
   const IndexedRows::Params rows = {static_cast<const char*>(args.x.data), args.rows,
                                     args.x.columns * gemm::kElementBytes};
-  launch_grouped<IndexedRows>(args, args.offsets, tiles, num_tile_rows, args.num_rows, rows, stream);
+  launch_grouped<IndexedRows>(args, schedule, args.num_rows, rows, stream);
 }
 
 void prepare_grouped_gemm() {

@@ -44,9 +44,8 @@ void prepare_grouped_kernels() {
 
 // expected_rows: what the tile shape is chosen for.
 template <class Rows>
-void launch_grouped(const GroupedGemmArgs& args, const int32_t* offsets, const TileEntry* tiles,
-                    const int32_t* num_tile_rows, int expected_rows, const typename Rows::Params& rows,
-                    cudaStream_t stream, int tiles_per_chunk = 0) {
+void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
+                    const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const int k = static_cast<int>(args.x.columns), n = static_cast<int>(args.weight.rows / args.experts);
   const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
@@ -67,9 +66,9 @@ void launch_grouped(const GroupedGemmArgs& args, const int32_t* offsets, const T
   if constexpr (Rows::kInOrder) {
     params.x = runtime::make_tensor_map(args.x, args.dtype, gemm::kBlockK, gemm::kBlockM);
   }
-  params.offsets = offsets;
-  params.tiles = tiles;
-  params.num_tile_rows = num_tile_rows;
+  params.offsets = schedule.offsets;
+  params.tiles = schedule.tiles;
+  params.num_tile_rows = schedule.num_tile_rows;
   params.n = n;
   params.out_columns = columns;
   params.n_tiles = ceil_div(columns, swiglu ? tile.block_n / 2 : tile.block_n);

@@ -13,10 +13,10 @@
 namespace flux::moe {
 
 constexpr int kMaxTopK = 16;
-constexpr int kMaxSteps = 8;     // world sizes
+constexpr int kMaxSteps = 8;  // world sizes
 // Slot rows that share a signal. Few, so that what is left to sum when the last tile is done keeps all SMs busy.
 constexpr int kBlockRows = 32;
-constexpr int kGroupM = 16;      // tiles one above the other that share the columns of a weight in L2
+constexpr int kGroupM = 16;  // tiles one above the other that share the columns of a weight in L2
 
 using gemm::ceil_div;
 
@@ -45,6 +45,13 @@ struct Layout {
   // Own tokens are here at step 0. Everybody sends to rank+1 first, so those of rank-1 come next.
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
   FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
+
+  // Layer 0 computes what own tokens suffice for, then the rest; with more than four ranks, whose own tokens do not
+  // last as long as the others travel, that in two halves. Each phase reads the weights of all experts again.
+  FLUX_HD int phases() const { return world_size == 1 ? 1 : world_size <= 4 ? 2 : 3; }
+  FLUX_HD int last_step(int phase) const {
+    return phase == 0 ? 0 : phase == phases() - 1 ? world_size - 1 : world_size / 2;
+  }
 
   FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   // Whether only the tokens that a rank needs are sent to it, one after the other. Without expert parallelism
@@ -79,33 +86,32 @@ FLUX_HD int64_t route_scratch_words(const Layout& layout) {
 //
 // Rows are sorted by (expert, step of their source, token), without padding. Tiles start anew with each expert.
 // A tile needs the tokens of its last row's source, and, because sources arrive in the order of their steps, of
-// all before. Tiles are computed in the order of that last step: those of own tokens first.
+// all before. It belongs to the phase of that last step; tiles are computed phase by phase, in each expert by expert.
 
 // Tiles of an expert with `rows` rows that can be computed when its first `arrived` rows are here.
 FLUX_HD int complete_tiles(int arrived, int rows, int block_m) {
   return arrived == rows ? ceil_div(rows, block_m) : arrived / block_m;
 }
 
-// One entry for each tile row of the schedule. Entries with the same expert and last step lie next to each
-// other; up to kGroupM of them form a group, whose tiles are walked column by column.
+// One entry for each tile row of the schedule. Entries with the same expert and phase lie next to each other; up to
+// kGroupM of them form a group, whose tiles are walked column by column.
 struct TileEntry {
-  int expert_step;  // expert * kMaxSteps + last step
-  int first_m;      // of the group: tile row within the expert
-  int base;         // of the group: its first entry
-  int size;         // of the group
+  int expert;
+  int first_m;  // of the group: tile row within the expert
+  int base;     // of the group: its first entry
+  int size;     // of the group
 };
 static_assert(sizeof(TileEntry) == 16);
 
-// Entry number `index` of the `count` tile rows, from first_m on, that an expert has at a step.
-FLUX_HD TileEntry make_entry(int expert, int step, int first_m, int count, int base, int index) {
+// Entry number `index` of the `count` tile rows, from first_m on, that an expert has in a phase.
+FLUX_HD TileEntry make_entry(int expert, int first_m, int count, int base, int index) {
   const int group = index / kGroupM * kGroupM;
   const int left = count - group;
-  return {expert * kMaxSteps + step, first_m + group, base + group, left < kGroupM ? left : kGroupM};
+  return {expert, first_m + group, base + group, left < kGroupM ? left : kGroupM};
 }
 
 struct Tile {
   int expert;
-  int step;
   int m, n;  // tile coordinates within the expert
 };
 
@@ -113,8 +119,7 @@ struct Tile {
 FLUX_HD Tile tile_at(const TileEntry* entries, int n_tiles, int index) {
   const TileEntry group = entries[index / n_tiles];
   const int local = index - group.base * n_tiles;
-  return {group.expert_step / kMaxSteps, group.expert_step % kMaxSteps, group.first_m + local % group.size,
-          local / group.size};
+  return {group.expert, group.first_m + local % group.size, local / group.size};
 }
 
 // ---- layer 1: columns in chunks, and what the communication CTAs do ----------------------------------------
@@ -132,17 +137,13 @@ struct ColumnChunks {
   }
 };
 
-// A chunk of the expected number of rows should stay in L2 until it has been summed; and there should be some
-// chunks, because the first one is not summed before it is computed, nor the last one computed while it is.
-inline ColumnChunks make_chunks(int64_t expected_rows, int n, int block_n) {
-  constexpr int64_t kChunkBytes = 30 << 20;
-  constexpr int kMinChunks = 4;
+// The first chunk is not summed before it is computed, nor the last one computed while it is: the more the better.
+// But every chunk reads x again, which costs nothing only while x stays in the L2.
+inline ColumnChunks make_chunks(int64_t expected_rows, int n, int k, int block_n) {
+  constexpr int64_t kCachedBytes = 30 << 20;
+  const int count = expected_rows * k * gemm::kElementBytes <= kCachedBytes ? 8 : 4;
   const int n_tiles = ceil_div(n, block_n);
-  const int64_t tile_bytes = (expected_rows > 0 ? expected_rows : 1) * block_n * gemm::kElementBytes;
-  int64_t tiles = kChunkBytes / tile_bytes;
-  const int at_most = ceil_div(n_tiles, kMinChunks);
-  if (tiles > at_most) tiles = at_most;
-  return {n_tiles, tiles < 1 ? 1 : static_cast<int>(tiles)};
+  return {n_tiles, ceil_div(n_tiles, count)};
 }
 
 // One piece of the work of communication CTAs: a block of tokens of `peer` in a chunk of columns. For a peer:

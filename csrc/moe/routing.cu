@@ -262,10 +262,12 @@ __device__ void make_schedule(const Params& p, const Shared& shared) {
   if (threadIdx.x == 0) p.out.offsets[experts] = num_rows;
 
   int base = 0;
-  for (int step = 0; step < steps; ++step) {
+  for (int phase = 0, step = 0; phase < layout.phases(); step = layout.last_step(phase++) + 1) {
     for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
       first_m[expert] = complete_tiles(arrived[expert], rows[expert], p.block_m);
-      arrived[expert] += p.out.counts[expert * steps + step];  // this thread has written it
+      for (int s = step; s <= layout.last_step(phase); ++s) {
+        arrived[expert] += p.out.counts[expert * steps + s];  // this thread has written it
+      }
       sizes[expert] = complete_tiles(arrived[expert], rows[expert], p.block_m) - first_m[expert];
       bases[expert] = sizes[expert];
     }
@@ -274,7 +276,7 @@ __device__ void make_schedule(const Params& p, const Shared& shared) {
     for (int expert = warp_id(); expert < experts; expert += kWarps) {
       for (int i = lane_id(); i < sizes[expert]; i += 32) {
         const int begin = base + bases[expert];
-        p.out.tiles[begin + i] = make_entry(expert, step, first_m[expert], sizes[expert], begin, i);
+        p.out.tiles[begin + i] = make_entry(expert, first_m[expert], sizes[expert], begin, i);
       }
     }
     base += count;

@@ -31,14 +31,14 @@ inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* coun
   int base = 0;
   const int steps = layout.world_size;
   std::vector<int> arrived(layout.local_experts(), 0);
-  for (int step = 0; step < steps; ++step) {
+  for (int phase = 0, step = 0; phase < layout.phases(); step = layout.last_step(phase++) + 1) {
     for (int expert = 0; expert < layout.local_experts(); ++expert) {
       int rows = 0;
       for (int s = 0; s < steps; ++s) rows += counts[expert * steps + s];
       const int first = complete_tiles(arrived[expert], rows, block_m);
-      arrived[expert] += counts[expert * steps + step];
+      for (int s = step; s <= layout.last_step(phase); ++s) arrived[expert] += counts[expert * steps + s];
       const int count = complete_tiles(arrived[expert], rows, block_m) - first;
-      for (int i = 0; i < count; ++i) tiles[base + i] = make_entry(expert, step, first, count, base, i);
+      for (int i = 0; i < count; ++i) tiles[base + i] = make_entry(expert, first, count, base, i);
       base += count;
     }
   }

@@ -24,8 +24,8 @@
 //   num_pushers(params)             CTAs that send before they compute
 //   push(params, call)              all threads of such a CTA
 //   struct Progress                 what each loader thread remembers
-//   admit(params, call, progress, step, row, thread, threads) -> bool
-//                                   the loaders: wait for a tile of that step whose last row is `row`
+//   admit(params, call, progress, row, thread, threads) -> bool
+//                                   the loaders: wait for all rows of an expert up to this one
 //
 // where kCombine
 //
@@ -49,7 +49,8 @@ namespace flux::moe {
 
 constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
 constexpr int kLoaderThreads = 64;
-constexpr int kGroupedProducerRegisters = 80;
+// 168 for each thread at launch: 128 * 88 + 256 * 208 are just as many.
+constexpr int kGroupedProducerRegisters = 88;
 constexpr int kGroupedMathRegisters = 208;
 constexpr int kGroupedLaunchRegisters = 168;
 
@@ -72,9 +73,14 @@ struct GroupedParams {
   typename Rows::Params rows;
 };
 
-// After the stages, slabs and barriers of the house: the number of the next tile.
+// What a loader must know of a tile: its number, where its columns of the weight begin, and its rows.
+struct Job {
+  int index, first_column, first_row, last_row;
+};
+
+// After the stages, slabs and barriers of the house: the next job.
 constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
-  return gemm::smem_bytes(c) + static_cast<int>(sizeof(int32_t));
+  return gemm::smem_bytes(c) + static_cast<int>(sizeof(Job));
 }
 
 FLUX_DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
@@ -181,32 +187,41 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         queue.put(smem, /*cluster_size=*/1, index);
         return index;
       };
+      const auto take = [&](int otherwise) -> Job {
+        const int index = draw(otherwise);
+        if (index >= num_tiles) return {index, 0, 0, 0};
+        const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
+        const int first_row = params.offsets[tile.expert] + tile.m * kBlockM;
+        const int rows_end = min(first_row + kBlockM, params.offsets[tile.expert + 1]);
+        return {index, tile.expert * params.n + tile.n * tile_columns, first_row, rows_end - 1};
+      };
+      // The next job takes four trips to memory: it is looked up while stages of this one are still full.
+      const int take_at = max(0, k_blocks - kTile.stages);
       typename Shared::Stages ring;
       // One thread: the part of a stage that comes by TMA, as many bytes.
-      const auto load = [&](const Tile& tile, int first_row, int kb, uint32_t bytes) {
+      const auto load = [&](const Job& job, int kb, uint32_t bytes) {
         const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
-        const int first_column = tile.expert * params.n + tile.n * tile_columns;
         const int second_column =
             params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
         ptx::mbarrier_arrive_expect_tx(full, bytes);
         if constexpr (Rows::kInOrder) {
-          ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, first_row);
+          ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, job.first_row);
         }
-        ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, first_column);
+        ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.first_column);
         ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
-                         first_column + second_column);
+                         job.first_column + second_column);
       };
       constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
 
       if constexpr (Rows::kInOrder) {
+        // Rows after the expert's last one are loaded too, and dropped in the end.
         if (thread == 0) {
-          for (int index = draw(blockIdx.x); index < num_tiles; index = draw(index + gridDim.x)) {
-            const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
-            // Rows after the expert's last one are loaded too, and dropped in the end.
-            const int first_row = params.offsets[tile.expert] + tile.m * kBlockM;
+          Job next = take(blockIdx.x);
+          for (Job job = next; job.index < num_tiles; job = next) {
             for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+              if (kb == take_at) next = take(job.index + gridDim.x);
               ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-              load(tile, first_row, kb, Shared::kABytes + kBBytes);
+              load(job, kb, Shared::kABytes + kBBytes);
             }
           }
         }
@@ -215,32 +230,36 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         const int piece = thread % 8, row_in_eight = thread / 8;
         const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
         const int row_bytes = params.k * gemm::kElementBytes;
-        const uint32_t next_tile = smem.end();
         typename Rows::Progress progress;
-        if (thread == 0) ptx::store_shared(next_tile, draw(blockIdx.x));
+        const auto tell = [&](const Job& job) {
+          const int words[] = {job.index, job.first_column, job.first_row, job.last_row};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) ptx::store_shared(smem.end() + 4 * i, words[i]);
+        };
+        const auto told = [&](int i) { return static_cast<int>(ptx::load_shared(smem.end() + 4 * i)); };
+        if (thread == 0) tell(take(blockIdx.x));
         while (true) {
-          ptx::named_barrier_sync(1, kLoaderThreads);  // the next tile is drawn
-          const int index = static_cast<int>(ptx::load_shared(next_tile));
-          if (index >= num_tiles) break;
-          const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
-          const int first = params.offsets[tile.expert] + tile.m * kBlockM;
+          ptx::named_barrier_sync(1, kLoaderThreads);  // the next job is known
+          const Job job = {told(0), told(1), told(2), told(3)};
+          if (job.index >= num_tiles) break;
           // A row that is not there is loaded as the last one that is, and dropped in the end.
-          const int last = min(first + kBlockM, params.offsets[tile.expert + 1]) - 1;
-          if constexpr (Rows::kArrive) {
-            if (!Rows::admit(params.rows, call, progress, tile.step, last, thread, kLoaderThreads)) {
-              smem.set_failed();
-            }
-          }
           const char* rows[kBlockM / 8];
 #pragma unroll
           for (int i = 0; i < kBlockM / 8; ++i) {
-            rows[i] = Rows::at(params.rows, call, min(first + i * 8 + row_in_eight, last)) + piece * 16;
+            const int row = min(job.first_row + i * 8 + row_in_eight, job.last_row);
+            rows[i] = Rows::at(params.rows, call, row) + piece * 16;
           }
-          // All have read the tile's number, and its rows are there.
+          if constexpr (Rows::kArrive) {
+            if (!Rows::admit(params.rows, call, progress, job.last_row, thread, kLoaderThreads)) {
+              smem.set_failed();
+            }
+          }
+          // All have read the job, and its rows are there.
           ptx::named_barrier_sync(1, kLoaderThreads);
           for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+            if (thread == 0 && kb == take_at) tell(take(job.index + gridDim.x));
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-            if (thread == 0) load(tile, 0, kb, kBBytes);
+            if (thread == 0) load(job, kb, kBBytes);
             const bool valid = kb * 128 + piece * 16 < row_bytes;
             const uint32_t a = smem.a(ring.index) + dst_in_eight;
 #pragma unroll
@@ -249,7 +268,6 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             }
             ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
           }
-          if (thread == 0) ptx::store_shared(next_tile, draw(index + gridDim.x));
         }
       }
     } else {
@@ -292,7 +310,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them: wgmma
-        // needs no fence here. One for the async proxy would wait for the wgmmas that still run, and cost a third.
+        // needs no fence here. One for the async proxy would wait for the wgmmas that still run: 411 TFLOP/s, not 650.
         ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
         const uint64_t a = gemm::make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
         const uint64_t b = gemm::make_descriptor(smem.b(ring.index), 0, 1024);

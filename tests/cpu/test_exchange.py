@@ -93,4 +93,4 @@ def test_copy_engines_carry_what_the_link_would_hold_up() -> None:
     attention, mlp = (8192, 8192, 2048), (8192, 8192, 7168)
     assert core.gemm_rs_copy_chunks(*attention, 4) == 4
     assert core.gemm_rs_copy_chunks(*mlp, 4) == 0, "there is time enough"
-    assert core.gemm_rs_copy_chunks(512, 8192, 2048, 4) == 0, "too small for a copy engine"
+    assert core.gemm_rs_copy_chunks(4096, 8192, 2048, 4) == 0, "too small for a copy engine"

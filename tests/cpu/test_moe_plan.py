@@ -112,24 +112,29 @@ def test_tiles_come_once_and_local_ones_first(number: int, block_m: int) -> None
             for m in range(-(-(offsets[e + 1] - offsets[e]) // block_m))
             for n in range(n_tiles)
         }
-        assert Counter((e, m, n) for e, _, m, n in order) == Counter(expected)
-        steps = [step for _, step, _, _ in order]
-        assert steps == sorted(steps), "tiles whose tokens arrive later come later"
-        for expert, step, m, _ in order:
+        assert Counter(order) == Counter(expected)
+        places = []
+        for expert, m, _ in order:
             last_row = min((m + 1) * block_m, offsets[expert + 1] - offsets[expert]) - 1
-            arrived = 0
-            for at, count in enumerate(counts[expert]):
-                arrived += count
-                if last_row < arrived:
-                    assert step == at
-                    break
+            step = next(s for s in range(case.world_size) if last_row < sum(counts[expert][: s + 1]))
+            phase = next(i for i, last in enumerate(layout.last_steps) if step <= last)
+            places.append((phase, expert))
+        assert places == sorted(places), "phase by phase, and in each the weight of an expert once"
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_phases_begin_with_own_tokens_and_end_with_all(world_size: int) -> None:
+    steps = core.MoeLayout(world_size, 0, 1, 4, 2, 16).last_steps
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (0, world_size - 1)
+    assert len(steps) <= 3, "each phase reads all weights again"
 
 
 def test_groups_of_tiles_share_columns_and_stay_small() -> None:
     case = MoeCase((5000,), 4, 4, 1, 1)
     layout = make_layout(case, 0)
     told = host_route(layout, 128, gathered_ids(case))
-    order = [(m, n) for _, _, m, n in core.moe_tiles(told["tiles"].data_ptr(), 40, 2)]
+    order = [(m, n) for _, m, n in core.moe_tiles(told["tiles"].data_ptr(), 40, 2)]
     assert order[:16] == [(m, 0) for m in range(16)]
     assert order[16:32] == [(m, 1) for m in range(16)]
     assert order[-8:] == [(m, 1) for m in range(32, 40)]
@@ -166,13 +171,14 @@ def test_sums_come_after_the_sends_that_they_wait_for(world_size: int, blocks: i
 
 
 @pytest.mark.parametrize(("rows", "n"), [(1, 8), (65536, 4096), (16384, 7168), (10**7, 512), (0, 2880)])
-def test_column_chunks_cover_all_columns(rows: int, n: int) -> None:
-    chunks = core.moe_column_chunks(rows, n, 128)
+@pytest.mark.parametrize("k", [64, 4096])
+def test_column_chunks_cover_all_columns(rows: int, n: int, k: int) -> None:
+    chunks = core.moe_column_chunks(rows, n, k, 128)
     tiles = [tile for first, size in chunks for tile in range(first, first + size)]
     assert tiles == list(range(-(-n // 128)))
-    size = chunks[0][1]
-    assert size == 1 or rows * size * 128 * 2 <= 30 << 20
-    assert len(chunks) >= min(4, len(tiles)) or size == 1
+    few = rows * k * 2 > 30 << 20
+    assert len(chunks) <= (4 if few else 8), "x is read again for each"
+    assert len(chunks) >= min(3, len(tiles)), "else nothing overlaps"
 
 
 def test_communication_ctas_follow_the_work() -> None:

@@ -8,6 +8,7 @@ import torch
 from flux._native import core
 from flux.comm.workspace import round_up
 from flux.moe import reference
+from flux.ops.grouped_gemm import schedule_words
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.moe_data import SKEWS, MoeCase
 
@@ -74,6 +75,10 @@ class Ranks(EmulatedRanks):
             torch.empty(layout.max_rows, case.hidden, dtype=hs[0].dtype, device="cuda")
             for layout in self.layouts
         ]
+        schedules = [
+            torch.empty(schedule_words(h.shape[0], w.shape[0]), dtype=torch.int32, device="cuda")
+            for h, w in zip(hs, w2s, strict=True)
+        ]
         outs = [torch.full((t, case.hidden), 7, dtype=hs[0].dtype, device="cuda") for t in case.tokens]
 
         def launch(rank: int) -> None:
@@ -85,6 +90,7 @@ class Ranks(EmulatedRanks):
                 case.ep_size,
                 case.num_experts,
                 products[rank],
+                schedules[rank],
                 outs[rank],
                 self._stored.address(rank),
                 config,

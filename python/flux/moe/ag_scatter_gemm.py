@@ -239,11 +239,12 @@ class _Tiles:
         """`wait(step, slot row)` before the rows of a tile are read from what each source has sent."""
         limit, columns = self._layout.max_tokens, self._out.shape[1]
         n_tiles = -(-columns // BLOCK_N)
-        for expert, step, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles):
+        for expert, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles):
             first = self._offsets[expert] + m_tile * BLOCK_M
             rows = slice(first, min(first + BLOCK_M, self._offsets[expert + 1]))
             slot_rows = self._rows[rows]
-            wait(step, int(slot_rows[-1]) % limit)
+            last = int(slot_rows[-1])
+            wait(self._layout.step_of(last // limit), last % limit)
             tokens = torch.empty(len(slot_rows), self._weight.shape[2], dtype=self._weight.dtype)
             for source, area in sources.items():
                 mine = slot_rows // limit == source

@@ -98,6 +98,7 @@ def _eager(
             ep_size,
             num_experts,
             x.new_empty(layout.max_rows, n),
+            x.new_empty(grouped_gemm.schedule_words(layout.max_rows, weight.shape[0]), dtype=torch.int32),
             out,
             cast(CudaWorkspace, workspace).enter(plan),
             plan.tile,
@@ -190,7 +191,7 @@ class _Exchange:
         """All tiles of a chunk of columns, whatever their expert."""
         first, size = self._plan.chunks[chunk]
         schedule = (self._routing.tiles.data_ptr(), int(self._routing.num_tiles))
-        for expert, _, m_tile, n_tile in _native.core.moe_tiles(*schedule, size):
+        for expert, m_tile, n_tile in _native.core.moe_tiles(*schedule, size):
             begin = self._offsets[expert] + m_tile * BLOCK_M
             rows = slice(begin, min(begin + BLOCK_M, self._offsets[expert + 1]))
             columns = slice((first + n_tile) * BLOCK_N, (first + n_tile + 1) * BLOCK_N)

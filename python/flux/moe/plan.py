@@ -93,7 +93,7 @@ def _make_plan(
         if device == "cuda":
             tile = core.moe_tile(rows, experts, n, k, workspace.num_sms)
             block_n = core.tile_configs()[tile].block_n
-        chunks = tuple(core.moe_column_chunks(rows, n, block_n))
+        chunks = tuple(core.moe_column_chunks(rows, n, k, block_n))
         columns = n
     layout = core.ag_gemm_layout(m, columns, p)
     return MoePlan(

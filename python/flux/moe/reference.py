@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux import _native
 from flux.comm.group import process_group
 from flux.ops._tensors import wide_type
 from flux.ops.grouped_gemm import activate
@@ -100,21 +99,19 @@ def _number_tokens(needed: Tensor, compact: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _schedule(layout: Any, block_m: int, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The entries of the tile schedule, and how many there are."""
-    arrived = counts.cumsum(1)
+    arrived = counts.cumsum(1)[:, layout.last_steps]
     total = arrived[:, -1:]
     complete = torch.where(arrived == total, -(-total // block_m), arrived // block_m)
     first = torch.nn.functional.pad(complete, (1, 0))[:, :-1]
-    # Tile rows by (last step, expert), the order in which they are computed.
+    # Tile rows by (phase, expert), the order in which they are computed.
     size, first = (complete - first).t().reshape(-1), first.t().reshape(-1)
     end = size.cumsum(0)
     entry = torch.arange(layout.max_tiles(block_m), device=counts.device)
     which = torch.searchsorted(end, entry, right=True).clamp(max=max(size.numel() - 1, 0))
     begin = (end - size)[which]
     group = (entry - begin) // GROUP_M * GROUP_M
-    experts = layout.local_experts
-    steps = _native.core.MAX_WORLD_SIZE
     fields = [
-        which % experts * steps + which // experts,
+        which % layout.local_experts,
         first[which] + group,
         begin + group,
         (size[which] - group).clamp(max=GROUP_M),

@@ -177,6 +177,11 @@ def _why_not(x: torch.Tensor, columns: int) -> str | None:
     return cuda.why_not(x.device)
 
 
+def schedule_words(num_rows: int, experts: int) -> int:
+    """int32 words of a tile schedule."""
+    return 4 * (num_rows // _BLOCK_M + experts) + 1
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -188,8 +193,7 @@ def launch(
     num_sms: int = 0,
 ) -> None:
     """Runs checked arguments in the kernel. config: id of a tile shape, or -1."""
-    experts = weight.shape[0]
-    words = 4 * (out.shape[0] // _BLOCK_M + experts) + 1
+    words = schedule_words(out.shape[0], weight.shape[0])
     schedule = torch.empty(words, dtype=torch.int32, device=x.device)
     _kernel(
         readable(x),
