@@ -14,7 +14,7 @@ from flux._native import core
 from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
 from flux.ops import ag_gemm, all_gather
-from flux.ops.plan import COPY_FROM_BYTES, Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
+from flux.ops.plan import Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
 
 class Echo:
@@ -135,12 +135,12 @@ def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> N
     workspace = make()
     small, large = gathering(1023), gathering(1024)
     assert (small.copied, small.chunk_rows, small.transport) == (False, 0, "pushed")
-    assert (large.copied, large.chunk_rows) == (True, 512)
-    assert large.transport == "copy engines, 512 rows at a time; in CUDA graphs pushed"
+    assert (large.copied, large.chunk_rows) == (True, 1024)
+    assert large.transport == "copy engines; in CUDA graphs pushed"
     address, epoch, chunk_rows = all_gather.enter(workspace, small)
     assert (address, epoch, chunk_rows) == (workspace._symm_buffer.address, 0, 0)
     copied = [all_gather.enter(workspace, large) for _ in range(3)]
-    assert [call[1:] for call in copied] == [(1, 512), (2, 512), (3, 512)]
+    assert [call[1:] for call in copied] == [(1, 1024), (2, 1024), (3, 1024)]
     assert len({call[0] for call in copied} - {address}) == 1
     machine.capturing = True
     with pytest.raises(RuntimeError, match="ag_gemm: group 'g' .* Before the capture call flux.reserve"):
@@ -175,13 +175,13 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
         address = first[5]
         assert first[1] is weights[0] and first[3] is outs[0] and first[0].is_contiguous()
         assert second[1] is weights[1] and second[3] is not outs[1]
-        assert [first[i] for i in (4, 6, 7, 8, 9, 10)] == [False, plans[0].choice, 0, number, 512, False]
+        assert [first[i] for i in (4, 6, 7, 8, 9, 10)] == [False, plans[0].choice, 0, number, 1024, False]
         assert [second[i] for i in (0, 5, 6, 8, 9, 10)] == [
             first[0],
             address,
             plans[1].choice,
             number,
-            512,
+            1024,
             True,
         ]
         assert collect == (first[0], gathered, address, number)
@@ -199,13 +199,10 @@ def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine
     assert not call.fused and call.n == 81 and "n = 9" in call.reason
 
 
-def test_chunks_are_whole_tiles_and_about_half_a_shard() -> None:
+def test_a_copy_is_a_whole_shard_of_whole_tiles() -> None:
     for rows in (129, 300, 1024, 1025, 4097, 100_000):
-        for row_bytes in (16, 2048, 24576, 98304):
-            chunk_rows = copy_chunk_rows(rows, row_bytes)
-            assert chunk_rows % 128 == 0
-            chunks = -(-rows // chunk_rows)
-            assert chunks == (2 if rows * row_bytes >= COPY_FROM_BYTES else 1), (rows, row_bytes)
+        chunk_rows = copy_chunk_rows(rows)
+        assert chunk_rows % 128 == 0 and 0 <= chunk_rows - rows < 128
 
 
 def test_what_a_gather_needs() -> None:

@@ -176,7 +176,7 @@ def _emulated_call(
         if op == "reduce_scatter":
             return [ranks.reduce_scatter(partials, join=False)]
         return [ranks.all_reduce(partials, mode=number % 2, join=False)]
-    chunk_rows = copy_chunk_rows(xs[0].shape[0], case.k * case.dtype.itemsize)
+    chunk_rows = copy_chunk_rows(xs[0].shape[0])
     copied: dict[str, Any] = {"copied": is_copied(case)}
     if op == "all_gather":
         return [ranks.all_gather(xs, join=False, chunk_rows=chunk_rows, **copied)]
