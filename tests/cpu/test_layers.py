@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -168,6 +169,38 @@ def what_travels(rank: int, p: int) -> None:
         assert " ".join([*forward.names, "|", *backward.names]) == expected
 
 
+class Copies(TorchDispatchMode):
+    """How often tensors are copied next to each other."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cat.default
+        return func(*args, **(kwargs or {}))
+
+
+def nothing_is_copied(rank: int, p: int) -> None:
+    """Gate and up are one matrix to the backward pass, wherever the module has been moved."""
+    mlp = ParallelMLP(HIDDEN, FFN)
+    for change in (lambda: mlp, mlp.double, lambda: mlp.load_state_dict(mlp.state_dict()), mlp.bfloat16):
+        before = [q.detach().clone() for q in mlp.parameters()]
+        change()
+        for old, new in zip(before, mlp.parameters(), strict=True):
+            assert torch.equal(old.to(new.dtype), new)
+        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+        assert gate.is_contiguous() and up.data_ptr() == gate.data_ptr() + gate.nbytes
+        y = mlp(torch.ones(ROWS, HIDDEN, dtype=gate.dtype, requires_grad=True))
+        with Copies() as copies:
+            y.sum().backward()
+        assert copies.count == 0
+    apart = copy.deepcopy(mlp)
+    assert apart.up_proj.weight.data_ptr() != apart.gate_proj.weight.data_ptr() + gate.nbytes
+    y = apart(torch.ones(ROWS, HIDDEN, dtype=gate.dtype, requires_grad=True))
+    with Copies() as copies:
+        y.sum().backward()
+    assert copies.count == 1, "weights that lie apart are copied, gradients are not"
+
+
 def accumulation(rank: int, p: int) -> None:
     """main_grad collects two micro-batches; autograd gets nothing, or what Megatron's hooks wait for."""
     for hooks in (False, True):
@@ -253,6 +286,7 @@ SCENARIOS = (
     recomputation,
     compiled,
     what_travels,
+    nothing_is_copied,
     accumulation,
     main_grad_of_16_bits,
     state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -9,12 +10,14 @@ from torch import nn
 
 from flux.layers.functional import column_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
+from flux.ops.autograd import concatenated
 
 
 class ParallelMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), or down(gelu(up(x))): two column-parallel layers and a row-parallel one.
 
-    Gate and up share one gather of x, and their gradients one scatter.
+    Gate and up share one gather of x, and their gradients one scatter. Their weights lie next to each other
+    in memory, so that this takes one product of both.
 
     Args:
         hidden_size: features of x and of the result.
@@ -51,6 +54,24 @@ class ParallelMLP(nn.Module):
         self.gate_proj = column() if activation == "swiglu" else None
         self.up_proj = column()
         self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, **options)
+        self._put_side_by_side()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelMLP:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._put_side_by_side()
+        return self
+
+    def _put_side_by_side(self) -> None:
+        """Gives gate and up one storage: moving the module to a device or type separates their weights."""
+        if self.gate_proj is None:
+            return
+        weights = [self.gate_proj.weight, self.up_proj.weight]
+        if any(type(weight) is not nn.Parameter or weight.is_meta for weight in weights):
+            return
+        with torch.no_grad():
+            both = concatenated(weights, 0).chunk(2)
+        for weight, half in zip(weights, both, strict=True):
+            weight.data = half
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj, self.up_proj
@@ -65,4 +86,29 @@ class ParallelMLP(nn.Module):
             save_gathered=up.save_gathered,
             gradient_accumulation_fusion=up.gradient_accumulation_fusion,
         )
-        return self.down_proj(nn.functional.silu(gated) * result)  # type: ignore[no-any-return]
+        return self.down_proj(_swiglu(gated, result))  # type: ignore[no-any-return]
+
+
+class _Swiglu(torch.autograd.Function):
+    """silu(gate) * up, whose two gradients lie side by side for the product that sums over them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        of_silu = torch.ops.aten.silu_backward
+        # What follows has no gradient of its own, and cannot be traced.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return of_silu(grad * up, gate), grad * nn.functional.silu(gate)
+        both = grad.new_empty([*grad.shape[:-1], 2, grad.shape[-1]])
+        of_gate, of_up = both.unbind(-2)
+        of_silu(grad * up, gate, grad_input=of_gate)
+        torch.mul(grad, nn.functional.silu(gate), out=of_up)
+        return of_gate, of_up
+
+
+_swiglu: Any = _Swiglu.apply

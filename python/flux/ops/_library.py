@@ -108,7 +108,7 @@ library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, 
 # Loads every kernel.
 library.define("_prepare() -> ()")
 
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -125,7 +125,7 @@ def may_skip_dispatch(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and type(x) in _PLAIN_TENSORS
-        and type(weight) in _PLAIN_TENSORS
+        and type(x) in PLAIN_TENSORS
+        and type(weight) in PLAIN_TENSORS
         and torch._C._len_torch_dispatch_stack() == 0
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flux.ops._library import library
+from flux.ops._library import PLAIN_TENSORS, library
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm
@@ -34,11 +34,29 @@ def joined(
 ) -> tuple[Tensor, Tensor]:
     """Gradients and weights next to each other, so that one product of them sums over the weights.
 
-    Copying them costs less than a collective for each weight.
+    Where they do not lie like that they are copied, which costs less than a collective for each weight.
     """
     if len(grads) == 1:
         return grads[0], weights[0]
-    return torch.cat(list(grads), -1), torch.cat(list(weights), 1 if transpose_weight else 0)
+    return concatenated(grads, -1), concatenated(weights, 1 if transpose_weight else 0)
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """torch.cat, but a view where the tensors already lie in memory as it would put them."""
+    first = tensors[0]
+    # A view of the first one is no function of the others: none where somebody differentiates, or traces.
+    plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
+        return torch.cat(list(tensors), dim)
+    storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride(), tensor.dtype)
+        if place != (storage, begin, first.stride(), first.dtype):
+            return torch.cat(list(tensors), dim)
+        begin += tensor.shape[dim] * tensor.stride(dim)
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def gathered_input_grad(
