@@ -17,7 +17,7 @@ from flux.bench.cases import gemm_rs
 from flux.bench.cases.common import compare
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
-from flux.cli import app, findings, links, verify_cases
+from flux.cli import app, findings, links, verify_cases, verify_moe
 from flux.cli import bench as bench_cli
 from flux.cli.bench import choose
 from flux.cli.findings import Finding
@@ -103,10 +103,12 @@ def test_verify_two_processes(tmp_path: Path) -> None:
     result = runner.invoke(app, ["verify", "--cpu", "--world", "2", "--json", str(tmp_path / "v.json")])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "v.json").read_text())
-    assert report["ok"] and {o["op"] for o in report["outcomes"]} == {"gemm", *verify_cases.COLLECTIVES}
+    assert report["ok"] and {o["op"] for o in report["outcomes"]} == {"gemm", *verify_cases.ALL}
     for op in verify_cases.COLLECTIVES:
         names = [name for name, _ in verify_cases.named_cases(2, "cpu", op)]
         assert [o["case"] for o in report["outcomes"] if o["op"] == op] == names
+    mixtures = [name for name, _ in verify_moe.named_cases(2)]
+    assert [o["case"] for o in report["outcomes"] if o["op"] == "moe"] == mixtures
     assert {o["state"] for o in report["outcomes"]} == {"exact"}
 
 

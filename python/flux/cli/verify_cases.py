@@ -14,15 +14,19 @@ import torch.distributed as dist
 import flux
 from flux.bench import machine
 from flux.bench.cases.common import compare
+from flux.cli import verify_moe
 from flux.ops import gemm as products
 from flux.ops.plan import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.emulate import EmulatedRanks, why_not
+from flux.testing.emulate_moe import EmulatedMoeRanks
 
 Case = GemmRsCase | AgGemmCase
 Tensors = list[torch.Tensor]
 
 COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
+_MOE = "moe"
+ALL = (*COLLECTIVES, _MOE)
 _SUMS = ("gemm_ar", "all_reduce")  # of whole matrices: their rows are not dealt to ranks
 _WITHOUT_WEIGHT = ("all_gather", "all_reduce", "reduce_scatter")
 # Sums of what is marked as a product of each rank.
@@ -133,9 +137,9 @@ def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
     where = f"{world_size} ranks emulated"
     reason = why_not(world_size, device)
     if reason is not None:
-        yield Outcome(", ".join(COLLECTIVES), "all", where, "skipped", reason)
+        yield Outcome(", ".join(ALL), "all", where, "skipped", reason)
         return
-    ranks = EmulatedRanks(world_size, device)
+    ranks = EmulatedMoeRanks(world_size, device)
     for op in COLLECTIVES:
         for name, case in named_cases(world_size, "cuda", op):
             if case.n % 8 or case.k % 8:
@@ -143,6 +147,8 @@ def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
             if op in ("all_reduce", "reduce_scatter") and case.m * case.n > _MAX_EMULATED_SUM // world_size:
                 continue
             yield _timed(op, name, where, partial(_emulated_case, ranks, op, case))
+    for name, experts in verify_moe.named_cases(world_size):
+        yield _timed(_MOE, name, where, partial(verify_moe.emulated_case, ranks, experts))
 
 
 def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
@@ -192,16 +198,24 @@ def run_rank(rank: int, world_size: int, device_type: str) -> list[Outcome]:
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     where = f"{world_size} GPUs" if device_type == "cuda" else f"{world_size} processes, CPU"
+    runs = [
+        (op, name, partial(_rank_case, op, rank, case, device))
+        for op in COLLECTIVES
+        for name, case in named_cases(world_size, device_type, op)
+    ]
+    runs += [
+        (_MOE, name, partial(verify_moe.rank_case, rank, experts, device))
+        for name, experts in verify_moe.named_cases(world_size)
+    ]
     outcomes = []
-    for op in COLLECTIVES:
-        for name, case in named_cases(world_size, device_type, op):
-            outcome = _timed(op, name, where, partial(_rank_case, op, rank, case, device))
-            told: list[Any] = [None] * world_size
-            dist.all_gather_object(told, outcome.detail)
-            worst = next((f"rank {r}: {d}" for r, d in enumerate(told) if d), "")
-            outcomes.append(replace(outcome, state="wrong" if worst else "exact", detail=worst))
-            if "Error" in worst:
-                return outcomes
+    for op, name, run in runs:
+        outcome = _timed(op, name, where, run)
+        told: list[Any] = [None] * world_size
+        dist.all_gather_object(told, outcome.detail)
+        worst = next((f"rank {r}: {d}" for r, d in enumerate(told) if d), "")
+        outcomes.append(replace(outcome, state="wrong" if worst else "exact", detail=worst))
+        if "Error" in worst:
+            return outcomes
     return outcomes
 
 
@@ -245,6 +259,6 @@ def ranks(world_size: int, device: str, timeout_s: float) -> Iterator[Outcome]:
         )
     except RuntimeError as error:
         lines = str(error).strip().splitlines()
-        yield Outcome(", ".join(COLLECTIVES), "all", where, "wrong", lines[-1] if lines else "a rank died")
+        yield Outcome(", ".join(ALL), "all", where, "wrong", lines[-1] if lines else "a rank died")
         return
     yield from results[0]

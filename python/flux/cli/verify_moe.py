@@ -1,0 +1,74 @@
+"""Mixtures of experts in `flux verify`: routing and both layers, for layouts and loads of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import flux
+from flux.bench.cases.common import compare, first_wrong
+from flux.testing.emulate_moe import EmulatedMoeRanks
+from flux.testing.moe_data import MoeCase
+
+_CALLS = 3  # back to back: both buffers of a workspace, and one of them again
+
+
+def named_cases(world_size: int) -> list[tuple[str, MoeCase]]:
+    p = world_size
+    even = (140,) * p
+    uneven = tuple(20 + 60 * (rank % 3) for rank in range(p))
+    base = MoeCase(even, 264, 72, 2 * p, 3, 1, torch.bfloat16)
+    cases = [
+        ("tensor parallel", base),
+        ("expert parallel", replace(base, ep_size=p)),
+        ("skewed loads", replace(base, skew="skewed", dtype=torch.float16)),
+        ("all tokens to one expert", replace(base, skew="one expert", ep_size=p)),
+        ("uneven ranks, dropped choices", replace(base, tokens=uneven, ep_size=p, dropped=0.3)),
+        ("one token a rank", replace(base, tokens=(1,) * p)),
+    ]
+    if p % 2 == 0 and p > 2:
+        cases.append(("tensor and expert parallel", replace(base, ep_size=2)))
+    return cases
+
+
+def _successive(case: MoeCase) -> list[MoeCase]:
+    return [replace(case, seed=case.seed + 1 + i) for i in range(_CALLS)]
+
+
+def rank_case(rank: int, case: MoeCase, device: torch.device) -> str:
+    """Several calls of a real group in a row, on one of its ranks."""
+    results = []
+    for c in _successive(case):
+        ids, weights = (t.to(device) for t in c.routing(rank))
+        routing = flux.moe.route(ids, weights, c.num_experts, ep_size=c.ep_size, max_tokens=c.max_tokens)
+        hidden = c.hidden_rows(rank, routing.rows.shape[0]).to(device)
+        layer0 = flux.moe.ag_scatter_gemm(c.x(rank).to(device), c.w1(rank).to(device), routing)
+        results.append((c, layer0, flux.moe.gemm_gather_rs(hidden, c.w2(rank).to(device), routing)))
+    flux.check()
+    return first_wrong([_compare(rank, *result) for result in results])
+
+
+def emulated_case(ranks: EmulatedMoeRanks, case: MoeCase) -> str:
+    """The same with all ranks on one GPU, whose routing is made on the host."""
+    said = []
+    for c in _successive(case):
+        layouts, every = ranks.route(c), range(c.world_size)
+        xs, w1s, w2s = ([make(rank).to(ranks.device) for rank in every] for make in (c.x, c.w1, c.w2))
+        hidden = [c.hidden_rows(rank, layouts[rank].max_rows).to(ranks.device) for rank in every]
+        torch.cuda.synchronize(ranks.device)
+        layer0 = ranks.ag_scatter_gemm(xs, w1s, join=False)
+        layer1 = ranks.gemm_gather_rs(hidden, w2s, join=False)
+        ranks.check()
+        said += [_compare(rank, c, layer0[rank], layer1[rank]) for rank in every]
+    return first_wrong(said)
+
+
+def _compare(rank: int, case: MoeCase, layer0: torch.Tensor, layer1: torch.Tensor) -> str:
+    """ "exact", or how the results of one rank differ."""
+    rows = case.layer0(rank)
+    for name, got, want in (("layer 0", layer0[: len(rows)], rows), ("layer 1", layer1, case.layer1(rank))):
+        said = compare(got.cpu(), want)
+        if said != "exact":
+            return f"{name}: {said}"
+    return "exact"

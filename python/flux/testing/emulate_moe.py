@@ -1,0 +1,127 @@
+"""Both layers of a mixture of experts with several ranks on one GPU (see flux.testing.emulate)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flux import _native
+from flux.comm.workspace import round_up
+from flux.moe import reference
+from flux.moe.plan import BLOCK_M
+from flux.ops.grouped_gemm import ACTIVATIONS, schedule_words
+from flux.testing.emulate import EmulatedRanks
+from flux.testing.moe_data import MoeCase
+
+Tensors = Sequence[torch.Tensor]
+
+
+class EmulatedMoeRanks(EmulatedRanks):
+    """Ranks that share the experts and tokens of a case, whose routing is made on the host."""
+
+    def route(self, case: MoeCase) -> list[Any]:
+        """Readies the ranks for the case's layers; returns each rank's native layout."""
+        p, limit, k = case.world_size, case.max_tokens, case.top_k
+        ids = torch.full((p, limit, k), -1, dtype=torch.int32)
+        weights = torch.zeros(p, limit, k)
+        for rank, tokens in enumerate(case.tokens):
+            ids[rank, :tokens], weights[rank, :tokens] = case.routing(rank)
+        core = _native.core
+        self._case, self._weights = case, weights.to(self.device)
+        self._arrays: list[list[torch.Tensor]] = []
+        self._layouts = [
+            core.MoeLayout(p, rank, case.ep_size, case.num_experts, k, limit) for rank in range(p)
+        ]
+        for layout in self._layouts:
+            shapes = [t.shape for t in reference.routing_tensors(layout, BLOCK_M, ids)]
+            arrays = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
+            core.moe_route(layout, BLOCK_M, ids.data_ptr(), [a.data_ptr() for a in arrays])
+            self._arrays.append([a.to(self.device) for a in arrays])
+        return self._layouts
+
+    def ag_scatter_gemm(
+        self,
+        xs: Tensors,
+        weights: Tensors,
+        activation: str | None = None,
+        *,
+        config: int = -1,
+        join: bool = True,
+    ) -> list[torch.Tensor]:
+        """Layer 0 of all ranks at once: for every rank its rows [max_rows, n]; rows after the last hold 7."""
+        case = self._case
+        self._make_room(1)
+        columns = weights[0].shape[1] // (2 if activation == "swiglu" else 1)
+        outs = [xs[0].new_full((layout.max_rows, columns), 7) for layout in self._layouts]
+        number = 0 if activation is None else ACTIVATIONS.index(activation) + 1
+
+        def launch(rank: int) -> None:
+            torch.ops.flux._moe_ag_scatter_gemm(
+                xs[rank],
+                weights[rank],
+                self._arrays[rank],
+                case.ep_size,
+                case.num_experts,
+                case.top_k,
+                case.max_tokens,
+                number,
+                outs[rank],
+                self._stored.address(rank),
+                config,
+                self.num_sms,
+            )
+
+        self._launch(launch, join, ())
+        return outs
+
+    def gemm_gather_rs(
+        self,
+        xs: Tensors,
+        weights: Tensors,
+        *,
+        config: int = 5,
+        tiles_per_chunk: int = 1,
+        communication_ctas: int = -1,
+        join: bool = True,
+    ) -> list[torch.Tensor]:
+        """Layer 1 of all ranks at once: for every rank the sums of its tokens.
+
+        Args:
+            tiles_per_chunk: columns of tiles that are summed together.
+            communication_ctas: that begin with communication; -1: the plan's number.
+        """
+        case = self._case
+        self._make_room(-(-case.hidden // _native.core.tile_configs()[config].block_n))
+        products = [xs[0].new_empty(layout.max_rows, case.hidden) for layout in self._layouts]
+        words = [schedule_words(x.shape[0], w.shape[0]) for x, w in zip(xs, weights, strict=True)]
+        schedules = [x.new_empty(count, dtype=torch.int32) for x, count in zip(xs, words, strict=True)]
+        outs = [xs[0].new_full((tokens, case.hidden), 7) for tokens in case.tokens]
+
+        def launch(rank: int) -> None:
+            torch.ops.flux._moe_gemm_gather_rs(
+                xs[rank],
+                weights[rank],
+                self._arrays[rank],
+                self._weights,
+                case.ep_size,
+                case.num_experts,
+                products[rank],
+                schedules[rank],
+                outs[rank],
+                self._stored.address(rank),
+                config,
+                tiles_per_chunk,
+                communication_ctas,
+                self.num_sms,
+            )
+
+        self._kept = (products, schedules)  # until check(), as a caller's tensors
+        self._launch(launch, join, ())
+        return outs
+
+    def _make_room(self, chunks: int) -> None:
+        peers, limit = self.world_size - 1, self._case.max_tokens
+        signals = peers * _native.core.MoeLayout.blocks_of(limit) * chunks
+        self._stored._grow(round_up(4 * signals), round_up(peers * limit * self._case.hidden * 2), 0)
