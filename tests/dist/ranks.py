@@ -1,4 +1,4 @@
-"""What the tests between GPUs have in common: how ranks are started, and what must follow when one is killed."""
+"""What the tests between GPUs have in common: how ranks start, and what must follow when one is killed."""
 
 from __future__ import annotations
 

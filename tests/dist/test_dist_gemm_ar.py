@@ -9,7 +9,6 @@ import pytest
 from ranks import BACKENDS, SIZES, check_a_killed_rank_is_named, run
 
 
-
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_exact_sums(world_size: int, backend: str) -> None:

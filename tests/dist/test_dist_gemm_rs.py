@@ -9,7 +9,6 @@ import pytest
 from ranks import BACKENDS, SIZES, check_a_killed_rank_is_named, run
 
 
-
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_exact_sums(world_size: int, backend: str) -> None:
@@ -44,7 +43,12 @@ def test_two_groups_of_two_at_the_same_time() -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", ["graphs", "many_shapes"])
 def test_nvshmem_backend(world_size: int, name: str) -> None:
-    run(getattr(dist_workers, name), world_size, *((100, 0.005) if name == "many_shapes" else ()), FLUX_SYMM_BACKEND="nvshmem")
+    run(
+        getattr(dist_workers, name),
+        world_size,
+        *((100, 0.005) if name == "many_shapes" else ()),
+        FLUX_SYMM_BACKEND="nvshmem",
+    )
 
 
 @pytest.mark.gpus(2)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import layer_workers
 import pytest
 from ranks import SIZES, run
-
 
 
 @pytest.mark.parametrize("world_size", SIZES)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import moe_workers
 import pytest
 from ranks import SIZES, run
-
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -19,6 +16,11 @@ def test_random_cases(world_size: int, first: int) -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 def test_skewed_experts(world_size: int) -> None:
     run(moe_workers.skews, world_size)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_graph_replay(world_size: int) -> None:
+    run(moe_workers.graphs, world_size)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
