@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "moe": _BASE | {"comm", "ops"},
     "layers": _BASE | {"flux", "ops", "comm"},
     "integrations": _BASE | {"flux", "ops", "moe", "layers"},
-    "testing": _BASE | {"flux", "ops", "comm"},
+    "testing": _BASE | {"flux", "ops", "moe", "comm"},
     "bench": _BASE | {"flux", "ops", "moe", "comm", "layers", "integrations", "testing"},
     "cli": _BASE | {"flux", "ops", "comm", "testing", "bench"},
 }

@@ -5,6 +5,7 @@ skew and uneven tokens. One set of processes per world size runs all cases; each
 from __future__ import annotations
 
 import random
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -212,6 +213,60 @@ def torch_sees(rank: int, world_size: int) -> str:
 
 def test_torch_sees_operators() -> None:
     assert spawn(torch_sees, 2, backend="gloo") == [""] * 2
+
+
+def without_dispatcher(rank: int, world_size: int) -> str:
+    """Every case through the dispatcher, then past it, as calls on GPUs without gradients go."""
+    modules = [sys.modules[f"flux.moe.{name}"] for name in ("routing", "ag_scatter_gemm", "gemm_gather_rs")]
+    routing_module, layer0_module, layer1_module = modules
+    ops, seen = [module._op for module in modules], []
+
+    def go_straight(straight: bool) -> None:
+        routing_module.may_skip_dispatch = lambda *_: straight
+        for module, op in zip(modules, ops, strict=True):
+            name = module.__name__
+            module._op = lambda *args, op=op, name=name: (seen.append(name), op(*args))[1]
+
+    def layer(case: MoeCase, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        sizes = {"ep_size": case.ep_size, "max_tokens": case.max_tokens}
+        routing = flux.moe.route(ids, weights, case.num_experts, **sizes)
+        hidden = case.hidden_rows(rank, routing.rows.shape[0])
+        layer0 = layer0_module.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
+        layer1 = layer1_module.gemm_gather_rs(hidden, case.w2(rank), routing)
+        return [*routing[:12], layer0[: int(routing.offsets[-1])], layer1]
+
+    for number, case in enumerate(CASES[world_size]):
+        ids, weights = case.routing(rank)
+        for given in ((ids, weights), (ids.int(), weights.bfloat16()), (ids.t().contiguous().t(), weights)):
+            go_straight(False)
+            dispatched = layer(case, *given)
+            called, seen[:] = list(seen), []
+            go_straight(True)
+            direct = layer(case, *given)
+            if called != [module.__name__ for module in modules] or seen:
+                return f"case {number}: the dispatcher saw {called}, then {seen}"
+            wrong = "; ".join(filter(None, map(differ, direct, dispatched)))
+            if wrong:
+                return f"case {number}: {wrong}"
+            places = [t.untyped_storage().data_ptr() for t in (*given, *direct) if t.numel()]
+            if len(set(places)) < len(places) or any(t._is_view() for t in direct[:12]):
+                return f"case {number}: a result shares its memory"
+    # What needs a gradient goes through the dispatcher, unless nobody asks for it.
+    ids, weights = case.routing(rank)
+    weights.requires_grad_()
+    with torch.no_grad():
+        direct = layer(case, ids, weights)
+    if seen or any(t.requires_grad for t in direct):
+        return f"without gradients the dispatcher saw {seen}"
+    direct = layer(case, ids, weights)
+    if len(seen) != 3 or not (direct[11].requires_grad and direct[-1].requires_grad):
+        return f"with gradients the dispatcher saw {seen}"
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_calls_past_the_dispatcher_give_the_same(world_size: int) -> None:
+    assert spawn(without_dispatcher, world_size, backend="gloo") == [""] * world_size
 
 
 IDS, WEIGHTS, X = torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.ones(3, 2), torch.ones(3, 8)

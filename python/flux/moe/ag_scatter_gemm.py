@@ -4,7 +4,7 @@ already are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
-from flux.moe.routing import Routing, check_routing, layout_of
+from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch
 from flux.ops import _check, grouped_gemm
 from flux.ops import all_gather as gather
 from flux.ops._library import library
@@ -53,14 +53,15 @@ def ag_scatter_gemm(
     if x.dim() == 2 and x.shape[0] != routing.num_tokens:
         _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
-    result: torch.Tensor = _op(x, weight, list(routing[:12]), *sizes, activation, routing.group_name)
+    call = _eager if may_skip_layer_dispatch(x, weight, routing) else _op
+    result: torch.Tensor = call(x, weight, routing[:12], *sizes, activation, routing.group_name)
     return result
 
 
 def _fake(
     x: torch.Tensor,
     weight: torch.Tensor,
-    routing: list[torch.Tensor],
+    routing: Sequence[torch.Tensor],
     num_experts: int,
     ep_size: int,
     max_tokens: int,
@@ -74,7 +75,7 @@ def _fake(
 def _eager(
     x: torch.Tensor,
     weight: torch.Tensor,
-    routing: list[torch.Tensor],
+    routing: Sequence[torch.Tensor],
     num_experts: int,
     ep_size: int,
     max_tokens: int,
@@ -84,7 +85,7 @@ def _eager(
     columns = grouped_gemm.expert_weight(_OP, x, weight, activation)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
     group = process_group(group_name)
-    layout = layout_of(routing, num_experts, ep_size, max_tokens, group_name)
+    layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1 and not x.is_cuda:
         out = x.new_zeros(layout.max_rows, columns)
         _Tiles(layout, told, weight, activation, out).compute(lambda step, row: None, {0: x})

@@ -5,6 +5,7 @@ arXiv 2502.19811, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
-from flux.moe.routing import Routing, check_routing, layout_of
+from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch
 from flux.ops import _check, grouped_gemm
 from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
@@ -50,14 +51,15 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
         what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"
         _check.fail(_OP, "x", what, f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
-    result: torch.Tensor = _op(x, weight, list(routing[:12]), *sizes, routing.group_name)
+    call = _eager if may_skip_layer_dispatch(x, weight, routing) else _op
+    result: torch.Tensor = call(x, weight, routing[:12], *sizes, routing.group_name)
     return result
 
 
 def _fake(
     x: torch.Tensor,
     weight: torch.Tensor,
-    routing: list[torch.Tensor],
+    routing: Sequence[torch.Tensor],
     num_experts: int,
     ep_size: int,
     max_tokens: int,
@@ -70,7 +72,7 @@ def _fake(
 def _eager(
     x: torch.Tensor,
     weight: torch.Tensor,
-    routing: list[torch.Tensor],
+    routing: Sequence[torch.Tensor],
     num_experts: int,
     ep_size: int,
     max_tokens: int,
@@ -80,7 +82,7 @@ def _eager(
     n = grouped_gemm.expert_weight(_OP, x, weight, None)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     group = process_group(group_name)
-    layout = layout_of(routing, num_experts, ep_size, max_tokens, group_name)
+    layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1:
         return _unfused(x, weight, told)
     workspace = registry.get(group, x.device, _OP)
@@ -88,30 +90,48 @@ def _eager(
     plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
     if not plan.fused:
         return _unfused(x, weight, told)
-    out = x.new_empty(num_tokens, n)
     if x.is_cuda:
-        _kernel(
-            readable(x),
-            readable(weight),
-            routing[:11],
-            told.weights,
-            ep_size,
-            num_experts,
-            x.new_empty(layout.max_rows, n),
-            x.new_empty(grouped_gemm.schedule_words(layout.max_rows, weight.shape[0]), dtype=torch.int32),
-            out,
-            cast(CudaWorkspace, workspace).enter(plan),
-            plan.tile,
-            plan.chunks[0][1],
-            -1,
-            0,
-        )
-        return out
+        gpu = cast(CudaWorkspace, workspace)
+        return launch(x, weight, routing, num_experts, ep_size, num_tokens, plan, gpu)
+    out = x.new_empty(num_tokens, n)
     shared = cast(CpuWorkspace, workspace)
     with shared.guarded():
         epoch = shared.begin(plan)
         _Exchange(shared, plan, layout, told, epoch, x, weight, out).run()
         shared.finish(epoch)
+    return out
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Sequence[torch.Tensor],
+    num_experts: int,
+    ep_size: int,
+    num_tokens: int,
+    plan: MoePlan,
+    workspace: CudaWorkspace,
+    communication_ctas: int = -1,
+) -> torch.Tensor:
+    """The kernel. communication_ctas: how many CTAs begin with communication; -1: csrc/moe/plan.h chooses."""
+    rows, n = x.shape[0], weight.shape[1]
+    out = x.new_empty(num_tokens, n)
+    _kernel(
+        readable(x),
+        readable(weight),
+        routing[:11],
+        routing[11],
+        ep_size,
+        num_experts,
+        x.new_empty(rows, n),
+        x.new_empty(grouped_gemm.schedule_words(rows, weight.shape[0]), dtype=torch.int32),
+        out,
+        workspace.enter(plan),
+        plan.tile,
+        plan.chunks[0][1],
+        communication_ctas,
+        0,
+    )
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +19,7 @@ from flux.moe import reference
 from flux.moe.plan import BLOCK_M
 from flux.ops import _check
 from flux.ops import all_gather as gather
-from flux.ops._library import library
+from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops.plan import plan_all_gather
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
@@ -68,6 +70,9 @@ class Routing(NamedTuple):
     group_name: str
 
 
+_POSITIONS = Routing._fields.index("positions")
+
+
 def route(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -102,19 +107,34 @@ def route(
         _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
     tokens = topk_ids.shape[0]
     limit = tokens if max_tokens is None else max_tokens
-    tensors = _op(topk_ids, topk_weights, num_experts, ep_size, limit, name)
+    direct = may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights)
+    tensors = (_eager if direct else _op)(topk_ids, topk_weights, num_experts, ep_size, limit, name)
     return Routing._make([*tensors, num_experts, ep_size, limit, tokens, name])
 
 
 def make_layout(group: ProcessGroup, num_experts: int, ep_size: int, top_k: int, max_tokens: int) -> Any:
     """The native description of a distribution, whose sizes have been checked."""
-    return _native.core.MoeLayout(group.size(), group.rank(), ep_size, num_experts, top_k, max_tokens)
+    return _layout(group.size(), group.rank(), ep_size, num_experts, top_k, max_tokens)
 
 
-def layout_of(routing: list[torch.Tensor], num_experts: int, ep_size: int, max_tokens: int, name: str) -> Any:
+# Kept, as it does not change and is asked for in every call.
+_layout: Any = functools.lru_cache(maxsize=1024)(_native.core.MoeLayout)
+
+
+def layout_of(
+    routing: Sequence[torch.Tensor], num_experts: int, ep_size: int, max_tokens: int, group: ProcessGroup
+) -> Any:
     """The native description of what a routing's tensors hold."""
-    top_k = routing[Routing._fields.index("positions")].shape[2]
-    return make_layout(process_group(name), num_experts, ep_size, top_k, max_tokens)
+    return make_layout(group, num_experts, ep_size, routing[_POSITIONS].shape[2], max_tokens)
+
+
+def may_skip_layer_dispatch(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> bool:
+    """Whether a layer may go straight to its implementation, as flux.ops._library.may_skip_dispatch."""
+    return (
+        may_skip_dispatch(x, weight)
+        and may_skip_dispatch(routing.rows, routing.weights)
+        and not needs_grad(x, weight, routing.weights)
+    )
 
 
 def check_routing(op: str, routing: Routing, weight: torch.Tensor, device: torch.device) -> None:
@@ -129,15 +149,7 @@ def check_routing(op: str, routing: Routing, weight: torch.Tensor, device: torch
         _check.fail(op, "routing", f"device {device}, that of x", routing.rows.device)
 
 
-def _checked(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    ep_size: int,
-    max_tokens: int,
-    name: str,
-) -> list[tuple[list[int], torch.dtype]]:
-    """Shapes and types of what routing results in."""
+def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
     if topk_ids.dim() != 2:
         _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -151,7 +163,12 @@ def _checked(
         _check.fail(_OP, "topk_weights", "a floating dtype", topk_weights.dtype)
     if topk_weights.device != topk_ids.device:
         _check.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
-    p = process_group(name).size()
+
+
+def _checked_shapes(
+    p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the arrays that routing results in. tokens: of this rank."""
     if p > MAX_WORLD_SIZE:
         _check.fail(_OP, "group", f"at most {MAX_WORLD_SIZE} ranks", p)
     if ep_size < 1 or p % ep_size:
@@ -164,20 +181,23 @@ def _checked(
         _check.fail(_OP, "max_tokens", f"less than 2**30 choices of {p} ranks, {k} a token", max_tokens)
     experts = num_experts // ep_size
     max_rows = p * max_tokens * min(k, experts)
-    shapes = [
-        [experts + 1],
-        [experts, p],
-        [max_rows],
-        [p, max_tokens, k],
-        [p, max_tokens],
-        [p],
-        [ep_size, max_tokens],
-        [ep_size, max_tokens],
-        [ep_size],
-        [max_rows // BLOCK_M + experts, 4],
-        [1],
-    ]
-    return [(shape, torch.int32) for shape in shapes] + [([p, max_tokens, k], torch.float32)]
+    return (
+        (experts + 1,),
+        (experts, p),
+        (max_rows,),
+        (p, max_tokens, k),
+        (p, max_tokens),
+        (p,),
+        (ep_size, max_tokens),
+        (ep_size, max_tokens),
+        (ep_size,),
+        (max_rows // BLOCK_M + experts, 4),
+        (1,),
+    )
+
+
+# What torch traces may have symbolic sizes, which cannot be looked up.
+_kept_shapes = functools.lru_cache(maxsize=1024)(_checked_shapes)
 
 
 def _fake(
@@ -188,8 +208,11 @@ def _fake(
     max_tokens: int,
     name: str,
 ) -> list[torch.Tensor]:
-    results = _checked(topk_ids, topk_weights, num_experts, ep_size, max_tokens, name)
-    return [topk_ids.new_empty(shape, dtype=dtype) for shape, dtype in results]
+    _check_tensors(topk_ids, topk_weights)
+    p = process_group(name).size()
+    shapes = _checked_shapes(p, num_experts, ep_size, max_tokens, *topk_ids.shape)
+    arrays = [topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes]
+    return [*arrays, topk_ids.new_empty(shapes[_POSITIONS], dtype=torch.float32)]
 
 
 def _eager(
@@ -200,22 +223,20 @@ def _eager(
     max_tokens: int,
     name: str,
 ) -> list[torch.Tensor]:
-    results = _checked(topk_ids, topk_weights, num_experts, ep_size, max_tokens, name)
+    _check_tensors(topk_ids, topk_weights)
     group = process_group(name)
-    tokens, k = topk_ids.shape
-    # One message: experts, and the bits of the weights. Tokens that a rank does not have are not routed.
-    told = topk_ids.new_full((max_tokens, 2 * k), -1, dtype=torch.int32)
-    told[:tokens, :k] = topk_ids
-    told[:tokens, k:] = topk_weights.to(torch.float32).view(torch.int32)
-    told[tokens:, k:] = 0
-    everybody = _exchange(told.view(torch.float32), group, num_experts, ep_size).view(torch.int32)
-    everybody = everybody.view(group.size(), max_tokens, 2 * k)
-    ids = everybody[..., :k].contiguous()
-    weights = everybody[..., k:].contiguous().view(torch.float32)
+    p, (tokens, k) = group.size(), topk_ids.shape
+    shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
+    everybody = _exchange(_message(topk_ids, topk_weights, max_tokens), group, num_experts, ep_size)
+    # One copy makes both contiguous.
+    parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
+    # To autograd no view: users may change it in place as any other tensor.
+    weights = parts[0].data
+    ids = parts[1].view(torch.int32)
     layout = make_layout(group, num_experts, ep_size, k, max_tokens)
     if ids.is_cuda and not _kernel_takes(layout, ids.device):
         return [*reference.routing_tensors(layout, BLOCK_M, ids), weights]
-    arrays = [ids.new_empty(shape, dtype=dtype) for shape, dtype in results[:-1]]
+    arrays = [ids.new_empty(*shape) for shape in shapes]  # separate sizes are faster to read than a list
     if ids.is_cuda:
         scratch = ids.new_empty(layout.route_scratch_words)
         _kernel(ids, arrays, scratch, layout.rank, ep_size, num_experts, BLOCK_M)
@@ -225,6 +246,23 @@ def _eager(
     return [*arrays, weights]
 
 
+def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """What a rank tells the others, float32 [max_tokens, 2 * k]: weights, then the bits of the experts.
+
+    Tokens that the rank does not have are not routed.
+    """
+    tokens, k = topk_ids.shape
+    parts = (topk_weights.float(), topk_ids.int().view(torch.float32))
+    if tokens == max_tokens:
+        return torch.cat(parts, 1)
+    told = parts[0].new_empty(max_tokens, 2 * k)
+    torch.cat(parts, 1, out=told[:tokens])
+    told[tokens:, :k].zero_()
+    told.view(torch.int32)[tokens:, k:].fill_(-1)
+    return told
+
+
+@functools.lru_cache(maxsize=1024)
 def _kernel_takes(layout: Any, device: torch.device) -> bool:
     """Whether the kernel can route this. Ranks may differ in that: the result is the same."""
     if cuda.why_not(device) is not None or layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
@@ -234,13 +272,13 @@ def _kernel_takes(layout: Any, device: torch.device) -> bool:
 
 def _exchange(told: torch.Tensor, group: ProcessGroup, num_experts: int, ep_size: int) -> torch.Tensor:
     """What all ranks told, [p * rows, columns]."""
-    everybody = told.new_empty(group.size() * told.shape[0], told.shape[1])
     if group.size() == 1:
         return told
     if told.is_cuda:
         return gather.all_gather(told, group=group)
     workspace = registry.get(group, told.device, _OP)
-    m, columns = everybody.shape
+    m, columns = group.size() * told.shape[0], told.shape[1]
+    everybody = told.new_empty(m, columns)
     plan = plan_all_gather(
         "cpu", m, columns, told.dtype, group.size(), workspace.why_not, workspace.transport
     )
