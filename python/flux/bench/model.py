@@ -14,7 +14,8 @@ from typing import Any
 # What a copy engine of a Hopper GPU pushes over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
 LINK_GB_PER_S = 380.0
 
-# What a candidate is. "config" is one tile shape in a sweep; the others are columns of the table.
+# What a candidate is. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
+# others are columns of the table.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -109,6 +110,38 @@ class Derived:
     floor: float | None
     over_floor: float | None
     tflops: float | None
+
+
+_FORCED = " CTAs"
+
+
+def forced_name(ctas: int) -> str:
+    """The candidate of a row of moe_ctas that has its number of communication CTAs forced."""
+    return f"{ctas}{_FORCED}"
+
+
+def forced_times(row: Row) -> dict[int, Timing]:
+    """The times of those candidates by their number, in ascending order."""
+    names = sorted((int(name.removesuffix(_FORCED)), name) for name in row.times if name.endswith(_FORCED))
+    return {ctas: row.times[name] for ctas, name in names}
+
+
+@dataclass(frozen=True)
+class OverBest:
+    """The plan's number of communication CTAs against the best of those that were forced."""
+
+    best_ctas: int
+    best: float
+    ratio: float
+
+
+def over_best(row: Row) -> OverBest | None:
+    """None where the plan or what it is compared with was not timed."""
+    forced = forced_times(row)
+    if not forced or "flux" not in row.times:
+        return None
+    ctas, timing = min(forced.items(), key=lambda item: item[1].median)
+    return OverBest(ctas, timing.median, row.times["flux"].median / timing.median)
 
 
 def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model import Derived, Row, derive
+from flux.bench import plot_ctas
+from flux.bench.colours import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
+from flux.bench.model import Derived, Row, derive, forced_times
 from flux.bench.record import Record
 
-_FLUX = "#e4572e"
-_PEERS = ["#3d5a80", "#7a9cc6", "#98c1d9", "#b9c0c9"]
-_INK = "#22303c"
-_LOSS = "#9aa3ad"
+_MOST_ROWS = 40  # side by side
 _TALLEST = 3.0  # bars above it are cut and carry their value, so that one slow peer doesn't flatten the rest
 
 
@@ -33,42 +33,62 @@ def plot(record: Record, path: str | Path) -> Path:
     Raises RuntimeError if matplotlib is absent, ValueError if there is nothing to draw.
     """
     plt = require_matplotlib()
-    ops = [op for op in record.ops() if any("flux" in row.times for row in record.rows if row.op == op)]
-    if not ops:
+    strips = [strip for op in record.ops() for strip in _strips(record, op)]
+    if not strips:
         raise ValueError("bench: this result has no row of flux to plot")
-    most = max(sum(row.op == op for row in record.rows) for op in ops)
+    sizes = [plot_ctas.size(rows) if _is_sweep(rows[0]) else _size(rows) for rows in strips]
+    widths, heights = zip(*sizes, strict=True)
     style = {
         "font.size": 9,
         "font.family": "DejaVu Sans",
-        "axes.edgecolor": "#c9cfd6",
-        "axes.labelcolor": _INK,
-        "text.color": _INK,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
+        "axes.edgecolor": EDGE,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
     with plt.rc_context(style):
-        width = min(max(7.0, 0.62 * most + 1.5), 26.0)
-        figure, axes = plt.subplots(
-            2 * len(ops),
-            1,
-            figsize=(width, 5.4 * len(ops) + 0.6),
-            squeeze=False,
-            gridspec_kw={"height_ratios": [3.0, 1.5] * len(ops)},
-            layout="constrained",
-        )
-        for i, op in enumerate(ops):
-            rows = [row for row in record.rows if row.op == op and "flux" in row.times]
+        figure = plt.figure(figsize=(max(widths), sum(heights) + 0.6), layout="constrained")
+        parts = figure.subfigures(len(strips), 1, height_ratios=heights, squeeze=False)
+        for (part,), rows in zip(parts, strips, strict=True):
+            if _is_sweep(rows[0]):
+                plot_ctas.draw(part, rows, _title(record, rows[0]))
+                continue
             derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
-            _times(axes[2 * i][0], record, op, rows, derived)
-            _speedups(axes[2 * i + 1][0], rows, derived)
-        figure.supxlabel(_caption(record), fontsize=7.5, color="#6b7785")
+            times, speedups = part.subplots(2, 1, height_ratios=[3.0, 1.5])
+            _times(times, record, rows, derived)
+            _speedups(speedups, rows, derived)
+        figure.supxlabel(_caption(record), fontsize=7.5, color=FAINT)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, facecolor="white")
         plt.close(figure)
     return path
+
+
+def _strips(record: Record, op: str) -> list[list[Row]]:
+    """The rows of an op that flux ran, in pictures one below the other: groups stay whole."""
+    rows = [row for row in record.rows if row.op == op and "flux" in row.times]
+    if op == "moe_ctas":
+        rows = [row for row in rows if _is_sweep(row)]
+        return [rows] if rows else []
+    strips: list[list[Row]] = []
+    for _, same in groupby(rows, _group):
+        group = list(same)
+        if not strips or len(strips[-1]) + len(group) > _MOST_ROWS:
+            strips.append([])
+        strips[-1] += group
+    return strips
+
+
+def _is_sweep(row: Row) -> bool:
+    return bool(forced_times(row))
+
+
+def _size(rows: list[Row]) -> tuple[float, float]:
+    return min(max(7.0, 0.62 * len(rows) + 1.5), 26.0), 5.4
 
 
 def _caption(record: Record) -> str:
@@ -82,15 +102,19 @@ def _caption(record: Record) -> str:
     return f"{where}, torch {machine.get('torch')} · {what}"
 
 
+def _title(record: Record, row: Row) -> str:
+    return f"{row.op}  ·  {record.ranks(row)}  ·  {row.dtype}"
+
+
 def _unit(d: Derived) -> float:
     """What a row is measured in: its floor, or where there is none (plain GEMM, CPU) its best peer."""
     return d.floor or d.peer or d.flux or 1.0
 
 
-def _times(axis: Any, record: Record, op: str, rows: list[Row], derived: list[Derived]) -> None:
+def _times(axis: Any, record: Record, rows: list[Row], derived: list[Derived]) -> None:
     """Grouped bars: each candidate's time over the floor. The floor itself is the line at 1."""
     names = ["flux"] + sorted({n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer")})
-    colours = dict(zip(names, [_FLUX, *_PEERS], strict=False))
+    colours = dict(zip(names, [FLUX, *PEERS], strict=False))
     tallest = max(
         r.times[n].median / _unit(d)
         for r, d in zip(rows, derived, strict=True)
@@ -103,7 +127,7 @@ def _times(axis: Any, record: Record, op: str, rows: list[Row], derived: list[De
         at = [i + (j - (len(names) - 1) / 2) * bar for i, r in enumerate(rows) if name in r.times]
         pairs = [(r, d) for r, d in zip(rows, derived, strict=True) if name in r.times]
         heights = [r.times[name].median / _unit(d) for r, d in pairs]
-        axis.bar(at, heights, width=bar * 0.94, color=colours.get(name, _LOSS), label=name, zorder=3)
+        axis.bar(at, heights, width=bar * 0.94, color=colours.get(name, LOSS), label=name, zorder=3)
         for x, height in zip(at, heights, strict=True):
             if height > _TALLEST:
                 value = f"{height:.1f}"
@@ -114,14 +138,11 @@ def _times(axis: Any, record: Record, op: str, rows: list[Row], derived: list[De
                 style = {"rotation": 90, "ha": "center", "va": "bottom", "color": "white", "fontsize": 6.5}
                 axis.text(x, 0, label, zorder=4, **style)
     base = "floor" if any(d.floor for d in derived) else "best peer"
-    axis.axhline(1.0, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
+    axis.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
     axis.text(len(rows) - 0.45, 1.0, base, va="center", ha="left", fontsize=8)
     axis.set_ylabel(f"time / {base}  (lower is better)")
-    axis.grid(axis="y", color="#e7eaee", zorder=0)
-    ranks = f"{rows[0].tp} processes" if record.device == "cpu" else f"TP {rows[0].tp}"
-    axis.set_title(
-        f"{op}  ·  {ranks}  ·  {rows[0].dtype}", loc="left", fontsize=12, fontweight="bold", pad=12
-    )
+    axis.grid(axis="y", color=GRID, zorder=0)
+    axis.set_title(_title(record, rows[0]), loc="left", fontsize=12, fontweight="bold", pad=12)
     axis.legend(
         frameon=False, ncols=len(names), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1
     )
@@ -133,7 +154,7 @@ def _times(axis: Any, record: Record, op: str, rows: list[Row], derived: list[De
 def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
     """Speed-up over the best peer of the row."""
     values = [d.speedup if d.speedup is not None else 1.0 for d in derived]
-    colours = [_FLUX if v >= 1.0 else _LOSS for v in values]
+    colours = [FLUX if v >= 1.0 else LOSS for v in values]
     low = min(0.9, min(values) * 0.97)
     axis.bar(range(len(rows)), [v - 1.0 for v in values], bottom=1.0, width=0.62, color=colours, zorder=3)
     for i, value in enumerate(values):
@@ -141,10 +162,10 @@ def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
         axis.text(
             i, value, f"{value:.2f}×", ha="center", va="bottom" if above else "top", fontsize=7.5, zorder=4
         )
-    axis.axhline(1.0, color=_INK, linewidth=1.0, zorder=5)
+    axis.axhline(1.0, color=INK, linewidth=1.0, zorder=5)
     axis.set_ylim(low - 0.12 * (max(values) - low), max(1.05, max(values)) + 0.14 * (max(values) - low))
     axis.set_ylabel("speed-up over\nbest peer")
-    axis.grid(axis="y", color="#e7eaee", zorder=0)
+    axis.grid(axis="y", color=GRID, zorder=0)
     axis.set_xlim(-0.6, len(rows) - 0.4)
     axis.set_xticks(range(len(rows)), [str(r.m) for r in rows], fontsize=8)
     axis.annotate(
@@ -179,7 +200,8 @@ def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
 
 def _group(row: Row) -> str:
     """Rows that belong together under one name."""
-    return f"{row.model}\n({row.pattern})" if row.op == "gemm" and row.pattern != "local" else row.name
+    second = f"({row.pattern})" if row.op == "gemm" and row.pattern != "local" else row.variant
+    return f"{row.model}\n{second}".strip()
 
 
 def _dividers(axis: Any, rows: list[Row]) -> None:

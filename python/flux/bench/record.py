@@ -41,6 +41,13 @@ class Record:
         """A floor is a statement about GPU links: there is none on CPUs."""
         return self.device == "cuda"
 
+    def ranks(self, row: Row) -> str:
+        """How many ranks a row ran on, as titles say it."""
+        if self.device == "cpu":
+            return f"{self.settings.get('world', row.tp)} processes"
+        # Of a mixture of experts, the variant says which parallelism it was.
+        return f"{row.tp} ranks" if row.op.startswith("moe") else f"TP {row.tp}"
+
     def ops(self) -> list[str]:
         return list(dict.fromkeys(row.op for row in self.rows))
 

@@ -39,7 +39,7 @@ class Context:
 class Candidate:
     """One way to do the work.
 
-    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", or "config" (one tile shape of a sweep).
+    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", or "config" (one choice of a sweep).
     calls: how often `call` does the work: a CUDA graph holds several.
     eager: what its host cost is measured of, where that is not `call`.
     """

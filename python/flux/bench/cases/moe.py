@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from flux.bench.cases import moe_peers
 from flux.bench.cases.common import Candidate, Context, Prepared, compare, first_wrong
 from flux.bench.suites import Problem, Request
 from flux.comm import registry
-from flux.moe.plan import plan_layer
+from flux.comm.workspace import Workspace
+from flux.moe.plan import MoePlan, plan_layer
 from flux.testing.moe_data import MoeCase
 
 _CHECK_COLUMNS = 512  # of the correctness check: tokens, experts and layout are those of the row
@@ -21,6 +23,8 @@ _CALLS = 3  # both buffers of the workspace, and one of them again
 _HOT = "hot"
 _M = (512, 2048, 8192)
 _CPU_M = (64,)
+
+Inputs = tuple[torch.Tensor, torch.Tensor, flux.moe.Routing]  # x, weight and routing of a layer
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def rows(request: Request) -> list[Problem]:
 def problem(
     op: str, model: str, m: int, ep_size: int = 1, load_std: float = 0.0, hot: bool = False
 ) -> MoeProblem:
-    """The row of a model by name; op is "moe_route", "moe_layer0" or "moe_layer1"."""
+    """The row of a model by name; op is "moe_route", "moe_layer0", "moe_layer1" or "moe_ctas"."""
     if model not in MODELS:
         raise ValueError(f"bench: model expected to be one of {', '.join(MODELS)}, got {model!r}")
     of = MODELS[model]
@@ -140,8 +144,18 @@ def check(problem: Problem, context: Context) -> str:
     if problem.op == "moe_route":
         ids, weights = _choices(problem, context)
         return moe_peers.check_routing(_route(problem, context, ids, weights), ids, context)
-    p, results = context.world_size, []
-    columns = min(_CHECK_COLUMNS, problem.n, problem.k)
+    layer = flux.moe.ag_scatter_gemm if problem.op == "moe_layer0" else flux.moe.gemm_gather_rs
+    calls = exact_calls(problem, context)
+    results = [compare(layer(*inputs)[: len(want)].cpu(), want) for inputs, want in calls]
+    flux.check(context.group)
+    return first_wrong(results)
+
+
+def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs, torch.Tensor]]:
+    """A layer's inputs, integers that carry each rank's mark, and what must come of them; each time others.
+    A collective.
+    """
+    p, columns = context.world_size, min(_CHECK_COLUMNS, problem.n, problem.k)
     case = MoeCase(
         (problem.m // p,) * p,
         columns,
@@ -155,32 +169,37 @@ def check(problem: Problem, context: Context) -> str:
     for seed in range(_CALLS):
         case, rank, device = replace(case, seed=seed), context.rank, context.device
         ids, weights = case.routing(rank)
-        routing = flux.moe.route(
-            ids.to(device), weights.to(device), case.num_experts, group=context.group, ep_size=case.ep_size
-        )
+        routing = _route(problem, context, ids.to(device), weights.to(device))
         if problem.op == "moe_layer0":
-            want = case.layer0(rank)
-            got = flux.moe.ag_scatter_gemm(case.x(rank).to(device), case.w1(rank).to(device), routing)
+            inputs = (case.x(rank).to(device), case.w1(rank).to(device), routing)
+            yield inputs, case.layer0(rank)
         else:
-            want = case.layer1(rank)
             hidden = case.hidden_rows(rank, routing.rows.shape[0]).to(device)
-            got = flux.moe.gemm_gather_rs(hidden, case.w2(rank).to(device), routing)
-        results.append(compare(got[: len(want)].cpu(), want))
-    flux.check(context.group)
-    return first_wrong(results)
+            yield (hidden, case.w2(rank).to(device), routing), case.layer1(rank)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     assert isinstance(problem, MoeProblem)
-    group, p = context.group, context.world_size
-    assert group is not None
-    tokens = problem.m // p
-    ids, weights = _choices(problem, context)
-    loads = torch.bincount(ids.flatten().cpu(), minlength=problem.experts) / ids.shape[0]
-    notes = [f"std of the experts' shares of this rank's tokens: {float(loads.std(correction=0)):.3f}"]
     if problem.op == "moe_route":
+        ids, weights = _choices(problem, context)
         ours = Candidate("flux", "flux", lambda: _route(problem, context, ids, weights))
-        return Prepared([ours, moe_peers.route(ids, weights, problem.experts, context)], None, notes)
+        peer = moe_peers.route(ids, weights, problem.experts, context)
+        return Prepared([ours, peer], None, [_spread(problem, ids)])
+    (x, weight, routing), note = random_inputs(problem, context)
+    if problem.op == "moe_layer0":
+        op = "moe.ag_scatter_gemm"
+        ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
+        others = moe_peers.layer0(x, weight, routing, context)
+    else:
+        op = "moe.gemm_gather_rs"
+        ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
+        others = moe_peers.layer1(x, weight, routing, context)
+    _, plan = plan_of(op, weight, routing, context)
+    return Prepared([ours, *others], plan_dict(plan), [note, *why_unfused(plan)])
+
+
+def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:
+    """A layer's inputs when it is timed, and a note on the routing. A collective."""
     # Normal x 0.1, as everywhere: zeros and small integers would draw less power.
     random = torch.Generator(context.device).manual_seed(1234 + context.rank)
 
@@ -188,37 +207,44 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         made = torch.randn(shape, generator=random, device=context.device, dtype=context.dtype)
         return made.mul_(0.1)
 
+    ids, weights = _choices(problem, context)
     routing = _route(problem, context, ids, weights)
-    _, n, k = problem.local(p)
+    _, n, k = problem.local(context.world_size)
     weight = normal(problem.experts // problem.ep_size, n, k)
-    if problem.op == "moe_layer0":
-        x = normal(tokens, k)
-        ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
-        others = moe_peers.layer0(x, weight, routing, context)
-    else:
-        x = normal(routing.rows.shape[0], k)
-        ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
-        others = moe_peers.layer1(x, weight, routing, context)
-    plan = _plan(problem, context, routing, n, k)
-    if not plan["fused"]:
-        notes.append(f"flux runs unfused: {plan['reason']}")
-    return Prepared([ours, *others], plan, notes)
+    rows = ids.shape[0] if problem.op == "moe_layer0" else routing.rows.shape[0]
+    return (normal(rows, k), weight, routing), _spread(problem, ids)
 
 
-def _plan(problem: MoeProblem, context: Context, routing: flux.moe.Routing, n: int, k: int) -> dict[str, Any]:
-    """How flux runs the layer, as a result file says it."""
+def plan_of(
+    op: str, weight: torch.Tensor, routing: flux.moe.Routing, context: Context
+) -> tuple[Workspace, MoePlan]:
+    """How flux runs a layer, and where."""
     assert context.group is not None
-    op = "moe.ag_scatter_gemm" if problem.op == "moe_layer0" else "moe.gemm_gather_rs"
     workspace = registry.get(context.group, context.device, op)
-    local = problem.experts // problem.ep_size
-    sizes = (routing.max_tokens, n, k, context.dtype, problem.top_k, problem.ep_size, local)
-    plan = plan_layer(workspace, op, *sizes)
+    experts, n, k = weight.shape
+    top_k = routing.positions.shape[2]
+    sizes = (routing.max_tokens, n, k, context.dtype, top_k, routing.ep_size, experts)
+    return workspace, plan_layer(workspace, op, *sizes)
+
+
+def plan_dict(plan: MoePlan) -> dict[str, Any]:
+    """A plan, as a result file says it."""
     return {
         "fused": plan.fused,
         "config": f"{len(plan.chunks)} chunks of columns",
         "reason": plan.reason,
         "candidates": [],
     }
+
+
+def why_unfused(plan: MoePlan) -> list[str]:
+    """The note of a row that flux runs unfused."""
+    return [] if plan.fused else [f"flux runs unfused: {plan.reason}"]
+
+
+def _spread(problem: MoeProblem, ids: torch.Tensor) -> str:
+    loads = torch.bincount(ids.flatten().cpu(), minlength=problem.experts) / ids.shape[0]
+    return f"std of the experts' shares of this rank's tokens: {float(loads.std(correction=0)):.3f}"
 
 
 def _choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch.Tensor]:

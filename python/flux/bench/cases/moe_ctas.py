@@ -1,0 +1,88 @@
+"""Layer 1 of a mixture of experts with each number of communication CTAs, against what the plan chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+
+import flux
+from flux import _native
+from flux.bench.cases import moe, moe_peers
+from flux.bench.cases.common import Candidate, Context, Prepared, compare, first_wrong
+from flux.bench.model import forced_name
+from flux.bench.suites import Problem, Request
+from flux.comm.cuda import CudaWorkspace
+from flux.moe.gemm_gather_rs import launch
+from flux.moe.plan import MoePlan
+
+_OP = "moe.gemm_gather_rs"
+# Those that leave an SM to compute are tried.
+_NUMBERS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
+
+Layer = Callable[[torch.Tensor, torch.Tensor, flux.moe.Routing], torch.Tensor]
+
+
+def rows(request: Request) -> list[Problem]:
+    """Those of moe_layer1; with even loads, unless others are asked for."""
+    if not request.cuda:
+        raise ValueError(f"bench: {request.op} needs GPUs: a CPU has no CTAs to divide")
+    return moe.rows(replace(request, imbalance=request.imbalance or ("0",)))
+
+
+def check(problem: Problem, context: Context) -> str:
+    """The plan's number and every other on integers that carry each rank's mark. No call has the data of the
+    one before, or of the one that used its buffer last.
+    """
+    assert isinstance(problem, moe.MoeProblem)
+    calls = list(moe.exact_calls(problem, context))
+    (_, weight, routing), _ = calls[0]
+    layers = {"the plan's number": flux.moe.gemm_gather_rs, **_forced(*_plan(weight, routing, context))}
+    results = []
+    for i, (name, layer) in enumerate(layers.items()):
+        inputs, want = calls[i % len(calls)]
+        said = compare(layer(*inputs)[: len(want)].cpu(), want)
+        results.append(said if said == "exact" else f"{name}: {said}")
+    flux.check(context.group)
+    return first_wrong(results)
+
+
+def prepare(problem: Problem, context: Context) -> Prepared:
+    assert isinstance(problem, moe.MoeProblem)
+    inputs, note = moe.random_inputs(problem, context)
+    x, weight, routing = inputs
+    workspace, plan = _plan(weight, routing, context)
+    forced = _forced(workspace, plan)
+    candidates = [
+        Candidate("flux", "flux", partial(flux.moe.gemm_gather_rs, *inputs)),
+        *(Candidate(name, "config", partial(layer, *inputs)) for name, layer in forced.items()),
+        *moe_peers.layer1(x, weight, routing, context),
+    ]
+    told, notes = moe.plan_dict(plan), [note, *moe.why_unfused(plan)]
+    if plan.fused:
+        _, n, k = problem.local(context.world_size)
+        rows_expected = max(1, plan.m * problem.top_k // problem.ep_size)
+        sizes = (rows_expected, routing.num_tokens, n, k, context.world_size, workspace.num_sms)
+        chosen = min(_native.core.moe_communication_ctas(*sizes), workspace.num_sms - 1)
+        told["communication_ctas"] = chosen
+        notes.append(f"the plan: {chosen} of {workspace.num_sms} CTAs begin with communication")
+    return Prepared(candidates, told, notes)
+
+
+def _plan(weight: torch.Tensor, routing: flux.moe.Routing, context: Context) -> tuple[CudaWorkspace, MoePlan]:
+    workspace, plan = moe.plan_of(_OP, weight, routing, context)
+    return cast(CudaWorkspace, workspace), plan
+
+
+def _forced(workspace: CudaWorkspace, plan: MoePlan) -> dict[str, Layer]:
+    """flux.moe.gemm_gather_rs with each number of communication CTAs; nothing where it runs unfused."""
+
+    def layer(ctas: int, x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing) -> torch.Tensor:
+        sizes = (routing.num_experts, routing.ep_size, routing.num_tokens)
+        return launch(x, weight, routing[:12], *sizes, plan, workspace, ctas)
+
+    numbers = [ctas for ctas in _NUMBERS if ctas < workspace.num_sms] if plan.fused else []
+    return {forced_name(ctas): partial(layer, ctas) for ctas in numbers}
