@@ -91,7 +91,10 @@ def _make_plan(
         rows = m * top_k // ep_size  # that a rank expects if tokens choose evenly
         block_n = BLOCK_N
         if device == "cuda":
-            tile = core.moe_tile(rows, experts, n, k, workspace.num_sms)
+            # Waves are those of the SMs that go on computing: one too many would cost a tile's time.
+            sms = workspace.num_sms
+            sms -= core.moe_communication_ctas(rows, max_tokens, n, k, p, sms)
+            tile = core.moe_tile(rows, experts, n, k, max(1, sms))
             block_n = core.tile_configs()[tile].block_n
         chunks = tuple(core.moe_column_chunks(rows, n, k, block_n))
         columns = n

@@ -227,7 +227,10 @@ def _eager(
     group = process_group(name)
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
-    everybody = _exchange(_message(topk_ids, topk_weights, max_tokens), group, num_experts, ep_size)
+    told = _message(topk_ids, topk_weights, max_tokens)
+    if k % 2 and max_tokens % 2 == 0:
+        told = told.view(-1, 4 * k)  # the kernel that gathers takes rows of multiples of 16 bytes
+    everybody = _exchange(told, group, num_experts, ep_size)
     # One copy makes both contiguous.
     parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
     # To autograd no view: users may change it in place as any other tensor.
