@@ -300,8 +300,8 @@ def copy_chunk_rows(rows: int) -> int:
     """After how many rows of a shard its copy engine signals: all of them, in whole tiles.
 
     Peers get a rank's shard one after the other, and own rows are computed meanwhile. Signalling halves or
-    quarters won 8 % on one of nine shapes of TP 4, and lost up to 8 % on others: each signal costs the copy
-    engine some microseconds, and the host two calls of the driver.
+    quarters won up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: each signal costs the
+    copy engine some microseconds, and the host two calls of the driver.
     """
     return round_up(rows, _BLOCK_M)
 
