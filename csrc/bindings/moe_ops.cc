@@ -62,24 +62,42 @@ runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
   return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
 }
 
+// What all grouped GEMMs are told; x [m, k], weight [experts, n, k], out [num_rows, ...], all contiguous.
+moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const Tensor& out, int64_t config,
+                                  int64_t num_sms) {
+  moe::GroupedGemmArgs args = {};
+  args.x = rows_of(x, x.size(1));
+  args.weight = rows_of(weight, x.size(1));
+  args.experts = static_cast<int>(weight.size(0));
+  args.num_rows = static_cast<int>(out.size(0));
+  args.out = out.data_ptr();
+  args.dtype = dtype_of(x);
+  args.config = static_cast<int>(config);
+  args.num_sms = static_cast<int>(num_sms);
+  return args;
+}
+
+int32_t* checked_schedule(const Tensor& schedule, const moe::GroupedGemmArgs& args) {
+  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
+  return words(schedule);
+}
+
+moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t num_experts, int64_t top_k,
+                      int64_t max_tokens) {
+  return {symm.world_size,           symm.rank,
+          static_cast<int>(ep_size), static_cast<int>(num_experts),
+          static_cast<int>(top_k),   static_cast<int>(max_tokens)};
+}
+
 // x [m, k], weight [experts, n, k], out [num_rows, n or n / 2], all contiguous.
 void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> rows, int64_t activation,
                      Tensor out, Tensor schedule, int64_t config, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  moe::GroupedGemmArgs args;
-  args.x = rows_of(x, x.size(1));
-  args.weight = rows_of(weight, x.size(1));
+  moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms);
   args.offsets = words(offsets);
   args.rows = rows.has_value() ? words(*rows) : nullptr;
-  args.experts = static_cast<int>(weight.size(0));
-  args.num_rows = static_cast<int>(out.size(0));
   args.activation = static_cast<int>(activation);
-  args.out = out.data_ptr();
-  args.schedule = words(schedule);
-  args.dtype = dtype_of(x);
-  args.config = static_cast<int>(config);
-  args.num_sms = static_cast<int>(num_sms);
-  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
+  args.schedule = checked_schedule(schedule, args);
   moe::grouped_gemm(args, current_stream(x));
 }
 
@@ -88,20 +106,10 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
                         int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
                         Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
-  const moe::Layout layout = {symm.world_size,           symm.rank,
-                              static_cast<int>(ep_size), static_cast<int>(num_experts),
-                              static_cast<int>(top_k),   static_cast<int>(max_tokens)};
-  moe::GroupedGemmArgs args = {};
-  args.x = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
-  args.weight = rows_of(weight, x.size(1));
-  args.experts = static_cast<int>(weight.size(0));
-  args.num_rows = static_cast<int>(out.size(0));
+  const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
+  const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
+  moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms);
   args.activation = static_cast<int>(activation);
-  args.out = out.data_ptr();
-  args.dtype = dtype_of(x);
-  args.config = static_cast<int>(config);
-  args.num_sms = static_cast<int>(num_sms);
   moe::ag_scatter_gemm(args, layout, routing_arrays(arrays), symm, current_stream(x));
 }
 
@@ -111,24 +119,10 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
                        int64_t num_experts, Tensor products, Tensor schedule, Tensor out, int64_t symm_buffer,
                        int64_t config, int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const auto& symm = *reinterpret_cast<const runtime::SymmBuffer*>(symm_buffer);
-  const moe::Layout layout = {symm.world_size,
-                              symm.rank,
-                              static_cast<int>(ep_size),
-                              static_cast<int>(num_experts),
-                              static_cast<int>(weights.size(2)),
-                              static_cast<int>(weights.size(1))};
-  moe::GroupedGemmArgs args = {};
-  args.x = {x.data_ptr(), x.size(0), x.size(1), x.size(1)};
-  args.weight = rows_of(weight, x.size(1));
-  args.experts = static_cast<int>(weight.size(0));
-  args.num_rows = static_cast<int>(x.size(0));
-  args.out = products.data_ptr();
-  args.schedule = words(schedule);
-  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
-  args.dtype = dtype_of(x);
-  args.config = static_cast<int>(config);
-  args.num_sms = static_cast<int>(num_sms);
+  const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
+  const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
+  moe::GroupedGemmArgs args = grouped_args(x, weight, products, config, num_sms);
+  args.schedule = checked_schedule(schedule, args);
   const moe::CombineArgs combine = {static_cast<const float*>(weights.data_ptr()), out.data_ptr(),
                                     static_cast<int>(out.size(0)), static_cast<int>(tiles_per_chunk),
                                     static_cast<int>(communication_ctas)};

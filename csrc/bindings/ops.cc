@@ -54,10 +54,6 @@ gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optio
   return args;
 }
 
-const runtime::SymmBuffer& symm_buffer_at(int64_t address) {
-  return *reinterpret_cast<const runtime::SymmBuffer*>(address);
-}
-
 void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
              int64_t config, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "runtime/check.h"
+#include "runtime/symm_buffer.h"
 #include "runtime/tensor_map.h"
 
 // Weak: a CPU-only torch lacks it, and the library must load there too.
@@ -27,6 +28,11 @@ inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
 inline runtime::DType dtype_of(const torch::stable::Tensor& tensor) {
   return tensor.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? runtime::DType::kBFloat16
                                                                          : runtime::DType::kFloat16;
+}
+
+// Python tells where a workspace is described.
+inline const runtime::SymmBuffer& symm_buffer_at(int64_t address) {
+  return *reinterpret_cast<const runtime::SymmBuffer*>(address);
 }
 
 }  // namespace flux::bindings

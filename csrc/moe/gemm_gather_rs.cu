@@ -8,22 +8,16 @@ namespace flux::moe {
 
 void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
                     const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream) {
-  FLUX_CHECK(symm.world_size == layout.world_size && symm.world_size >= 2, symm.world_size,
-             layout.world_size);
+  check_layout(args, layout, symm);
   FLUX_CHECK(args.config >= 0 && combine.tiles_per_chunk > 0, args.config, combine.tiles_per_chunk);
-  FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const int n = static_cast<int>(args.weight.rows / args.experts), k = static_cast<int>(args.x.columns);
   const int block_n = gemm::kTileConfigs[args.config].block_n;
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
-  const int peers = symm.world_size - 1;
-  const int64_t slot_bytes = static_cast<int64_t>(peers) * layout.max_tokens * n * gemm::kElementBytes;
-  FLUX_CHECK(slot_bytes <= symm.slot_bytes, slot_bytes, symm.slot_bytes);
-  FLUX_CHECK(static_cast<int64_t>(peers) * layout.max_blocks() * chunks.count() * 4 <= symm.signal_bytes,
-             symm.signal_bytes);
+  check_room(layout, symm, n, chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
-  const int expected = std::max(1, layout.tokens() * layout.top_k / layout.ep_size);
+  const int expected = layout.expected_rows();
   const int ctas = combine.communication_ctas >= 0
                        ? combine.communication_ctas
                        : communication_ctas(expected, combine.num_tokens, n, k, symm.world_size, num_sms);

@@ -6,6 +6,7 @@
 #include "moe/tile_choice.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/symm_buffer.h"
 
 namespace flux::moe {
 
@@ -40,6 +41,21 @@ void prepare_grouped_kernels() {
       }
     }
   });
+}
+
+// Both layers: whether workspace and weight are those of the layout.
+inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, const runtime::SymmBuffer& symm) {
+  FLUX_CHECK(symm.world_size == layout.world_size && symm.world_size >= 2, symm.world_size,
+             layout.world_size);
+  FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
+}
+
+// And whether there is room for rows of `columns` that travel in `chunks`, each with signals of its own.
+inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int columns, int chunks) {
+  const int64_t peers = symm.world_size - 1;
+  const int64_t slot_bytes = peers * layout.max_tokens * columns * gemm::kElementBytes;
+  FLUX_CHECK(slot_bytes <= symm.slot_bytes, slot_bytes, symm.slot_bytes);
+  FLUX_CHECK(peers * layout.max_blocks() * chunks * 4 <= symm.signal_bytes, symm.signal_bytes);
 }
 
 // expected_rows: what the tile shape is chosen for.

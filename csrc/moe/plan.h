@@ -34,6 +34,11 @@ struct Layout {
   FLUX_HD int tokens() const { return world_size * max_tokens; }
   // A token that names an expert twice has one row there.
   FLUX_HD int max_rows() const { return tokens() * (top_k < local_experts() ? top_k : local_experts()); }
+  // On a rank, if tokens choose evenly.
+  FLUX_HD int expected_rows() const {
+    const int rows = tokens() * top_k / ep_size;
+    return rows > 1 ? rows : 1;
+  }
   FLUX_HD int max_tiles(int block_m) const { return max_rows() / block_m + local_experts(); }
 
   // The expert within a slice, or -1 if the slice does not hold it.

@@ -4,7 +4,7 @@ world size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
         return f"{tuple(result.shape)} {result.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
     wrong = (result != expected).sum().item()
     return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+
+
+def run_all(
+    rank: int,
+    world_size: int,
+    cases: Sequence[Any],
+    run_case: Callable[[int, int, int], str],
+    scenarios: Mapping[str, Callable[[int, int], str]],
+) -> dict[str, str]:
+    """What a rank says of each numbered case and each scenario, by name."""
+    answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(cases)}
+    for name, scenario in scenarios.items():
+        answers[name] = scenario(rank, world_size)
+    return answers
 
 
 class Answers:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, case_name, compare
+from cases import Answers, case_name, compare, run_all
 
 import flux
 from flux._native import core
@@ -294,10 +294,7 @@ SCENARIOS = {
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(CASES)}
-    for name, scenario in SCENARIOS.items():
-        answers[name] = scenario(rank, world_size)
-    return answers
+    return run_all(rank, world_size, CASES, run_case, SCENARIOS)
 
 
 _answers = Answers(run_everything)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, case_name, compare
+from cases import Answers, case_name, compare, run_all
 
 import flux
 from flux.comm.cpu import CpuWorkspace
@@ -139,10 +139,7 @@ SCENARIOS = {f.__name__: f for f in (random_data, other_forms, torch_sees, skewe
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(CASES)}
-    for name, scenario in SCENARIOS.items():
-        answers[name] = scenario(rank, world_size)
-    return answers
+    return run_all(rank, world_size, CASES, run_case, SCENARIOS)
 
 
 _answers = Answers(run_everything)

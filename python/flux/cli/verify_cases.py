@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import flux
 from flux.bench import machine
-from flux.bench.cases.common import compare
+from flux.bench.cases.common import CALLS, compare
 from flux.cli import verify_moe
 from flux.ops import gemm as products
 from flux.ops.plan import COPY_FROM_BYTES, copy_chunk_rows
@@ -31,7 +31,6 @@ _SUMS = ("gemm_ar", "all_reduce")  # of whole matrices: their rows are not dealt
 _WITHOUT_WEIGHT = ("all_gather", "all_reduce", "reduce_scatter")
 # Sums of what is marked as a product of each rank.
 _OF_PRODUCTS = ("gemm", "gemm_rs", "reduce_scatter", *_SUMS)
-_CALLS = 3  # back to back: both buffers of a workspace, and one of them again
 # Elements: the CTAs of all emulated ranks wait for each other, so one GPU must hold them all.
 _MAX_EMULATED_SUM = 1 << 18
 
@@ -86,7 +85,7 @@ def is_copied(case: Case) -> bool:
 
 
 def _successive(case: Case) -> list[Case]:
-    return [replace(case, seed=case.seed + 100 * i) for i in range(_CALLS)]
+    return [replace(case, seed=case.seed + 100 * i) for i in range(CALLS)]
 
 
 def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device) -> str:

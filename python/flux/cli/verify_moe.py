@@ -7,11 +7,9 @@ from dataclasses import replace
 import torch
 
 import flux
-from flux.bench.cases.common import compare, first_wrong
+from flux.bench.cases.common import CALLS, compare, first_wrong
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
-
-_CALLS = 3  # back to back: both buffers of a workspace, and one of them again
 
 
 def named_cases(world_size: int) -> list[tuple[str, MoeCase]]:
@@ -33,7 +31,7 @@ def named_cases(world_size: int) -> list[tuple[str, MoeCase]]:
 
 
 def _successive(case: MoeCase) -> list[MoeCase]:
-    return [replace(case, seed=case.seed + 1 + i) for i in range(_CALLS)]
+    return [replace(case, seed=case.seed + 1 + i) for i in range(CALLS)]
 
 
 def rank_case(rank: int, case: MoeCase, device: torch.device) -> str:

@@ -8,6 +8,7 @@ import torch
 
 import flux
 from flux.bench.cases.common import (
+    CALLS,
     Candidate,
     Context,
     Prepared,
@@ -28,14 +29,12 @@ from flux.ops import all_gather
 from flux.ops.plan import workspace_plan
 from flux.testing import AgGemmCase
 
-_CALLS = 3  # of the correctness check: both buffers of the workspace, and one of them again
-
 
 def check(problem: Problem, context: Context) -> str:
     """flux.ag_gemm and flux.all_gather on integers that carry each rank's mark, several calls in a row."""
     m, n, k = problem.local(context.tp)
     results = []
-    for seed in range(_CALLS):
+    for seed in range(CALLS):
         case = AgGemmCase(m, n, k, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
         got = flux.ag_gemm(x, weight, group=context.group)

@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 import flux
 from flux import _native
-from flux.bench.cases.common import Candidate, Context, Prepared, compare, explained, first_wrong, plan_dict
+from flux.bench.cases.common import (
+    CALLS,
+    Candidate,
+    Context,
+    Prepared,
+    compare,
+    explained,
+    first_wrong,
+    plan_dict,
+)
 from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
 from flux.bench.suites import Problem
 from flux.comm import registry
@@ -18,7 +27,6 @@ from flux.ops import gemm
 from flux.ops.plan import workspace_plan
 from flux.testing import GemmRsCase
 
-_CALLS = 3  # of the correctness check: both buffers of the workspace, and one of them again
 _K = 32  # of the products that are summed there
 
 
@@ -26,7 +34,7 @@ def check(problem: Problem, context: Context) -> str:
     """flux.all_reduce of integers that carry each rank's mark, several calls in a row."""
     m, n, _ = problem.local(context.tp)
     results = []
-    for seed in range(_CALLS):
+    for seed in range(CALLS):
         case = GemmRsCase(m, n, _K, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
         total = flux.all_reduce(gemm.reference(x, weight), group=context.group)

@@ -15,6 +15,8 @@ from flux import _native
 from flux.bench.timing import Call, all_max
 
 # Below this M the weights of a burst would stay in L2, which no model sees: rotate over copies of them.
+# Of a correctness check, one behind the other: both buffers of a workspace, and one of them again.
+CALLS = 3
 _DECODE_M = 256
 _MIN_WEIGHT_SETS = 3
 

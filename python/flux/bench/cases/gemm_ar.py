@@ -10,6 +10,7 @@ import torch.distributed as dist
 import flux
 from flux import _native
 from flux.bench.cases.common import (
+    CALLS,
     Candidate,
     Context,
     Prepared,
@@ -28,14 +29,12 @@ from flux.comm.cuda import CudaWorkspace
 from flux.ops.plan import workspace_plan
 from flux.testing import GemmRsCase
 
-_CALLS = 3  # of the correctness check: both buffers of the workspace, and one of them again
-
 
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_ar on integers that carry each rank's mark, several calls in a row."""
     m, n, k = problem.local(context.tp)
     results = []
-    for seed in range(_CALLS):
+    for seed in range(CALLS):
         case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
         results.append(

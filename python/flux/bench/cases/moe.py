@@ -11,7 +11,7 @@ import torch
 
 import flux
 from flux.bench.cases import moe_peers
-from flux.bench.cases.common import Candidate, Context, Prepared, compare, first_wrong
+from flux.bench.cases.common import CALLS, Candidate, Context, Prepared, compare, first_wrong
 from flux.bench.suites import Problem, Request
 from flux.comm import registry
 from flux.comm.workspace import Workspace
@@ -19,7 +19,6 @@ from flux.moe.plan import MoePlan, plan_layer
 from flux.testing.moe_data import MoeCase
 
 _CHECK_COLUMNS = 512  # of the correctness check: tokens, experts and layout are those of the row
-_CALLS = 3  # both buffers of the workspace, and one of them again
 _HOT = "hot"
 _M = (512, 2048, 8192)
 _CPU_M = (64,)
@@ -166,7 +165,7 @@ def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs,
         context.dtype,
         "one expert" if problem.hot else "skewed" if problem.load_std else "even",
     )
-    for seed in range(_CALLS):
+    for seed in range(CALLS):
         case, rank, device = replace(case, seed=seed), context.rank, context.device
         ids, weights = case.routing(rank)
         routing = _route(problem, context, ids.to(device), weights.to(device))
