@@ -23,9 +23,13 @@ struct Transport {
 void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool reuse, cudaStream_t stream);
 
-// out[m, k] = the rows of all ranks.
+// out[m, k] = the rows of all ranks. `begun`: copy engines have been told by begin_all_gather, in the same call.
 void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-                const Transport& transport, cudaStream_t stream);
+                const Transport& transport, bool begun, cudaStream_t stream);
+
+// Lets copy engines send x, so that other kernels may come between. x must not change until all_gather is done.
+void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
+                      cudaStream_t stream);
 
 // The same for rows that the ag_gemm before on this stream has gathered; nothing is sent.
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,

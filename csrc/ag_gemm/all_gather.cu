@@ -12,7 +12,9 @@ namespace flux::ag_gemm {
 namespace {
 
 constexpr int kThreads = 32 * kPushWarps;
-constexpr int kCtas = 16;  // enough for the links, and eight ranks can live on one GPU
+constexpr int kCtas = 16;  // that push: enough for the links, and eight ranks can live on one GPU
+// That only put rows together: 16 take as long as the link does, and come after it.
+constexpr int kCollectCtas = 64;
 constexpr int kCopyBytes = 65536;
 constexpr int kSmemBytes = kPushWarps * (kPieceBytes + sizeof(uint64_t)) + 128;
 constexpr uint32_t kOp = 3;
@@ -94,41 +96,56 @@ __global__ void __launch_bounds__(kThreads, 1) all_gather_kernel(const __grid_co
   if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
 }
 
-void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-            const Transport& transport, bool reuse, cudaStream_t stream) {
+// Where a launch finds the rows of peers.
+enum class Rows { kToSend, kBegun, kHere };
+
+Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport) {
   FLUX_CHECK(symm.world_size >= 2, symm.world_size);
-  FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
+  FLUX_CHECK(x.row_stride == x.columns, x.row_stride);
   const int rows = static_cast<int>(x.rows), k = static_cast<int>(x.columns);
-  FLUX_CHECK(out.rows == x.rows * symm.world_size && out.columns == x.columns, out.rows, out.columns);
   const Layout layout = make_layout(rows * symm.world_size, k, symm.world_size);
   check_room(layout, symm, transport);
-  const bool copied = transport.copy_epoch != 0;
-  if (copied && !reuse) {
-    push_by_copy_engine(symm, layout, x.data, transport.copy_epoch, transport.chunk_rows, stream);
-  }
+  return layout;
+}
+
+void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
+            const Transport& transport, Rows rows, cudaStream_t stream) {
+  const Layout layout = checked_layout(x, symm, transport);
+  FLUX_CHECK(out.row_stride == out.columns && out.columns == x.columns, out.row_stride, out.columns);
+  FLUX_CHECK(out.rows == x.rows * symm.world_size, out.rows);
+  const bool copied = transport.copy_epoch != 0, push = rows == Rows::kToSend && !copied;
+  FLUX_CHECK(rows != Rows::kBegun || copied, copied);
+  if (rows == Rows::kToSend && copied) begin_all_gather(x, symm, transport, stream);
+  const bool arrive_copied = copied && rows != Rows::kHere;
   const Params params = {symm,
                          layout,
                          static_cast<const char*>(x.data),
                          static_cast<char*>(const_cast<void*>(out.data)),
-                         /*push=*/!copied && !reuse,
-                         copied && !reuse ? transport.chunk_rows / gemm::kBlockM : 1,
+                         push,
+                         arrive_copied ? transport.chunk_rows / gemm::kBlockM : 1,
                          transport.copy_epoch,
-                         reuse};
-  all_gather_kernel<<<kCtas, kThreads, kSmemBytes, stream>>>(params);
+                         /*reuse=*/rows == Rows::kHere};
+  all_gather_kernel<<<push ? kCtas : kCollectCtas, kThreads, push ? kSmemBytes : 0, stream>>>(params);
   FLUX_CUDA_CHECK(cudaGetLastError());
-  if (copied && !reuse) runtime::CopyQueue().join(stream);  // x may be overwritten then
+  if (arrive_copied) runtime::CopyQueue().join(stream);  // x may be overwritten then
 }
 
 }  // namespace
 
+void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
+                      cudaStream_t stream) {
+  const Layout layout = checked_layout(x, symm, transport);
+  push_by_copy_engine(symm, layout, x.data, transport.copy_epoch, transport.chunk_rows, stream);
+}
+
 void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-                const Transport& transport, cudaStream_t stream) {
-  launch(x, out, symm, transport, /*reuse=*/false, stream);
+                const Transport& transport, bool begun, cudaStream_t stream) {
+  launch(x, out, symm, transport, begun ? Rows::kBegun : Rows::kToSend, stream);
 }
 
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
              uint32_t copy_epoch, cudaStream_t stream) {
-  launch(x, out, symm, {copy_epoch, 0}, /*reuse=*/true, stream);
+  launch(x, out, symm, {copy_epoch, 0}, Rows::kHere, stream);
 }
 
 void prepare_all_gather() {

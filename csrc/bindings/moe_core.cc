@@ -102,6 +102,7 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("max_blocks", &Layout::max_blocks, "Of one slot; each has a signal.")
       .def_property_readonly("route_ctas", &moe::route_ctas, "Of the routing kernel; all must be resident.")
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
+      .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
       .def("max_tiles", &Layout::max_tiles, py::arg("block_m"))
       .def("slice_of", &Layout::slice_of, py::arg("rank"))
       .def("step_of", &Layout::step_of, py::arg("source"))

@@ -31,18 +31,24 @@ moe::RoutingArrays routing_arrays(const std::vector<Tensor>& arrays) {
           words(arrays[10])};
 }
 
-// ids [world_size, max_tokens, top_k]; arrays in the order of RoutingArrays.
-void route_op(Tensor ids, std::vector<Tensor> arrays, Tensor scratch, int64_t rank, int64_t ep_size,
-              int64_t num_experts, int64_t block_m) {
+// ids and weights [tokens, top_k] of this rank, int32 or int64 and float32, contiguous; arrays in the order of
+// RoutingArrays; all_weights [world_size, max_tokens, top_k]. symm_buffer: 0 where there is nobody to tell.
+void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all_weights, Tensor scratch,
+              int64_t symm_buffer, int64_t rank, int64_t ep_size, int64_t num_experts, int64_t block_m) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
-  FLUX_CHECK(ids.dim() == 3, ids.dim());
-  const auto size = [&](int i) { return static_cast<int>(ids.size(i)); };
+  const moe::RoutingArrays out = routing_arrays(arrays);
+  const auto size = [&](int i) { return static_cast<int>(all_weights.size(i)); };
   const moe::Layout layout = {
       size(0), static_cast<int>(rank), static_cast<int>(ep_size), static_cast<int>(num_experts), size(2),
       size(1)};
+  FLUX_CHECK(ids.dim() == 2 && ids.size(1) == layout.top_k, ids.dim());
+  FLUX_CHECK(weights.numel() == ids.numel(), weights.numel(), ids.numel());
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
-  const moe::RoutingArrays out = routing_arrays(arrays);
-  moe::route(layout, static_cast<int>(block_m), words(ids), out, words(scratch), current_stream(ids));
+  const moe::OwnChoices own = {ids.data_ptr(), ids.element_size() == sizeof(int64_t),
+                               static_cast<const float*>(weights.data_ptr()), static_cast<int>(ids.size(0))};
+  moe::route(layout, static_cast<int>(block_m), own,
+             symm_buffer != 0 ? &symm_buffer_at(symm_buffer) : nullptr, out,
+             static_cast<float*>(all_weights.data_ptr()), words(scratch), current_stream(ids));
 }
 
 // products [rows, n], positions and weights [..., top_k], out [..., n].

@@ -100,10 +100,19 @@ void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t mode) {
                       static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
 }
 
-void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
+void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,
+                   bool begun) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   ag_gemm::all_gather(words(x), words(out), symm_buffer_at(symm_buffer),
-                      {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, current_stream(x));
+                      {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, begun,
+                      current_stream(x));
+}
+
+void begin_all_gather_op(Tensor x, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  ag_gemm::begin_all_gather(words(x), symm_buffer_at(symm_buffer),
+                            {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)},
+                            current_stream(x));
 }
 
 void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epoch) {
@@ -134,6 +143,7 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_gemm_ar", TORCH_BOX(&flux::bindings::gemm_ar_op));
   m.impl("_all_reduce", TORCH_BOX(&flux::bindings::all_reduce_op));
   m.impl("_all_gather", TORCH_BOX(&flux::bindings::all_gather_op));
+  m.impl("_begin_all_gather", TORCH_BOX(&flux::bindings::begin_all_gather_op));
   m.impl("_collect", TORCH_BOX(&flux::bindings::collect_op));
 }
 

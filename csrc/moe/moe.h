@@ -6,15 +6,26 @@
 #include <cstdint>
 
 #include "moe/routing.h"
+#include "runtime/symm_buffer.h"
 #include "runtime/tensor_map.h"
 
 namespace flux::moe {
 
-// Fills the arrays of a routing (all in device memory) from ids [world_size][max_tokens][top_k] of all ranks,
-// exactly as route_on_host does. `scratch` holds route_scratch_words() words, with anything in them. The launch
-// is cooperative; it can be captured in a graph.
-void route(const Layout& layout, int block_m, const int32_t* ids, const RoutingArrays& out, int32_t* scratch,
-           cudaStream_t stream);
+// What the tokens of this rank chose, in device memory.
+struct OwnChoices {
+  const void* ids;  // [tokens][top_k]; what is no expert's number is not routed
+  bool wide;        // int64, else int32
+  const float* weights;
+  int tokens;
+};
+
+// Fills the arrays of a routing (all in device memory) from what all ranks chose, exactly as route_on_host does, and
+// `weights` [world_size][max_tokens][top_k] with those of all ranks. A collective of ranks whose workspaces hold
+// route_exchange_bytes(); `symm` may be null for one rank, or no tokens.
+// `scratch` holds route_scratch_words() words, with anything in them. The launch is cooperative; it can be captured
+// in a graph.
+void route(const Layout& layout, int block_m, const OwnChoices& own, const runtime::SymmBuffer* symm,
+           const RoutingArrays& out, float* weights, int32_t* scratch, cudaStream_t stream);
 
 // out[token] = the sum over its choices of weight times row, for 16-bit products whose columns are a multiple of
 // eight; a choice without a row (position -1) adds nothing. out: [tokens][columns], 16-byte aligned.

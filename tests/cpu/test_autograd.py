@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
 from flux.ops import gemm as gemm_module
+from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 WORLD_SIZES = [1, 2, 3]
@@ -130,7 +131,8 @@ def directional(rank: int, p: int) -> str:
         hidden = torch.sin(a) * b
         y = flux.gemm_rs(hidden.view(p, -1, hidden.shape[-1]), down, transpose_weight=True)
         z = flux.gemm(flux.all_gather(y.flatten(0, -2)), square)
-        return (z * z).sum() + rows.cos().sum()
+        u, both = gemm_rs_with_gather(hidden, down, y, transpose_weight=True)
+        return (z * z).sum() + rows.cos().sum() + u.cos().sum() + both.sin().sum()
 
     tensors = [random(6, 5), random(4, 5), random(4, 5), random(4), random(4, 5), random(5, 5)]
     steps = [random(*t.shape) for t in tensors]
@@ -171,7 +173,7 @@ def what_travels(rank: int, p: int) -> str:
         (flux.gemm_rs, x, True, True, {}, ["ag_gemm"]),
         (flux.gemm_rs, x, True, False, {}, ["ag_gemm"]),
         (flux.gemm_rs, x, False, True, {}, ["all_gather"]),
-        (flux.ag_gemm, wide, True, True, {}, ["all_gather", "gemm_rs"]),
+        (flux.ag_gemm, wide, True, True, {}, ["gemm_rs_with_gather"]),
         (flux.ag_gemm, wide, True, False, {}, ["gemm_rs"]),
         (flux.ag_gemm, wide, False, True, {}, ["all_gather"]),
         (flux.ag_gemm, wide, True, True, {"return_gathered": True}, ["gemm_rs"]),
@@ -219,6 +221,7 @@ def torch_sees(rank: int, p: int) -> str:
     torch.library.opcheck(ops.gemm_rs.default, (x, weight, bias, False, name))
     torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [], False, True, name))
     torch.library.opcheck(ops.ag_gemm.default, (x, [weight, weight], [bias, bias], False, False, name))
+    torch.library.opcheck(ops.gemm_rs_with_gather.default, (x, weight, False, bias, name))
     torch.library.opcheck(ops.all_gather.default, (x, name))
     torch.library.opcheck(ops.reduce_scatter.default, (x, name))
 
@@ -282,6 +285,7 @@ def second_derivatives(rank: int, world_size: int) -> None:
         torch.autograd.gradcheck(op, tensors)
         torch.autograd.gradgradcheck(op, tensors)
     torch.autograd.gradgradcheck(flux.all_gather, tensors[:1])
+    torch.autograd.gradgradcheck(lambda x, w: gemm_rs_with_gather(x, w, x), tensors[:2])
 
 
 def test_gradcheck_of_one_rank() -> None:

@@ -156,7 +156,7 @@ class Calls(TorchDispatchMode):
 
 def what_travels(rank: int, p: int) -> None:
     for sequence_parallel, save_gathered, expected in (
-        (True, False, "ag_gemm gemm_rs | ag_gemm all_gather gemm_rs"),
+        (True, False, "ag_gemm gemm_rs | ag_gemm gemm_rs_with_gather"),
         (True, True, "ag_gemm gemm_rs | ag_gemm gemm_rs"),
         (False, False, "gemm gemm gemm_ar | gemm gemm_ar"),
     ):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dist_workers import DTYPES, outlive, random_case
 
 import flux
+from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
 from flux.testing import AgGemmCase, GemmRsCase, tolerance
 
 # Rows of a shard, n, k. The last two have shards of 8 MiB and more: copy engines carry those.
@@ -150,8 +151,13 @@ def many_shapes(rank: int, world_size: int, number: int, sleep_s: float) -> list
     for first in range(0, number, 50):
         pending: list[tuple[str, torch.Tensor, Callable[[], torch.Tensor]]] = []
         for seed in range(first, first + 50):
-            kind = shapes.choice(["plain"] * 5 + ["gemm_rs"] * 2 + ["all_gather", "gathered", "several"])
+            kind = shapes.choice(
+                ["plain"] * 5 + ["gemm_rs"] * 2 + ["all_gather", "gathered", "several", "beside"]
+            )
             case: Any = (random_case if kind == "gemm_rs" else random_ag_case)(shapes, world_size, seed)
+            if kind == "beside":
+                case = random_ag_case(shapes, world_size, seed, large=0.5)
+            beside = replace(random_case(shapes, world_size, seed), bias=False)
             other = replace(case, n=8 * shapes.randint(1, 200), bias=False)
             x, weight, bias = case.inputs(rank, "cuda")
             layout = {"transpose_weight": case.transpose_weight}
@@ -166,6 +172,12 @@ def many_shapes(rank: int, world_size: int, number: int, sleep_s: float) -> list
             elif kind == "all_gather":
                 results = [flux.all_gather(x)]
                 wanted = [partial(case.gathered, "cuda")]
+            elif kind == "beside":
+                left, right, _ = beside.inputs(rank, "cuda")
+                flipped = beside.transpose_weight
+                results = list(gemm_rs_with_gather(left, right, x, transpose_weight=flipped))
+                wanted = [partial(beside.expected, rank, "cuda"), partial(case.gathered, "cuda")]
+                left.fill_(7)
             elif kind == "gathered":
                 results = list(flux.ag_gemm(x, weight, bias, return_gathered=True, **layout))
                 wanted = [

@@ -201,6 +201,23 @@ def test_gathered_rows(world_size: int, copied: bool) -> None:
         assert_gathered(case, collected, "collected")
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_rows_that_are_gathered_beside_gemm_rs(world_size: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for number, (rows, n, k) in enumerate([*SHAPES, (700, 64, 1032)]):
+        case = AgGemmCase(rows * world_size, 8, k, world_size, DTYPES[number % 2], seed=number)
+        beside = GemmRsCase(rows * world_size, n, 264, world_size, DTYPES[number % 2], seed=number)
+        xs = gpu_inputs(case)[0]
+        made = [beside.inputs(rank, "cuda") for rank in range(world_size)]
+        ranks.begin_all_gather(xs, chunk_rows=256)
+        products = ranks.gemm_rs([x for x, _, _ in made], [w for _, w, _ in made])
+        gathered = ranks.all_gather(xs, copied=True, begun=True, chunk_rows=256)
+        ranks.check()
+        for rank, product in enumerate(products):
+            assert torch.equal(product, beside.expected(rank, "cuda")), (rank, beside)
+        assert_gathered(case, gathered, "gathered beside gemm_rs")
+
+
 @pytest.mark.parametrize("copied", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_all_gather_back_to_back_without_waiting(world_size: int, copied: bool) -> None:

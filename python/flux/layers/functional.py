@@ -126,11 +126,13 @@ class _Column(torch.autograd.Function):
         rows, *weights = ctx.saved_tensors
         count = len(weights)
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
-        if any(needs[:count]) and ctx.sequence_parallel and not ctx.gathered:
-            rows = all_gather(rows, group=ctx.name)
+        gathers = any(needs[:count]) and ctx.sequence_parallel and not ctx.gathered
         grad_x = None
         if needs_x and ctx.sequence_parallel:
-            grad_x = gathered_input_grad(grads, weights, False, ctx.name)
+            grad_x, gathered = gathered_input_grad(grads, weights, False, ctx.name, rows if gathers else None)
+            rows = gathered if gathers else rows
+        elif gathers:
+            rows = all_gather(rows, group=ctx.name)
         elif needs_x:
             grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
         grad_weights = [

@@ -13,14 +13,15 @@ from torch.distributed import ProcessGroup
 from flux import _native
 from flux.comm import cuda, registry
 from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
-from flux.comm.workspace import MAX_WORLD_SIZE
+from flux.comm.workspace import MAX_WORLD_SIZE, round_up
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M
 from flux.ops import _check
 from flux.ops import all_gather as gather
 from flux.ops._library import library, may_skip_dispatch, needs_grad
-from flux.ops.plan import plan_all_gather
+from flux.ops.plan import Plan, plan_all_gather
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
 _OP = "moe.route"
@@ -165,7 +166,7 @@ def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         _check.fail(_OP, "topk_weights", f"device {topk_ids.device}, that of topk_ids", topk_weights.device)
 
 
-def _checked_shapes(
+def checked_shapes(
     p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of the arrays that routing results in. tokens: of this rank."""
@@ -197,7 +198,7 @@ def _checked_shapes(
 
 
 # What torch traces may have symbolic sizes, which cannot be looked up.
-_kept_shapes = functools.lru_cache(maxsize=1024)(_checked_shapes)
+_kept_shapes = functools.lru_cache(maxsize=1024)(checked_shapes)
 
 
 def _fake(
@@ -210,7 +211,7 @@ def _fake(
 ) -> list[torch.Tensor]:
     _check_tensors(topk_ids, topk_weights)
     p = process_group(name).size()
-    shapes = _checked_shapes(p, num_experts, ep_size, max_tokens, *topk_ids.shape)
+    shapes = checked_shapes(p, num_experts, ep_size, max_tokens, *topk_ids.shape)
     arrays = [topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes]
     return [*arrays, topk_ids.new_empty(shapes[_POSITIONS], dtype=torch.float32)]
 
@@ -227,26 +228,56 @@ def _eager(
     group = process_group(name)
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
+    layout = make_layout(group, num_experts, ep_size, k, max_tokens)
+    if topk_ids.is_cuda:
+        workspace = None
+        if p > 1 and max_tokens > 0:  # else there is nobody to tell, or nothing
+            workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
+        plan = _kernel_plan(layout, topk_ids.device, workspace)
+        if plan.fused:
+            return _by_kernel(workspace, plan, layout, topk_ids, topk_weights, shapes)
     told = _message(topk_ids, topk_weights, max_tokens)
-    if k % 2 and max_tokens % 2 == 0:
-        told = told.view(-1, 4 * k)  # the kernel that gathers takes rows of multiples of 16 bytes
     everybody = _exchange(told, group, num_experts, ep_size)
     # One copy makes both contiguous.
     parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
     # To autograd no view: users may change it in place as any other tensor.
     weights = parts[0].data
     ids = parts[1].view(torch.int32)
-    layout = make_layout(group, num_experts, ep_size, k, max_tokens)
-    if ids.is_cuda and not _kernel_takes(layout, ids.device):
-        return [*reference.routing_tensors(layout, BLOCK_M, ids), weights]
-    arrays = [ids.new_empty(*shape) for shape in shapes]  # separate sizes are faster to read than a list
     if ids.is_cuda:
-        scratch = ids.new_empty(layout.route_scratch_words)
-        _kernel(ids, arrays, scratch, layout.rank, ep_size, num_experts, BLOCK_M)
-    else:
-        addresses = [array.data_ptr() for array in arrays]
-        _native.core.moe_route(layout, BLOCK_M, ids.data_ptr(), addresses)
+        return [*reference.routing_tensors(layout, BLOCK_M, ids), weights]
+    arrays = [ids.new_empty(shape) for shape in shapes]
+    _native.core.moe_route(layout, BLOCK_M, ids.data_ptr(), [array.data_ptr() for array in arrays])
     return [*arrays, weights]
+
+
+def _by_kernel(
+    workspace: CudaWorkspace | None,
+    plan: Plan,
+    layout: Any,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+) -> list[torch.Tensor]:
+    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    int32 = torch.int32
+    # Separate sizes are faster to read than a list.
+    arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
+    all_weights = weights.new_empty(*shapes[_POSITIONS])
+    scratch = ids.new_empty(layout.route_scratch_words, dtype=int32)
+    symm_buffer = 0 if workspace is None else workspace.enter(plan)
+    _kernel(
+        ids,
+        weights,
+        arrays,
+        all_weights,
+        scratch,
+        symm_buffer,
+        layout.rank,
+        layout.ep_size,
+        layout.num_experts,
+        BLOCK_M,
+    )
+    return [*arrays, all_weights]
 
 
 def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int) -> torch.Tensor:
@@ -265,12 +296,35 @@ def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int
     return told
 
 
+def _kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
+    """Whether the kernel routes this: alike on all ranks, as it is also how they tell each other."""
+    if workspace is None:
+        return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
+    key = (_OP, layout)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
+        workspace.plans[key] = plan
+    return cast(Plan, plan)
+
+
 @functools.lru_cache(maxsize=1024)
-def _kernel_takes(layout: Any, device: torch.device) -> bool:
-    """Whether the kernel can route this. Ranks may differ in that: the result is the same."""
-    if cuda.why_not(device) is not None or layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
-        return False
-    return bool(layout.route_ctas <= torch.cuda.get_device_properties(device).multi_processor_count)
+def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -> Plan:
+    if why_not is None and layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
+        why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
+    if why_not is None and layout.route_ctas > num_sms:
+        why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count at once"
+    m = layout.world_size * layout.max_tokens
+    common = (_OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False)
+    if why_not is not None:
+        return Plan(*common, False, "torch", why_not)
+    room = round_up(layout.route_exchange_bytes)
+    reason = "supported by the kernel"
+    return Plan(*common, True, transport, reason, config=layout.ep_size, exchange_bytes=room)
+
+
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _exchange(told: torch.Tensor, group: ProcessGroup, num_experts: int, ep_size: int) -> torch.Tensor:

@@ -27,6 +27,12 @@ library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[
 library.define(
     f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
 )
+# gemm_rs, and all_gather of `rows` beside it.
+library.define(
+    "gemm_rs_with_gather(Tensor x, Tensor weight, bool transpose_weight, Tensor rows, str group_name) -> "
+    "(Tensor, Tensor)",
+    tags=_TAGS,
+)
 library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 
@@ -82,17 +88,21 @@ library.define(
     f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int copy_epoch, int chunk_rows, bool reuse) -> ()"
 )
-library.define("_all_gather(Tensor x, Tensor(a!) out, int symm_buffer, int copy_epoch, int chunk_rows) -> ()")
+# begun: _begin_all_gather has told the copy engines, and other kernels may have come between.
+library.define(
+    "_all_gather(Tensor x, Tensor(a!) out, int symm_buffer, int copy_epoch, int chunk_rows, bool begun) -> ()"
+)
+library.define("_begin_all_gather(Tensor x, int symm_buffer, int copy_epoch, int chunk_rows) -> ()")
 library.define("_collect(Tensor x, Tensor(a!) gathered, int symm_buffer, int copy_epoch) -> ()")
 # activation: index of grouped_gemm.ACTIVATIONS + 1, or 0. schedule: int32, room for the tile schedule.
 library.define(
     "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
     "Tensor(b!) schedule, int config, int num_sms) -> ()"
 )
-# arrays: those of a flux.moe.Routing but for the weights.
+# ids, weights: of this rank. arrays, all_weights: those of a flux.moe.Routing. symm_buffer 0: nobody to tell.
 library.define(
-    "_moe_route(Tensor ids, Tensor(a!)[] arrays, Tensor(b!) scratch, int rank, int ep_size, int num_experts, "
-    "int block_m) -> ()"
+    "_moe_route(Tensor ids, Tensor weights, Tensor(a!)[] arrays, Tensor(b!) all_weights, Tensor(c!) scratch, "
+    "int symm_buffer, int rank, int ep_size, int num_experts, int block_m) -> ()"
 )
 # arrays: as for _moe_route. products, schedule: room for what the GEMM writes, and for its order of tiles.
 library.define(

@@ -89,7 +89,7 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     workspace = registry.get(group, x.device, "all_gather")
     rows = x.shape[0]
     k = x.numel() // rows if rows else 0
-    plan = _plan(workspace, rows * group.size(), k, x.dtype)
+    plan = gather_plan(workspace, rows * group.size(), k, x.dtype)
     if not plan.fused:
         unfused(x, group, out)
         return
@@ -100,7 +100,8 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
         _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
 
 
-def _plan(workspace: Workspace, m: int, k: int, dtype: torch.dtype) -> Plan:
+def gather_plan(workspace: Workspace, m: int, k: int, dtype: torch.dtype) -> Plan:
+    """The plan of all_gather on a workspace, made once for each problem."""
     key = ("all_gather", m, k, dtype)
     plan = workspace.plans.get(key)
     if plan is None:
@@ -142,7 +143,7 @@ def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torc
     x = readable(x)
     target = writable(out)
     address, epoch, chunk_rows = enter(workspace, plan)
-    _kernel(x, target, address, epoch, chunk_rows)
+    _kernel(x, target, address, epoch, chunk_rows, False)
     if target is not out:
         out.copy_(target)
 

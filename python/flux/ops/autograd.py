@@ -16,6 +16,7 @@ from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
 from flux.ops.gemm import gemm
 from flux.ops.gemm_rs import gemm_rs
+from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
 from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import weight_grad
 
@@ -60,11 +61,18 @@ def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def gathered_input_grad(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], transpose_weight: bool, group_name: str
-) -> Tensor:
-    """Gradient of x in ag_gemm, summed over weights and ranks."""
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    transpose_weight: bool,
+    group_name: str,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of x in ag_gemm, summed over weights and ranks, and beside it the gathered `rows`."""
     grad, weight = joined(grads, weights, transpose_weight)
-    return gemm_rs(grad, weight, group=group_name, transpose_weight=not transpose_weight)
+    flipped = not transpose_weight
+    if rows is None:
+        return gemm_rs(grad, weight, group=group_name, transpose_weight=flipped), None
+    return gemm_rs_with_gather(grad, weight, rows, group=group_name, transpose_weight=flipped)
 
 
 def scattered_input_grad(
@@ -129,16 +137,19 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     products = grads[: ctx.count]
     used = [i for i, grad in enumerate(products) if grad is not None]
-    if any(needs_weights) and used and not ctx.saved_gathered:
-        rows = all_gather(rows, group=ctx.group_name)
+    gathers = any(needs_weights) and bool(used) and not ctx.saved_gathered
     grad_x = None
     if needs_x and used:
-        grad_x = gathered_input_grad(
+        grad_x, gathered = gathered_input_grad(
             [products[i] for i in used],  # type: ignore[misc]
             [weights[i] for i in used],
             ctx.transpose_weight,
             ctx.group_name,
+            rows if gathers else None,
         )
+        rows = gathered if gathers else rows
+    elif gathers:
+        rows = all_gather(rows, group=ctx.group_name)
     if needs_x and len(grads) > ctx.count and grads[-1] is not None:
         of_gathered = reduce_scatter(grads[-1], group=ctx.group_name)
         grad_x = of_gathered if grad_x is None else grad_x + of_gathered
@@ -154,6 +165,27 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
             for grad, needed in zip(products, needs_biases, strict=False)
         ]
     return grad_x, grad_weights, grad_biases, None, None, None
+
+
+def _with_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, ctx.transpose_weight, _, ctx.group_name = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _with_gather_backward(ctx: Any, grad: Tensor, of_gathered: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, _, needs_rows = ctx.needs_input_grad[:4]
+    grad_x, gathered = scattered_input_grad(
+        grad, weight, ctx.transpose_weight, ctx.group_name, needs_x, needs_weight
+    )
+    return (
+        grad_x,
+        None if gathered is None else weight_grad(gathered, x, ctx.transpose_weight),
+        None,
+        reduce_scatter(of_gathered, group=ctx.group_name) if needs_rows else None,
+        None,
+    )
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -172,6 +204,7 @@ for _name, _setup, _backward in (
     ("gemm", _gemm_setup, _gemm_backward),
     ("gemm_rs", _gemm_setup, _gemm_rs_backward),
     ("ag_gemm", _ag_gemm_setup, _ag_gemm_backward),
+    ("gemm_rs_with_gather", _with_gather_setup, _with_gather_backward),
     ("all_gather", _all_gather_setup, _all_gather_backward),
     ("reduce_scatter", _all_gather_setup, _reduce_scatter_backward),
 ):

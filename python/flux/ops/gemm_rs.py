@@ -158,7 +158,7 @@ def _run(
     if not plan.fused:
         _unfused(x2, weight, bias, transpose_weight, group, out2)
     elif x.is_cuda:
-        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, weight, bias, out2)
+        fused_cuda(cast(CudaWorkspace, workspace), plan, x2, weight, bias, out2)
     else:
         _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, weight, bias, out2)
 
@@ -190,7 +190,7 @@ def _unfused(
         out += bias
 
 
-def _fused_cuda(
+def fused_cuda(
     workspace: CudaWorkspace,
     plan: Plan,
     x: torch.Tensor,

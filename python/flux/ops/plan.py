@@ -36,6 +36,8 @@ _MAX_PUSH_BLOCKS: int = _native.core.MAX_PUSH_BLOCKS
 # Gathered shards of this size and more go by copy engine: starting one costs some microseconds, which must be
 # small against the transfer; from there on SMs are better used for the GEMM.
 COPY_FROM_BYTES = 8 << 20
+# Parts of a shard of which all_gather's copy engines tell, one after the other.
+_GATHERED_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,9 @@ def plan_all_gather(
     if not fused:
         return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
     gathering = _gathering(device_type, m, k, dtype, world_size, transport)
+    if gathering.get("copied"):
+        # Rows are put together while later ones travel; what comes last should be little.
+        gathering["chunk_rows"] = round_up(-(-(m // world_size) // _GATHERED_PARTS), _BLOCK_M)
     # No tile shape, but a number that ranks can tell each other.
     gathering |= {"reason": reason, "config": 0}
     return Plan(*common, **gathering)

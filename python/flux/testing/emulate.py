@@ -357,18 +357,30 @@ class EmulatedRanks:
         absent: Collection[int] = (),
         copied: bool = False,
         chunk_rows: int = 128,
+        begun: bool = False,
     ) -> list[torch.Tensor]:
         """AllGather of all ranks at once: for every rank the rows [m, k] of all."""
         workspaces = self._gathering(xs[0], copied)
         outs = self._empty(xs[0], xs[0].shape[0] * self.world_size, xs[0].shape[1])
 
         def launch(rank: int) -> None:
-            epoch = self._copy_epoch(rank, copied, next_=True)
+            epoch = self._copy_epoch(rank, copied, next_=not begun)
             address = workspaces.address(rank)
-            torch.ops.flux._all_gather(xs[rank], outs[rank], address, epoch, chunk_rows if copied else 0)
+            chunk = chunk_rows if copied else 0
+            torch.ops.flux._all_gather(xs[rank], outs[rank], address, epoch, chunk, begun)
 
         self._launch(launch, join, absent)
         return outs
+
+    def begin_all_gather(self, xs: Sequence[torch.Tensor], chunk_rows: int = 128) -> None:
+        """Lets copy engines send all ranks' rows; ends by all_gather(xs, copied=True, begun=True)."""
+        workspaces = self._gathering(xs[0], copied=True)
+
+        def launch(rank: int) -> None:
+            epoch = self._copy_epoch(rank, copied=True, next_=True)
+            torch.ops.flux._begin_all_gather(xs[rank], workspaces.address(rank), epoch, chunk_rows)
+
+        self._launch(launch, False, ())
 
     def check(self) -> None:
         """Synchronises and raises CommTimeoutError if a rank ran out of time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from flux import _native
 from flux.comm.workspace import round_up
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M
+from flux.moe.routing import checked_shapes
 from flux.ops.grouped_gemm import ACTIVATIONS, schedule_words
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.moe_data import MoeCase
@@ -19,7 +20,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 class EmulatedMoeRanks(EmulatedRanks):
-    """Ranks that share the experts and tokens of a case, whose routing is made on the host."""
+    """Ranks that share the experts and tokens of a case. Layers work from a routing made on the host."""
+
+    def __init__(self, world_size: int, device: torch.device | None = None, timeout_s: float = 10.0) -> None:
+        super().__init__(world_size, device, timeout_s)
+        self._kept: list[torch.Tensor] = []  # what a caller would hold, until check()
+
+    def check(self) -> None:
+        super().check()
+        self._kept.clear()
 
     def route(self, case: MoeCase) -> list[Any]:
         """Readies the ranks for the case's layers; returns each rank's native layout."""
@@ -40,6 +49,53 @@ class EmulatedMoeRanks(EmulatedRanks):
             core.moe_route(layout, BLOCK_M, ids.data_ptr(), [a.data_ptr() for a in arrays])
             self._arrays.append([a.to(self.device) for a in arrays])
         return self._layouts
+
+    def route_by_kernel(
+        self,
+        ids: Tensors,
+        weights: Tensors,
+        num_experts: int,
+        ep_size: int,
+        max_tokens: int,
+        *,
+        join: bool = True,
+        absent: Collection[int] = (),
+    ) -> list[list[torch.Tensor]]:
+        """Routing of all ranks at once: for every rank the tensors of its flux.moe.Routing, filled with 77.
+
+        Args:
+            ids, weights: for every rank [tokens, k] on the GPU, int32 or int64 and float32.
+        """
+        p, k = self.world_size, ids[0].shape[1]
+        core = _native.core
+        layouts = [core.MoeLayout(p, rank, ep_size, num_experts, k, max_tokens) for rank in range(p)]
+        self._stored._grow(0, 0, round_up(layouts[0].route_exchange_bytes))
+        shapes = checked_shapes(p, num_experts, ep_size, max_tokens, 0, k)
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.full(shape, 77, dtype=torch.int32, device=self.device)
+
+        arrays = [[empty(*shape) for shape in shapes] for _ in range(p)]
+        all_weights = [empty(p, max_tokens, k).float() for _ in range(p)]
+        scratch = [empty(layouts[0].route_scratch_words) for _ in range(p)]
+
+        def launch(rank: int) -> None:
+            torch.ops.flux._moe_route(
+                ids[rank],
+                weights[rank],
+                arrays[rank],
+                all_weights[rank],
+                scratch[rank],
+                self._stored.address(rank),
+                rank,
+                ep_size,
+                num_experts,
+                BLOCK_M,
+            )
+
+        self._kept += scratch
+        self._launch(launch, join, absent)
+        return [[*tensors, w] for tensors, w in zip(arrays, all_weights, strict=True)]
 
     def ag_scatter_gemm(
         self,
@@ -117,7 +173,7 @@ class EmulatedMoeRanks(EmulatedRanks):
                 self.num_sms,
             )
 
-        self._kept = (products, schedules)  # until check(), as a caller's tensors
+        self._kept += [*products, *schedules]
         self._launch(launch, join, ())
         return outs
 

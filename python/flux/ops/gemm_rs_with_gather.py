@@ -1,0 +1,123 @@
+"""GEMM+ReduceScatter while copy engines gather rows of another tensor: what the backward pass of an
+AllGather+GEMM needs for the gradients of x and of the weight. The GEMM is not slowed down by SMs that send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import GroupLike, group_name, process_group
+from flux.comm.workspace import Workspace
+from flux.ops import _check
+from flux.ops import all_gather as gather
+from flux.ops import gemm_rs as scatter
+from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._tensors import readable
+from flux.ops.plan import Plan, workspace_plan
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def gemm_rs_with_gather(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+) -> Pair:
+    """flux.gemm_rs(x, weight) and flux.all_gather(rows), the second beside the first. A collective.
+
+    Args:
+        x, weight, group, transpose_weight: as in flux.gemm_rs.
+        rows: as x of flux.all_gather. Shards of 8 MiB and more go beside the GEMM, by copy engine. Smaller ones
+            come after it, and in a CUDA graph all do.
+
+    Returns:
+        [M/p, ..., N] and [p * rows, ...]: fresh tensors.
+
+    Raises:
+        ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
+    """
+    name = group_name(group, "gemm_rs")
+    direct = (
+        may_skip_dispatch(x, weight) and may_skip_dispatch(rows, rows) and not needs_grad(x, weight, rows)
+    )
+    results: Pair = (_eager if direct else _op)(x, weight, transpose_weight, rows, name)
+    return results
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
+) -> Pair:
+    p = process_group(group_name).size()
+    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, p)
+    return x.new_empty(shape), rows.new_empty(_check.all_gather_args("all_gather", rows, p))
+
+
+def _eager(
+    x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
+) -> Pair:
+    group = process_group(group_name)
+    if x.is_cuda and group.size() > 1:
+        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
+        workspace = registry.get(group, x.device, "gemm_rs")
+        plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
+        if plans is not None:
+            product = x.new_empty(shape)
+            out = product.view(-1, n)
+            gathered = _beside(cast(CudaWorkspace, workspace), *plans, x.reshape(m, k), weight, out, rows)
+            return product, gathered
+    product = scatter.gemm_rs(x, weight, group=group_name, transpose_weight=transpose_weight)
+    return product, gather.all_gather(rows, group=group_name)
+
+
+def _plans_beside(
+    workspace: Workspace,
+    m: int,
+    n: int,
+    k: int,
+    x: torch.Tensor,
+    transpose_weight: bool,
+    rows: torch.Tensor,
+) -> tuple[Plan, Plan] | None:
+    """Plans of both, if copy engines can gather while SMs send tiles; else None. Alike on all ranks."""
+    scattering = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+    count = rows.shape[0]
+    columns = rows.numel() // count if count else 0
+    gathering = gather.gather_plan(workspace, count * workspace.world_size, columns, rows.dtype)
+    if not (scattering.fused and gathering.fused and gathering.copied_now()):
+        return None
+    return replace(scattering, copied=False), gathering
+
+
+def _beside(
+    workspace: CudaWorkspace,
+    scattering: Plan,
+    gathering: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    gathered = rows.new_empty(_check.all_gather_args("all_gather", rows, workspace.world_size))
+    rows = readable(rows.reshape(rows.shape[0], -1))
+    symm_buffer, epoch, chunk_rows = gather.enter(workspace, gathering)
+    _begin(rows, symm_buffer, epoch, chunk_rows)
+    scatter.fused_cuda(workspace, scattering, x, weight, None, out)
+    _finish(rows, gathered.view(-1, rows.shape[1]), symm_buffer, epoch, chunk_rows, True)
+    return gathered
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("gemm_rs_with_gather", _eager, _device)
+torch.library.register_fake("flux::gemm_rs_with_gather", _fake, lib=library)
+
+_op: Any = torch.ops.flux.gemm_rs_with_gather.default
+_begin: Any = torch.ops.flux._begin_all_gather.default
+_finish: Any = torch.ops.flux._all_gather.default
