@@ -1,6 +1,6 @@
 """Trains a small GPT of Megatron-Core twice, on Megatron's own layers and on flux's, and plots both losses.
 
-    python examples/megatron_gpt.py [--ranks 2] [--steps 200] [--plot megatron_gpt.svg]
+    python examples/megatron_gpt.py [--ranks 2] [--steps 200] [--plot megatron_gpt.svg] [--json FILE]
 
 Uses one GPU per rank in bf16 if there are as many, else CPU processes in fp32. Needs megatron-core and
 matplotlib. The only line that puts the model on flux is the one with `convert_spec`. The text is generated:
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import random
 import time
 from typing import Any
@@ -147,8 +148,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", default="megatron_gpt.svg")
+    parser.add_argument("--json", help="file for the losses of all steps")
     options = parser.parse_args()
-    curves = spawn(run, options.ranks, options.steps, timeout_s=3600)[0]
+    # Megatron overlaps communication by it, and asks for it under sequence parallelism.
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    curves = spawn(run, options.ranks, options.steps, env=env, timeout_s=3600)[0]
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(curves, file)
     stock, ours = curves.values()
     print(
         f"largest difference of the losses: {max(abs(a - b) for a, b in zip(stock, ours, strict=True)):.2e}"

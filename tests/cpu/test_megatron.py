@@ -4,11 +4,8 @@ of stock Megatron.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import importlib.util
-import logging
 from typing import Any
 
 import pytest
@@ -16,59 +13,21 @@ import torch
 import torch.distributed as dist
 
 from flux.testing import spawn
+from megatron_models import (
+    MODELS,
+    Told,
+    flux_layers,
+    forward,
+    make_config,
+    make_model,
+    pair,
+    prepare,
+    stock_spec,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
 )
-
-SEQUENCE, BATCH, VOCABULARY = 16, 2, 64
-
-
-def prepare(tensor_parallel: int = 2, **sizes: int) -> None:
-    """What stock Megatron needs without CUDA: it asks for the current device, and its random numbers."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-
-    if not torch.cuda.is_available():
-        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-        random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-        random._get_all_rng_states = lambda: (torch.get_rng_state(),)
-        random._set_all_rng_states = lambda state: torch.set_rng_state(state)
-    parallel_state.initialize_model_parallel(tensor_parallel, **sizes)
-
-
-def make_config(**options: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **{"tensor_model_parallel_size": 2, "add_bias_linear": False, **options},
-    )
-
-
-def stock_spec(config: Any) -> Any:
-    """Megatron's classes, but for the norm, which without Apex refuses sequence parallelism."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    from flux.integrations.megatron import FluxNorm
-
-    spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
-    layer = copy.deepcopy(spec.layer_specs[0])
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FluxNorm
-    return dataclasses.replace(spec, layer_specs=[layer] * len(spec.layer_specs), layer_norm=FluxNorm)
-
-
-def make_model(config: Any, spec: Any) -> Any:
-    from megatron.core.models.gpt import GPTModel
-
-    torch.manual_seed(4)
-    return GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope", parallel_output=True)
 
 
 def train(model: Any, microbatches: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -82,55 +41,9 @@ def train(model: Any, microbatches: int = 1) -> tuple[torch.Tensor, dict[str, to
     return torch.stack(losses), {name: p.grad for name, p in model.named_parameters()}
 
 
-def forward(model: Any, seed: int) -> torch.Tensor:
-    """Loss of one micro-batch."""
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=g)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-    loss: torch.Tensor = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
-    return loss
-
-
-def flux_layers(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module).__name__.startswith("Flux")]
-
-
-def pair(config: Any) -> tuple[Any, Any]:
-    """The same model, stock and on flux."""
-    from flux.integrations.megatron import convert_spec
-
-    return make_model(config, stock_spec(config)), make_model(config, convert_spec(stock_spec(config)))
-
-
 def assert_alike(got: Any, expected: Any) -> None:
     # fp32: sums over two ranks and products of the same terms, in another order at most.
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "sequence parallel": {"sequence_parallel": True},
-    "all-reduce": {},
-    "biases": {"sequence_parallel": True, "add_bias_linear": True},
-    "biases, all-reduce": {"add_bias_linear": True},
-    "swiglu, rms norm": {
-        "sequence_parallel": True,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm",
-    },
-    "recomputation": {
-        "sequence_parallel": True,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "recomputation, all-reduce": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
 
 
 def equal_to_stock(rank: int, world_size: int) -> None:
@@ -149,10 +62,6 @@ def equal_to_stock(rank: int, world_size: int) -> None:
 
 def mixture_of_experts(rank: int, world_size: int) -> None:
     """A converted spec with experts: attention and experts on flux."""
-    from megatron.core.transformer.moe import moe_utils
-
-    # Megatron-Core 0.16.1 looks for it without Transformer Engine too.
-    moe_utils.te_general_gemm = None
     options = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
     stock, ours = pair(make_config(sequence_parallel=True, **options))
     assert sum("experts" in name for name in flux_layers(ours)) == 2 * 2 * 4
@@ -276,21 +185,11 @@ def data_parallelism(rank: int, world_size: int) -> None:
     assert_alike(grads[1], grads[0])
 
 
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def falls_back(rank: int, world_size: int) -> None:
     """Where flux does not apply, Megatron's own code runs, and one line says why."""
     from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
 
     told = Told()
-    logging.getLogger("flux").addHandler(told)
     alone = dist.new_group([rank], use_local_synchronization=True)
     common: dict[str, Any] = {"init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": True}
     config = make_config()
@@ -373,7 +272,7 @@ SCENARIOS = (
 
 
 def run_scenario(rank: int, world_size: int, name: str) -> bool:
-    prepare()
+    prepare(2)
     next(scenario for scenario in SCENARIOS if scenario.__name__ == name)(rank, world_size)
     return True
 

@@ -5,37 +5,31 @@ loss, the gradients and the checkpoints of stock Megatron.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import traceback
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_megatron import (
-    Told,
-    assert_alike,
-    flux_layers,
-    forward,
-    make_config,
-    make_model,
-    prepare,
-    stock_spec,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_megatron import assert_alike
 
 from flux.testing import spawn
+from megatron_models import (
+    LAYOUTS,
+    SWIGLU,
+    Calls,
+    Told,
+    flux_layers,
+    forward,
+    make_moe_config,
+    moe_pair,
+    prepare_layout,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
 )
 
-TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EP = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
-BOTH = {**TP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"TP 2": (2, TP), "EP 2": (2, EP), "TP 2, EP 2": (4, BOTH)}
-
-SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 MODELS: dict[str, dict[str, Any]] = {
     "gelu, aux loss": {"moe_aux_loss_coeff": 0.1},
     "swiglu": SWIGLU,
@@ -53,58 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 FEWER = ("swiglu",)  # for the mixed layout
-
-
-def config_of(layout: dict[str, Any], **options: Any) -> Any:
-    return make_config(
-        **{
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 24,
-            "moe_token_dispatcher_type": "allgather",
-            **layout,
-            **options,
-        }
-    )
-
-
-def ready(layout: dict[str, Any]) -> None:
-    from megatron.core.transformer.moe import moe_utils
-
-    # Megatron-Core 0.16.1 looks for it without Transformer Engine too.
-    moe_utils.te_general_gemm = None
-    prepare(
-        layout["tensor_model_parallel_size"],
-        expert_model_parallel_size=layout.get("expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=layout.get("expert_tensor_parallel_size"),
-    )
-
-
-def pair(config: Any, rank: int) -> tuple[Any, Any]:
-    """The same model, stock and on flux; every rank's experts and every expert differ."""
-    from flux.integrations.megatron import convert_spec
-
-    stock, ours = make_model(config, stock_spec(config)), make_model(config, convert_spec(stock_spec(config)))
-    g = torch.Generator().manual_seed(rank)
-    with torch.no_grad():
-        for name, p in stock.named_parameters():
-            if ".local_experts." in name:
-                p.copy_(torch.randn(p.shape, generator=g) * 0.1)
-    ours.load_state_dict(stock.state_dict())
-    return stock, ours
-
-
-class Calls(TorchDispatchMode):
-    """How often flux's operators are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flux" and "moe" in func._schema.name:
-            self.names.append(func._schema.name.removeprefix("flux::moe_"))
-        return func(*args, **(kwargs or {}))
 
 
 def train(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
@@ -126,13 +68,12 @@ def facts(model: Any, rank: int) -> dict[str, Any]:
 
 def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     told = Told()
-    logging.getLogger("flux").addHandler(told)
     # Without tensor parallelism ranks are replicas, with batches of their own.
     seed = rank // layout["tensor_model_parallel_size"]
     for name, options in MODELS.items():
         if world_size == 4 and name not in FEWER:
             continue
-        stock, ours = pair(config_of(layout, **options), rank)
+        stock, ours = moe_pair(make_moe_config(layout, **options), rank)
         assert "decoder.layers.0.mlp" in flux_layers(ours) and "decoder.layers.0.mlp" not in flux_layers(
             stock
         )
@@ -157,9 +98,9 @@ def equal_to_stock(rank: int, world_size: int, layout: dict[str, Any]) -> None:
 
 def alltoall_becomes_flux(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """Whatever dispatcher is configured. (Stock Megatron's other one needs CUDA streams.)"""
-    stock, _ = pair(config_of(layout), rank)
+    stock, _ = moe_pair(make_moe_config(layout), rank)
     stream, torch.cuda.Stream = torch.cuda.Stream, object  # type: ignore[misc,assignment]
-    _, ours = pair(config_of(layout, moe_token_dispatcher_type="alltoall"), rank)
+    _, ours = moe_pair(make_moe_config(layout, moe_token_dispatcher_type="alltoall"), rank)
     torch.cuda.Stream = stream  # type: ignore[misc]
     assert_alike(train(ours, 7 + rank)[:2], train(stock, 7 + rank)[:2])
 
@@ -169,8 +110,8 @@ def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-    config, grads = config_of(layout), []
-    for model in pair(config, rank):
+    config, grads = make_moe_config(layout), []
+    for model in moe_pair(config, rank):
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         wrapped = DistributedDataParallel(config, options, model)
         for seed in (rank, 2 + rank):
@@ -183,8 +124,7 @@ def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None
 def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """Where flux does not apply Megatron's own code runs, with the same result, and one line says why."""
     told = Told()
-    logging.getLogger("flux").addHandler(told)
-    _, ours = pair(config_of(layout), rank)
+    _, ours = moe_pair(make_moe_config(layout), rank)
     expected = train(ours, rank)[:2]
     layer = ours.decoder.layers[0].mlp
     hook = layer.experts.local_experts[1].linear_fc2.register_forward_pre_hook(lambda *_: None)
@@ -194,7 +134,7 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         assert_alike((loss, grads), expected)
     hook.remove()
     assert len(train(ours, rank)[2]) == 6, "without the hook flux runs again"
-    stock, ours = pair(config_of(layout, add_bias_linear=True), rank)
+    stock, ours = moe_pair(make_moe_config(layout, add_bias_linear=True), rank)
     loss, grads, calls = train(ours, rank)
     assert not calls
     assert_alike((loss, grads), train(stock, rank)[:2])
@@ -229,7 +169,7 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
     for layout_name, (size, layout) in LAYOUTS.items():
         if size != world_size:
             continue
-        ready(layout)
+        prepare_layout(layout)
         for scenario in SCENARIOS[layout_name]:
             try:
                 scenario(rank, world_size, layout)

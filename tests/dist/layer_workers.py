@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +10,6 @@ import flux
 from flux.layers import ParallelMLP, RMSNorm, reduce_replicated_grads
 from flux.testing import AgGemmCase, GemmRsCase
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -139,20 +134,4 @@ def layers(rank: int, p: int) -> list[str]:
             if not error <= 2 * p**0.5 * allowed:
                 told.append(f"{name}, sequence_parallel={sequence_parallel}: off by {error}, torch {allowed}")
     flux.check()
-    return told
-
-
-def loss_curves(rank: int, p: int, steps: int) -> list[str]:
-    """The example: bf16 training is chaotic, so curves drift apart; the first losses may not."""
-    spec = importlib.util.spec_from_file_location("megatron_gpt", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    run: Callable[..., dict[str, list[float]]] = example.run
-    stock, ours = run(rank, p, steps).values()
-    told = []
-    if abs(stock[0] - ours[0]) > 2**-8 * stock[0]:
-        told.append(f"first losses {stock[0]} and {ours[0]}")
-    if max(abs(a - b) for a, b in zip(stock, ours, strict=True)) > 0.05 * stock[0] or ours[-1] > stock[0] / 2:
-        told.append(f"curves {stock} and {ours}")
     return told

@@ -1,0 +1,56 @@
+"""Megatron-Core on flux between GPUs: small GPTs give the losses and gradients of stock Megatron, dense and
+with experts, and train as it does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import megatron_workers
+import pytest
+from ranks import SIZES, run
+
+from megatron_models import BATCH, LAYOUTS, MODELS
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+# As Megatron asks for.
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_equal_to_stock(world_size: int) -> None:
+    run(megatron_workers.dense, world_size, list(MODELS), BATCH, **ONE_QUEUE)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_equal_to_stock_where_copy_engines_gather(world_size: int) -> None:
+    """Shards of 8 MiB and more, of 32768 tokens."""
+    run(megatron_workers.dense, world_size, ["recomputation", "swiglu, rms norm"], 128, **ONE_QUEUE)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_gradient_accumulation(world_size: int) -> None:
+    run(megatron_workers.main_grads, world_size, **ONE_QUEUE)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
+)
+def test_experts_equal_to_stock(world_size: int, layout: str) -> None:
+    run(megatron_workers.experts, world_size, layout, **ONE_QUEUE)
+
+
+@pytest.mark.gpus(4)
+def test_beside_data_parallelism() -> None:
+    run(megatron_workers.data_parallel, 4, **ONE_QUEUE)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_the_example_trains_as_on_stock_megatron(world_size: int) -> None:
+    run(megatron_workers.loss_curves, world_size, 100, **ONE_QUEUE)

@@ -1,0 +1,185 @@
+"""Small GPTs of Megatron-Core, stock and on flux, for the tests between CPU processes (tests/cpu) and between
+GPUs (tests/dist). Imports Megatron only where it is used, for not every machine has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BATCH = 2
+HIDDEN = 32  # all other sizes follow from this one
+EXPERTS, TOP_K = 4, 2
+
+
+def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
+    """Megatron's groups; and what stock Megatron lacks without Transformer Engine, and without CUDA."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    # Megatron-Core 0.16.1 looks for it without Transformer Engine too.
+    moe_utils.te_general_gemm = None
+    parallel_state.initialize_model_parallel(tensor_parallel, **sizes)
+    if device == "cuda":
+        random.model_parallel_cuda_manual_seed(1)
+        return
+    # It asks for the current device and for its random numbers, whatever the model is on.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    random._get_all_rng_states = lambda: (torch.get_rng_state(),)
+    random._set_all_rng_states = lambda state: torch.set_rng_state(state)
+
+
+def make_config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    hidden = options.pop("hidden_size", HIDDEN)
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=hidden,
+        ffn_hidden_size=3 * hidden // 2,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,  # a kernel of Apex
+        **{"tensor_model_parallel_size": 2, "add_bias_linear": False, **options},
+    )
+
+
+def make_moe_config(layout: dict[str, Any], **options: Any) -> Any:
+    experts = {
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOP_K,
+        "moe_ffn_hidden_size": 3 * options.get("hidden_size", HIDDEN) // 4,
+        "moe_token_dispatcher_type": "allgather",
+    }
+    return make_config(**{**experts, **layout, **options})
+
+
+def stock_spec(config: Any) -> Any:
+    """Megatron's classes, but for the norm, which without Apex refuses sequence parallelism."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from flux.integrations.megatron import FluxNorm
+
+    spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+    layer = copy.deepcopy(spec.layer_specs[0])
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FluxNorm
+    return dataclasses.replace(spec, layer_specs=[layer] * len(spec.layer_specs), layer_norm=FluxNorm)
+
+
+def sizes(config: Any) -> tuple[int, int]:
+    """Of the vocabulary, and of a sequence."""
+    return 2 * config.hidden_size, config.hidden_size // 2
+
+
+def make_model(config: Any, spec: Any, device: str = "cpu") -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    torch.manual_seed(4)
+    vocabulary, sequence = sizes(config)
+    model = GPTModel(config, spec, vocabulary, sequence, position_embedding_type="rope", parallel_output=True)
+    return model.to(device)
+
+
+def pair(config: Any, device: str = "cpu") -> tuple[Any, Any]:
+    """The same model, stock and on flux."""
+    from flux.integrations.megatron import convert_spec
+
+    specs = (stock_spec(config), convert_spec(stock_spec(config)))
+    stock, ours = (make_model(config, spec, device) for spec in specs)
+    return stock, ours
+
+
+def moe_pair(config: Any, rank: int, device: str = "cpu") -> tuple[Any, Any]:
+    """As `pair`; every rank's experts and every expert differ."""
+    stock, ours = pair(config, device)
+    g = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for name, p in stock.named_parameters():
+            if ".local_experts." in name:
+                p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours
+
+
+def token_losses(model: Any, seed: int, batch: int = BATCH) -> torch.Tensor:
+    """Losses of one micro-batch [batch, sequence]."""
+    vocabulary, sequence = sizes(model.config)
+    device = next(model.parameters()).device
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (batch, sequence), generator=g).to(device)
+    positions = torch.arange(sequence, device=device).expand(batch, -1)
+    mask = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device), 1)
+    losses: torch.Tensor = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+    return losses
+
+
+def forward(model: Any, seed: int) -> torch.Tensor:
+    """Loss of one micro-batch."""
+    return token_losses(model, seed).mean()
+
+
+def flux_layers(model: Any) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__.startswith("Flux")]
+
+
+class Calls(TorchDispatchMode):
+    """Which of flux's operators for experts are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flux" and "moe" in func._schema.name:
+            self.names.append(func._schema.name.removeprefix("flux::moe_"))
+        return func(*args, **(kwargs or {}))
+
+
+class Told(logging.Handler):
+    """What flux says, from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("flux").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "sequence parallel": {"sequence_parallel": True},
+    "all-reduce": {},
+    "biases": {"sequence_parallel": True, "add_bias_linear": True},
+    "biases, all-reduce": {"add_bias_linear": True},
+    "swiglu, rms norm": {"sequence_parallel": True, **SWIGLU, "normalization": "RMSNorm"},
+    "recomputation": {"sequence_parallel": True, **RECOMPUTED},
+    "recomputation, all-reduce": RECOMPUTED,
+}
+
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
+BOTH = {**TP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+# How many ranks, and how they share a mixture of experts.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"TP 2": (2, TP), "EP 2": (2, EP), "TP 2, EP 2": (4, BOTH)}
+
+
+def prepare_layout(layout: dict[str, Any], device: str = "cpu") -> None:
+    prepare(
+        layout["tensor_model_parallel_size"],
+        device,
+        expert_model_parallel_size=layout.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=layout.get("expert_tensor_parallel_size"),
+    )
