@@ -35,8 +35,8 @@ def gemm_rs_with_gather(
 
     Args:
         x, weight, group, transpose_weight: as in flux.gemm_rs.
-        rows: as x of flux.all_gather. Shards of 8 MiB and more go beside the GEMM, by copy engine. Smaller ones
-            come after it, and in a CUDA graph all do.
+        rows: as x of flux.all_gather. Shards of 8 MiB and more go beside the GEMM, by copy engine. Smaller
+            ones come after it, and in a CUDA graph all do.
 
     Returns:
         [M/p, ..., N] and [p * rows, ...]: fresh tensors.
