@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -84,13 +85,29 @@ def test_a_burst_excludes_host_time(gpu: FakeGpu) -> None:
 
 
 def test_candidates_take_turns_behind_a_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round begins with another one: nobody always comes after the same."""
     timer = make_timer(gpu)
-    calls = {name: lambda name=name: gpu.enqueue(name, 0.1, 0.01) for name in "ab"}
+    calls = {name: lambda name=name: gpu.enqueue(name, 0.1, 0.01) for name in "abc"}
     monkeypatch.setattr(timer, "_enqueue_once", lambda call: 0.01)
-    samples = timer.interleaved(calls, 2, 2)
-    bursts = [["delay", "event", name, name, "event"] for name in "abab"]
+    samples = timer.interleaved(calls, 2, 4)
+    bursts = [["delay", "event", name, name, "event"] for name in "abcbcacababc"]
     assert gpu.log == [step for burst in bursts for step in burst]
-    assert samples["a"] == pytest.approx([0.1, 0.1])
+    assert samples["a"] == pytest.approx([0.1] * 4)
+
+
+def test_all_candidates_rest_as_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the one whose host is slowest needs, within a limit: a GPU that has rested is faster."""
+    timer, delays = make_timer(gpu), []
+    monkeypatch.setattr(gpu, "sleep", None)
+    monkeypatch.setattr(timer, "_delay", lambda ms: (delays.append(ms), gpu.enqueue("delay", ms, 0.0)))
+    quick = lambda: gpu.enqueue("quick", 0.1, 0.01)  # noqa: E731
+    for host_ms, rest in ((0.5, 10.3), (4.0, 50.3)):
+        slow = partial(gpu.enqueue, "slow", 0.1, host_ms)
+        guesses = iter((0.01, host_ms))
+        monkeypatch.setattr(timer, "_enqueue_once", lambda call, guesses=guesses: next(guesses))
+        delays.clear()
+        timer.interleaved({"quick": quick, "slow": slow}, 20, 2)
+        assert delays == pytest.approx([rest, 20 * host_ms + 0.3, 20 * host_ms + 0.3, rest])
 
 
 def test_late_samples_are_repeated_with_a_longer_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

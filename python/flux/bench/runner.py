@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -103,7 +103,8 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
             load = _heat(context)
             if load:
                 record.machine["gpus_load"] = load
-        with _progress(rank == 0, len(settings.problems)) as step:
+        with _progress(rank == 0, len(settings.problems)) as (step, say):
+            context = replace(context, say=say)
             for problem in settings.problems:
                 step(_label(problem), None)
                 row = measure(problem, context, timer, settings)
@@ -204,18 +205,24 @@ def _outcome(row: Row, settings: Settings) -> str:
 
 @contextmanager
 def _progress(show: bool, total: int) -> Iterator[Any]:
-    """A live bar on a terminal, a line per row where the output is a file."""
+    """A live bar on a terminal, a line per row where the output is a file: what takes a row's label and its
+    outcome, and what takes a line of text.
+    """
     if not show:
-        yield lambda label, outcome: None
+        yield lambda label, outcome: None, lambda text: None
         return
     console = make_console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
     if not console.is_terminal:
 
         def line(label: str, outcome: str | None) -> None:
             if outcome is not None:
-                console.print(f"{label}: {outcome}", highlight=False, markup=False)
+                say(f"{label}: {outcome}")
 
-        yield line
+        yield line, say
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -226,4 +233,4 @@ def _progress(show: bool, total: int) -> Iterator[Any]:
             if outcome is not None:
                 bar.advance(task)
 
-        yield move
+        yield move, say

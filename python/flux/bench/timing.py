@@ -6,7 +6,10 @@ The rules, each of which has spoiled somebody's published result:
 * a delay kernel goes first, so that a burst is enqueued before it starts and host launch cost stays out.
   If the host was still enqueueing when the burst began, the sample is thrown away and the delay doubled;
 * a sample is a burst of back-to-back calls between two events, and the slowest rank counts;
-* candidates take turns (A B A B ...) in one process, because clocks drift with heat and power;
+* candidates take turns in one process, because clocks drift with heat and power, and each round begins with
+  another one (A B C, B C A, ...), because whoever comes after a light candidate finds a rested GPU;
+* the delay is the same for all. A GPU at its power limit computes up to 9 % faster in the burst after a rest:
+  otherwise the candidate whose calls take the host longest would win by that;
 * host cost is measured separately, behind a long delay, so that the GPU never makes the host wait.
 """
 
@@ -23,6 +26,8 @@ import torch.distributed as dist
 Call = Callable[[], object]
 
 _EXTRA_ROUNDS = 3
+# The longest rest that a candidate whose host is slow makes the others take too.
+_MAX_SHARED_DELAY_MS = 50.0
 _cuda: Any = torch.cuda  # events and the delay kernel are not typed
 
 
@@ -50,6 +55,12 @@ def all_max(values: list[float], group: dist.ProcessGroup | None, device: torch.
     return [float(v) for v in tensor.tolist()]
 
 
+def rotated(names: list[str], number: int) -> list[str]:
+    """The order of a round: each begins with the candidate that was second in the one before."""
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
 class CpuTimer:
     """Wall-clock bursts between processes that start from a barrier."""
 
@@ -71,9 +82,9 @@ class CpuTimer:
 
     def interleaved(self, calls: Mapping[str, Call], iters: int, rounds: int) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                samples[name].append(self._burst(call, iters))
+        for number in range(rounds):
+            for name in rotated(list(calls), number):
+                samples[name].append(self._burst(calls[name], iters))
         return {name: all_max(values, self._group, self._device) for name, values in samples.items()}
 
     def host_us(self, call: Call) -> float:
@@ -116,7 +127,8 @@ class GpuTimer:
         """(ms per call on this rank, whether the host stayed ahead of the GPU)."""
         start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
         self._meet()
-        self._delay(self._enqueue_ms[name] * iters + 0.3)
+        shared = min(max(self._enqueue_ms.values()) * iters, _MAX_SHARED_DELAY_MS)
+        self._delay(max(self._enqueue_ms[name] * iters, shared) + 0.3)
         if self._group is not None:
             dist.all_reduce(self._mark, group=self._group)
         start.record()
@@ -141,12 +153,11 @@ class GpuTimer:
         Rounds in which a host fell behind on any rank are repeated up to three times; a candidate that never
         stays ahead returns the samples it has, host cost included.
         """
-        for name, call in calls.items():
-            self._enqueue_ms[name] = self._enqueue_once(call)
+        self._enqueue_ms = {name: self._enqueue_once(call) for name, call in calls.items()}
         good: dict[str, list[float]] = {name: [] for name in calls}
         late: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds + _EXTRA_ROUNDS):
-            wanted = [name for name in calls if len(good[name]) < rounds]
+        for number in range(rounds + _EXTRA_ROUNDS):
+            wanted = [name for name in rotated(list(calls), number) if len(good[name]) < rounds]
             if not wanted:
                 break
             bursts = {name: self._burst(name, calls[name], iters) for name in wanted}

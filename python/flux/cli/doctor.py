@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,18 +17,17 @@ from flux.bench.report import make_console
 from flux.cli import findings, links
 from flux.cli.findings import Finding
 
+_NAME_WIDTH = 28
 _MARKS = {"ok": "[green]✓[/]", "info": " ", "bad": "[bold red]✗[/]"}
 
 
-def examine(*, active: bool) -> list[Finding]:
-    """All findings, in the order they are shown. ``active``: also measure (seconds on GPUs)."""
-    found: list[Finding] = []
+def examine(*, active: bool) -> Iterator[Finding]:
+    """All findings, in the order they are shown. ``active``: also measure (most of a minute on GPUs)."""
     for check in (findings.versions, findings.native, findings.gpus):
-        found += check()
-    found += links.links(active=active)
+        yield from check()
+    yield from links.links(active=active)
     for check in (findings.multicast, findings.shared_memory, findings.environment):
-        found += check()
-    return found
+        yield from check()
 
 
 def command(
@@ -41,16 +41,16 @@ def command(
     Exit status 1 if something is wrong; each wrong thing comes with a line of advice.
     """
     console = make_console()
-    with make_console(stderr=True).status("looking at this machine"):
-        found = examine(active=not quick)
-    section = None
-    table = Table.grid(padding=(0, 2))
-    for finding in found:
-        if finding.section != section:
-            section = finding.section
-            table.add_row(f"\n[bold]{section}[/]")
-        table.add_row(f"{_MARKS[finding.state]} {escape(finding.name)}", escape(finding.value))
-    console.print(table)
+    found: list[Finding] = []
+    # Line by line: whatever hangs comes right after the last one.
+    for finding in examine(active=not quick):
+        if not found or finding.section != found[-1].section:
+            console.print(f"\n[bold]{finding.section}[/]")
+        found.append(finding)
+        line = Table.grid(padding=(0, 2))
+        line.add_column(width=_NAME_WIDTH)
+        line.add_row(f"{_MARKS[finding.state]} {escape(finding.name)}", escape(finding.value))
+        console.print(line)
     bad = [f for f in found if f.state == "bad"]
     console.print()
     for finding in bad:

@@ -31,6 +31,7 @@ class Context:
     device: torch.device
     dtype: torch.dtype
     group: dist.ProcessGroup | None
+    say: Callable[[str], None] = lambda text: None  # tells whoever waits what a long preparation does
 
     @property
     def cuda(self) -> bool:

@@ -99,6 +99,9 @@ def _pair(problem: ModelProblem, context: Context) -> _Pair:
 
 
 def _load(problem: ModelProblem, context: Context) -> _Pair:
+    # Nothing is wanted from there: where there is no network, asking would only take time.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    context.say(f"{problem.model}: importing transformers")
     try:
         from flux.integrations import transformers as flux_transformers
     except ImportError as error:
@@ -115,8 +118,10 @@ def _load(problem: ModelProblem, context: Context) -> _Pair:
     dist.broadcast_object_list(folder, group=context.group)
     try:
         if context.rank == 0:
+            context.say(f"{problem.model}: writing random weights of {problem.layers} layers to {folder[0]}")
             _save(problem, context, folder[0])
         dist.barrier(context.group)
+        context.say(f"{problem.model}: loading it twice, stock and with flux")
         stock = _from(folder[0], context)
         flux_transformers.install()
         try:
@@ -124,6 +129,7 @@ def _load(problem: ModelProblem, context: Context) -> _Pair:
         finally:
             flux_transformers.uninstall()
         dist.barrier(context.group)
+        context.say(f"{problem.model}: loaded")
     finally:
         if context.rank == 0:
             shutil.rmtree(folder[0], ignore_errors=True)
