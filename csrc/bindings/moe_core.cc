@@ -128,7 +128,7 @@ void bind_moe(py::module_& m) {
   m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),
         py::arg("chunks"), "[(chunk, peer, block)] in the order in which layer 1 sends and sums.");
   m.def("moe_communication_ctas", &moe::communication_ctas, py::arg("expected_rows"), py::arg("own_tokens"),
-        py::arg("n"), py::arg("k"), py::arg("world_size"), py::arg("num_sms"),
+        py::arg("experts"), py::arg("n"), py::arg("k"), py::arg("world_size"), py::arg("num_sms"),
         "How many CTAs of layer 1 begin with communication.");
 }
 

@@ -10,17 +10,14 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                     const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream) {
   check_layout(args, layout, symm);
   FLUX_CHECK(args.config >= 0 && combine.tiles_per_chunk > 0, args.config, combine.tiles_per_chunk);
+  FLUX_CHECK(combine.communication_ctas >= 0, combine.communication_ctas);
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  const int n = static_cast<int>(args.weight.rows / args.experts), k = static_cast<int>(args.x.columns);
+  const int n = static_cast<int>(args.weight.rows / args.experts);
   const int block_n = gemm::kTileConfigs[args.config].block_n;
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
   check_room(layout, symm, n, chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
-  const int expected = layout.expected_rows();
-  const int ctas = combine.communication_ctas >= 0
-                       ? combine.communication_ctas
-                       : communication_ctas(expected, combine.num_tokens, n, k, symm.world_size, num_sms);
   const Products products = {static_cast<const char*>(args.out),
                              static_cast<int64_t>(n) * gemm::kElementBytes, routing.positions,
                              combine.weights, layout.top_k};
@@ -36,11 +33,12 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                       routing.sending,
                                       combine.out,
                                       combine.num_tokens,
-                                      std::min(ctas, num_sms - 1)};
+                                      std::min(combine.communication_ctas, num_sms - 1)};
   // Not the routing's: all rows are here, and an expert's weight should be read once.
   const Schedule schedule =
       schedule_by_expert(routing.offsets, args.experts, args.num_rows, args.schedule, stream);
-  launch_grouped<CombiningRows>(args, schedule, expected, rows, stream, combine.tiles_per_chunk);
+  launch_grouped<CombiningRows>(args, schedule, layout.expected_rows(), rows, stream,
+                                combine.tiles_per_chunk);
 }
 
 void prepare_gemm_gather_rs() { prepare_grouped_kernels<CombiningRows>(); }

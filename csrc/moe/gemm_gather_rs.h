@@ -12,7 +12,7 @@ struct CombineArgs {
   void* out;             // [num_tokens, n]: the sums of this rank's tokens
   int num_tokens;
   int tiles_per_chunk;     // columns of tiles that are summed together
-  int communication_ctas;  // that begin with communication; -1: chosen
+  int communication_ctas;  // that begin with communication
 };
 
 // combine.out = of each token of this rank the sum over ranks and choices of weight * (its row of x * W^T). args.x

@@ -6,6 +6,7 @@
 // ep_size 1 is tensor parallelism, and ep_size = world_size is expert parallelism.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "gemm/tile_config.h"
@@ -204,18 +205,22 @@ struct CommOrder {
 };
 
 // How many CTAs begin with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides should
-// be done at the same time: SMs are split as the work is, in microseconds of one SM. That an SM sums 30 GB/s is fitted
-// to a sweep over the number: any from 12 to 24 of 132 is within 2 % of the best on Mixtral 8x7B and Qwen3-235B at TP 4.
-inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int n, int k, int world_size,
-                              int num_sms) {
+// be done at the same time: SMs are split as the work is, in microseconds of one SM. With few rows an expert, the
+// work of the GEMM is to read its weights. That an SM sums 30 GB/s, and has 33 GB/s of the memory, is fitted to sweeps
+// over the number (docs/design/moe.md).
+inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k,
+                              int world_size, int num_sms) {
   constexpr double kFlopsPerSmUs = 4.5e6;
-  constexpr double kBytesPerSmUs = 3.0e4;
-  const double gemm = 2.0 * expected_rows * n * k / kFlopsPerSmUs;
+  constexpr double kReadBytesPerSmUs = 3.3e4;
+  constexpr double kSumBytesPerSmUs = 3.0e4;
+  const double flops = 2.0 * expected_rows * n * k;
+  const double weights = static_cast<double>(experts) * n * k * gemm::kElementBytes;
+  const double gemm_us = std::max(flops / kFlopsPerSmUs, weights / kReadBytesPerSmUs);
   // Each row is read once; each rank's sums are written once, and those of peers read again.
   const double sums = static_cast<double>(own_tokens) * world_size * 2;
-  const double comm = (expected_rows + sums) * n * gemm::kElementBytes / kBytesPerSmUs;
-  const int ctas = static_cast<int>(num_sms * comm / (gemm + comm) + 0.5);
-  return ctas < 1 ? 1 : ctas > num_sms / 2 ? num_sms / 2 : ctas;
+  const double comm_us = (expected_rows + sums) * n * gemm::kElementBytes / kSumBytesPerSmUs;
+  const int ctas = static_cast<int>(num_sms * comm_us / (gemm_us + comm_us) + 0.5);
+  return std::clamp(ctas, 1, std::max(1, num_sms / 2));
 }
 
 }  // namespace flux::moe

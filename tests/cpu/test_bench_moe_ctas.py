@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,16 +73,16 @@ def test_forced_numbers_reach_the_kernel() -> None:
     workspace.enter.return_value = 4096
     names = [argument.name for argument in torch.ops.flux._moe_gemm_gather_rs.default._schema.arguments]
     with mock.patch.object(module, "_kernel") as kernel:
-        for ctas in (0, 16, None):
-            chosen = () if ctas is None else (ctas,)
-            out = moe_ctas.launch(x, weight, routing, 2, 1, 100, plan, workspace, *chosen)
+        for ctas in (0, 16):
+            forced = replace(plan, communication_ctas=ctas)
+            out = moe_ctas.launch(x, weight, routing, 2, 1, 100, forced, workspace)
             assert out.shape == (100, 512)
             given = dict(zip(names, kernel.call_args.args, strict=True))
-            assert given["communication_ctas"] == (-1 if ctas is None else ctas)
+            assert given["communication_ctas"] == ctas
             assert given["out"] is out and given["products"].shape == (300, 512)
             assert [int(a) for a in given["arrays"]] == list(range(11)) and int(given["weights"]) == 11
             assert (given["symm_buffer"], given["config"], given["tiles_per_chunk"]) == (4096, 3, 2)
-    workspace.enter.assert_called_with(plan)
+    workspace.enter.assert_called_with(forced)
 
 
 @contextlib.contextmanager
@@ -90,7 +91,8 @@ def pretended_gpu(context: Context, wrong: int | None = None) -> Iterator[list[i
     launched: list[int] = []
 
     def launch(x: Any, weight: Any, routing: Any, *sizes: Any) -> torch.Tensor:
-        experts, ep_size, tokens, plan, workspace, ctas = sizes
+        experts, ep_size, tokens, plan, workspace = sizes
+        ctas = plan.communication_ctas
         assert len(routing) == 12 and plan.fused and workspace is shared
         told = flux.moe.Routing(*routing, experts, ep_size, tokens, tokens, context.group.group_name)
         launched.append(ctas)

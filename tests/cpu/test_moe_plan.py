@@ -182,12 +182,13 @@ def test_column_chunks_cover_all_columns(rows: int, n: int, k: int) -> None:
 
 
 def test_communication_ctas_follow_the_work() -> None:
-    def ctas(m: int, n: int, k: int, top_k: int, p: int) -> int:
-        return core.moe_communication_ctas(m * top_k, m // p, n, k, p, 100)
+    def ctas(m: int, n: int, k: int, top_k: int, p: int, experts: int = 8) -> int:
+        return core.moe_communication_ctas(m * top_k, m // p, experts, n, k, p, 100)
 
     assert ctas(8192, 4096, 384, 8, 4) > ctas(8192, 4096, 3584, 2, 4), "a small k has less to hide behind"
     assert ctas(8192, 4096, 192, 8, 8) > ctas(8192, 4096, 384, 8, 4)
     assert ctas(1, 8, 10**6, 1, 2) == 1
+    assert ctas(512, 4096, 768, 8, 2, 128) < ctas(512, 4096, 768, 8, 2) // 2, "reading weights takes longer"
     assert ctas(8192, 4096, 1, 8, 4) == 50, "at most half of the SMs"
 
 

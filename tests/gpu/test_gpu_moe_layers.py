@@ -44,5 +44,5 @@ def test_layouts_and_skews(world_size: int, skew: str) -> None:
                 0.2 * (number % 2),
                 seed=number,
             )
-            check(ranks, case, (0, 3, 5, 9)[number % 4], 1 + number % 2, (-1, 0, 5)[number % 3])
+            check(ranks, case, (0, 3, 5, 9)[number % 4], 1 + number % 2, (1, 0, 5)[number % 3])
             number += 1

@@ -111,9 +111,8 @@ def launch(
     num_tokens: int,
     plan: MoePlan,
     workspace: CudaWorkspace,
-    communication_ctas: int = -1,
 ) -> torch.Tensor:
-    """The kernel. communication_ctas: how many CTAs begin with communication; -1: csrc/moe/plan.h chooses."""
+    """The kernel."""
     rows, n = x.shape[0], weight.shape[1]
     out = x.new_empty(num_tokens, n)
     _kernel(
@@ -129,7 +128,7 @@ def launch(
         workspace.enter(plan),
         plan.tile,
         plan.chunks[0][1],
-        communication_ctas,
+        plan.communication_ctas,
         0,
     )
     return out

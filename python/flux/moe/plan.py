@@ -24,6 +24,7 @@ class MoePlan:
     Attributes:
         chunks: first tile and number of tiles of each chunk of columns (layer 1).
         tile: id of the tile shape whose columns chunks are counted in.
+        communication_ctas: how many CTAs of a GPU begin with communication (layer 1).
     """
 
     op: str
@@ -41,6 +42,7 @@ class MoePlan:
     transpose_weight: bool = False
     chunks: tuple[tuple[int, int], ...] = ()
     tile: int = 0
+    communication_ctas: int = 0
 
 
 def plan_layer(
@@ -83,18 +85,17 @@ def _make_plan(
     facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
     if not fused:
         return MoePlan(*facts)
-    core, tile = _native.core, 0
+    core, tile, ctas = _native.core, 0, 0
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # of what travels
     else:
         rows = m * top_k // ep_size  # that a rank expects if tokens choose evenly
         block_n = BLOCK_N
+        ctas = core.moe_communication_ctas(rows, max_tokens, experts, n, k, p, workspace.num_sms)
         if device == "cuda":
             # Waves are those of the SMs that go on computing: one too many would cost a tile's time.
-            sms = workspace.num_sms
-            sms -= core.moe_communication_ctas(rows, max_tokens, n, k, p, sms)
-            tile = core.moe_tile(rows, experts, n, k, max(1, sms))
+            tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas))
             block_n = core.tile_configs()[tile].block_n
         chunks = tuple(core.moe_column_chunks(rows, n, k, block_n))
         columns = n
@@ -105,4 +106,5 @@ def _make_plan(
         slot_bytes=round_up(layout.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
         chunks=chunks,
         tile=tile,
+        communication_ctas=ctas,
     )

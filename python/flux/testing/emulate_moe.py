@@ -139,14 +139,14 @@ class EmulatedMoeRanks(EmulatedRanks):
         *,
         config: int = 5,
         tiles_per_chunk: int = 1,
-        communication_ctas: int = -1,
+        communication_ctas: int = 4,
         join: bool = True,
     ) -> list[torch.Tensor]:
         """Layer 1 of all ranks at once: for every rank the sums of its tokens.
 
         Args:
             tiles_per_chunk: columns of tiles that are summed together.
-            communication_ctas: that begin with communication; -1: the plan's number.
+            communication_ctas: that begin with communication.
         """
         case = self._case
         self._make_room(-(-case.hidden // _native.core.tile_configs()[config].block_n))

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 
 import flux
-from flux import _native
 from flux.bench.cases import moe, moe_peers
 from flux.bench.cases.common import Candidate, Context, Prepared, compare, first_wrong
 from flux.bench.model import forced_name
@@ -63,12 +62,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     ]
     told, notes = moe.plan_dict(plan), [note, *moe.why_unfused(plan)]
     if plan.fused:
-        _, n, k = problem.local(context.world_size)
-        rows_expected = max(1, plan.m * problem.top_k // problem.ep_size)
-        sizes = (rows_expected, routing.num_tokens, n, k, context.world_size, workspace.num_sms)
-        chosen = min(_native.core.moe_communication_ctas(*sizes), workspace.num_sms - 1)
-        told["communication_ctas"] = chosen
-        notes.append(f"the plan: {chosen} of {workspace.num_sms} CTAs begin with communication")
+        told["communication_ctas"] = plan.communication_ctas
+        notes.append(
+            f"the plan: {plan.communication_ctas} of {workspace.num_sms} CTAs begin with communication"
+        )
     return Prepared(candidates, told, notes)
 
 
@@ -82,7 +79,8 @@ def _forced(workspace: CudaWorkspace, plan: MoePlan) -> dict[str, Layer]:
 
     def layer(ctas: int, x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing) -> torch.Tensor:
         sizes = (routing.num_experts, routing.ep_size, routing.num_tokens)
-        return launch(x, weight, routing[:12], *sizes, plan, workspace, ctas)
+        forced = replace(plan, communication_ctas=ctas)
+        return launch(x, weight, routing[:12], *sizes, forced, workspace)
 
     numbers = [ctas for ctas in _NUMBERS if ctas < workspace.num_sms] if plan.fused else []
     return {forced_name(ctas): partial(layer, ctas) for ctas in numbers}
