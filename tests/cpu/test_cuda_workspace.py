@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ import flux
 from flux._native import core
 from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
-from flux.ops import ag_gemm, all_gather
+from flux.ops import ag_gemm, all_gather, gemm_rs
+from flux.ops import gemm_rs_with_gather as beside
 from flux.ops.plan import Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
 
@@ -192,6 +194,35 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
         [workspace._address, 0, 0, False],
         [workspace._address, 0, 0, True],
     ]
+
+
+def test_copies_begin_before_gemm_rs_and_end_after_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[str, tuple[Any, ...]]] = []
+    for module, name in ((beside, "_begin"), (beside, "_finish"), (gemm_rs, "_kernel")):
+        record = partial(lambda name, *args: launched.append((name, args)), name)
+        monkeypatch.setattr(module, name, record)
+    workspace = make()
+    x, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (256, 64))
+    rows, few = (torch.zeros(count, 4096, dtype=torch.bfloat16) for count in (1024, 1023))
+    plans = beside._plans_beside(workspace, 256, 64, 512, x, False, rows)
+    assert plans is not None
+    for number in (1, 2):
+        out = torch.empty(128, 64, dtype=torch.bfloat16)
+        gathered = beside._beside(workspace, *plans, x, weight, out, rows)
+        names = [name for name, _ in launched[-3:]]
+        begin, kernel, finish = (args for _, args in launched[-3:])
+        assert names == ["_begin", "_kernel", "_finish"]
+        # Each in the workspace of its kind; of gemm_rs the device counts the calls.
+        assert begin[1:] == (finish[2], number, 256) and finish[3:] == (number, 256, True)
+        assert (kernel[5], kernel[8], kernel[10]) == (workspace._address, 0, None) and begin[1] != kernel[5]
+        assert begin[0].data_ptr() == finish[0].data_ptr() == rows.data_ptr()
+        assert gathered.shape == (2048, 4096) and finish[1].data_ptr() == gathered.data_ptr()
+    assert beside._plans_beside(workspace, 256, 64, 512, x, False, few) is None, "SMs send them"
+    assert beside._plans_beside(workspace, 256, 63, 512, x, False, rows) is None, "gemm_rs runs unfused"
+    machine.capturing = True
+    assert beside._plans_beside(workspace, 256, 64, 512, x, False, rows) is None, "a graph holds no copies"
 
 
 def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:

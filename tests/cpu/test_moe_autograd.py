@@ -69,7 +69,7 @@ def marked(case: MoeCase, what: int, rank: int, *shape: int) -> Tensor:
 def layer0_exact(rank: int, p: int) -> str:
     """The gradient of x sums products that are odd, of all ranks and experts that a token went to."""
     for case in cases(p):
-        rows = [case.rows(r) for r in range(p)]
+        rows = [case.rows(r).tolist() for r in range(p)]
         xs = [marked(case, 1, r, case.tokens[r], HIDDEN) for r in range(p)]
         ws = [marked(case, 2, r, case.local_experts, COLUMNS, HIDDEN) for r in range(p)]
         grads = [marked(case, 3, r, len(rows[r]), COLUMNS) for r in range(p)]
@@ -93,7 +93,7 @@ def layer0_exact(rank: int, p: int) -> str:
 
 def layer1_exact(rank: int, p: int) -> str:
     for case in cases(p):
-        rows = [case.rows(r) for r in range(p)]
+        rows = [case.rows(r).tolist() for r in range(p)]
         hs = [marked(case, 1, r, len(rows[r]), COLUMNS) for r in range(p)]
         ws = [marked(case, 2, r, case.local_experts, HIDDEN, COLUMNS) for r in range(p)]
         grads = [marked(case, 3, r, case.tokens[r], HIDDEN) for r in range(p)]

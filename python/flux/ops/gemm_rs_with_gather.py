@@ -93,7 +93,9 @@ def _plans_beside(
     gathering = gather.gather_plan(workspace, count * workspace.world_size, columns, rows.dtype)
     if not (scattering.fused and gathering.fused and gathering.copied_now()):
         return None
-    return replace(scattering, copied=False), gathering
+    if scattering.copied:  # copy engines have enough to do
+        scattering = replace(scattering, copied=False)
+    return scattering, gathering
 
 
 def _beside(

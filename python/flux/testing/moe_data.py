@@ -122,29 +122,32 @@ class MoeCase:
         w[:, :, 0] = 1
         return w.to(self.dtype)
 
-    def rows(self, rank: int) -> list[tuple[int, int, int]]:
-        """(expert of all, source, token) of each row of a rank, in order."""
+    def rows(self, rank: int) -> torch.Tensor:
+        """Expert of all, source and token [rows, 3] of each row of a rank, in order: by expert, then by step
+        of the source, then by token.
+        """
         first = self.slice_of(rank) * self.local_experts
-        found = set()
-        for source in range(self.world_size):
-            step = (rank - source) % self.world_size
-            for token, chosen in enumerate(self.routing(source)[0].tolist()):
-                found |= {(e, step, source, token) for e in chosen if first <= e < first + self.local_experts}
-        return [(expert, source, token) for expert, _, source, token in sorted(found)]
+        found = []
+        for step in range(self.world_size):
+            source = (rank - step) % self.world_size
+            ids = self.routing(source)[0]
+            tokens, choice = ((ids >= first) & (ids < first + self.local_experts)).nonzero(as_tuple=True)
+            found.append(torch.stack([ids[tokens, choice], torch.full_like(tokens, source), tokens], 1))
+        rows = torch.cat(found)
+        return rows[rows[:, 0].argsort(stable=True)]
 
     def layer0(self, rank: int) -> torch.Tensor:
         """The exact result of layer 0 without activation, as many rows as there are."""
-        xs = [self.x(source).float() for source in range(self.world_size)]
         w, first = self.w1(rank).float(), self.slice_of(rank) * self.local_experts
         rows = self.rows(rank)
-        out = torch.zeros(len(rows), self.columns)
-        for expert in {expert for expert, _, _ in rows}:
-            mine = [i for i, row in enumerate(rows) if row[0] == expert]
-            tokens = torch.stack([xs[rows[i][1]][rows[i][2]] for i in mine])
-            out[mine] = tokens @ w[expert - first].t()
-        return out.to(self.dtype)
+        begins = torch.tensor(self.tokens).cumsum(0) - torch.tensor(self.tokens)
+        x = torch.cat([self.x(source) for source in range(self.world_size)])
+        x = x[begins[rows[:, 1]] + rows[:, 2]].float()
+        sizes = torch.bincount(rows[:, 0] - first, minlength=self.local_experts).tolist()
+        parts = [part @ w[expert].t() for expert, part in enumerate(torch.split(x, sizes))]
+        return torch.cat(parts).to(self.dtype)
 
-    def _column(self, rank: int, expert: int, source: int, token: Any) -> Any:
+    def _column(self, rank: int, expert: Any, source: Any, token: Any) -> Any:
         """Where a row has its second 1."""
         return 1 + (7 * token + 3 * source + 5 * expert + rank + self.seed) % (self.columns - 1)
 
@@ -154,8 +157,7 @@ class MoeCase:
         rows = self.rows(rank)
         h[len(rows) :] = float("nan")
         h[: len(rows), 0] = 1
-        if rows:
-            h[torch.arange(len(rows)), torch.tensor([self._column(rank, *row) for row in rows])] = 1
+        h[torch.arange(len(rows)), self._column(rank, *rows.unbind(1))] = 1
         return h.to(self.dtype)
 
     def layer1(self, rank: int) -> torch.Tensor:
