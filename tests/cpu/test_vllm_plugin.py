@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
+from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
@@ -134,6 +135,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         for name in names:
             sys.modules.pop(name, None)
         yield modules
+        async_tp.uninstall()
         for name, attribute in zip(names, ours, strict=True):
             sys.modules.pop(name, None)
             vars(plugin).pop(attribute, None)
@@ -163,6 +165,18 @@ def test_register_any_number_of_times(vllm: dict[str, types.ModuleType]) -> None
             plugin.register()
     assert [cls.__name__ for cls in registry(vllm).values()] == ["FluxRowParallelLinear"]
     assert type(row_parallel(vllm, WEIGHT)) is registry(vllm)["RowParallelLinear"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_what_vllms_own_passes_call(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Once registered, torch's operators for asynchronous tensor parallelism are flux's."""
+    monkeypatch.setenv("FLUX_VLLM", mode)
+    async_tp.uninstall()
+    for _ in range(2):
+        plugin.register()
+    assert len(async_tp._installed) == (1 if mode == "auto" else 0)
 
 
 def test_off(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

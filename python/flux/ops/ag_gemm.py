@@ -220,7 +220,7 @@ def _eager(
     group = process_group(group_name)
     p = group.size()
     shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-    outs = [x.new_empty(shape) for shape in shapes]
+    outs = [x.new_empty(*shape) for shape in shapes]
     gathered = _new_gathered(x, p) if return_gathered else None
     _run(x, weights, biases, transpose_weight, group, outs, gathered, m, ns, k)
     return outs if gathered is None else [*outs, gathered]

@@ -96,7 +96,7 @@ def _cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
 ) -> torch.Tensor:
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    out = x.new_empty(shape)
+    out = x.new_empty(*shape)
     launch(x, weight, bias, transpose_weight, out, m, n, k)
     return out
 

@@ -213,7 +213,7 @@ def _eager(
     group_name: str,
 ) -> Tensor:
     shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    out = x.new_empty(shape)
+    out = x.new_empty(*shape)
     total = out.view(m, n)
     _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, None, 0.0, k)
     return out
@@ -246,7 +246,7 @@ def _eager_norm(
 ) -> tuple[Tensor, Tensor]:
     shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
     _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-    normalised, total = x.new_empty(shape), x.new_empty(shape)
+    normalised, total = x.new_empty(*shape), x.new_empty(*shape)
     _run(
         x,
         weight,

@@ -69,7 +69,7 @@ def _eager(
         workspace = registry.get(group, x.device, "gemm_rs")
         plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
         if plans is not None:
-            product = x.new_empty(shape)
+            product = x.new_empty(*shape)
             out = product.view(-1, n)
             gathered = _beside(cast(CudaWorkspace, workspace), *plans, x.reshape(m, k), weight, out, rows)
             return product, gathered

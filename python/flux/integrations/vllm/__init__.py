@@ -1,4 +1,5 @@
-"""Plugin for vLLM: row-parallel linear layers and their all-reduce run as flux.gemm_ar.
+"""Plugin for vLLM: row-parallel linear layers and their all-reduce run as flux.gemm_ar, and what vLLM's own
+sequence-parallel passes fuse as flux.gemm_rs and flux.ag_gemm.
 
 vLLM calls :func:`register` in every process that it starts, through the entry point "vllm.general_plugins";
 nothing of vLLM is imported before. docs/vllm.md describes what is served, and when.
@@ -35,9 +36,12 @@ def register() -> None:
         return
     why_not = why_not_version(installed_version())
     if why_not is None:
+        from flux.integrations import async_tp
         from flux.integrations.vllm import layer
 
         why_not = layer.replace_row_parallel(mode, min_tokens)
+        # What vLLM's pass for asynchronous tensor parallelism calls, where it has one.
+        async_tp.install()
     if why_not is not None and why_not not in _told:
         _told.add(why_not)
         log.warning("vllm: flux stays off: %s", why_not)
