@@ -110,6 +110,18 @@ def test_all_candidates_rest_as_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
         assert delays == pytest.approx([rest, 20 * host_ms + 0.3, 20 * host_ms + 0.3, rest])
 
 
+def test_calls_of_a_slow_host_come_in_shorter_bursts(gpu: FakeGpu) -> None:
+    timer = make_timer(gpu)
+    calls = {
+        "model": lambda: gpu.enqueue("model", 5.0, 30.0),
+        "quick": lambda: gpu.enqueue("quick", 5.0, 0.01),
+    }
+    samples = timer.interleaved(calls, 20, 3)
+    assert samples == {name: pytest.approx([5.0] * 3) for name in calls} and timer.host_bound == []
+    first_guess, rounds = 3, 3
+    assert [gpu.log.count(name) for name in calls] == [first_guess + 4 * rounds] * 2
+
+
 def test_late_samples_are_repeated_with_a_longer_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first guess that is far too short costs rounds, but no wrong sample is kept."""
     timer = make_timer(gpu)

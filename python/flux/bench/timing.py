@@ -28,6 +28,9 @@ Call = Callable[[], object]
 _EXTRA_ROUNDS = 3
 # The longest rest that a candidate whose host is slow makes the others take too.
 _MAX_SHARED_DELAY_MS = 50.0
+# Calls of whole models take their host tens of milliseconds: a burst has fewer of them.
+_MAX_ENQUEUE_MS = 150.0
+_FEWEST_CALLS = 4
 _cuda: Any = torch.cuda  # events and the delay kernel are not typed
 
 
@@ -154,6 +157,8 @@ class GpuTimer:
         stays ahead returns the samples it has, host cost included.
         """
         self._enqueue_ms = {name: self._enqueue_once(call) for name, call in calls.items()}
+        slowest = all_max([max(self._enqueue_ms.values())], self._group, self._device)[0]
+        iters = min(iters, max(_FEWEST_CALLS, int(_MAX_ENQUEUE_MS / max(slowest, 1e-3))))
         good: dict[str, list[float]] = {name: [] for name in calls}
         late: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(rounds + _EXTRA_ROUNDS):
