@@ -115,7 +115,9 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
   FLUX_CHECK(out.rows == x.rows * symm.world_size, out.rows);
   const bool copied = transport.copy_epoch != 0, push = rows == Rows::kToSend && !copied;
   FLUX_CHECK(rows != Rows::kBegun || copied, copied);
-  if (rows == Rows::kToSend && copied) begin_all_gather(x, symm, transport, stream);
+  if (rows == Rows::kToSend && copied) {
+    push_by_copy_engine(symm, layout, x.data, transport.copy_epoch, transport.chunk_rows, stream);
+  }
   const bool arrive_copied = copied && rows != Rows::kHere;
   const Params params = {symm,
                          layout,

@@ -17,13 +17,6 @@ NAMES = ("offsets", "counts", "rows", "positions", "incoming", "received", "outg
 BLOCK = core.MOE_BLOCK_ROWS
 
 
-def gathered_ids(case: MoeCase) -> torch.Tensor:
-    ids = torch.full((case.world_size, case.max_tokens, case.top_k), -1, dtype=torch.int32)
-    for rank, tokens in enumerate(case.tokens):
-        ids[rank, :tokens] = case.routing(rank)[0]
-    return ids
-
-
 def make_layout(case: MoeCase, rank: int) -> Any:
     return core.MoeLayout(case.world_size, rank, case.ep_size, case.num_experts, case.top_k, case.max_tokens)
 
@@ -43,7 +36,7 @@ def entries(counts: torch.Tensor) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize("number", range(60))
 def test_routing_holds_each_pair_once_in_order(number: int) -> None:
     case = random_case(number)
-    ids = gathered_ids(case)
+    ids = case.all_choices()[0]
     for rank in range(case.world_size):
         layout = make_layout(case, rank)
         told = host_route(layout, 128, ids)
@@ -74,7 +67,7 @@ def test_routing_holds_each_pair_once_in_order(number: int) -> None:
 def test_what_is_sent_is_what_is_expected(number: int) -> None:
     """Sender and receiver number the tokens that travel by themselves; both must arrive at the same."""
     case = random_case(100 + number)
-    ids = gathered_ids(case)
+    ids = case.all_choices()[0]
     told = [host_route(make_layout(case, rank), 128, ids) for rank in range(case.world_size)]
     for sender in range(case.world_size):
         for receiver in range(case.world_size):
@@ -97,7 +90,7 @@ def test_what_is_sent_is_what_is_expected(number: int) -> None:
 @pytest.mark.parametrize("number", range(20))
 def test_tiles_come_once_and_local_ones_first(number: int, block_m: int) -> None:
     case = random_case(200 + number)
-    ids = gathered_ids(case)
+    ids = case.all_choices()[0]
     rank = number % case.world_size
     layout = make_layout(case, rank)
     told = host_route(layout, block_m, ids)
@@ -133,7 +126,7 @@ def test_phases_begin_with_own_tokens_and_end_with_all(world_size: int) -> None:
 def test_groups_of_tiles_share_columns_and_stay_small() -> None:
     case = MoeCase((5000,), 4, 4, 1, 1)
     layout = make_layout(case, 0)
-    told = host_route(layout, 128, gathered_ids(case))
+    told = host_route(layout, 128, case.all_choices()[0])
     order = [(m, n) for _, m, n in core.moe_tiles(told["tiles"].data_ptr(), 40, 2)]
     assert order[:16] == [(m, 0) for m in range(16)]
     assert order[16:32] == [(m, 1) for m in range(16)]

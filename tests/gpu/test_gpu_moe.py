@@ -8,7 +8,7 @@ import torch
 import flux
 from flux._native import core
 from flux.moe import reference
-from flux.moe.routing import checked_shapes
+from flux.moe.routing import checked_shapes, route_on_host
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase, random_case
 
@@ -36,9 +36,7 @@ def expected_of(case: MoeCase, own: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     for rank in range(p):
         layout = core.MoeLayout(p, rank, case.ep_size, case.num_experts, case.top_k, limit)
         shapes = checked_shapes(p, case.num_experts, case.ep_size, limit, 0, case.top_k)
-        arrays = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
-        core.moe_route(layout, BLOCK_M, every.data_ptr(), [array.data_ptr() for array in arrays])
-        results.append([*arrays, all_weights])
+        results.append([*route_on_host(layout, every, shapes), all_weights])
     return results
 
 
@@ -162,10 +160,9 @@ def test_weighted_sums_in_one_pass(dtype: torch.dtype, tokens: int, top_k: int, 
 def test_the_same_by_torch_on_the_gpu() -> None:
     """What routes where the kernel does not apply."""
     case = random_case(5)
-    ids = torch.full((case.world_size, case.max_tokens, case.top_k), -1, dtype=torch.int32)
-    for rank, (chosen, _) in enumerate(choices(case)):
-        ids[rank, : len(chosen)] = chosen
+    ids, _ = case.all_choices()
     layout = core.MoeLayout(case.world_size, 0, case.ep_size, case.num_experts, case.top_k, case.max_tokens)
     on_gpu = reference.routing_tensors(layout, BLOCK_M, ids.cuda())
-    for array, other in zip(on_gpu, expected_of(case, choices(case))[0], strict=False):
+    *expected, _ = expected_of(case, choices(case))[0]  # but for the weights
+    for array, other in zip(on_gpu, expected, strict=True):
         assert torch.equal(array.cpu(), other)

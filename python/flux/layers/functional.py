@@ -15,7 +15,6 @@ import torch
 
 from flux.comm.group import GroupLike, group_name
 from flux.ops.ag_gemm import ag_gemm
-from flux.ops.all_gather import all_gather
 from flux.ops.autograd import (
     bias_grad,
     gathered_input_grad,
@@ -126,13 +125,13 @@ class _Column(torch.autograd.Function):
         rows, *weights = ctx.saved_tensors
         count = len(weights)
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
-        gathers = any(needs[:count]) and ctx.sequence_parallel and not ctx.gathered
         grad_x = None
-        if needs_x and ctx.sequence_parallel:
-            grad_x, gathered = gathered_input_grad(grads, weights, False, ctx.name, rows if gathers else None)
+        if ctx.sequence_parallel:
+            gathers = any(needs[:count]) and not ctx.gathered
+            grad_x, gathered = gathered_input_grad(
+                grads, weights, False, ctx.name, needs_x, rows if gathers else None
+            )
             rows = gathered if gathers else rows
-        elif gathers:
-            rows = all_gather(rows, group=ctx.name)
         elif needs_x:
             grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
         grad_weights = [

@@ -245,9 +245,14 @@ def _eager(
     ids = parts[1].view(torch.int32)
     if ids.is_cuda:
         return [*reference.routing_tensors(layout, BLOCK_M, ids), weights]
+    return [*route_on_host(layout, ids, shapes), weights]
+
+
+def route_on_host(layout: Any, ids: torch.Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+    """The arrays of a routing from the experts of all ranks' tokens, int32 [p, max_tokens, k] on the CPU."""
     arrays = [ids.new_empty(shape) for shape in shapes]
     _native.core.moe_route(layout, BLOCK_M, ids.data_ptr(), [array.data_ptr() for array in arrays])
-    return [*arrays, weights]
+    return arrays
 
 
 def _by_kernel(

@@ -87,29 +87,29 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
         out.copy_(x)
         return
     workspace = registry.get(group, x.device, "all_gather")
-    rows = x.shape[0]
-    k = x.numel() // rows if rows else 0
-    plan = gather_plan(workspace, rows * group.size(), k, x.dtype)
+    plan = gather_plan(workspace, x)
     if not plan.fused:
         unfused(x, group, out)
         return
-    x2, out2 = x.reshape(rows, k), out.view(plan.m, k)
+    x2, out2 = x.reshape(-1, plan.k), out.view(plan.m, plan.k)
     if x.is_cuda:
         _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
     else:
         _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
 
 
-def gather_plan(workspace: Workspace, m: int, k: int, dtype: torch.dtype) -> Plan:
-    """The plan of all_gather on a workspace, made once for each problem."""
-    key = ("all_gather", m, k, dtype)
+def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
+    """The plan of all_gather of x [rows, ...] on a workspace, made once for each problem."""
+    rows = x.shape[0]
+    m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
+    key = ("all_gather", m, k, x.dtype)
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = plan_all_gather(
             workspace.device.type,
             m,
             k,
-            dtype,
+            x.dtype,
             workspace.world_size,
             workspace.why_not,
             workspace.transport,

@@ -65,9 +65,14 @@ def gathered_input_grad(
     weights: Sequence[Tensor],
     transpose_weight: bool,
     group_name: str,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradient of x in ag_gemm, summed over weights and ranks, and beside it the gathered `rows`."""
+    needs_x: bool,
+    rows: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient of x in ag_gemm, summed over weights and ranks, and the gathered x, which those of the weights
+    need. rows: of x; None if nobody needs them gathered.
+    """
+    if not needs_x:
+        return None, None if rows is None else all_gather(rows, group=group_name)
     grad, weight = joined(grads, weights, transpose_weight)
     flipped = not transpose_weight
     if rows is None:
@@ -136,20 +141,20 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
     rows, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     products = grads[: ctx.count]
-    used = [i for i, grad in enumerate(products) if grad is not None]
-    gathers = any(needs_weights) and bool(used) and not ctx.saved_gathered
+    used = [grad for grad in products if grad is not None]
     grad_x = None
-    if needs_x and used:
+    if used:
+        gathers = any(needs_weights) and not ctx.saved_gathered
         grad_x, gathered = gathered_input_grad(
-            [products[i] for i in used],  # type: ignore[misc]
-            [weights[i] for i in used],
+            used,
+            # None of them was kept if x needs no gradient.
+            [weight for weight, grad in zip(weights, products, strict=False) if grad is not None],
             ctx.transpose_weight,
             ctx.group_name,
+            needs_x,
             rows if gathers else None,
         )
         rows = gathered if gathers else rows
-    elif gathers:
-        rows = all_gather(rows, group=ctx.group_name)
     if needs_x and len(grads) > ctx.count and grads[-1] is not None:
         of_gathered = reduce_scatter(grads[-1], group=ctx.group_name)
         grad_x = of_gathered if grad_x is None else grad_x + of_gathered
@@ -174,18 +179,10 @@ def _with_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _with_gather_backward(ctx: Any, grad: Tensor, of_gathered: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, _, needs_rows = ctx.needs_input_grad[:4]
-    grad_x, gathered = scattered_input_grad(
-        grad, weight, ctx.transpose_weight, ctx.group_name, needs_x, needs_weight
-    )
-    return (
-        grad_x,
-        None if gathered is None else weight_grad(gathered, x, ctx.transpose_weight),
-        None,
-        reduce_scatter(of_gathered, group=ctx.group_name) if needs_rows else None,
-        None,
-    )
+    grad_x, grad_weight, *_ = _gemm_rs_backward(ctx, grad)
+    needs_rows = ctx.needs_input_grad[3]
+    grad_rows = reduce_scatter(of_gathered, group=ctx.group_name) if needs_rows else None
+    return grad_x, grad_weight, None, grad_rows, None
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

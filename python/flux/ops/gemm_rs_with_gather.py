@@ -88,9 +88,7 @@ def _plans_beside(
 ) -> tuple[Plan, Plan] | None:
     """Plans of both, if copy engines can gather while SMs send tiles; else None. Alike on all ranks."""
     scattering = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
-    count = rows.shape[0]
-    columns = rows.numel() // count if count else 0
-    gathering = gather.gather_plan(workspace, count * workspace.world_size, columns, rows.dtype)
+    gathering = gather.gather_plan(workspace, rows)
     if not (scattering.fused and gathering.fused and gathering.copied_now()):
         return None
     if scattering.copied:  # copy engines have enough to do
@@ -108,11 +106,11 @@ def _beside(
     rows: torch.Tensor,
 ) -> torch.Tensor:
     gathered = rows.new_empty(_check.all_gather_args("all_gather", rows, workspace.world_size))
-    rows = readable(rows.reshape(rows.shape[0], -1))
+    rows = readable(rows.reshape(-1, gathering.k))
     symm_buffer, epoch, chunk_rows = gather.enter(workspace, gathering)
     _begin(rows, symm_buffer, epoch, chunk_rows)
     scatter.fused_cuda(workspace, scattering, x, weight, None, out)
-    _finish(rows, gathered.view(-1, rows.shape[1]), symm_buffer, epoch, chunk_rows, True)
+    _finish(rows, gathered.view(-1, gathering.k), symm_buffer, epoch, chunk_rows, True)
     return gathered
 
 

@@ -9,9 +9,8 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import round_up
-from flux.moe import reference
 from flux.moe.plan import BLOCK_M
-from flux.moe.routing import checked_shapes
+from flux.moe.routing import checked_shapes, route_on_host
 from flux.ops.grouped_gemm import ACTIVATIONS, schedule_words
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.moe_data import MoeCase
@@ -33,21 +32,16 @@ class EmulatedMoeRanks(EmulatedRanks):
     def route(self, case: MoeCase) -> list[Any]:
         """Readies the ranks for the case's layers; returns each rank's native layout."""
         p, limit, k = case.world_size, case.max_tokens, case.top_k
-        ids = torch.full((p, limit, k), -1, dtype=torch.int32)
-        weights = torch.zeros(p, limit, k)
-        for rank, tokens in enumerate(case.tokens):
-            ids[rank, :tokens], weights[rank, :tokens] = case.routing(rank)
-        core = _native.core
+        ids, weights = case.all_choices()
+        shapes = checked_shapes(p, case.num_experts, case.ep_size, limit, 0, k)
         self._case, self._weights = case, weights.to(self.device)
-        self._arrays: list[list[torch.Tensor]] = []
         self._layouts = [
-            core.MoeLayout(p, rank, case.ep_size, case.num_experts, k, limit) for rank in range(p)
+            _native.core.MoeLayout(p, rank, case.ep_size, case.num_experts, k, limit) for rank in range(p)
         ]
-        for layout in self._layouts:
-            shapes = [t.shape for t in reference.routing_tensors(layout, BLOCK_M, ids)]
-            arrays = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
-            core.moe_route(layout, BLOCK_M, ids.data_ptr(), [a.data_ptr() for a in arrays])
-            self._arrays.append([a.to(self.device) for a in arrays])
+        self._arrays = [
+            [array.to(self.device) for array in route_on_host(layout, ids, shapes)]
+            for layout in self._layouts
+        ]
         return self._layouts
 
     def route_by_kernel(

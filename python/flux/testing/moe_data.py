@@ -94,6 +94,14 @@ class MoeCase:
         weights = torch.randint(1, 3, ids.shape, generator=g).float()
         return ids, weights
 
+    def all_choices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of all ranks, int32 and float32 [p, max_tokens, k]; tokens that a rank lacks: -1."""
+        shape = (self.world_size, self.max_tokens, self.top_k)
+        ids, weights = torch.full(shape, -1, dtype=torch.int32), torch.zeros(shape)
+        for rank, tokens in enumerate(self.tokens):
+            ids[rank, :tokens], weights[rank, :tokens] = self.routing(rank)
+        return ids, weights
+
     def x(self, rank: int) -> torch.Tensor:
         """[tokens, hidden] of one rank."""
         g = self._generator(2, rank)
