@@ -217,7 +217,9 @@ def test_known_versions(version: str) -> None:
 def test_another_plugin(vllm: dict[str, types.ModuleType], caplog: pytest.LogCaptureFixture) -> None:
     registry(vllm)["RowParallelLinear"] = other = type("TheirLinear", (), {})
     before = vllm["vllm.config"].VllmConfig.compute_hash
+    async_tp.uninstall()
     plugin.register()
+    assert async_tp._installed == [], "off is off"
     assert registry(vllm) == {"RowParallelLinear": other}
     assert vllm["vllm.config"].VllmConfig.compute_hash is before
     assert [r.message for r in caplog.records] == [

@@ -40,8 +40,9 @@ def register() -> None:
         from flux.integrations.vllm import layer
 
         why_not = layer.replace_row_parallel(mode, min_tokens)
-        # What vLLM's pass for asynchronous tensor parallelism calls, where it has one.
-        async_tp.install()
+        if why_not is None:
+            # What vLLM's pass for asynchronous tensor parallelism calls, where it has one.
+            async_tp.install()
     if why_not is not None and why_not not in _told:
         _told.add(why_not)
         log.warning("vllm: flux stays off: %s", why_not)
