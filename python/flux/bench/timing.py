@@ -5,6 +5,8 @@ The rules, each of which has spoiled somebody's published result:
 * ranks start together: they meet on the host, then a GPU-side collective lines their streams up;
 * a delay kernel goes first, so that a burst is enqueued before it starts and host launch cost stays out.
   If the host was still enqueueing when the burst began, the sample is thrown away and the delay doubled;
+* the delay cannot help a burst that does not fit the GPU's queue of about a thousand launches: a host that has
+  filled it waits for the GPU. Calls of whole models are therefore tried first, in ever shorter bursts;
 * a sample is a burst of back-to-back calls between two events, and the slowest rank counts;
 * candidates take turns in one process, because clocks drift with heat and power, and each round begins with
   another one (A B C, B C A, ...), because whoever comes after a light candidate finds a rested GPU;
@@ -28,9 +30,9 @@ Call = Callable[[], object]
 _EXTRA_ROUNDS = 3
 # The longest rest that a candidate whose host is slow makes the others take too.
 _MAX_SHARED_DELAY_MS = 50.0
-# Calls of whole models take their host tens of milliseconds: a burst has fewer of them.
-_MAX_ENQUEUE_MS = 150.0
-_FEWEST_CALLS = 4
+# Hosts need some microseconds for each launch: a burst enqueued sooner than this fits the GPU's queue.
+_SURELY_FITS_MS = 3.0
+_MAX_DELAY_MS = 500.0
 _cuda: Any = torch.cuda  # events and the delay kernel are not typed
 
 
@@ -131,7 +133,7 @@ class GpuTimer:
         start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
         self._meet()
         shared = min(max(self._enqueue_ms.values()) * iters, _MAX_SHARED_DELAY_MS)
-        self._delay(max(self._enqueue_ms[name] * iters, shared) + 0.3)
+        self._delay(min(max(self._enqueue_ms[name] * iters, shared) + 0.3, _MAX_DELAY_MS))
         if self._group is not None:
             dist.all_reduce(self._mark, group=self._group)
         start.record()
@@ -140,8 +142,6 @@ class GpuTimer:
         end.record()
         ahead = not start.query()
         end.synchronize()
-        if not ahead:
-            self._enqueue_ms[name] *= 2
         return start.elapsed_time(end) / iters, ahead
 
     def warm(self, call: Call) -> None:
@@ -157,8 +157,7 @@ class GpuTimer:
         stays ahead returns the samples it has, host cost included.
         """
         self._enqueue_ms = {name: self._enqueue_once(call) for name, call in calls.items()}
-        slowest = all_max([max(self._enqueue_ms.values())], self._group, self._device)[0]
-        iters = min(iters, max(_FEWEST_CALLS, int(_MAX_ENQUEUE_MS / max(slowest, 1e-3))))
+        iters = self._fitting(calls, iters)
         good: dict[str, list[float]] = {name: [] for name in calls}
         late: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(rounds + _EXTRA_ROUNDS):
@@ -170,8 +169,24 @@ class GpuTimer:
             worst = all_max(flat, self._group, self._device)
             for i, name in enumerate(wanted):
                 (late if worst[2 * i + 1] else good)[name].append(worst[2 * i])
+                if worst[2 * i + 1]:
+                    self._enqueue_ms[name] *= 2
         self.host_bound = [name for name in calls if not good[name]]
         return {name: good[name] or late[name] for name in calls}
+
+    def _fitting(self, calls: Mapping[str, Call], iters: int) -> int:
+        """How many calls of each candidate fit the GPU's queue, so that a burst of them is enqueued before it
+        starts: at most `iters`, the same for all, and 1 if none does.
+        """
+        while iters > 1:
+            slowest = all_max([max(self._enqueue_ms.values())], self._group, self._device)[0]
+            if slowest * iters <= _SURELY_FITS_MS:
+                break
+            late = [0.0 if self._burst(name, call, iters)[1] else 1.0 for name, call in calls.items()]
+            if not any(all_max(late, self._group, self._device)):
+                break
+            iters //= 2
+        return iters
 
     def _enqueue_once(self, call: Call) -> float:
         """Milliseconds the host needs to enqueue one call while the GPU is busy; a generous first guess."""
@@ -185,7 +200,12 @@ class GpuTimer:
         return 1.5 * guess
 
     def host_us(self, call: Call, calls: int = 20, repeats: int = 3) -> float:
-        """Host microseconds per eager call: N enqueues behind a delay that outlasts them; slowest rank."""
+        """Host microseconds per eager call: N enqueues behind a delay that outlasts them; slowest rank.
+
+        Of calls that take long, fewer, so that the GPU's queue holds them.
+        """
+        once = all_max([self._enqueue_once(call)], self._group, self._device)[0]
+        calls = min(calls, max(1, int(_SURELY_FITS_MS / max(once, 1e-3))))
         times = []
         for _ in range(repeats):
             self._meet()
