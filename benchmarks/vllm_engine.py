@@ -1,0 +1,403 @@
+"""A vLLM of vllm_throughput.py, in a process of its own, and what it brings into vLLM's workers.
+
+:class:`Engine` is the benchmark's end of a pipe. At the other end :func:`serve` builds vLLM and then obeys
+commands. :class:`Probe` becomes a base class of vLLM's workers. Importing this module in a worker gives the
+model weights that count, and puts a counter around the function of flux that the plugin calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LOG_LINES = 40
+CAUSES = 5
+COMMAND_S = 90
+STOP_S = 15
+CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+# Nothing goes to a network, nothing makes NVLink multicast objects. What flux.bench.machine has against these
+# is added in the engines' processes: importing it takes seconds, and none of them should wait for that.
+ENVIRONMENT = {
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "NCCL_WIN_ENABLE": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_PLUGINS": "flux",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# Fusions of the all-reduce: with RMSNorm by flashinfer, which uses NVLink multicast; into a reduce-scatter.
+PASSES_OFF = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
+BACKENDS = ("pynccl_comm", "ca_comm", "symm_mem_comm", "fi_ar_comm")
+
+_calls: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama; how long its sequences may be, how many there are at once, how many tokens in one pass."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    dtype: str
+    length: int
+    sequences: int
+    batched_tokens: int
+
+    def kv_bytes(self, tp: int) -> int:
+        """Of a GPU's KV cache for 64 of the longest sequences, in 16 bits."""
+        heads = max(1, self.kv_heads // tp)
+        return 64 * self.length * self.layers * 2 * heads * (self.hidden // self.heads) * 2
+
+    def config(self) -> dict[str, Any]:
+        """What stands in a model's config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.hidden // self.heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": self.dtype,
+        }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs share."""
+
+    model: Model
+    tp: int
+    min_tokens: int
+    gpu_memory: float
+    timeout_s: int
+    cpu: bool
+    folder: Path
+
+    def arguments(self, run: str) -> dict[str, Any]:
+        """Of vllm.LLM."""
+        arguments: dict[str, Any] = {
+            "model": str(self.folder / "model"),
+            "tensor_parallel_size": self.tp,
+            "dtype": self.model.dtype,
+            "load_format": "dummy",
+            "seed": 0,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "max_model_len": self.model.length,
+            "max_num_batched_tokens": self.model.batched_tokens,
+            "max_num_seqs": self.model.sequences,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "disable_custom_all_reduce": "-nccl-" in run,
+            "enforce_eager": run.endswith("-eager"),
+            "compilation_config": {},
+        }
+        if not self.cpu:
+            # vLLM would find a size for its KV cache by watching the GPU's free memory, of which the other
+            # engines take a part at the same time.
+            arguments["kv_cache_memory_bytes"] = self.model.kv_bytes(self.tp)
+            arguments["gpu_memory_utilization"] = self.gpu_memory
+        if run.endswith("-graph"):
+            on_cpu = {"mode": 3, "cudagraph_mode": "NONE", "compile_sizes": []}
+            on_gpu = {"cudagraph_capture_sizes": CAPTURED}
+            arguments["compilation_config"] = on_cpu if self.cpu else on_gpu
+        return arguments
+
+    def environment(self, run: str) -> dict[str, str]:
+        paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            **os.environ,
+            **ENVIRONMENT,
+            **(CPU_ENVIRONMENT if self.cpu else {}),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "FLUX_VLLM": "auto" if run.startswith("flux") else "off",
+            "FLUX_VLLM_MIN_TOKENS": str(self.min_tokens),
+            # Compiling takes ranks different times.
+            "FLUX_TIMEOUT_S": str(self.timeout_s),
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),
+            "VLLM_CACHE_ROOT": str(self.folder / "cache" / run),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor" / run),
+        }
+
+    def write_model(self) -> None:
+        path = self.folder / "model" / "config.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.model.config(), indent=1))
+
+
+# fmt: off
+LLAMA = Model(8, 4096, 14336, 32, 8, 32000, "bfloat16", length=2048, sequences=128, batched_tokens=8192)
+TINY = Model(2, 256, 512, 8, 4, 512, "float32", length=512, sequences=16, batched_tokens=512)
+# fmt: on
+
+
+class Gone(Exception):
+    """An engine that is not there any more, or not in time."""
+
+
+class Engine:
+    """A process with a vLLM in it, and the pipe to it. Its output goes to a file."""
+
+    def __init__(self, run: str, settings: Settings) -> None:
+        self.log = log = settings.folder / f"{run}.log"
+        self.ready = False
+        self.connection, theirs = multiprocessing.Pipe()
+        # With -c there is no main module that processes spawned by vLLM would import once more.
+        code = f"import vllm_engine; vllm_engine.serve({theirs.fileno()})"
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=settings.environment(run),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._send(settings.arguments(run))
+
+    def receive(self, deadline: float) -> Any:
+        """The answer to a command, or "ready". Raises Gone if there is none."""
+        try:
+            if self.connection.poll(max(0.0, deadline - time.monotonic())):
+                return self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise Gone("its process ended") from error
+        raise Gone("no answer in time")
+
+    def log_end(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        # vLLM's processes all write there, and the first to fail may not be the last to say so.
+        causes = [line for line in lines[:-LOG_LINES] if "Error:" in line][-CAUSES:]
+        return "\n".join([*causes, f"{self.log} ends:", *lines[-LOG_LINES:]])
+
+    def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
+        self._send((command, arguments))
+        return self.receive(min(deadline, time.monotonic() + COMMAND_S))
+
+    def kill(self) -> None:
+        """With all that it started, which else may go on to use GPUs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # receive will know why
+            self.connection.send(message)
+
+
+def stop(engines: dict[str, Engine]) -> None:
+    """Ends all, those that are up with a chance to clean up first, and whatever they started."""
+    for engine in engines.values():
+        engine.connection.close()
+    patience = time.monotonic() + STOP_S
+    for engine in engines.values():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.process.wait(max(0.0, patience - time.monotonic()) if engine.ready else 0)
+    for engine in engines.values():
+        engine.kill()
+
+
+def serve(fd: int) -> None:
+    """Takes vllm.LLM's arguments from the pipe, says "ready", then obeys (method of Commands, its arguments)
+    until the pipe is closed.
+    """
+    connection = Connection(fd)
+    try:
+        arguments = connection.recv()
+        from vllm import LLM
+        from vllm.config.compilation import PassConfig
+
+        from flux.bench import machine
+
+        machine.disable_multicast()
+        known = {field.name for field in dataclasses.fields(PassConfig)}
+        arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
+        commands = Commands(LLM(**arguments, worker_extension_cls="vllm_engine.Probe"))
+        connection.send("ready")
+        while True:
+            try:
+                name, given = connection.recv()
+            except EOFError:  # the benchmark has ended
+                return
+            connection.send(getattr(commands, name)(*given))
+    except Exception:
+        traceback.print_exc()  # before the pipe is closed, upon which the benchmark reads the log
+        sys.exit(1)
+    finally:
+        connection.close()
+
+
+class Commands:
+    """What the benchmark asks of an engine. Prompts are lists of token ids."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def say(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+        """Greedy answers of `count` tokens: per prompt its tokens, and at each {token: logprob} of the 5 most
+        probable.
+        """
+        return [
+            {
+                "tokens": list(answer.outputs[0].token_ids),
+                "logprobs": [_logprobs(step) for step in answer.outputs[0].logprobs],
+            }
+            for answer in self._generate(prompts, count, logprobs=5)
+        ]
+
+    def forced(self, prompts: list[list[int]]) -> list[list[dict[int, float]]]:
+        """Per prompt and position but the first: {token: logprob} of the prompt's and the best token."""
+        answers = self._generate(prompts, 1, prompt_logprobs=1)
+        return [[_logprobs(step) for step in answer.prompt_logprobs[1:]] for answer in answers]
+
+    def prefill(self, prompts: list[list[int]]) -> float:
+        """Seconds until every prompt has its first token. Once untimed before: the engine may have slept."""
+        self._timed(prompts, 1)
+        return self._timed(prompts, 1)
+
+    def decode(self, prompts: list[list[int]], count: int) -> float:
+        """Seconds of `count` steps of all prompts at once: with them, less without them."""
+        self._timed(prompts, 1)
+        first = self._timed(prompts, 1)
+        return self._timed(prompts, 1 + count) - first
+
+    def state(self) -> list[dict[str, Any]]:
+        """Probe.probe_state of every rank."""
+        states: list[dict[str, Any]] = self.llm.collective_rpc("probe_state")
+        return states
+
+    def _timed(self, prompts: list[list[int]], count: int) -> float:
+        start = time.perf_counter()
+        self._generate(prompts, count)
+        return time.perf_counter() - start
+
+    def _generate(self, prompts: list[list[int]], count: int, **more: int) -> Any:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **more
+        )
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+
+
+def _logprobs(step: dict[int, Any]) -> dict[int, float]:
+    return {int(token): float(entry.logprob) for token, entry in step.items()}
+
+
+class Probe:
+    """Becomes a base class of vLLM's workers (worker_extension_cls)."""
+
+    def probe_state(self) -> dict[str, Any]:
+        """Of this rank, since it started: flux's calls, those made while a CUDA graph was captured, and
+        through what its tiles went; vLLM's all-reduce backends and row-parallel layers; a sum over weights.
+        """
+        from vllm.distributed import get_tp_group
+
+        from flux.comm import registry
+
+        group = get_tp_group()
+        found = {name: getattr(group.device_communicator, name, None) for name in BACKENDS}
+        model: Any = self.model_runner.model  # type: ignore[attr-defined]
+        kinds = [type(module).__name__ for module in model.modules()]
+        return {
+            "flux_calls": _calls["all"],
+            "flux_calls_captured": _calls["captured"],
+            "flux_through": [w.transport for w in registry.existing(group.device_group) if w.why_not is None],
+            "backends": [n for n, b in found.items() if b is not None and not getattr(b, "disabled", False)],
+            "row_parallel": dict(Counter(kind for kind in kinds if "RowParallel" in kind)),
+            "weights": model.weights_sum,
+        }
+
+
+def fill_with_weights(model: Any) -> None:
+    """Seeded normal weights that differ from rank to rank, except norms. vLLM's dummy weights are within 1e-3
+    of 0, norms too, and alike on all ranks: its layers would add less than rounding does.
+    """
+    import torch
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    rank = get_tensor_model_parallel_rank()
+    total = 0.0
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            if not torch.is_floating_point(weight):
+                continue
+            norm = "norm" in name
+            generator = torch.Generator(device=weight.device)
+            generator.manual_seed(zlib.crc32(name.encode()) + (0 if norm else 7919 * (rank + 1)))
+            weight.normal_(generator=generator)
+            if norm:
+                weight.mul_(0.1).add_(1.0)
+            elif "embed" not in name:
+                weight.mul_(0.02)
+            total += float(weight.flatten()[:1000].double().abs().sum())
+    model.weights_sum = total
+
+
+def prepare_worker() -> None:
+    """In a worker, before it has a model."""
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    import flux
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        fill_with_weights(model)
+
+    DummyModelLoader.load_weights = load_weights
+    gemm_ar = flux.gemm_ar
+
+    @functools.wraps(gemm_ar)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _calls["all"] += 1
+        _calls["captured"] += torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return gemm_ar(*args, **kwargs)
+
+    flux.gemm_ar = counted
+
+
+# Workers are processes that vLLM spawns; in the engine's own there is no model to prepare.
+if multiprocessing.parent_process() is not None:
+    prepare_worker()

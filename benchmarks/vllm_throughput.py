@@ -1,0 +1,383 @@
+"""vLLM with and without flux on 2 or more GPUs: tokens per second, and whether both say the same.
+
+    python benchmarks/vllm_throughput.py [--tp 2] [--layers 8] [--json FILE]
+    python benchmarks/vllm_throughput.py --cpu      a rehearsal: a tiny model, vLLM's build for CPUs
+
+The model has the shape of Llama-3-8B with fewer layers and a smaller vocabulary, and seeded random weights. A
+run is a vLLM engine of its own, named (stock|flux)[-nccl]-(graph|eager): without or with flux; -nccl without
+vLLM's custom all-reduce; graph compiled and in CUDA graphs. All engines start at the same time and stay up,
+but work one at a time: samples are taken in rounds whose order rotates. Of every metric the median counts.
+
+- prefill: prompts' tokens per second until each prompt has its first token.
+- decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
+- answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
+  tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
+- forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
+  far two stock engines are apart that only sum in another order: flux should not be further.
+
+vLLM's fusion of the all-reduce with RMSNorm is off in all runs, and so is all that uses NVLink multicast.
+Ends with 1 if something is wrong: an engine did not come up, a flux run without flux, a stock run with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from vllm_engine import LLAMA, TINY, Engine, Gone, Settings, stop
+
+# Of --timeout: what then is not up would take the others' time.
+START_SHARE = 2 / 3
+RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
+    prompts: how many tokens those have that are to be answered."""
+
+    prefill: tuple[int, int]
+    decode: tuple[int, ...]
+    decode_tokens: int
+    prompts: tuple[int, ...]
+    answer_tokens: int
+    forced: tuple[int, int]
+
+
+WORK = Work((16, 1024), (16, 64), 128, (5, 17, 40, 64, 130, 200, 333, 512), 32, (4, 400))
+TINY_WORK = Work((4, 64), (2, 4), 4, (5, 17, 40, 64), 8, (2, 48))
+
+
+class Measurement:
+    """Of engines that are up, what they said and how fast. `faults` says what went wrong with which."""
+
+    def __init__(self, engines: dict[str, Engine], work: Work, vocabulary: int, deadline: float) -> None:
+        self.engines = engines
+        self.work = work
+        self.vocabulary = vocabulary
+        self.deadline = deadline
+        self.faults: list[str] = []
+        self.forced_prompts: list[list[int]] = []
+        self.runs: dict[str, dict[str, Any]] = {run: {"samples_s": {}} for run in engines}
+
+    def lose(self, run: str, error: Gone) -> None:
+        engine = self.engines[run]
+        engine.ready = False
+        engine.kill()
+        self.faults.append(f"{run}: {error}")
+        say(f"{self.faults[-1]}\n{engine.log_end()}")
+
+    def wait_until_ready(self, deadline: float) -> None:
+        start = time.monotonic()
+        waiting: dict[Any, str] = {engine.connection: run for run, engine in self.engines.items()}
+        while waiting:
+            readable = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            for connection in readable or list(waiting):  # those that are late are lost in receive
+                run = waiting.pop(connection)
+                try:
+                    self.engines[run].receive(deadline)
+                except Gone as error:
+                    self.lose(run, error)
+                    continue
+                self.engines[run].ready = True
+                self.runs[run]["start_s"] = round(time.monotonic() - start, 1)
+                say(f"{run} is up after {self.runs[run]['start_s']} s")
+
+    def each(self, command: str, *arguments: Any, rotate: int = 0) -> dict[str, Any]:
+        """What all that are up answer, asked one after the other."""
+        runs = list(self.engines)
+        answers = {}
+        for run in runs[rotate % len(runs) :] + runs[: rotate % len(runs)]:
+            if not self.engines[run].ready:
+                continue
+            try:
+                answers[run] = self.engines[run].ask(self.deadline, command, *arguments)
+            except Gone as error:
+                self.lose(run, error)
+        return answers
+
+    def keep(self, key: str, answers: dict[str, Any]) -> None:
+        for run, answer in answers.items():
+            self.runs[run][key] = answer
+
+    def sample(self, metric: str, answers: dict[str, float]) -> None:
+        for run, seconds in answers.items():
+            self.runs[run]["samples_s"].setdefault(metric, []).append(round(seconds, 6))
+
+    def take_all(self, rounds: int) -> None:
+        """In the order of what is wanted most, should there be no time for all."""
+        work, generator = self.work, random.Random(0)
+
+        def prompts(*lengths: int) -> list[list[int]]:
+            # Without the ends of the vocabulary, which may be special.
+            return [[generator.randrange(3, self.vocabulary - 12) for _ in range(n)] for n in lengths]
+
+        self.keep("state_at_start", self.each("state"))
+        self.keep("answers", self.each("say", prompts(*work.prompts), work.answer_tokens))
+        count, length = work.prefill
+        long = prompts(*[length] * count)
+        short = {size: prompts(*[16] * size) for size in work.decode}
+        for turn in range(rounds):
+            self.sample("prefill", self.each("prefill", long, rotate=turn))
+            for size, batch in short.items():
+                self.sample(f"decode {size}", self.each("decode", batch, work.decode_tokens, rotate=turn))
+        count, length = work.forced
+        self.forced_prompts = prompts(*[length] * count)
+        self.keep("forced", self.each("forced", self.forced_prompts))
+        self.keep("state", self.each("state"))
+        self.add_rates()
+
+    def add_rates(self) -> None:
+        """Tokens per second of every run: of its median sample."""
+        tokens = {"prefill": math.prod(self.work.prefill)}
+        tokens |= {f"decode {size}": size * self.work.decode_tokens for size in self.work.decode}
+        for run in self.runs.values():
+            medians = {metric: statistics.median(samples) for metric, samples in run["samples_s"].items()}
+            run["tokens_per_s"] = {metric: tokens[metric] / seconds for metric, seconds in medians.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """All but what was said, which the comparisons sum up."""
+        said = ("answers", "forced")
+        return {run: {k: v for k, v in data.items() if k not in said} for run, data in self.runs.items()}
+
+
+def compare_answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Greedy answers of two runs, see vllm_engine.Commands.say. Where they first differ: our first token's
+    lead over our second, as a difference of log-probabilities. not_finite: how many are NaN or infinite.
+    """
+    first, leads, not_finite = [], [], 0
+    for a, b in zip(ours, theirs, strict=True):
+        pairs = list(zip(a["tokens"], b["tokens"], strict=True))
+        not_finite += sum(
+            not math.isfinite(v) for answer in (a, b) for step in answer["logprobs"] for v in step.values()
+        )
+        place = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        if place is not None:
+            best, second = sorted(a["logprobs"][place].values(), reverse=True)[:2]
+            first.append(place)
+            leads.append(best - second)
+    equal = len(ours) - len(first)
+    return {
+        "answers": len(ours),
+        "equal": equal,
+        "first_difference": first,
+        "lead_there": leads,
+        "not_finite": not_finite,
+    }
+
+
+def compare_forced(
+    prompts: list[list[int]], ours: list[list[dict[int, float]]], theirs: list[list[dict[int, float]]]
+) -> dict[str, Any]:
+    """Log-probabilities at every position but the first of prompts: how often both find the same token most
+    probable, and how far the prompt's own token is apart. NaN and infinities are counted and left out.
+    """
+    same, apart, not_finite = 0, [], 0
+    for prompt, a, b in zip(prompts, ours, theirs, strict=True):
+        for token, x, y in zip(prompt[1:], a, b, strict=True):
+            if all(map(math.isfinite, [*x.values(), *y.values()])):
+                same += max(x, key=x.__getitem__) == max(y, key=y.__getitem__)
+                apart.append(abs(x[token] - y[token]))
+            else:
+                not_finite += 1
+    result: dict[str, Any] = {"positions": len(apart), "not_finite": not_finite}
+    if apart:
+        result |= {
+            "first_equal_percent": 100 * same / len(apart),
+            "mean_apart": statistics.fmean(apart),
+            "max_apart": max(apart),
+        }
+    return result
+
+
+def pairs_of(runs: list[str]) -> list[tuple[str, str]]:
+    """(stock, another run of its mode), and both stocks."""
+    pairs = [(f"stock-{run.rsplit('-', 1)[1]}", run) for run in runs]
+    pairs = [(stock, run) for stock, run in pairs if stock != run and stock in runs]
+    both = ("stock-graph", "stock-eager")
+    return pairs + ([both] if set(both) <= set(runs) else [])
+
+
+def compare_all(measured: Measurement) -> list[dict[str, Any]]:
+    found = []
+    for stock, run in pairs_of(list(measured.runs)):
+        a, b = measured.runs[stock], measured.runs[run]
+        pair: dict[str, Any] = {"runs": [stock, run]}
+        if "answers" in a and "answers" in b:
+            pair["answers"] = compare_answers(a["answers"], b["answers"])
+        if "forced" in a and "forced" in b:
+            pair["forced"] = compare_forced(measured.forced_prompts, a["forced"], b["forced"])
+        if len(pair) > 1:
+            found.append(pair)
+    return found
+
+
+def faults_of(runs: dict[str, Any], comparisons: list[dict[str, Any]], cpu: bool) -> list[str]:
+    """What makes a result worth nothing, though its engines ran."""
+    faults, weights = [], set()
+    for run, data in runs.items():
+        states = zip(data.get("state_at_start", []), data.get("state", []), strict=False)
+        for rank, (start, end) in enumerate(states):
+            weights.add((rank, end["weights"]))
+            calls = end["flux_calls"]
+            if run.startswith("stock") and calls:
+                faults.append(f"{run}: rank {rank} called flux {calls} times")
+            # What came before the start was vLLM measuring its memory and capturing graphs.
+            if run.startswith("flux") and not (calls > start["flux_calls"] and end["flux_through"]):
+                faults.append(f"{run}: rank {rank} did not run flux's kernels")
+    if len(weights) != len({rank for rank, _ in weights}):
+        faults.append("the runs don't have the same weights")
+    for pair in comparisons:
+        said = pair.get("answers", {})
+        if said.get("not_finite") or pair.get("forced", {}).get("not_finite"):
+            faults.append(f"{pair['runs']}: log-probabilities that are not finite")
+        if cpu and said and said["equal"] != said["answers"]:
+            faults.append(f"{pair['runs']}: other tokens, in float32")
+    return faults
+
+
+def describe(settings: Settings, work: Work) -> dict[str, Any]:
+    """The head of the result file, as `flux bench` writes it."""
+    import flux
+    from flux.bench import machine
+    from flux.integrations.vllm import installed_version
+
+    kept = {"tp": settings.tp, "min_tokens": settings.min_tokens, "gpu_memory": settings.gpu_memory}
+    return {
+        "version": flux.__version__,
+        "commit": machine.commit(),
+        "date": machine.now(),
+        "suite": "vllm",
+        "machine": {**machine.describe("cpu" if settings.cpu else "cuda"), "vllm": installed_version()},
+        "settings": kept | {"model": asdict(settings.model), "work": asdict(work)},
+    }
+
+
+def gpus_now() -> list[dict[str, Any]]:
+    from flux.bench import machine
+
+    return machine.smi()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(runs: dict[str, Any]) -> None:
+    metrics = list(dict.fromkeys(metric for run in runs.values() for metric in run["tokens_per_s"]))
+    print(f"{'tokens/s':18}" + "".join(f"{metric:>12}" for metric in metrics) + "   over stock")
+    for name, run in runs.items():
+        rates = run["tokens_per_s"]
+        stock = runs.get(f"stock-{name.rsplit('-', 1)[1]}", {}).get("tokens_per_s", {})
+        over = [f"{rates[m] / stock[m]:.3f}x" for m in metrics if m in rates and m in stock]
+        print(
+            f"{name:18}"
+            + "".join(f"{rates.get(m, math.nan):12.0f}" for m in metrics)
+            + "   "
+            + "  ".join(over)
+        )
+    print()
+    for name, run in runs.items():
+        for state in run.get("state", [])[:1]:
+            layers = ", ".join(f"{count} {kind}" for kind, count in state["row_parallel"].items())
+            flux = f"{state['flux_calls']} calls of flux, {state['flux_calls_captured']} of them captured"
+            through = f", through {', '.join(state['flux_through'])}" if state["flux_through"] else ""
+            print(f"{name}: {layers}; all-reduce by {', '.join(state['backends']) or 'the platform'}")
+            print(f"{'':{len(name)}}  {flux}{through}")
+    print()
+
+
+def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
+    for pair in comparisons:
+        line = " | ".join(pair["runs"]) + ":"
+        if said := pair.get("answers"):
+            line += f" {said['equal']} of {said['answers']} answers equal"
+            if said["first_difference"]:
+                leads = ", ".join(f"{lead:.3f}" for lead in said["lead_there"])
+                line += f", the others from token {said['first_difference']} on, stock's lead there {leads}"
+        if forced := pair.get("forced"):
+            line += f"; forced at {forced['positions']} positions"
+            if "mean_apart" in forced:
+                line += f": first equal {forced['first_equal_percent']:.1f} %"
+                line += f", |dlogprob| mean {forced['mean_apart']:.5f} max {forced['max_apart']:.5f}"
+        print(line)
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    def run(name: str) -> str:
+        if not re.fullmatch(r"(stock|flux)(-nccl)?-(graph|eager)", name):
+            raise argparse.ArgumentTypeError(f"expected (stock|flux)[-nccl]-(graph|eager), got {name!r}")
+        return name
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", type=int, default=2, help="GPUs (default 2)")
+    parser.add_argument("--layers", type=int, help=f"default {LLAMA.layers}; with --cpu {TINY.layers}")
+    parser.add_argument("--runs", nargs="+", type=run, default=RUNS, help=f"default {' '.join(RUNS)}")
+    parser.add_argument("--min-tokens", type=int, default=1, help="FLUX_VLLM_MIN_TOKENS (default 1)")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
+    parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument(
+        "--logs", type=Path, help="folder of the engines' logs and caches (default temporary)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="a tiny model in float32, on CPUs")
+    options = parser.parse_args(arguments)
+    if len(set(options.runs)) < len(options.runs):
+        parser.error("--runs: a run twice")
+    return options
+
+
+def main() -> int:
+    options = options_of()
+    # So that whoever ends this process ends the engines too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
+    start = time.monotonic()
+    model, work = (TINY, TINY_WORK) if options.cpu else (LLAMA, WORK)
+    model = replace(model, layers=options.layers or model.layers)
+    folder = (options.logs or Path(tempfile.mkdtemp(prefix="vllm-throughput-"))).resolve()
+    settings = Settings(
+        model, options.tp, options.min_tokens, options.gpu_memory, options.timeout, options.cpu, folder
+    )
+    settings.write_model()
+    say(f"logs in {folder}")
+    engines: dict[str, Engine] = {}
+    try:
+        for run in options.runs:
+            engines[run] = Engine(run, settings)
+        record = describe(settings, work)  # while they come up
+        measured = Measurement(engines, work, model.vocabulary, start + options.timeout)
+        measured.wait_until_ready(start + START_SHARE * options.timeout)
+        measured.take_all(options.rounds)
+        record["machine"]["gpus_load"] = gpus_now()
+        comparisons = compare_all(measured)
+        faults = measured.faults + faults_of(measured.runs, comparisons, options.cpu)
+        print_table(measured.runs)
+        print_comparisons(comparisons)
+        if options.json:
+            record |= {"runs": measured.to_json(), "comparisons": comparisons, "faults": faults}
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    finally:
+        stop(engines)
+    for fault in faults:
+        say(f"FAULT: {fault}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

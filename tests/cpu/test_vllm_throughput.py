@@ -1,0 +1,100 @@
+"""What benchmarks/vllm_throughput.py concludes from what its engines say. Needs no vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("vllm_throughput")
+
+
+def _answer(*steps: dict[int, float]) -> dict[str, Any]:
+    return {"tokens": [max(step, key=step.__getitem__) for step in steps], "logprobs": list(steps)}
+
+
+def test_equal_answers(benchmark: Any) -> None:
+    ours, theirs = _answer({7: -0.5, 8: -1.0}), _answer({7: -0.6, 8: -0.9})
+    found = benchmark.compare_answers([ours, ours], [ours, theirs])
+    assert (found["equal"], found["answers"], found["first_difference"], found["not_finite"]) == (2, 2, [], 0)
+
+
+def test_answers_that_differ_show_the_lead_at_the_first_difference_only(benchmark: Any) -> None:
+    same = {7: -0.5, 8: -3.0}
+    ours = _answer(same, {3: -0.75, 4: -1.0, 5: -9.0}, {1: -0.1, 2: -8.0})
+    theirs = _answer(same, {4: -0.75, 3: -1.0, 5: -9.0}, {2: -0.1, 1: -8.0})
+    found = benchmark.compare_answers([ours, ours], [theirs, ours])
+    assert (found["equal"], found["first_difference"], found["lead_there"]) == (1, [1], [0.25])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_answers_that_are_no_numbers_are_found_on_either_side(benchmark: Any, bad: float) -> None:
+    good, broken = _answer({7: -0.5, 8: -1.0}), {"tokens": [7], "logprobs": [{7: bad, 8: -1.0}]}
+    for pair in ([good], [broken]), ([broken], [good]):
+        found = benchmark.compare_answers(*pair)
+        assert (found["equal"], found["not_finite"]) == (1, 1)
+        assert benchmark.faults_of({}, [{"runs": ["a", "b"], "answers": found}], cpu=False)
+
+
+def test_forced_positions(benchmark: Any) -> None:
+    prompt = [9, 1, 2, 3]  # nothing is said of its first token
+    ours = [{1: -0.5}, {2: -2.0, 5: -0.5}, {3: -1.0, 6: -0.5}]
+    theirs = [{1: -0.75}, {2: -2.5, 8: -0.5}, {3: math.nan, 6: -0.5}]
+    assert benchmark.compare_forced([prompt], [ours], [theirs]) == {
+        "positions": 2,
+        "not_finite": 1,
+        "first_equal_percent": 50.0,
+        "mean_apart": 0.375,
+        "max_apart": 0.5,
+    }
+
+
+def _run(calls_at_start: int, calls: int, through: list[str], weights: float = 1.5) -> dict[str, Any]:
+    start, end = (
+        {"flux_calls": count, "flux_through": through, "weights": weights}
+        for count in (calls_at_start, calls)
+    )
+    return {"state_at_start": [start], "state": [end]}
+
+
+@pytest.mark.parametrize(
+    ("runs", "fault"),
+    [
+        ({"stock-eager": _run(0, 0, []), "flux-eager": _run(4, 8, ["stores"])}, None),
+        ({"stock-eager": _run(0, 4, [])}, "called flux 4 times"),
+        ({"flux-graph": _run(0, 0, [])}, "did not run flux"),
+        ({"flux-graph": _run(4, 4, ["stores"])}, "did not run flux"),
+        ({"flux-graph": _run(4, 8, [])}, "did not run flux"),
+        ({"stock-eager": _run(0, 0, []), "flux-eager": _run(4, 8, ["stores"], 2.5)}, "same weights"),
+    ],
+)
+def test_a_run_that_was_not_what_its_name_says_is_found(benchmark: Any, runs: Any, fault: str | None) -> None:
+    faults = benchmark.faults_of(runs, [], cpu=False)
+    assert len(faults) == (fault is not None)
+    assert fault is None or fault in faults[0]
+
+
+def test_an_engine_that_does_not_come_up_says_why(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('none here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = benchmark.Settings(benchmark.TINY, 2, 1, 0.1, 60, True, tmp_path)
+    engine = benchmark.Engine("stock-eager", settings)
+    try:
+        with pytest.raises(benchmark.Gone, match="process ended"):
+            engine.receive(time.monotonic() + 60)
+        assert "RuntimeError: none here" in engine.log_end()
+    finally:
+        benchmark.stop({"stock-eager": engine})
+    assert engine.process.returncode not in (None, 0)
