@@ -24,6 +24,7 @@ struct GatherStore {
   static constexpr uint32_t kOp = 2;
   static constexpr bool kReduces = false;
   static constexpr bool kGathers = true;
+  static constexpr bool kSplitsK = false;
 
   FLUX_DEVICE static Call begin(const Params& p) {
     Call call = sync::begin_call(p.symm);

@@ -121,13 +121,13 @@ gemm::Choice select(const gemm::Problem& problem, int config) {
   check_problem(problem.m, problem.n, problem.world_size);
   check_range("k", problem.k, 1, kMaxExtent);
   check_range("num_sms", problem.num_sms, 1, INT32_MAX);
-  if (config >= gemm::kFirstSwapAb) {
+  if (config >= 0 && (config & 0xff) >= gemm::kFirstSwapAb) {
     check_range("config", config & 0xff, gemm::kFirstSwapAb,
                 gemm::kFirstSwapAb + gemm::kNumSwapAbConfigs - 1);
     check_range("split in config", config >> 8 & 0xff, 0, gemm::kMaxSplit);
   } else if (config >= 0) {
     config_at(config & 0xff);
-    check_range("cluster in config", config >> 8 & 0xff, 0, 3);
+    check_range("cluster in config", config >> 8 & 0xff, 0, static_cast<int>(gemm::Cluster::kSplit3));
   }
   return gemm::select(problem, config);
 }
@@ -291,6 +291,7 @@ void bind_selection(py::module_& m) {
       .def_readonly("slabs", &gemm::TileConfig::slabs)
       .def_property_readonly("smem_bytes", &gemm::smem_bytes)
       .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
+      .def_property_readonly("supports_split", &gemm::supports_split)
       .def_property_readonly("name", &tile_name)
       .def("__repr__", [](const gemm::TileConfig& self) { return "<TileConfig " + tile_name(self) + ">"; });
   m.def("tile_configs", [] {
@@ -308,7 +309,7 @@ void bind_selection(py::module_& m) {
           [](const gemm::Choice& choice) {
             return choice.swaps_ab() ? choice.split : static_cast<int>(choice.cluster);
           },
-          "1: none, 2 and 3: pairs; of a swap-AB tile how many CTAs share its K.")
+          "1: none, 2 and 3: pairs, 4 and 5: 2 and 3 CTAs share K; of a swap-AB tile how many do.")
       .def_readonly("group_m", &gemm::Choice::group_m)
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)

@@ -1,4 +1,5 @@
 #include "gemm/gemm.h"
+#include "gemm/gemm_split_k.h"
 #include "gemm/gemm_swap_ab.h"
 #include "gemm/launch.cuh"
 
@@ -19,11 +20,16 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
                            /*rank=*/0,
                            choice.cluster,
                            choice.group_m};
-  launch<LocalStore>(args, choice, order, args.m(), num_sms, {}, stream);
+  if (order.split() > 1) {
+    gemm_split_k(args, choice, order, num_sms, stream);
+  } else {
+    launch<LocalStore>(args, choice, order, args.m(), num_sms, {}, stream);
+  }
 }
 
 void prepare() {
   prepare_kernels<LocalStore>();
+  prepare_split_k();
   prepare_swap_ab();
 }
 

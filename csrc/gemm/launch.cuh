@@ -19,7 +19,7 @@ using Kernel = void (*)(const GemmParams<Store>);
 // [dtype][transpose_weight][config]; null where the shape has no such kernel.
 template <class Store>
 struct KernelTable {
-  Kernel<Store> kernels[2][2][kNumTileConfigs];
+  Kernel<Store> kernels[2][2][kNumTileConfigs] = {};
 
   KernelTable() {
 #define FLUX_FILL_TILE(id, ...) fill<id>();
@@ -36,13 +36,14 @@ struct KernelTable {
   void fill() {
     static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
     static_assert(smem_bytes(kTileConfigs[kConfig]) <= kSmemLimit);
-    kernels[0][0][kConfig] = sm90_gemm<__nv_bfloat16, Major::K, kConfig, Store>;
-    kernels[1][0][kConfig] = sm90_gemm<__half, Major::K, kConfig, Store>;
-    if constexpr (supports_transposed_weight(kTileConfigs[kConfig])) {
+    constexpr bool kExists = !Store::kSplitsK || supports_split(kTileConfigs[kConfig]);
+    if constexpr (kExists) {
+      kernels[0][0][kConfig] = sm90_gemm<__nv_bfloat16, Major::K, kConfig, Store>;
+      kernels[1][0][kConfig] = sm90_gemm<__half, Major::K, kConfig, Store>;
+    }
+    if constexpr (kExists && supports_transposed_weight(kTileConfigs[kConfig])) {
       kernels[0][1][kConfig] = sm90_gemm<__nv_bfloat16, Major::MN, kConfig, Store>;
       kernels[1][1][kConfig] = sm90_gemm<__half, Major::MN, kConfig, Store>;
-    } else {
-      kernels[0][1][kConfig] = kernels[1][1][kConfig] = nullptr;
     }
   }
 };
@@ -107,13 +108,17 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   const int wanted = std::max(order.num_clusters(), min_ctas / order.cluster_size());
-  config.gridDim = std::min(num_sms / order.cluster_size(), wanted) * order.cluster_size();
+  // Clusters that split K have one tile each; one that finds no room starts when another is done.
+  const int room = Store::kSplitsK ? wanted : num_sms / order.cluster_size();
+  config.gridDim = std::min(room, wanted) * order.cluster_size();
   config.blockDim = kNumThreads;
   config.dynamicSmemBytes = smem_bytes(tile);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = kWaitsForPeers ? 1 : 2;
   FLUX_CHECK(num_sms >= order.cluster_size(), num_sms, order.cluster_size());
+  FLUX_CHECK(Store::kSplitsK == (order.split() > 1), "not the kernel for", order.split(), "parts of K");
+  FLUX_CHECK(params.k_blocks >= order.split(), params.k_blocks, order.split());
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 

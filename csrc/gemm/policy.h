@@ -6,6 +6,7 @@
 //   struct Call              what a thread learns once a launch (the epoch), and a storer's own state
 //   kReduces                 own tiles wait for what peers contribute (fetch, add_arrived)
 //   kGathers                 some of x comes from peers (push, admit)
+//   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
 //   begin(params) -> Call    any thread, before the first tile
 //   end(params, call)        one thread of the CTA, after all its tiles
 //   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
@@ -58,6 +59,7 @@ struct LocalStore {
   struct Call {};
   static constexpr bool kReduces = false;
   static constexpr bool kGathers = false;
+  static constexpr bool kSplitsK = false;
 #ifdef __CUDACC__
   FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
@@ -76,6 +78,11 @@ struct LocalStore {
                                       float (&)[kAccumulators]) {}
   FLUX_DEVICE static void end(const Params&, const Call&) {}
 #endif
+};
+
+// The same for few tiles and a long K.
+struct SplitStore : LocalStore {
+  static constexpr bool kSplitsK = true;
 };
 
 }  // namespace flux::gemm

@@ -17,6 +17,15 @@ constexpr double kL2Us = 0.0019;     // of a k-block, for each KB of operands th
 // With every SM at work the chip is at its power limit and slower by about this; idle SMs of a last, partial
 // wave let the others run faster. From 1.04 to 1.10 the choices are as good.
 constexpr double kPower = 1.08;
+// Columns of the narrowest tiles for which pairs were ever the best.
+constexpr int kMinPairM = 80;
+constexpr int kMinPairN = 160;
+// Where CTAs split K: they wait for each other, and fetch what the others have of their columns. By hand, so
+// that of eleven weights and 64 to 512 rows the right ones are split.
+constexpr double kSplitUs = 2.0;
+constexpr double kSplitBytesPerUs = 60e3;
+constexpr int kMinSplitBlocks = 8;  // of K for each
+constexpr int kAccumulatorBytes = 4;
 // For GEMM+ReduceScatter. kSentTileUs is set by hand, so that mid-size shapes keep the tiles that were
 // measured to be good; the others were fitted to 20 shapes on four GPUs.
 constexpr double kSentTileUs = 1.0;        // kTileUs, with the tile sent or added to
@@ -48,6 +57,32 @@ double memory_us(const Problem& p) {
   return static_cast<double>(p.n) * p.k * kElementBytes / kMemoryBytesPerUs;
 }
 
+constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
+                                 Cluster::kSplit3};
+
+int cluster_size(Cluster cluster) { return TileOrder{1, 1, 1, 0, cluster, 1}.cluster_size(); }
+
+// Parts of K are for problems that leave SMs without a tile, and long enough to make up for the meeting.
+bool worth_splitting(const Problem& p, const TileConfig& tile, int split) {
+  const int tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, tile.block_n);
+  // Groups of SMs are even, so that clusters of three leave some SMs without a CTA.
+  const int room = split == 2 ? p.num_sms : p.num_sms * 7 / 8;
+  return supports_split(tile) && tiles * split <= room && ceil_div(p.k, kBlockK) >= kMinSplitBlocks * split;
+}
+
+bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) {
+  switch (cluster) {
+    case Cluster::kNone:
+      return true;
+    case Cluster::kPairM:
+      return tile.block_n >= kMinPairM;
+    case Cluster::kPairN:
+      return p.world_size == 1 && tile.block_n >= kMinPairN;  // not measured where ranks exchange rows
+    default:
+      return p.world_size == 1 && worth_splitting(p, tile, cluster_size(cluster));
+  }
+}
+
 // A tile that leaves slowly must fit into its slabs whole, or the math warps wait for the link. And narrower
 // tiles lost on all shapes measured.
 bool worth_sending(const TileConfig& tile) {
@@ -62,6 +97,7 @@ std::string config_name(int config, Cluster cluster) {
       std::to_string(kBlockM) + "x" + std::to_string(tile.block_n) + "x" + std::to_string(tile.stages);
   if (cluster == Cluster::kPairM) name += " pair-m";
   if (cluster == Cluster::kPairN) name += " pair-n";
+  if (cluster > Cluster::kPairN) name += " split-" + std::to_string(static_cast<int>(cluster) - 2);
   return name;
 }
 
@@ -78,18 +114,22 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
 
   // A pair shares one operand. What the idle half of a pair loads is charged to the tiles there are, so a
   // pair at a single row of tiles gains nothing.
+  const int split = order.split();
   const double ctas_per_tile = static_cast<double>(order.num_clusters()) * order.cluster_size() /
-                               (static_cast<double>(m_tiles) * p.world_size * n_tiles);
+                               (static_cast<double>(m_tiles) * p.world_size * n_tiles * split);
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
   const double block_us = k_block_us(tile.block_n, kbytes);
   const bool sends = p.world_size > 1 && !p.gathers;
-  const double tile_us = ceil_div(p.k, kBlockK) * block_us + (sends ? kSentTileUs : kTileUs);
-  double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average);
+  const double fetched =
+      static_cast<double>(kAccumulatorBytes) * kBlockM * tile.block_n * (split - 1) / split;
+  const double meet_us = split > 1 ? kSplitUs + fetched / kSplitBytesPerUs : 0.0;
+  const double tile_us = ceil_div(ceil_div(p.k, kBlockK), split) * block_us + (sends ? kSentTileUs : kTileUs);
+  double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average) + meet_us;
   if (!sends) {
     // SMs without a tile leave some of the memory's speed unused.
     const double unused = std::sqrt(waves * slots / order.num_clusters());
-    time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused);
+    time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
     return p.all_reduced ? time_us + kSumUs + 2.0 * p.m * p.n / kSumBytesPerUs : time_us;
   }
 
@@ -175,9 +215,9 @@ Choice select(const Problem& p, int packed_choice) {
     if (fixed && tile.id != fixed_config) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
     if (!fixed && p.world_size > 1 && !p.gathers && !worth_sending(tile)) continue;
-    for (const Cluster cluster : {Cluster::kNone, Cluster::kPairM, Cluster::kPairN}) {
-      if (cluster != Cluster::kNone && p.num_sms < 2) continue;
-      if (!fixed && p.world_size > 1 && cluster == Cluster::kPairN) continue;  // not measured there
+    for (const Cluster cluster : kClusters) {
+      if (cluster_size(cluster) > p.num_sms) continue;
+      if (!fixed && !worth_a_cluster(p, tile, cluster)) continue;
       if (fixed && fixed_cluster > 0 && static_cast<int>(cluster) != fixed_cluster) continue;
       const double time_us = model_time_us(p, tile.id, cluster);
       best.candidates.emplace_back(config_name(tile.id, cluster), time_us);

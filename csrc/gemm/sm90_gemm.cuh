@@ -14,6 +14,7 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/policy.h"
 #include "gemm/smem.cuh"
+#include "gemm/split_k.cuh"
 #include "gemm/tile_queue.cuh"
 #include "gemm/wgmma.cuh"
 #include "runtime/device/ptx.cuh"
@@ -53,6 +54,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int cta = static_cast<int>(ptx::cluster_cta_rank());
   const int cluster_size = order.cluster_size();
   const int warp = threadIdx.x / 32;
+  const int split = Store::kSplitsK ? cluster_size : 1;
+  const KPart<kChunks, kSlabChunks> part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
 
   if constexpr (Store::kGathers) {
     if (blockIdx.x < Store::num_pushers(params.store)) Store::push(params.store, smem);
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::prefetch_tensor_map(&params.a);
     ptx::prefetch_tensor_map(&params.b);
     ptx::prefetch_tensor_map(&params.d);
-    smem.init(cluster_size);
+    smem.init(cluster_size, 1, split);
   }
   // Barriers must be ready before a partner arrives on them.
   if (cluster_size > 1) ptx::cluster_sync();
@@ -70,6 +73,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (Store::kSplitsK && warp > 0) ptx::cluster_sync();  // sums have been left, the storers may begin
     if (warp == 0 && ptx::lane() == 0) {
       const int step = gridDim.x / cluster_size, last = order.num_clusters();
       typename Shared::Stages ring;
@@ -78,7 +82,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       uint32_t* const counter = Store::tile_counter(params.store);
       const auto call = Store::begin(params.store);
       // The draw takes as long as a k-block or two: it is on its way while those are loaded.
-      const int draw_at = params.k_blocks > 2 ? params.k_blocks - 2 : 0;
+      const int draw_at = part.num_blocks > 2 ? part.num_blocks - 2 : 0;
       uint32_t own_phase = 0;
       const auto draw = [&](int index) {
         return counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : index;
@@ -98,13 +102,16 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
         // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
         const bool waits = Store::kReduces && Store::is_local(params.store, tile);
-        for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
+        // Unrolled, both loops over K would only be longer.
+#pragma unroll 1
+        for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
           if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
+          const int k = (part.first_block + kb) * kBlockK;
           const uint32_t full = smem.full(ring.index);
           ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           ptx::mbarrier_arrive_expect_tx(full, params.stage_bytes);
-          load_a(x.map, smem.a(ring.index), full, kb * kBlockK, x.row, cta, order.cluster == Cluster::kPairN);
-          load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, kb * kBlockK, column, cta,
+          load_a(x.map, smem.a(ring.index), full, k, x.row, cta, order.cluster == Cluster::kPairN);
+          load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, k, column, cta,
                                    order.cluster == Cluster::kPairM);
         }
         if (waits && cta == 0) {
@@ -127,7 +134,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         if (!tile.valid) continue;
         const bool local = Store::is_local(params.store, tile);
         if (local) Store::fetch(params.store, call, tile, warpgroup, smem, pieces);
-        for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
+        for (int chunk = part.first_chunk; chunk < part.end_chunk; chunk += kSlabChunks) {
           const int num_chunks = kChunks - chunk < kSlabChunks ? kChunks - chunk : kSlabChunks;
           const uint32_t slab = slabs.wait_full(smem, warpgroup);
           if (local) {
@@ -147,6 +154,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       }
       ptx::bulk_wait_complete();
     }
+    if (Store::kSplitsK && warp == 0) {
+      __syncwarp();
+      ptx::cluster_sync();
+    }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
     using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
@@ -160,11 +171,15 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
     TileQueueReader<Shared> queue;
     const bool arrives = ptx::lane() == 0;
+    // Whose loads fill the stages of this CTA: its own, and those of a partner.
+    const bool releases = static_cast<int>(ptx::lane()) < (Store::kSplitsK ? 1 : cluster_size);
+    const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
     for (int index = queue.next(smem, arrives); index < last; index = queue.next(smem, arrives)) {
       const Tile tile = order.at(index, cta);
 
       int held = 0;  // the stage whose wgmmas may still be running
-      for (int kb = 0; kb < params.k_blocks; ++kb, ring.advance()) {
+#pragma unroll 1
+      for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
         ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
         const uint64_t a = make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
         const uint64_t b = make_b_descriptor<kMajorB>(smem.b(ring.index));
@@ -175,19 +190,21 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
-        if (kb > 0 && ptx::lane() < cluster_size) ptx::mbarrier_arrive_cluster(smem.empty(held), ptx::lane());
+        if (kb > 0 && releases) ptx::mbarrier_arrive_cluster(smem.empty(held), filler);
         held = ring.index;
       }
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
-      if (ptx::lane() < cluster_size) ptx::mbarrier_arrive_cluster(smem.empty(held), ptx::lane());
+      if (releases) ptx::mbarrier_arrive_cluster(smem.empty(held), filler);
 
       if (!tile.valid) continue;
       const bool local = Store::is_local(params.store, tile);
       if (local) {
         Store::template add_arrived<Element>(params.store, tile, warpgroup, smem, pieces, d);
-        if (params.bias != nullptr) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
+        // Once a tile.
+        const bool adds_bias = params.bias != nullptr && (!Store::kSplitsK || cta == 0);
+        if (adds_bias) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
       }
       if constexpr (Store::kGathers || Store::kReduces) {
         // The host will raise; until then nobody shall mistake what was computed for a result.
@@ -196,14 +213,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
         }
       }
-#pragma unroll
-      for (int first_chunk = 0; first_chunk < kChunks; first_chunk += kSlabChunks, slabs.advance()) {
+      const auto stage_slab = [&](const float* sums, int num_chunks) {
         const uint32_t slab = smem.slab(warpgroup, slabs.index);
         ptx::mbarrier_wait(smem.slab_empty(warpgroup, slabs.index), slabs.phase ^ 1);
 #pragma unroll
         for (int chunk = 0; chunk < kSlabChunks; ++chunk) {
-          if (first_chunk + chunk >= kChunks) break;
-          const Fragment fragment = pack<Element>(&d[(first_chunk + chunk) * kChunkAccumulators]);
+          if (chunk >= num_chunks) break;
+          const Fragment fragment = pack<Element>(&sums[chunk * kChunkAccumulators]);
           if (local) {
             stage_rows<panel_n(kTile)>(slab, chunk, thread, fragment);
           } else {
@@ -212,13 +228,30 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
         ptx::fence_proxy_async_smem();
         ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));
+        slabs.advance();
+      };
+      if constexpr (Store::kSplitsK) {
+        leave_parts<kChunks>(smem, warpgroup, thread, d);
+        ptx::cluster_sync();
+        float sums[decltype(part)::kMaxSlabs * kSlabChunks * kChunkAccumulators];
+        sum_parts<kChunks>(smem, part, split, warpgroup, thread, sums);
+#pragma unroll
+        for (int slab = 0; slab < decltype(part)::kMaxSlabs; ++slab) {
+          const int left = part.end_chunk - part.first_chunk - slab * kSlabChunks;
+          if (left > 0) stage_slab(&sums[slab * kSlabChunks * kChunkAccumulators], left);
+        }
+      } else {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
+          stage_slab(&d[chunk * kChunkAccumulators], kChunks - chunk);
+        }
       }
     }
   }
 
   __syncthreads();
   if (threadIdx.x == 0) Store::end(params.store, Store::begin(params.store));
-  // A CTA must not leave while its partner can still multicast into it or arrive on its barriers.
+  // A CTA must not leave while others can still multicast into it, arrive on its barriers or read its sums.
   if (cluster_size > 1) ptx::cluster_sync();
 }
 

@@ -97,13 +97,13 @@ struct Smem {
     }
   }
 
-  // One thread, before anybody uses a barrier. Every math warp of the cluster releases a stage: a partner's
+  // One thread, before anybody uses a barrier. Every math warp of a pair releases a stage: a partner's
   // multicast writes into this CTA's stage too.
-  __device__ void init(int cluster_size, int loaders = 1) const {
+  __device__ void init(int cluster_size, int loaders = 1, int split = 1) const {
     constexpr int kMathWarps = 4;  // of a warpgroup
     for (int stage = 0; stage < kTile.stages; ++stage) {
       ptx::mbarrier_init(full(stage), loaders);
-      ptx::mbarrier_init(empty(stage), kNumMathWarpgroups * kMathWarps * cluster_size);
+      ptx::mbarrier_init(empty(stage), kNumMathWarpgroups * kMathWarps * (split > 1 ? 1 : cluster_size));
     }
     for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
       for (int index = 0; index < kSlabs; ++index) {

@@ -83,6 +83,9 @@ constexpr int smem_bytes(const TileConfig& c) {
 // With the weight stored as [K, N] a B tile is made of 64-column swizzle panels.
 constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_n % 64 == 0; }
 
+// Wider tiles split K for no shape that was measured (docs/design/cost-model.md).
+constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
+
 // Width of the panels a finished tile is stored in; 64 columns are one 128-byte swizzle row.
 constexpr int panel_n(const TileConfig& c) {
   return c.block_n % 64 == 0 ? 64 : c.block_n % 32 == 0 ? 32 : 16;

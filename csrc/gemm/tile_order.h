@@ -29,9 +29,9 @@ struct Tile {
   bool valid;  // false: the idle half of a CTA pair at the edge of a region
 };
 
-// Which neighbours form a cluster: kPairM shares the loads of W (tiles one above the other), kPairN those of
-// x.
-enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3 };
+// What a cluster of CTAs shares: kPairM the loads of W (tiles one above the other), kPairN those of x, and
+// kSplit2 and so on one tile, of which each multiplies a part of K (split_k.cuh).
+enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3, kSplit2 = 4, kSplit3 = 5 };
 
 enum class Peers { kTakeTurns, kOneByOne, kGathered };
 
@@ -46,7 +46,8 @@ struct TileOrder {
 
   FLUX_HD int cluster_m() const { return cluster == Cluster::kPairM ? 2 : 1; }
   FLUX_HD int cluster_n() const { return cluster == Cluster::kPairN ? 2 : 1; }
-  FLUX_HD int cluster_size() const { return cluster == Cluster::kNone ? 1 : 2; }
+  FLUX_HD int split() const { return cluster > Cluster::kPairN ? static_cast<int>(cluster) - 2 : 1; }
+  FLUX_HD int cluster_size() const { return split() > 1 ? split() : cluster == Cluster::kNone ? 1 : 2; }
 
   FLUX_HD int remote_rows() const { return (world_size - 1) * m_tiles; }
   FLUX_HD int cluster_columns() const { return (n_tiles + cluster_n() - 1) / cluster_n(); }

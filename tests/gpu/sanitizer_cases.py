@@ -10,6 +10,8 @@ import flux
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
+SPLIT_BY_3 = 5  # a "cluster" of the cost model's choices
+
 
 def main() -> None:
     for m, n, k, transpose_weight in ((129, 136, 72, False), (64, 264, 200, True)):
@@ -17,6 +19,11 @@ def main() -> None:
         x, weight, bias = plain.inputs(0, "cuda")
         result = flux.gemm(x, weight, bias, transpose_weight=transpose_weight)
         assert torch.equal(result, plain.expected(0, "cuda")), plain
+    split = GemmRsCase(129, 264, 520, 1, bias=True)
+    x, weight, bias = split.inputs(0, "cuda")
+    result = torch.empty(129, 264, dtype=x.dtype, device="cuda")
+    torch.ops.flux._gemm(x, weight, bias, result, False, 5 | SPLIT_BY_3 << 8, 0)
+    assert torch.equal(result, split.expected(0, "cuda")), split
     for world_size in (2, 3):
         ranks = EmulatedRanks(world_size, timeout_s=60.0)
         for seed, (rows, n, k) in enumerate(((129, 136, 72), (40, 264, 200))):

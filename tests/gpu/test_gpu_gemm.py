@@ -47,6 +47,23 @@ def test_every_tile_shape_and_cluster(config: int, transpose_weight: bool) -> No
             assert_untouched(whole)
 
 
+@pytest.mark.parametrize("config", [tile.id for tile in core.tile_configs() if tile.supports_split])
+@pytest.mark.parametrize("transpose_weight", [False, True])
+def test_every_tile_shape_that_splits_k_over_a_cluster(config: int, transpose_weight: bool) -> None:
+    if transpose_weight and not core.tile_configs()[config].supports_transposed_weight:
+        pytest.skip("this tile shape is not compiled for [K, N] weights")
+    for split in (2, 3):
+        # The last has more clusters than there are SMs for.
+        for number, (m, n, k) in enumerate([(1, 8, 200), (129, 520, 1032), (512, 2560, 8192), (2048, 4104, 256)]):
+            dtype = DTYPES[(number + split) % 2]
+            case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
+            x, weight, bias = case.inputs(0, "cuda")
+            out, whole = guarded(m, n, dtype)
+            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, config | (split + 2) << 8, 0)
+            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, split)
+            assert_untouched(whole)
+
+
 @pytest.mark.parametrize("config", range(core.FIRST_SWAP_AB, core.FIRST_SWAP_AB + core.NUM_SWAP_AB))
 @pytest.mark.parametrize("transpose_weight", [False, True])
 def test_every_swap_ab_tile_and_split(config: int, transpose_weight: bool) -> None:

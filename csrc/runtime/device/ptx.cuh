@@ -252,6 +252,12 @@ __device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t a, ui
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
+// Accumulators must not be cast to integers: the compiler would carry them as such through the mainloop, and
+// wgmma would wait for the casts.
+__device__ __forceinline__ void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -268,6 +274,19 @@ __device__ __forceinline__ float4 load_shared_v4(uint32_t address) {
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(address)
                : "memory");
+  return v;
+}
+
+// 16 bytes of the shared memory of a CTA of the cluster.
+__device__ __forceinline__ float4 load_cluster_v4(uint32_t address, uint32_t cta) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(cta)
+      : "memory");
   return v;
 }
 

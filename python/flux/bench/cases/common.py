@@ -167,7 +167,7 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
 
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
-_CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3}
+_CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3, " split-2": 4, " split-3": 5}
 _SPLITS = (1, 2, 4, 8)  # of K, over the CTAs of a swap-AB tile
 
 
