@@ -252,8 +252,8 @@ def skewed(rank: int, world_size: int) -> str:
 
 def too_large_to_exchange(rank: int, world_size: int) -> str:
     """gemm_rs and all_gather where the rows can be dealt, torch where not."""
-    limit = plan_ar.MAX_EXCHANGE_BYTES
-    plan_ar.MAX_EXCHANGE_BYTES = 64
+    limits = plan_ar.MAX_EXCHANGE_BYTES, plan_ar.COMPOSED_FROM_BYTES
+    plan_ar.MAX_EXCHANGE_BYTES = plan_ar.COMPOSED_FROM_BYTES = 64
     flux.release()
     try:
         told = []
@@ -274,7 +274,7 @@ def too_large_to_exchange(rank: int, world_size: int) -> str:
                 told.append(str(plan))
         return "; ".join(t for t in told if t)
     finally:
-        plan_ar.MAX_EXCHANGE_BYTES = limit
+        plan_ar.MAX_EXCHANGE_BYTES, plan_ar.COMPOSED_FROM_BYTES = limits
         flux.release()
 
 

@@ -55,8 +55,9 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         ({"k": 36}, False, -1, "k = 36 is not a multiple of 8"),
         ({"m": 0}, False, -1, "empty"),
         ({"why_not": "rank 1: no way"}, False, -1, "rank 1: no way"),
-        ({"m": 8192}, True, 1, "two-shot"),
-        ({"m": 8196}, True, -1, "64 MiB, more than an exchange holds: as gemm_rs + all_gather"),
+        ({"m": 1532}, True, 1, "two-shot"),
+        ({"m": 1536}, True, -1, "a sum of 12 MiB is sooner there as gemm_rs + all_gather"),
+        ({"m": 8191}, True, 1, "two-shot"),
         ({"m": 8197}, False, -1, "m = 8197 cannot be dealt to 4 ranks"),
         ({"device_type": "cpu", "n": 4100, "k": 3, "num_sms": 0}, True, 0, "share memory; one-shot"),
         ({"op": "all_reduce", "m": 3, "n": 8}, True, 0, "one-shot sends 0.1 KiB"),
@@ -110,10 +111,10 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "enter", lambda plan: 77, raising=False)
     made = plan(m=4, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
-    total, normalised = torch.zeros(4, 16).bfloat16(), torch.ones(4, 16).bfloat16()
+    total = torch.zeros(4, 16).bfloat16()
     shifted = torch.ones(65).bfloat16()[1:].view(4, 16)  # not at a multiple of 16 bytes
-    ops._fused_cuda(workspace, made, x, weight, None, None, total, None, None, 0.0)
-    ops._fused_cuda(workspace, made, x, weight, None, shifted, total, normalised, shifted[0], 1e-5)
+    ops._fused_cuda(workspace, made, x, weight, None, None, total, None, 0.0)
+    normalised = ops._fused_cuda(workspace, made, x, weight, None, shifted, total, shifted[0], 1e-5)
     plain, norm = told
     assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
     assert plain[4:] == (False, 77, made.choice, 0, made.mode, None, None, 0.0, None)
@@ -121,11 +122,11 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
     # Written before the residual is read.
-    ops._fused_cuda(workspace, made, x, weight, None, total, total, None, None, 0.0)
+    ops._fused_cuda(workspace, made, x, weight, None, total, total, None, 0.0)
     assert told[2][9] is total and told[2][3].data_ptr() != total.data_ptr()
     # A result that a kernel cannot write where it shall lie.
     monkeypatch.setattr(ops, "_kernel", lambda *arguments: arguments[3].fill_(5))
-    ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, None, 0.0)
+    ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, 0.0)
     assert (shifted == 5).all()
     _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), x, total)
     assert told[3] == (x, total, 77, 0)

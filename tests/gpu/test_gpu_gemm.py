@@ -54,7 +54,9 @@ def test_every_tile_shape_that_splits_k_over_a_cluster(config: int, transpose_we
         pytest.skip("this tile shape is not compiled for [K, N] weights")
     for split in (2, 3):
         # The last has more clusters than there are SMs for.
-        for number, (m, n, k) in enumerate([(1, 8, 200), (129, 520, 1032), (512, 2560, 8192), (2048, 4104, 256)]):
+        for number, (m, n, k) in enumerate(
+            [(1, 8, 200), (129, 520, 1032), (512, 2560, 8192), (2048, 4104, 256)]
+        ):
             dtype = DTYPES[(number + split) % 2]
             case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
             x, weight, bias = case.inputs(0, "cuda")

@@ -5,7 +5,7 @@ The rules, each of which has spoiled somebody's published result:
 * ranks start together: they meet on the host, then a GPU-side collective lines their streams up;
 * a delay kernel goes first, so that a burst is enqueued before it starts and host launch cost stays out.
   If the host was still enqueueing when the burst began, the sample is thrown away and the delay doubled;
-* the delay cannot help a burst that does not fit the GPU's queue of about a thousand launches: a host that has
+* no delay helps a burst that does not fit the GPU's queue of about a thousand launches: a host that has
   filled it waits for the GPU. Calls of whole models are therefore tried first, in ever shorter bursts;
 * a sample is a burst of back-to-back calls between two events, and the slowest rank counts;
 * candidates take turns in one process, because clocks drift with heat and power, and each round begins with

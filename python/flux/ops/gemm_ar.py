@@ -215,7 +215,7 @@ def _eager(
     shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
     out = x.new_empty(*shape)
     total = out.view(m, n)
-    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, None, 0.0, k)
+    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, 0.0, k)
     return out
 
 
@@ -231,7 +231,7 @@ def _eager_out(
     shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
     _check.out_arg("gemm_ar", out, shape, x)
     total = out.view(m, n)
-    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, None, 0.0, k)
+    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, 0.0, k)
 
 
 def _eager_norm(
@@ -246,21 +246,11 @@ def _eager_norm(
 ) -> tuple[Tensor, Tensor]:
     shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
     _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-    normalised, total = x.new_empty(*shape), x.new_empty(*shape)
-    _run(
-        x,
-        weight,
-        bias,
-        transpose_weight,
-        residual,
-        process_group(group_name),
-        total.view(m, n),
-        normalised.view(m, n),
-        norm_weight,
-        eps,
-        k,
-    )
-    return normalised, total
+    total = x.new_empty(*shape)
+    flat, group = total.view(m, n), process_group(group_name)
+    normalised = _run(x, weight, bias, transpose_weight, residual, group, flat, norm_weight, eps, k)
+    assert normalised is not None
+    return normalised.view(shape), total
 
 
 def _run(
@@ -271,12 +261,11 @@ def _run(
     residual: Tensor | None,
     group: ProcessGroup,
     total: Tensor,
-    normalised: Tensor | None,
     norm_weight: Tensor | None,
     eps: float,
     k: int,
-) -> None:
-    """Writes the sum to `total` [m, n], and if there is a norm_weight what it normalises to `normalised`."""
+) -> Tensor | None:
+    """Writes the sum to `total` [m, n], and returns it normalised if there is a norm_weight."""
     m, n = total.shape
     x = x if x.dim() == 2 else x.reshape(m, k)
     residual = None if residual is None else residual.reshape(m, n)
@@ -291,12 +280,16 @@ def _run(
             _composed(x, weight, bias, transpose_weight, residual, group, total)
         elif x.is_cuda:
             cuda = cast(CudaWorkspace, workspace)
-            _fused_cuda(cuda, plan, x, weight, bias, residual, total, normalised, norm_weight, eps)
-            return
+            return _fused_cuda(cuda, plan, x, weight, bias, residual, total, norm_weight, eps)
         else:
             _fused_cpu(cast(CpuWorkspace, workspace), plan, x, weight, bias, residual, total)
-    if normalised is not None and norm_weight is not None:
-        normalised.copy_(rms_norm(total, norm_weight, eps))
+    return None if norm_weight is None else _normalised(total, norm_weight, eps)
+
+
+def _normalised(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if total.is_cuda:  # one kernel there; the same sum in fp32 and the same one rounding
+        return torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
+    return rms_norm(total, weight, eps)
 
 
 def _one_rank(
@@ -362,12 +355,12 @@ def _fused_cuda(
     bias: Tensor | None,
     residual: Tensor | None,
     total: Tensor,
-    normalised: Tensor | None,
     norm_weight: Tensor | None,
     eps: float,
-) -> None:
+) -> Tensor | None:
     # What may run out of memory comes first.
     target = writable(total)
+    normalised = None if norm_weight is None else torch.empty_like(total)
     if residual is not None and residual.data_ptr() == total.data_ptr():
         # The kernels write their products there before they read the residual.
         target = torch.empty_like(total)
@@ -390,6 +383,7 @@ def _fused_cuda(
     )
     if target is not total:
         total.copy_(target)
+    return normalised
 
 
 def _fused_cpu(

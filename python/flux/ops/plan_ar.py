@@ -10,9 +10,13 @@ from flux import _native
 from flux.comm.workspace import round_up
 from flux.ops.plan import CPU_NUM_SMS, PLANNERS, Plan, can_run_fused, chosen
 
-# The largest matrix that an exchange holds. Larger ones are bound by the link: there gemm_rs and all_gather
-# send no more than an exchange would, and need no room for the whole sum.
+# The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
+# Larger sums are bound by the link, and gemm_rs hides half of what must travel. Of four projections on two
+# GPUs gemm_rs and all_gather took 20 to 34 % longer than an exchange for sums of 8 MiB, 1 to 7 % less for
+# 16 MiB and 10 to 29 % less for 64 MiB
+# (benchmarks/results/tuning/2026-11-22-gemm_ar-composed-tp2-2xH200.json).
+COMPOSED_FROM_BYTES = 12 << 20
 # Elements of the kernels' 16-byte vectors; on CPUs matrices are padded to it, whatever their type.
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
@@ -45,12 +49,15 @@ def plan_gemm_ar(
     common = ("gemm_ar", m, n, k, dtype, world_size, transpose_weight)
     if not fused:
         return Plan(*common, False, _BY_TORCH, reason)
-    if m * n * dtype.itemsize > MAX_EXCHANGE_BYTES:
-        reason = f"the sum has {m * n * dtype.itemsize / 2**20:.0f} MiB, more than an exchange holds"
-        if m % world_size:
-            reason += f", and m = {m} cannot be dealt to {world_size} ranks"
-            return Plan(*common, False, _BY_TORCH, reason)
-        return Plan(*common, True, "those of gemm_rs and all_gather", f"{reason}: as gemm_rs + all_gather")
+    sum_bytes = m * n * dtype.itemsize
+    dealt = m % world_size == 0
+    if dealt and sum_bytes >= COMPOSED_FROM_BYTES:
+        reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
+        return Plan(*common, True, "those of gemm_rs and all_gather", reason)
+    if sum_bytes > MAX_EXCHANGE_BYTES:
+        reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
+        reason += f", and m = {m} cannot be dealt to {world_size} ranks"
+        return Plan(*common, False, _BY_TORCH, reason)
     choice = _native.core.select_gemm_ar(m, n, k, transpose_weight, num_sms or CPU_NUM_SMS)
     exchange = _exchanged(device_type, m, n, dtype, world_size, transport)
     return Plan(*common, True, **(chosen(choice, f"{reason}; {exchange.pop('reason')}") | exchange))

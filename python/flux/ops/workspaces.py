@@ -13,7 +13,7 @@ from flux.comm.group import GroupLike, resolve_group
 from flux.comm.workspace import round_up
 from flux.ops import _check
 from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
+from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -64,8 +64,8 @@ def reserve(
     if workspace.why_not is not None:
         return
     m = round_up(max_m, pg.size())
-    # A sum too large to be exchanged is gathered: gemm_ar is then gemm_rs + all_gather.
-    is_large = max_m * max_n * dtype.itemsize > MAX_EXCHANGE_BYTES
+    # A large sum is gathered: gemm_ar is then gemm_rs + all_gather.
+    is_large = m * max_n * dtype.itemsize >= COMPOSED_FROM_BYTES
     columns = max(max_k, max_n) if is_large else max_k
     gathered = ag_gemm_room(m, columns, pg.size(), dtype)
     rooms = [gathered]
