@@ -78,6 +78,13 @@ VARIABLES: tuple[Variable, ...] = (
         "run",
         _positive,
     ),
+    Variable(
+        "FLUX_VLLM_MOE",
+        "off",
+        "Experts of MoE layers in vLLM: off (they stay vLLM's), auto (flux runs those that it can).",
+        "run",
+        _one_of("auto", "off"),
+    ),
     Variable("FLUX_COMMIT", "unknown", "What benchmark records name where there is no git tree.", "run", str),
     Variable(
         "FLUX_CUDA",

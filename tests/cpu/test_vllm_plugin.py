@@ -79,7 +79,9 @@ def stand_in() -> dict[str, types.ModuleType]:
             "get_current_vllm_config_or_none": configuration,
         },
         "vllm.distributed": {
-            "get_tp_group": lambda: mock.Mock(device_group=mock.Mock(group_name="7"), unique_name="tp:0")
+            "get_tp_group": lambda: mock.Mock(
+                device_group=mock.Mock(group_name="7"), unique_name="tp:0", rank_in_group=1, world_size=2
+            )
         },
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": {"op_registry_oot": {}},
@@ -125,11 +127,11 @@ def configure(manager: Any, config: Any) -> None:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
     """A fresh vLLM of a known version, and a plugin that has seen none yet."""
     modules = stand_in()
-    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS"):
+    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(plugin, "_told", set())
-    ours = ("layer", "compiled")
+    ours = ("layer", "compiled", "moe")
     names = [f"flux.integrations.vllm.{name}" for name in ours]
     with mock.patch.dict(sys.modules, modules):
         for name in names:
@@ -185,7 +187,9 @@ def test_off(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch)
     assert registry(vllm) == {} and "flux.integrations.vllm.layer" not in sys.modules
 
 
-@pytest.mark.parametrize("name, value", [("FLUX_VLLM", "on"), ("FLUX_VLLM_MIN_TOKENS", "0")])
+@pytest.mark.parametrize(
+    "name, value", [("FLUX_VLLM", "on"), ("FLUX_VLLM_MIN_TOKENS", "0"), ("FLUX_VLLM_MOE", "on")]
+)
 def test_a_setting_that_means_nothing(
     vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
@@ -291,6 +295,10 @@ def test_ranges_of_token_counts(
         context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
         with (
             mock.patch("flux.integrations.vllm.compiled.get_pass_context", lambda c=context: c),
+            mock.patch(
+                "flux.integrations.vllm.compiled.settle_sums",
+                side_effect=lambda g, reduced: told.append("summed" if reduced else "to be summed"),
+            ),
             mock.patch("flux.integrations.vllm.compiled.unfuse", side_effect=lambda g: told.append("vLLM")),
             mock.patch(
                 "flux.integrations.vllm.compiled.fuse_norm", side_effect=lambda g: told.append("flux")
@@ -298,7 +306,7 @@ def test_ranges_of_token_counts(
         ):
             ours(None)
     # Below the limit; where vLLM fuses; flux's; and one in which the operator decides.
-    assert told == ["vLLM", "vLLM", "flux"]
+    assert told == ["to be summed", "vLLM", "summed", "vLLM", "summed", "flux"]
     assert "33" in ours.uuid()
 
 

@@ -73,13 +73,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in ("llama", "moe")}
 
 
-def _generate(model: Path, mode: str, folder: Path, flux: str, min_tokens: int) -> dict[str, Any]:
+def _generate(model: Path, mode: str, folder: Path, flux: str, min_tokens: int, moe: str) -> dict[str, Any]:
     """What a fresh vLLM says, and what flux did in its workers (vllm_generate.py)."""
     result = folder / f"{flux}.json"
     environment = {
         **os.environ,
         "FLUX_VLLM": flux,
         "FLUX_VLLM_MIN_TOKENS": str(min_tokens),
+        "FLUX_VLLM_MOE": moe,
         "FLUX_TIMEOUT_S": "300",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -110,15 +111,19 @@ def _assert_same(with_flux: list[dict[str, Any]], without: list[dict[str, Any]])
             assert {t: a[t] for t in common} == pytest.approx({t: b[t] for t in common}, abs=TOLERANCE)
 
 
-# How often a pass through the model calls flux: for the attention of each layer, and for its MLP unless that
-# is an MoE layer, which stays vLLM's. In ranges, every sum is followed by a norm that flux takes in.
+# How often a pass through the model calls flux: for the attention of each layer, and for its MLP, or for its
+# experts if these are not to stay vLLM's. In ranges, every sum of attention is followed by a norm that flux
+# takes in.
 @pytest.mark.parametrize(
-    ("kind", "mode", "min_tokens", "plain", "with_norm"),
+    ("kind", "mode", "min_tokens", "plain", "with_norm", "experts"),
     [
-        ("llama", "eager", 1, 2 * LAYERS, 0),
-        ("llama", "traced", 17, 2 * LAYERS, 0),
-        ("llama", "ranges", 17, 0, 2 * LAYERS),
-        ("moe", "eager", 1, LAYERS, 0),
+        ("llama", "eager", 1, 2 * LAYERS, 0, 0),
+        ("llama", "traced", 17, 2 * LAYERS, 0, 0),
+        ("llama", "ranges", 17, 0, 2 * LAYERS, 0),
+        ("moe", "eager", 1, LAYERS, 0, 0),
+        ("moe", "eager", 1, LAYERS, 0, LAYERS),
+        ("moe", "traced", 17, LAYERS, 0, LAYERS),
+        ("moe", "ranges", 17, 0, LAYERS, LAYERS),
     ],
 )
 def test_says_the_same_with_flux(
@@ -127,13 +132,15 @@ def test_says_the_same_with_flux(
     min_tokens: int,
     plain: int,
     with_norm: int,
+    experts: int,
     models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    without = _generate(models[kind], mode, tmp_path, "off", min_tokens)
-    with_flux = _generate(models[kind], mode, tmp_path, "auto", min_tokens)
+    moe = "auto" if experts else "off"
+    without = _generate(models[kind], mode, tmp_path, "off", min_tokens, moe)
+    with_flux = _generate(models[kind], mode, tmp_path, "auto", min_tokens, moe)
 
-    nothing = {"plain": 0, "with norm": 0, "fused through": []}
+    nothing = {"plain": 0, "with norm": 0, "experts": 0, "fused through": []}
     assert without["ranks"] == [nothing, nothing]
     # vLLM may split a prompt, but some passes have enough tokens; from one token on, all have.
     passes = with_flux["ranks"][0]["plain" if plain else "with norm"] // (plain or with_norm)
@@ -141,6 +148,7 @@ def test_says_the_same_with_flux(
     expected = {
         "plain": plain * passes,
         "with norm": with_norm * passes,
+        "experts": experts * passes,
         "fused through": ["POSIX shared memory"],
     }
     assert with_flux["ranks"] == [expected, expected]

@@ -12,21 +12,28 @@ _calls: Counter[str] = Counter()
 
 
 class FluxCalls:
-    """Becomes a base class of vLLM's workers (worker_extension_cls). Counts calls of flux.gemm_ar."""
+    """Becomes a base class of vLLM's workers (worker_extension_cls). Counts calls of flux.gemm_ar, and of
+    flux.moe.gemm_gather_rs, with which experts end.
+    """
 
     def forget_flux_calls(self) -> None:
-        """From here on is counted, by a function around the one that the plugin calls."""
+        """From here on is counted, by functions around those that the plugin calls."""
         import flux
 
         _calls.clear()
-        gemm_ar = flux.gemm_ar
+        gemm_ar, gemm_gather_rs = flux.gemm_ar, flux.moe.gemm_gather_rs
 
         @functools.wraps(gemm_ar)
         def counted(*args: Any, **kwargs: Any) -> Any:
             _calls["plain" if kwargs.get("norm_weight") is None else "with norm"] += 1
             return gemm_ar(*args, **kwargs)
 
-        flux.gemm_ar = counted
+        @functools.wraps(gemm_gather_rs)
+        def counted_experts(*args: Any, **kwargs: Any) -> Any:
+            _calls["experts"] += 1
+            return gemm_gather_rs(*args, **kwargs)
+
+        flux.gemm_ar, flux.moe.gemm_gather_rs = counted, counted_experts
 
     def flux_calls(self) -> dict[str, Any]:
         """How many calls there were, and through what flux's tiles went in the TP group."""
@@ -36,7 +43,8 @@ class FluxCalls:
 
         workspaces = registry.existing(get_tp_group().device_group)
         fused = [workspace.transport for workspace in workspaces if workspace.why_not is None]
-        return {"plain": _calls["plain"], "with norm": _calls["with norm"], "fused through": fused}
+        counts = {name: _calls[name] for name in ("plain", "with norm", "experts")}
+        return {**counts, "fused through": fused}
 
 
 def compile_as_on_gpus() -> None:

@@ -1,5 +1,5 @@
 """Plugin for vLLM: row-parallel linear layers and their all-reduce run as flux.gemm_ar, and what vLLM's own
-sequence-parallel passes fuse as flux.gemm_rs and flux.ag_gemm.
+sequence-parallel passes fuse as flux.gemm_rs and flux.ag_gemm; if asked for, experts with flux.moe.
 
 vLLM calls :func:`register` in every process that it starts, through the entry point "vllm.general_plugins";
 nothing of vLLM is imported before. docs/vllm.md describes what is served, and when.
@@ -23,15 +23,17 @@ _told: set[str] = set()
 
 
 def register() -> None:
-    """Makes vLLM build its row-parallel layers with flux. May be called any number of times.
+    """Makes vLLM build its row-parallel layers with flux, and with FLUX_VLLM_MOE=auto its MoE layers. May be
+    called any number of times.
 
     Does nothing with FLUX_VLLM=off. Does nothing but say so with a version of vLLM that it does not know,
     or where another plugin has replaced these layers already. Touches no GPU.
 
     Raises:
-        ValueError: FLUX_VLLM or FLUX_VLLM_MIN_TOKENS has a value that means nothing.
+        ValueError: FLUX_VLLM, FLUX_VLLM_MIN_TOKENS or FLUX_VLLM_MOE has a value that means nothing.
     """
     mode, min_tokens = _env.get("FLUX_VLLM"), _env.get("FLUX_VLLM_MIN_TOKENS")
+    with_moe = _env.get("FLUX_VLLM_MOE") == "auto"
     if mode == "off":
         return
     why_not = why_not_version(installed_version())
@@ -43,6 +45,10 @@ def register() -> None:
         if why_not is None:
             # What vLLM's pass for asynchronous tensor parallelism calls, where it has one.
             async_tp.install()
+            if with_moe:
+                from flux.integrations.vllm import moe
+
+                moe.replace_runner()
     if why_not is not None and why_not not in _told:
         _told.add(why_not)
         log.warning("vllm: flux stays off: %s", why_not)

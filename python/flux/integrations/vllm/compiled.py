@@ -19,7 +19,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
-from flux.integrations.vllm.graph import fuse_norm, unfuse
+from flux.integrations.vllm.graph import fuse_norm, settle_sums, unfuse
 
 log = logging.getLogger("flux")
 
@@ -50,6 +50,9 @@ class FluxPass(InductorPass):  # type: ignore[misc]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
+        # Experts know of no ranges: only the number of tokens counts for their sums.
+        if compile_range.end < self.min_tokens or compile_range.start >= self.min_tokens:
+            settle_sums(graph, reduced=compile_range.start >= self.min_tokens)
         if self.gives_back(compile_range):
             count = unfuse(graph)
             log.debug("vllm: %s tokens: %d layers given back", compile_range, count)
@@ -58,7 +61,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
             log.debug("vllm: %s tokens: %d norms taken in", compile_range, count)
 
     def uuid(self) -> str:
-        return str(self.hash_source(self, unfuse, fuse_norm, str(self.min_tokens)))
+        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, str(self.min_tokens)))
 
 
 def install(min_tokens: int) -> None:

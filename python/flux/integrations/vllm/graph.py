@@ -1,4 +1,4 @@
-"""What becomes of torch.ops.flux_vllm.linear_all_reduce in a graph that vLLM compiles."""
+"""What becomes of flux's operators (op.py) in a graph that vLLM compiles."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ def fuse_norm(graph: fx.Graph) -> int:
         graph.erase_node(node)
         count += 1
     return count
+
+
+def settle_sums(graph: fx.Graph, reduced: bool) -> int:
+    """Replaces all_reduce_below by its argument, if flux sums in the whole range (`reduced`), or by vLLM's
+    all-reduce. Returns how many were replaced.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_ours.all_reduce_below.default)
+    for node in nodes:
+        x, _, vllm_group = node.args
+        if not reduced:
+            with graph.inserting_before(node):
+                x = _call(graph, torch.ops.vllm.all_reduce.default, x, vllm_group)
+        node.replace_all_uses_with(x)
+        graph.erase_node(node)
+    return len(nodes)
 
 
 def _is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:

@@ -23,7 +23,7 @@ _NAME = "RowParallelLinear"
 # What the kernels take, and what the CPU path takes too.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
-_ALIGNMENT = 8
+ALIGNMENT = 8
 
 
 @dataclass
@@ -89,22 +89,29 @@ def replace_row_parallel(mode: str, min_tokens: int) -> str | None:
 
 def _why_not(layer: RowParallelLinear) -> str | None:
     """Why a layer stays vLLM's, or None. From what all ranks share, so that none of them waits alone."""
-    dtypes = _CPU_DTYPES if current_platform.is_cpu() else _DTYPES
     config = get_current_vllm_config_or_none()
     reasons = {
         "there is one rank": layer.tp_size == 1,
         "results are not reduced": not layer.reduce_results,
         "the input has to be split": not layer.input_is_parallel,
         "weights are quantised": type(layer.quant_method) is not UnquantizedLinearMethod,
-        f"the dtype is {layer.params_dtype}": layer.params_dtype not in dtypes,
+        **common_reasons(config, layer.params_dtype),
         "sizes are not multiples of 8": bool(
-            layer.input_size_per_partition % _ALIGNMENT or layer.output_size % _ALIGNMENT
+            layer.input_size_per_partition % ALIGNMENT or layer.output_size % ALIGNMENT
         ),
-        "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
         "vLLM is told which GEMM to use": _chosen_gemm(config),
-        "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
+    """What could keep a layer of any kind with vLLM, and whether it does."""
+    dtypes = _CPU_DTYPES if current_platform.is_cpu() else _DTYPES
+    return {
+        f"the dtype is {dtype}": dtype not in dtypes,
+        "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
+        "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
+    }
 
 
 def _chosen_gemm(config: Any) -> bool:

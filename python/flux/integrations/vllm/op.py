@@ -24,6 +24,10 @@ _library.define(
     " float eps, str group_name) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "all_reduce_below(Tensor x, int min_tokens, str vllm_group) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def linear_all_reduce(
@@ -78,6 +82,27 @@ def _fake(
     return x.new_empty([*x.shape[:-1], weight.shape[0]])
 
 
+def all_reduce_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tensor:
+    """Sum over ranks of x [tokens, N] by vLLM, if there are fewer than `min_tokens`; from there on flux has
+    summed x already, and it is returned.
+    """
+    if torch.compiler.is_compiling():
+        result: torch.Tensor = torch.ops.flux_vllm.all_reduce_below.default(x, min_tokens, vllm_group)
+        return result
+    return x if _tokens(x) >= min_tokens else _all_reduce(x, vllm_group)
+
+
+def _run_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tensor:
+    # An operator must not return its argument.
+    return x.clone() if _tokens(x) >= min_tokens else _all_reduce(x, vllm_group)
+
+
+def _all_reduce(x: torch.Tensor, vllm_group: str) -> torch.Tensor:
+    # On CPUs vLLM's overwrites its argument and returns it.
+    total: torch.Tensor = torch.ops.vllm.all_reduce(x.clone() if x.is_cpu else x, group_name=vllm_group)
+    return total
+
+
 def _run_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -109,8 +134,12 @@ def _fake_norm(
 
 _library.impl("linear_all_reduce", _run, "CompositeExplicitAutograd")
 _library.impl("linear_all_reduce_norm", _run_norm, "CompositeExplicitAutograd")
+_library.impl("all_reduce_below", _run_below, "CompositeExplicitAutograd")
 _torch_library.register_fake("flux_vllm::linear_all_reduce", _fake, lib=_library)
 _torch_library.register_fake("flux_vllm::linear_all_reduce_norm", _fake_norm, lib=_library)
+_torch_library.register_fake(
+    "flux_vllm::all_reduce_below", lambda x, min_tokens, vllm_group: torch.empty_like(x), lib=_library
+)
 _op: Any = torch.ops.flux_vllm.linear_all_reduce.default
 
 

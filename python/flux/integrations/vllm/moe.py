@@ -1,0 +1,172 @@
+"""What vLLM builds instead of its MoERunner, which runs the experts of a layer and sums over ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.distributed import get_tp_group
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
+from flux.integrations.vllm import compiled, layer
+from flux.integrations.vllm.experts import summed_experts
+from flux.integrations.vllm.op import all_reduce_below
+from flux.moe.routing import MAX_TOP_K
+from flux.ops.plan import current_device, why_unfused
+
+log = logging.getLogger("flux")
+
+_NAME = "MoERunner"
+# Of vLLM's kernels for experts those that leave the weights as they were loaded, gates first. (That for CPUs
+# does not; see _keep_weights.)
+_KERNELS = ("TRITON", "CPU")
+_told: set[str] = set()
+
+
+class FluxMoERunner(MoERunner):  # type: ignore[misc]
+    """MoERunner that gives batches of enough tokens to flux, which sums over ranks too; the all-reduce behind
+    it is for the others only. Layers that flux does not serve behave as vLLM's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        why_not = _why_not(self)
+        self._flux_serves = why_not is None
+        if why_not is not None:
+            _tell(why_not)
+            return
+        group = get_tp_group()
+        self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
+        self._flux_vllm_group = str(group.unique_name)
+        self._flux_min_tokens = layer.settings.min_tokens
+        self._flux_weights: list[torch.Tensor] = []
+        if current_platform.is_cpu():
+            # There vLLM would trace into the experts, and the number of tokens would become a constant.
+            self._forward_entry = torch.ops.vllm.moe_forward
+            self._keep_weights()
+        if layer.settings.mode != "layer":
+            compiled.install(layer.settings.min_tokens)
+
+    def _apply_quant_method(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **others: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Chooses and runs the experts, inside the operator that vLLM's graphs contain."""
+        if not self._flux_serves or hidden_states.shape[0] < self._flux_min_tokens:
+            result: tuple[torch.Tensor | None, torch.Tensor] = super()._apply_quant_method(
+                hidden_states=hidden_states, router_logits=router_logits, **others
+            )
+            return result
+        weights, ids = self.router.select_experts(
+            hidden_states=hidden_states,
+            router_logits=router_logits,
+            topk_indices_dtype=torch.int32,
+            input_ids=others.get("input_ids"),
+        )
+        experts = self.routed_experts
+        w13, w2 = self._flux_weights or (experts.w13_weight, experts.w2_weight)
+        return None, summed_experts(hidden_states, ids, weights, w13, w2, *self._flux_group)
+
+    def _maybe_reduce_final_output(
+        self, states: torch.Tensor, trunc_size: int | None, *others: Any
+    ) -> torch.Tensor:
+        """Sums over ranks what flux has not summed."""
+        total: torch.Tensor
+        if not self._flux_serves:
+            total = super()._maybe_reduce_final_output(states, trunc_size, *others)
+            return total
+        total = all_reduce_below(states, self._flux_min_tokens, self._flux_vllm_group)
+        return total if trunc_size is None else total[..., :trunc_size]
+
+    def _keep_weights(self) -> None:
+        """Has the weights copied before vLLM packs them for its own kernel."""
+        method = self.routed_experts.quant_method
+        process = method.process_weights_after_loading
+
+        def copy_and_process(experts: Any) -> None:
+            self._flux_weights = [experts.w13_weight.detach().clone(), experts.w2_weight.detach().clone()]
+            process(experts)
+
+        method.process_weights_after_loading = copy_and_process
+
+
+def replace_runner() -> None:
+    """Registers the runner with vLLM; doing it again is fine. layer.replace_row_parallel comes first."""
+    present = custom_op.op_registry_oot.get(_NAME)
+    if present is FluxMoERunner:
+        return
+    if present is not None:
+        _tell(f"another plugin has replaced {_NAME} by {present.__name__}")
+        return
+    compiled.distinguish_cached_graphs("moe", layer.settings.min_tokens)
+    MoERunner.register_oot(name=_NAME)(FluxMoERunner)
+
+
+def _tell(why_not: str) -> None:
+    if why_not not in _told:
+        _told.add(why_not)
+        log.warning("vllm: MoE layers stay vLLM's where %s", why_not)
+
+
+def _why_not(runner: MoERunner) -> str | None:
+    """Why a layer stays vLLM's, or None. From what all ranks share, so that none of them waits alone."""
+    return next((reason for reason, applies in _reasons(runner) if applies), None)
+
+
+def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
+    """What could be in the way, and whether it is. In an order in which each question makes sense where those
+    before have been answered with no.
+    """
+    config, moe, experts = get_current_vllm_config_or_none(), runner.moe_config, runner.routed_experts
+    parallel, method = moe.moe_parallel_config, experts.quant_method
+    yield "weights are quantised", type(method) is not UnquantizedFusedMoEMethod
+    yield from layer.common_reasons(config, experts.params_dtype).items()
+    yield "FLUX_VLLM is pass, and the model is eager", layer.settings.mode == "pass" and _is_eager(config)
+    yield "there is one rank", parallel.tp_size == 1
+    yield "experts are distributed over ranks", bool(parallel.use_ep or parallel.enable_eplb)
+    yield "ranks have different tokens", max(parallel.dp_size, parallel.pcp_size, parallel.sp_size) > 1
+    yield "vLLM makes the model sequence-parallel", _has_sequence_parallelism(config)
+    yield "results are not reduced", bool(moe.skip_final_all_reduce)
+    yield "there are shared experts", runner.shared_experts is not None
+    transforms = (runner.routed_input_transform, runner.routed_output_transform)
+    yield "what experts take or give is transformed", any(transform is not None for transform in transforms)
+    yield "LoRA is on", bool(moe.is_lora_enabled)
+    yield f"the activation is {moe.activation.value}", moe.activation is not MoEActivation.SILU
+    limits = (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
+    yield "the activation has limits or factors", any(limit is not None for limit in limits)
+    yield "experts have biases", bool(moe.has_bias)
+    yield "routing weights multiply the input", bool(experts.apply_router_weight_on_input)
+    yield f"tokens choose more than {MAX_TOP_K} experts", moe.experts_per_token > MAX_TOP_K
+    yield (
+        "sizes are not multiples of 8",
+        any(size % layer.ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
+    )
+    yield "vLLM is told which kernel to use", moe.moe_backend != "auto"
+    kernel = method.unquantized_backend.name
+    yield f"vLLM's kernel is {kernel}", kernel not in _KERNELS
+    yield "vLLM's kernel chooses the experts", bool(method.is_monolithic)
+    unfused = _why_unfused(moe.hidden_dim, moe.intermediate_size_per_partition, experts.params_dtype)
+    yield f"flux would run unfused: {unfused}", unfused is not None
+
+
+def _why_unfused(n: int, k: int, dtype: torch.dtype) -> str | None:
+    """What is known of kernels before the group's first call; it is the same for all that sum over ranks."""
+    group_name = str(get_tp_group().device_group.group_name)
+    return why_unfused("gemm_ar", layer.settings.min_tokens, n, k, dtype, current_device(), group_name)
+
+
+def _is_eager(config: Any) -> bool:
+    return config is not None and config.compilation_config.mode == CompilationMode.NONE
+
+
+def _has_sequence_parallelism(config: Any) -> bool:
+    """Whether compiled graphs get it from a pass, which counts on an all-reduce behind each layer; newer
+    versions of vLLM have none.
+    """
+    return config is not None and bool(getattr(config.compilation_config.pass_config, "enable_sp", False))

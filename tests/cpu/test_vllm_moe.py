@@ -1,0 +1,304 @@
+"""MoE layers of the vLLM plugin as far as they go without vLLM: which are served, when, and what is computed.
+A small stand-in has the names of vLLM that the runner touches.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_vllm_plugin as with_linear
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flux
+from flux.integrations import vllm as plugin
+from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm import op
+from flux.integrations.vllm.experts import summed_experts
+from flux.moe import reference
+from flux.ops import plan
+from flux.testing import spawn
+
+vllm = with_linear.vllm
+Modules = dict[str, types.ModuleType]
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 6, 16, 24, 2
+
+Activation = enum.Enum("Activation", {"SILU": "silu", "GELU": "gelu"})
+Kernel = enum.Enum("Kernel", {"CPU": "CPU", "TRITON": "TRITON", "FLASHINFER_CUTLASS": "FlashInfer CUTLASS"})
+
+
+class UnquantizedFusedMoEMethod:
+    """Of vLLM; packs weights as it does on CPUs."""
+
+    def __init__(self) -> None:
+        self.unquantized_backend, self.is_monolithic = Kernel.CPU, False
+
+    def process_weights_after_loading(self, experts: Any) -> None:
+        experts.w13_weight = experts.w2_weight = None
+
+
+class Runner:
+    """vLLM's MoERunner, to the extent that the plugin looks at it. changes: what differs from a layer that
+    flux serves, by the path of an attribute.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(with_linear.registry(sys.modules).get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, name: str) -> Any:
+        return with_linear.Linear.register_oot.__func__(cls, name)  # type: ignore[attr-defined]
+
+    def __init__(self, changes: dict[str, Any] | None = None) -> None:
+        parallel = types.SimpleNamespace(
+            tp_size=2, dp_size=1, pcp_size=1, sp_size=1, use_ep=False, enable_eplb=False
+        )
+        self.moe_config = types.SimpleNamespace(
+            moe_parallel_config=parallel,
+            skip_final_all_reduce=False,
+            is_lora_enabled=False,
+            activation=Activation.SILU,
+            swiglu_limit=None,
+            swiglu_alpha=None,
+            swiglu_beta=None,
+            has_bias=False,
+            experts_per_token=TOP_K,
+            hidden_dim=HIDDEN,
+            intermediate_size_per_partition=INTERMEDIATE,
+            moe_backend="auto",
+        )
+        self.routed_experts = types.SimpleNamespace(
+            quant_method=UnquantizedFusedMoEMethod(),
+            params_dtype=torch.float32,
+            apply_router_weight_on_input=False,
+            w13_weight=torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+            w2_weight=torch.ones(EXPERTS, HIDDEN, INTERMEDIATE),
+        )
+        self.router = types.SimpleNamespace(select_experts=lambda **kwargs: ("weights", "ids"))
+        self.shared_experts = self.routed_input_transform = self.routed_output_transform = None
+        self._forward_entry: Any = None
+        for path, value in (changes or {}).items():
+            *owners, name = path.split(".")
+            owner: Any = self
+            for step in owners:
+                owner = getattr(owner, step)
+            setattr(owner, name, value)
+
+    def _apply_quant_method(self, **kwargs: Any) -> Any:
+        return "vLLM's shared", f"vLLM's own with {sorted(kwargs)}"
+
+    def _maybe_reduce_final_output(self, states: Any, trunc_size: int | None, *others: Any) -> Any:
+        return "vLLM's sum", trunc_size, *others
+
+
+@pytest.fixture
+def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
+    """A vLLM that has MoE layers too."""
+    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
+    layers = "vllm.model_executor.layers.fused_moe"
+    contents: dict[str, dict[str, Any]] = {
+        layers: {},
+        f"{layers}.activation": {"MoEActivation": Activation},
+        f"{layers}.runner": {},
+        f"{layers}.runner.moe_runner": {"MoERunner": type("MoERunner", (Runner,), {})},
+        f"{layers}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+    }
+    for name, attributes in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    compilation = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
+    monkeypatch.setattr(vllm["vllm.config"], "CompilationMode", compilation, raising=False)
+    monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
+    monkeypatch.setattr(torch.ops.vllm, "moe_forward", "opaque", raising=False)
+    configure(vllm)
+    return vllm
+
+
+def configure(vllm: Modules, mode: str = "VLLM_COMPILE", enable_sp: bool = False) -> None:
+    config = with_linear.configuration()
+    config.compilation_config.mode = vllm["vllm.config"].CompilationMode[mode]
+    config.compilation_config.pass_config = types.SimpleNamespace(enable_sp=enable_sp)
+    vllm["vllm.config"].get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
+
+
+def build(**changes: Any) -> Any:
+    runner = sys.modules["vllm.model_executor.layers.fused_moe.runner.moe_runner"].MoERunner
+    return runner({path.replace("__", "."): value for path, value in changes.items()})
+
+
+@pytest.mark.parametrize("setting", [None, "off", "auto"])
+def test_only_if_asked_for(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, setting: str | None) -> None:
+    monkeypatch.delenv("FLUX_VLLM_MOE")
+    if setting is not None:
+        monkeypatch.setenv("FLUX_VLLM_MOE", setting)
+    with mock.patch("flux.integrations.vllm.compiled.distinguish_cached_graphs") as marked:
+        for _ in range(2):
+            plugin.register()
+    names = ["RowParallelLinear"] + (["MoERunner"] if setting == "auto" else [])
+    assert list(with_linear.registry(with_moe)) == names
+    assert type(build()).__name__ == ("FluxMoERunner" if setting == "auto" else "MoERunner")
+    marks = [call.args for call in marked.call_args_list]
+    assert marks == [("auto", 4)] + ([("moe", 4)] if setting == "auto" else [])
+
+
+def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> None:
+    with_linear.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
+    with caplog.at_level("WARNING", "flux"):
+        plugin.register()
+    assert with_linear.registry(with_moe)["MoERunner"] is other
+    (line,) = [record.message for record in caplog.records]
+    assert "another plugin has replaced MoERunner by TheirRunner" in line
+
+
+NOT_SERVED = {
+    "weights are quantised": {"routed_experts__quant_method": object()},
+    "the dtype is torch.float64": {"routed_experts__params_dtype": torch.float64},
+    "there is one rank": {"moe_config__moe_parallel_config__tp_size": 1},
+    "experts are distributed": {"moe_config__moe_parallel_config__use_ep": True},
+    "ranks have different tokens": {"moe_config__moe_parallel_config__dp_size": 2},
+    "results are not reduced": {"moe_config__skip_final_all_reduce": True},
+    "there are shared experts": {"shared_experts": object()},
+    "is transformed": {"routed_input_transform": object()},
+    "LoRA is on": {"moe_config__is_lora_enabled": True},
+    "the activation is gelu": {"moe_config__activation": Activation.GELU},
+    "limits or factors": {"moe_config__swiglu_limit": 7.0},
+    "experts have biases": {"moe_config__has_bias": True},
+    "multiply the input": {"routed_experts__apply_router_weight_on_input": True},
+    "more than 16 experts": {"moe_config__experts_per_token": 17},
+    "not multiples of 8": {"moe_config__intermediate_size_per_partition": 12},
+    "told which kernel": {"moe_config__moe_backend": "triton"},
+    "kernel is FLASHINFER_CUTLASS": {
+        "routed_experts__quant_method__unquantized_backend": Kernel.FLASHINFER_CUTLASS
+    },
+    "chooses the experts": {"routed_experts__quant_method__is_monolithic": True},
+}
+
+
+@pytest.mark.parametrize("reason", NOT_SERVED)
+def test_what_stays_vllms(with_moe: Modules, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    plugin.register()
+    with caplog.at_level("WARNING", "flux"):
+        for _ in range(2):
+            runner = build(**NOT_SERVED[reason])
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("vllm: MoE layers stay vLLM's where ") and reason in line
+    x = torch.ones(5, HIDDEN)
+    _, said = runner._apply_quant_method(hidden_states=x, router_logits=x, input_ids=None)
+    assert said == "vLLM's own with ['hidden_states', 'input_ids', 'router_logits']"
+    assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
+    assert runner._forward_entry is None
+
+
+@pytest.mark.parametrize("case", ["eager", "sequence parallelism", "no kernel"])
+def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    if case == "eager":
+        monkeypatch.setenv("FLUX_VLLM", "pass")
+        configure(with_moe, mode="NONE")
+    elif case == "sequence parallelism":
+        configure(with_moe, enable_sp=True)
+    else:
+        monkeypatch.setattr(plan, "why_unfused", lambda *problem: "there is no kernel")
+    plugin.register()
+    assert not build()._flux_serves
+
+
+def test_small_batches_stay_vllms(with_moe: Modules) -> None:
+    plugin.register()
+    runner = build()
+    experts = runner.routed_experts
+    assert runner._forward_entry == "opaque"
+    before = experts.w13_weight, experts.w2_weight
+    experts.quant_method.process_weights_after_loading(experts)
+    assert experts.w13_weight is None, "vLLM has packed it"
+    small, large = torch.ones(3, HIDDEN), torch.ones(4, HIDDEN)
+    with (
+        mock.patch("flux.integrations.vllm.moe.summed_experts", return_value="flux's") as ours,
+        mock.patch("flux.integrations.vllm.op._all_reduce", side_effect=lambda x, group: 2 * x),
+    ):
+        _, said = runner._apply_quant_method(hidden_states=small, router_logits=small)
+        assert said.startswith("vLLM's own") and not ours.called
+        assert torch.equal(runner._maybe_reduce_final_output(small, None), 2 * small)
+        assert runner._apply_quant_method(hidden_states=large, router_logits=large) == (None, "flux's")
+        assert ours.call_args.args[1:3] == ("ids", "weights") and ours.call_args.args[5:] == ("7", 1, 2)
+        for kept, weight in zip(ours.call_args.args[3:5], before, strict=True):
+            assert torch.equal(kept, weight)
+        assert torch.equal(runner._maybe_reduce_final_output(large, 8, False), large[:, :8])
+
+
+def experts_of_all_ranks(rank: int, p: int) -> list[str]:
+    """Exact: gates are 0 or so large that silu changes nothing, and only integers and quarters of them are
+    added up.
+    """
+    answers = []
+    group = dist.group.WORLD.group_name
+    g = torch.Generator().manual_seed(p)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=g).float()
+
+    w13 = torch.stack([32 * integers(0, 2, EXPERTS, p, 8, HIDDEN), integers(-2, 2, EXPERTS, p, 8, HIDDEN)], 2)
+    w2 = integers(-2, 2, EXPERTS, HIDDEN, p, 8)
+    mine = w13[:, rank].reshape(EXPERTS, 16, HIDDEN), w2[:, :, rank].contiguous()
+    whole = w13.transpose(1, 2).reshape(EXPERTS, 2 * p * 8, HIDDEN), w2.reshape(EXPERTS, HIDDEN, p * 8)
+    for tokens in (1, p - 1, p, 2 * p + 1, 150):
+        x = integers(0, 2, tokens, HIDDEN)
+        ids = torch.rand(tokens, EXPERTS, generator=g).topk(TOP_K).indices.int()
+        weights = integers(1, 4, tokens, TOP_K) / 4
+        with mock.patch.object(flux.moe, "gemm_gather_rs", wraps=flux.moe.gemm_gather_rs) as layer1:
+            result = summed_experts(x, ids, weights, *mine, group, rank, p)
+        expected = reference.moe_mlp(x, ids, weights, *whole)
+        if not torch.equal(result, expected) or layer1.call_count != 1:
+            answers.append(f"{tokens} tokens: {(result - expected).abs().max()}, {layer1.call_count} calls")
+    return answers
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_experts_of_all_ranks(p: int) -> None:
+    assert spawn(experts_of_all_ranks, p, backend="gloo") == [[]] * p
+
+
+def sums(rank: int, p: int) -> list[str]:
+    answers = []
+    library = with_linear.define_all_reduce()
+    x = torch.full((3, 8), rank + 1.0)
+    for min_tokens, expected in ((3, rank + 1.0), (4, 3.0)):
+        arguments = (x, min_tokens, "tp:0")
+        compiled = torch.compile(op.all_reduce_below, backend="aot_eager", fullgraph=True, dynamic=True)
+        for name, call in (("eager", op.all_reduce_below), ("compiled", compiled)):
+            if not torch.equal(call(*arguments), torch.full((3, 8), expected)):
+                answers.append(f"{name}, from {min_tokens} tokens: {call(*arguments)[0, 0]}")
+        torch.library.opcheck(torch.ops.flux_vllm.all_reduce_below.default, arguments)
+    del library
+    return answers
+
+
+def test_sums_of_vllms_experts() -> None:
+    assert spawn(sums, 2, backend="gloo") == [[]] * 2
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_settled_graph(reduced: bool) -> None:
+    library = with_linear.define_all_reduce()
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(7, 8)
+    below = graph.call_function(torch.ops.flux_vllm.all_reduce_below.default, (x, 5, "tp:0"))
+    after = graph.call_function(torch.ops.aten.relu.default, (below,))
+    graph.output(after)
+    assert graphs.settle_sums(graph, reduced) == 1
+    graph.lint()
+    if reduced:
+        assert after.args == (x,)
+    else:
+        assert after.args[0].target is torch.ops.vllm.all_reduce.default
+        assert after.args[0].args == (x, "tp:0") and after.args[0].meta["val"].shape == (7, 8)
+    del library
