@@ -217,8 +217,8 @@ Choice select(const Problem& p, int packed_choice) {
     if (!fixed && p.world_size > 1 && !p.gathers && !worth_sending(tile)) continue;
     for (const Cluster cluster : kClusters) {
       if (cluster_size(cluster) > p.num_sms) continue;
-      if (!fixed && !worth_a_cluster(p, tile, cluster)) continue;
-      if (fixed && fixed_cluster > 0 && static_cast<int>(cluster) != fixed_cluster) continue;
+      const bool is_free = !fixed || fixed_cluster == 0;
+      if (is_free ? !worth_a_cluster(p, tile, cluster) : static_cast<int>(cluster) != fixed_cluster) continue;
       const double time_us = model_time_us(p, tile.id, cluster);
       best.candidates.emplace_back(config_name(tile.id, cluster), time_us);
       if (time_us < best.time_us) {  // of equals the first, which is the widest: it takes the least energy

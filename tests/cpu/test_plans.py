@@ -17,6 +17,7 @@ WIDEST, NARROWEST = (
     min(CONFIGS, key=lambda c: core.tile_configs()[c].block_n),
 )
 NO_CLUSTER, CLUSTERS = 1, (1, 2, 3)  # csrc/gemm/tile_order.h: kNone, kPairM, kPairN
+FIRST_SPLIT = 4  # of clusters: their CTAs share the K of a tile
 
 
 def problems() -> list[tuple[int, int, int, int, int, int]]:
@@ -201,6 +202,23 @@ class Reversed:
 
     def cta_tiles(self, *args: int) -> list[tuple[int, int, int] | None]:
         return list(reversed(self._walk(*args)))  # type: ignore[operator]
+
+
+def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:
+    """Where a caller names the tile shape alone, as emulated ranks do: K is split in plain GEMMs only, and of
+    tiles that are compiled for it.
+    """
+    split = 0
+    for m, n, k in ((512, 2560, 8192), (2, 8, 8192), (64, 136, 1024), (4096, 4096, 4096)):
+        for tile in core.tile_configs():
+            plain = core.select_gemm(m, n, k, False, 132, tile.id)
+            assert plain.cluster < FIRST_SPLIT or tile.supports_split
+            split += plain.cluster >= FIRST_SPLIT
+            for world_size in (2, 4):
+                shape = (m * world_size, n, k, False, world_size, 132, tile.id)
+                assert core.select_gemm_rs(*shape).cluster < FIRST_SPLIT
+                assert core.select_ag_gemm(*shape).cluster < FIRST_SPLIT
+    assert split > 0, "no case of this test would split K"
 
 
 def test_selection_prefers_a_model_and_names_its_candidates() -> None:
