@@ -20,8 +20,8 @@ constexpr double kPower = 1.08;
 // Columns of the narrowest tiles for which pairs were ever the best.
 constexpr int kMinPairM = 80;
 constexpr int kMinPairN = 160;
-// Where CTAs split K: they wait for each other, and fetch what the others have of their columns. By hand, so
-// that of eleven weights and 64 to 512 rows the right ones are split.
+// Where CTAs split K: they wait for each other, and fetch what the others have of their columns. Set by hand, so
+// that of eleven weights and 128 to 512 rows the right ones are split (docs/design/cost-model.md).
 constexpr double kSplitUs = 2.0;
 constexpr double kSplitBytesPerUs = 60e3;
 constexpr int kMinSplitBlocks = 8;  // of K for each
