@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,17 +19,24 @@ CYCLES_PER_MS = 1_000_000.0
 class FakeGpu:
     """A GPU with one stream: work is queued with its length, and runs while the host's clock stands still.
 
-    host, gpu: times in ms; gpu is when everything queued so far will be done.
+    host, gpu: times in ms; gpu is when everything queued so far will be done. A host that finds the queue
+    full waits for room.
     """
+
+    queue_length = 1000
 
     def __init__(self) -> None:
         self.host = 0.0
         self.gpu = 0.0
         self.log: list[str] = []
+        self._queue: deque[float] = deque()  # when each will be done
 
     def enqueue(self, name: str, gpu_ms: float, host_ms: float) -> None:
         self.log.append(name)
+        if len(self._queue) == self.queue_length:
+            self.host = max(self.host, self._queue.popleft())
         self.gpu = max(self.gpu, self.host) + gpu_ms
+        self._queue.append(self.gpu)
         self.host += host_ms
 
     def sleep(self, cycles: int) -> None:
@@ -107,19 +115,25 @@ def test_all_candidates_rest_as_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(timer, "_enqueue_once", lambda call, guesses=guesses: next(guesses))
         delays.clear()
         timer.interleaved({"quick": quick, "slow": slow}, 20, 2)
-        assert delays == pytest.approx([rest, 20 * host_ms + 0.3, 20 * host_ms + 0.3, rest])
+        longest = 20 * host_ms + 0.3
+        # The first two only try whether a burst fits the queue.
+        assert delays == pytest.approx([rest, longest, rest, longest, longest, rest])
 
 
-def test_calls_of_a_slow_host_come_in_shorter_bursts(gpu: FakeGpu) -> None:
+def test_calls_of_many_launches_come_in_bursts_that_fit_the_queue(gpu: FakeGpu) -> None:
+    """However long the delay, a host that has filled the queue would wait until the burst has begun."""
     timer = make_timer(gpu)
-    calls = {
-        "model": lambda: gpu.enqueue("model", 5.0, 30.0),
-        "quick": lambda: gpu.enqueue("quick", 5.0, 0.01),
-    }
-    samples = timer.interleaved(calls, 20, 3)
-    assert samples == {name: pytest.approx([5.0] * 3) for name in calls} and timer.host_bound == []
-    first_guess, rounds = 3, 3
-    assert [gpu.log.count(name) for name in calls] == [first_guess + 4 * rounds] * 2
+
+    def model() -> None:
+        for _ in range(gpu.queue_length // 4):
+            gpu.enqueue("launch", 0.01, 0.02)
+
+    samples = timer.interleaved({"model": model, "quick": lambda: gpu.enqueue("quick", 5.0, 0.01)}, 20, 3)
+    milliseconds = {"model": 0.01 * (gpu.queue_length // 4), "quick": 5.0}
+    assert samples == {name: pytest.approx([ms] * 3) for name, ms in milliseconds.items()}
+    assert timer.host_bound == []
+    first_guess, tried, rounds = 3, 20 + 10 + 5 + 2, 3
+    assert gpu.log.count("quick") == first_guess + tried + 2 * rounds
 
 
 def test_late_samples_are_repeated_with_a_longer_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
