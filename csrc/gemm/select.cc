@@ -60,7 +60,8 @@ double memory_us(const Problem& p) {
 constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
                                  Cluster::kSplit3};
 
-int cluster_size(Cluster cluster) { return TileOrder{1, 1, 1, 0, cluster, 1}.cluster_size(); }
+// Of one tile, to ask what a cluster is.
+TileOrder one_tile(Cluster cluster) { return {1, 1, 1, 0, cluster, 1}; }
 
 // Parts of K are for problems that leave SMs without a tile, and long enough to make up for the meeting.
 bool worth_splitting(const Problem& p, const TileConfig& tile, int split) {
@@ -79,7 +80,7 @@ bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) 
     case Cluster::kPairN:
       return p.world_size == 1 && tile.block_n >= kMinPairN;  // not measured where ranks exchange rows
     default:
-      return p.world_size == 1 && worth_splitting(p, tile, cluster_size(cluster));
+      return p.world_size == 1 && worth_splitting(p, tile, one_tile(cluster).split());
   }
 }
 
@@ -97,7 +98,8 @@ std::string config_name(int config, Cluster cluster) {
       std::to_string(kBlockM) + "x" + std::to_string(tile.block_n) + "x" + std::to_string(tile.stages);
   if (cluster == Cluster::kPairM) name += " pair-m";
   if (cluster == Cluster::kPairN) name += " pair-n";
-  if (cluster > Cluster::kPairN) name += " split-" + std::to_string(static_cast<int>(cluster) - 2);
+  const int split = one_tile(cluster).split();
+  if (split > 1) name += " split-" + std::to_string(split);
   return name;
 }
 
@@ -216,7 +218,7 @@ Choice select(const Problem& p, int packed_choice) {
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
     if (!fixed && p.world_size > 1 && !p.gathers && !worth_sending(tile)) continue;
     for (const Cluster cluster : kClusters) {
-      if (cluster_size(cluster) > p.num_sms) continue;
+      if (one_tile(cluster).cluster_size() > p.num_sms) continue;
       const bool is_free = !fixed || fixed_cluster == 0;
       if (is_free ? !worth_a_cluster(p, tile, cluster) : static_cast<int>(cluster) != fixed_cluster) continue;
       const double time_us = model_time_us(p, tile.id, cluster);

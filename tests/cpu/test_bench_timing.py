@@ -120,6 +120,19 @@ def test_all_candidates_rest_as_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
         assert delays == pytest.approx([rest, longest, rest, longest, longest, rest])
 
 
+def test_calls_of_a_slow_host_come_in_shorter_bursts(gpu: FakeGpu) -> None:
+    """For 20 of them no delay would be long enough."""
+    timer = make_timer(gpu)
+    calls = {
+        "model": lambda: gpu.enqueue("model", 5.0, 60.0),
+        "quick": lambda: gpu.enqueue("quick", 5.0, 0.01),
+    }
+    samples = timer.interleaved(calls, 20, 3)
+    assert samples == {name: pytest.approx([5.0] * 3) for name in calls} and timer.host_bound == []
+    first_guess, tried, rounds = 3, 20 + 10, 3
+    assert [gpu.log.count(name) for name in calls] == [first_guess + tried + 10 * rounds] * 2
+
+
 def test_calls_of_many_launches_come_in_bursts_that_fit_the_queue(gpu: FakeGpu) -> None:
     """However long the delay, a host that has filled the queue would wait until the burst has begun."""
     timer = make_timer(gpu)

@@ -58,6 +58,8 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         ({"m": 1532}, True, 1, "two-shot"),
         ({"m": 1536}, True, -1, "a sum of 12 MiB is sooner there as gemm_rs + all_gather"),
         ({"m": 8191}, True, 1, "two-shot"),
+        ({"m": 8192}, True, -1, "a sum of 64 MiB is sooner there as gemm_rs + all_gather"),
+        ({"m": 8196}, True, -1, "gemm_rs + all_gather"),
         ({"m": 8197}, False, -1, "m = 8197 cannot be dealt to 4 ranks"),
         ({"device_type": "cpu", "n": 4100, "k": 3, "num_sms": 0}, True, 0, "share memory; one-shot"),
         ({"op": "all_reduce", "m": 3, "n": 8}, True, 0, "one-shot sends 0.1 KiB"),

@@ -35,7 +35,7 @@ class Settings:
 
 
 settings = Settings()
-_told: set[str] = set()
+_told: set[tuple[str, str]] = set()
 
 
 class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
@@ -48,9 +48,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
-            if why_not not in _told:
-                _told.add(why_not)
-                log.info("vllm: row-parallel layers stay vLLM's where %s", why_not)
+            tell_once(logging.INFO, "row-parallel", why_not)
             return
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
@@ -70,6 +68,13 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
+
+
+def tell_once(level: int, kind: str, why_not: str) -> None:
+    """Logs why layers of a kind stay vLLM's, each reason once."""
+    if (kind, why_not) not in _told:
+        _told.add((kind, why_not))
+        log.log(level, "vllm: %s layers stay vLLM's where %s", kind, why_not)
 
 
 def replace_row_parallel(mode: str, min_tokens: int) -> str | None:

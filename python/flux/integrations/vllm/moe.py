@@ -21,13 +21,10 @@ from flux.integrations.vllm.op import all_reduce_below
 from flux.moe.routing import MAX_TOP_K
 from flux.ops.plan import current_device, why_unfused
 
-log = logging.getLogger("flux")
-
 _NAME = "MoERunner"
 # Of vLLM's kernels for experts those that leave the weights as they were loaded, gates first. (That for CPUs
 # does not; see _keep_weights.)
 _KERNELS = ("TRITON", "CPU")
-_told: set[str] = set()
 
 
 class FluxMoERunner(MoERunner):  # type: ignore[misc]
@@ -109,9 +106,8 @@ def replace_runner() -> None:
 
 
 def _tell(why_not: str) -> None:
-    if why_not not in _told:
-        _told.add(why_not)
-        log.warning("vllm: MoE layers stay vLLM's where %s", why_not)
+    # Louder than of linear layers: whoever hears it has asked for this.
+    layer.tell_once(logging.WARNING, "MoE", why_not)
 
 
 def _why_not(runner: MoERunner) -> str | None:
