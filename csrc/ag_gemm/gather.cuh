@@ -8,23 +8,25 @@
 
 namespace flux::ag_gemm {
 
-struct GatherStore {
-  struct Params {
-    CUtensorMap gathered[2];  // the two slot buffers, as [(world_size - 1) * rows, k]
-    runtime::SymmBuffer symm;
-    Layout layout;
-    const void* rows;       // this rank's
-    int num_pushers;        // CTAs; 0: copy engines push, or an earlier call has
-    int blocks_per_signal;  // of rows; 1 unless copy engines push
-    uint32_t epoch;         // of a call that the host counts, else 0
-    bool reuse;             // the rows of the call before, once more
-  };
+struct GatherParams {
+  CUtensorMap gathered[2];  // the two slot buffers, as [(world_size - 1) * rows, k]
+  runtime::SymmBuffer symm;
+  Layout layout;
+  const void* rows;       // this rank's
+  int num_pushers;        // CTAs; 0: copy engines push, or an earlier call has
+  int blocks_per_signal;  // of rows; 1 unless copy engines push
+  uint32_t epoch;         // of a call that the host counts, else 0
+  bool reuse;             // the rows of the call before, once more
+};
+
+struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
+  using Params = GatherParams;
   using Call = sync::Call;
 
   static constexpr uint32_t kOp = 2;
-  static constexpr bool kReduces = false;
   static constexpr bool kGathers = true;
   static constexpr bool kSplitsK = false;
+  static constexpr bool kExchanges = false;
 
   FLUX_DEVICE static Call begin(const Params& p) {
     Call call = sync::begin_call(p.symm);
@@ -66,17 +68,6 @@ struct GatherStore {
     if (tile.shard == p.symm.rank) return {&params.a, row};
     return {&p.gathered[call.epoch & 1], Layout::slot_index(tile.shard, p.symm.rank) * p.layout.rows + row};
   }
-
-  // Every result stays here.
-  FLUX_DEVICE static bool is_local(const Params&, const gemm::Tile&) { return true; }
-  FLUX_DEVICE static void send(const Params&, Call&, const gemm::Tile&, bool, int, int, int, uint32_t) {}
-  FLUX_DEVICE static void publish(const Params&, const Call&, const gemm::Tile&, int) {}
-  template <class Smem>
-  FLUX_DEVICE static void fetch(const Params&, const Call&, const gemm::Tile&, int, const Smem&,
-                                typename Smem::Pieces&) {}
-  template <class Element, class Smem, int kAccumulators>
-  FLUX_DEVICE static void add_arrived(const Params&, const gemm::Tile&, int, const Smem&,
-                                      typename Smem::Pieces&, float (&)[kAccumulators]) {}
 };
 
 }  // namespace flux::ag_gemm

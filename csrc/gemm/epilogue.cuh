@@ -137,18 +137,21 @@ __device__ __forceinline__ void add_bias(const void* bias, int first_column, int
 
 // --- staging ---
 
-// As TMA wants to store it: panels of kPanelN columns x 64 rows, 16-byte pieces swizzled so that neither
-// stmatrix nor TMA meets a bank conflict.
+// Where a vector of a row is staged, as TMA wants to store it: panels of kPanelN columns x 64 rows, 16-byte pieces
+// swizzled so that neither stmatrix nor TMA meets a bank conflict.
+template <int kPanelN>
+__device__ __forceinline__ uint32_t staged_vector(uint32_t slab, int row, int vector) {
+  constexpr int kRowBytes = kPanelN * kElementBytes, kPieces = kPanelN / kVector;
+  const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
+  const uint32_t panel = slab + vector / kPieces * (64 * kRowBytes);
+  return panel + row * kRowBytes + (vector % kPieces ^ swizzle) * 16;
+}
+
 template <int kPanelN>
 __device__ __forceinline__ void stage_rows(uint32_t slab, int chunk, int thread, const Fragment& f) {
-  constexpr int kRowBytes = kPanelN * kElementBytes;
   const int lane = thread % 32;
-  const int row = thread / 32 * 16 + lane % 16;
-  const int piece = chunk * kChunkN % kPanelN / 8 + lane / 16;
-  const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
-  const uint32_t panel = slab + chunk * kChunkN / kPanelN * (64 * kRowBytes);
-  ptx::stmatrix_x4(panel + row * kRowBytes + (piece ^ swizzle) * 16, f.pair[0], f.pair[1], f.pair[2],
-                   f.pair[3]);
+  const int row = thread / 32 * 16 + lane % 16, vector = chunk * (kChunkN / kVector) + lane / 16;
+  ptx::stmatrix_x4(staged_vector<kPanelN>(slab, row, vector), f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
 }
 
 // In fragment order (policy.h): one 16-byte store a thread, no conflicts, the chunk contiguous.

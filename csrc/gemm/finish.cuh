@@ -19,6 +19,13 @@ struct Finish {
 
 using runtime::Exchange;
 
+struct ExchangeParams {
+  runtime::SymmBuffer symm;
+  Exchange exchange;
+  Finish finish;
+  uint32_t op;
+};
+
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
   return reinterpret_cast<const uint4*>(static_cast<const char*>(matrix) + element * kElementBytes);
 }
@@ -32,16 +39,15 @@ FLUX_DEVICE void add(const void* matrix, int64_t element, float (&sum)[Exchange:
   for (int i = 0; i < Exchange::kVector; ++i) sum[i] += term[i];
 }
 
-// All threads of the CTA; `scratch` holds a float for each warp.
+// kThreads threads, each with its number; `scratch` holds a float for each warp.
 template <int kThreads>
-FLUX_DEVICE float sum_over_cta(float value, float* scratch) {
+FLUX_DEVICE float sum_over_cta(float value, int thread, float* scratch) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
   }
-  const int warp = threadIdx.x / 32;
   ptx::named_barrier_sync(1, kThreads);  // nobody still reads the last row's
-  if (ptx::lane() == 0) scratch[warp] = value;
+  if (thread % 32 == 0) scratch[thread / 32] = value;
   ptx::named_barrier_sync(1, kThreads);
   float total = 0.0f;
 #pragma unroll
@@ -49,18 +55,21 @@ FLUX_DEVICE float sum_over_cta(float value, float* scratch) {
   return total;
 }
 
-// The first kThreads threads of every CTA of the launch.
+// kThreads threads of every CTA of the launch, each with its number.
 template <class Element, int kThreads>
-FLUX_DEVICE void finish(const runtime::SymmBuffer& symm, const Exchange& x, const sync::Call& call,
-                        uint32_t op, const Finish& f, float* scratch) {
+FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread) {
   constexpr int kVector = Exchange::kVector;
-  const int first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
+  __shared__ float scratch[kThreads / 32];
+  const runtime::SymmBuffer& symm = p.symm;
+  const Exchange& x = p.exchange;
+  const Finish& f = p.finish;
+  const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
   const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
   const int first_row = x.first_row(symm.rank);
 
   const auto sum = [&](int row, int column) {
     float total[kVector];
-    exchange::take_sum<Pair<Element>>(symm, x, call, op, row, column, total);
+    exchange::take_sum<Pair<Element>>(symm, x, call, p.op, row, column, total);
     add<Element>(f.bias, column, total);
     add<Element>(f.residual, static_cast<int64_t>(row) * x.n + column, total);
     return round<Element>(total);
@@ -80,7 +89,7 @@ FLUX_DEVICE void finish(const runtime::SymmBuffer& symm, const Exchange& x, cons
     if (!two_shot) return sum(row, column);
     char* const address = symm.exchange(symm.rank, call.epoch) + x.result(row, column);
     return exchange::take(symm, call, address, ptx::load_relaxed_sys(address),
-                          {op, static_cast<uint32_t>(x.owner(row, column)), static_cast<uint32_t>(row)});
+                          {p.op, static_cast<uint32_t>(x.owner(row, column)), static_cast<uint32_t>(row)});
   };
 
   const int rows = x.slot_rows(), row_vectors = x.n / kVector;
@@ -95,7 +104,7 @@ FLUX_DEVICE void finish(const runtime::SymmBuffer& symm, const Exchange& x, cons
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t begin = static_cast<int64_t>(row) * x.n;
     float squares = 0.0f;
-    for (int column = threadIdx.x * kVector; column < x.n; column += kThreads * kVector) {
+    for (int column = thread * kVector; column < x.n; column += kThreads * kVector) {
       const uint4 v = result(first_row + row, column);
       *const_cast<uint4*>(vector_at(f.sum_out, begin + column)) = v;
       float values[kVector];
@@ -103,8 +112,8 @@ FLUX_DEVICE void finish(const runtime::SymmBuffer& symm, const Exchange& x, cons
 #pragma unroll
       for (int i = 0; i < kVector; ++i) squares += values[i] * values[i];
     }
-    const float scale = rsqrtf(sum_over_cta<kThreads>(squares, scratch) / x.n + f.eps);
-    for (int column = threadIdx.x * kVector; column < x.n; column += kThreads * kVector) {
+    const float scale = rsqrtf(sum_over_cta<kThreads>(squares, thread, scratch) / x.n + f.eps);
+    for (int column = thread * kVector; column < x.n; column += kThreads * kVector) {
       float values[kVector], weight[kVector];
       widen<Element>(*vector_at(f.sum_out, begin + column), values);
       widen<Element>(*vector_at(f.norm_weight, column), weight);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "gemm/gemm.h"
 #include "gemm/select.h"
@@ -36,7 +37,8 @@ struct KernelTable {
   void fill() {
     static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
     static_assert(smem_bytes(kTileConfigs[kConfig]) <= kSmemLimit);
-    constexpr bool kExists = !Store::kSplitsK || supports_split(kTileConfigs[kConfig]);
+    constexpr bool kExists = (!Store::kSplitsK || supports_split(kTileConfigs[kConfig])) &&
+                             (!Store::kExchanges || supports_exchange(kTileConfigs[kConfig]));
     if constexpr (kExists) {
       kernels[0][0][kConfig] = sm90_gemm<__nv_bfloat16, Major::K, kConfig, Store>;
       kernels[1][0][kConfig] = sm90_gemm<__half, Major::K, kConfig, Store>;
@@ -69,6 +71,35 @@ void prepare_kernels() {
       }
     }
   });
+}
+
+// Clusters that can be on the GPU at once: those of the CTAs that share a group of SMs, and each has an SM of its own.
+template <class Store>
+int resident_clusters(int cluster_size) {
+  constexpr int kMaxDevices = 64, kMaxClusterSize = 8;
+  static std::atomic<int> known[kMaxDevices][kMaxClusterSize + 1];
+  int device = 0;
+  FLUX_CUDA_CHECK(cudaGetDevice(&device));
+  FLUX_CHECK(device < kMaxDevices && cluster_size <= kMaxClusterSize, device, cluster_size);
+  std::atomic<int>& count = known[device][cluster_size];
+  if (count.load(std::memory_order_relaxed) == 0) {
+    prepare_kernels<Store>();
+    constexpr int kConfig = kNumTileConfigs - 1;  // any: one CTA fills an SM
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = cluster_size;
+    config.blockDim = kNumThreads;
+    config.dynamicSmemBytes = smem_bytes(kTileConfigs[kConfig]);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int resident = 0;
+    FLUX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(
+        &resident, kernel_table<Store>().get(runtime::DType::kBFloat16, false, kConfig), &config));
+    count.store(resident, std::memory_order_relaxed);
+  }
+  return count.load(std::memory_order_relaxed);
 }
 
 template <class Store>

@@ -7,6 +7,7 @@
 //   kReduces                 own tiles wait for what peers contribute (fetch, add_arrived)
 //   kGathers                 some of x comes from peers (push, admit)
 //   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
+//   kExchanges               ranks exchange rows of the product (contribute), and sum them at the end (finish)
 //   begin(params) -> Call    any thread, before the first tile
 //   end(params, call)        one thread of the CTA, after all its tiles
 //   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
@@ -34,6 +35,12 @@
 //   add_arrived(params, tile, warpgroup, smem, cursor, d)
 //                            local tiles: adds those pieces to the accumulators d
 //
+// where kExchanges, by the math threads, and instead of all that storers do:
+//   contribute(params, call, tile, smem, warpgroup, thread, first_chunk, end_chunk, sums)
+//                            half a tile, or of a split one those chunks of it: each row goes to whoever sums it
+//   finish(params, call, thread)
+//                            after all tiles
+//
 // A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements],
 // exactly as the accumulators lie in the registers of the 128 threads. Sender and owner run the same tile
 // shape, so the owner's math threads find their own fragments: no swizzle, no peer tensor map, long
@@ -53,22 +60,13 @@ struct Source {
   int row;
 };
 
-// Everything stays here: plain GEMM.
-struct LocalStore {
-  struct Params {};
-  struct Call {};
+// What stores have in common that send no tile, and add nothing to one.
+template <class Params, class Call>
+struct KeepsTiles {
   static constexpr bool kReduces = false;
-  static constexpr bool kGathers = false;
-  static constexpr bool kSplitsK = false;
 #ifdef __CUDACC__
-  FLUX_DEVICE static Call begin(const Params&) { return {}; }
-  FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
-  template <class GemmParams>
-  FLUX_DEVICE static Source source(const GemmParams& params, const Call&, const Tile& tile) {
-    return {&params.a, tile.m * kBlockM};
-  }
   FLUX_DEVICE static bool is_local(const Params&, const Tile&) { return true; }
-  FLUX_DEVICE static void send(const Params&, Call&, const Tile&, bool, int, int, int, uint32_t) {}
+  FLUX_DEVICE static void send(const Params&, const Call&, const Tile&, bool, int, int, int, uint32_t) {}
   FLUX_DEVICE static void publish(const Params&, const Call&, const Tile&, int) {}
   template <class Smem>
   FLUX_DEVICE static void fetch(const Params&, const Call&, const Tile&, int, const Smem&,
@@ -76,6 +74,32 @@ struct LocalStore {
   template <class Element, class Smem, int kAccumulators>
   FLUX_DEVICE static void add_arrived(const Params&, const Tile&, int, const Smem&, typename Smem::Pieces&,
                                       float (&)[kAccumulators]) {}
+#endif
+};
+
+// The same where x is all here and tiles are not drawn.
+template <class Params, class Call>
+struct FixedTiles : KeepsTiles<Params, Call> {
+  static constexpr bool kGathers = false;
+#ifdef __CUDACC__
+  FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }
+  template <class GemmParams>
+  FLUX_DEVICE static Source source(const GemmParams& params, const Call&, const Tile& tile) {
+    return {&params.a, tile.m * kBlockM};
+  }
+#endif
+};
+
+struct Nothing {};
+
+// Everything stays here: plain GEMM.
+struct LocalStore : FixedTiles<Nothing, Nothing> {
+  using Params = Nothing;
+  using Call = Nothing;
+  static constexpr bool kSplitsK = false;
+  static constexpr bool kExchanges = false;
+#ifdef __CUDACC__
+  FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static void end(const Params&, const Call&) {}
 #endif
 };

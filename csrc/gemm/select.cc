@@ -48,9 +48,11 @@ constexpr double kWideUs = 2.5;           // for each doubling of a cluster beyo
 constexpr double kWideRowUs = 0.006;      // the same, for each row
 constexpr double kUnusedSwapAb = 0.1;     // exponent
 constexpr int kSmsPerGroup = 16;          // at least so many SMs hold the CTAs of a cluster
-// Of a sum over ranks in a launch of its own, beyond one that is part of the GEMM.
+// Of a sum over ranks in a launch of its own, beyond one that is part of a swap-AB GEMM; and of one that is part of an
+// ordinary GEMM, for each byte.
 constexpr double kSumUs = 4.0;
 constexpr double kSumBytesPerUs = 1.0e6;
+constexpr double kOwnSumBytesPerUs = 2.0e6;
 
 // Of the weight, which nothing holds in a cache.
 double memory_us(const Problem& p) {
@@ -92,6 +94,11 @@ bool worth_sending(const TileConfig& tile) {
 
 }  // namespace
 
+bool sums_in_launch(const TileConfig& tile, Cluster cluster) {
+  // Clusters of three are not all on the GPU at once, and must be where they wait for peers.
+  return supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
+}
+
 std::string config_name(int config, Cluster cluster) {
   const TileConfig& tile = kTileConfigs[config];
   std::string name =
@@ -132,7 +139,10 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     // SMs without a tile leave some of the memory's speed unused.
     const double unused = std::sqrt(waves * slots / order.num_clusters());
     time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
-    return p.all_reduced ? time_us + kSumUs + 2.0 * p.m * p.n / kSumBytesPerUs : time_us;
+    if (!p.all_reduced) return time_us;
+    const double sum_bytes = static_cast<double>(kElementBytes) * p.m * p.n;
+    return time_us + (sums_in_launch(tile, cluster) ? sum_bytes / kOwnSumBytesPerUs
+                                                    : kSumUs + sum_bytes / kSumBytesPerUs);
   }
 
   // What must leave over the link, then this rank's own share of the tiles.

@@ -17,7 +17,7 @@ struct Problem {
   int world_size;         // 1: plain GEMM; else the rows are world_size shards and the tiles of others travel
   int num_sms;
   bool gathers = false;      // it is x that travels: rows of other shards arrive, results stay
-  bool all_reduced = false;  // results are summed over ranks: by swap-AB tiles in the same launch
+  bool all_reduced = false;  // results are summed over ranks, if the tile allows in the same launch
 };
 
 struct Choice {
@@ -30,6 +30,9 @@ struct Choice {
   int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
   bool swaps_ab() const { return split > 0; }
 };
+
+// Whether an ordinary tile whose results are summed over ranks has a kernel that also sums them.
+bool sums_in_launch(const TileConfig& tile, Cluster cluster);
 
 std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split);

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       TileQueueReader<Shared> queue;
       for (int index = queue.next(smem, true); index < last; index = queue.next(smem, true)) {
         const Tile tile = order.at(index, cta);
-        if (!tile.valid) continue;
+        if (Store::kExchanges || !tile.valid) continue;
         const bool local = Store::is_local(params.store, tile);
         if (local) Store::fetch(params.store, call, tile, warpgroup, smem, pieces);
         for (int chunk = part.first_chunk; chunk < part.end_chunk; chunk += kSlabChunks) {
@@ -174,6 +174,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     // Whose loads fill the stages of this CTA: its own, and those of a partner.
     const bool releases = static_cast<int>(ptx::lane()) < (Store::kSplitsK ? 1 : cluster_size);
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
+    [[maybe_unused]] typename Store::Call call;
+    if constexpr (Store::kExchanges)
+      call = Store::begin(params.store);  // before it is needed: it takes a while
     for (int index = queue.next(smem, arrives); index < last; index = queue.next(smem, arrives)) {
       const Tile tile = order.at(index, cta);
 
@@ -235,17 +238,27 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::cluster_sync();
         float sums[decltype(part)::kMaxSlabs * kSlabChunks * kChunkAccumulators];
         sum_parts<kChunks>(smem, part, split, warpgroup, thread, sums);
+        if constexpr (Store::kExchanges) {
+          Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread,
+                                              part.first_chunk, part.end_chunk, sums);
+        } else {
 #pragma unroll
-        for (int slab = 0; slab < decltype(part)::kMaxSlabs; ++slab) {
-          const int left = part.end_chunk - part.first_chunk - slab * kSlabChunks;
-          if (left > 0) stage_slab(&sums[slab * kSlabChunks * kChunkAccumulators], left);
+          for (int slab = 0; slab < decltype(part)::kMaxSlabs; ++slab) {
+            const int left = part.end_chunk - part.first_chunk - slab * kSlabChunks;
+            if (left > 0) stage_slab(&sums[slab * kSlabChunks * kChunkAccumulators], left);
+          }
         }
+      } else if constexpr (Store::kExchanges) {
+        Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread, 0, kChunks, d);
       } else {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
           stage_slab(&d[chunk * kChunkAccumulators], kChunks - chunk);
         }
       }
+    }
+    if constexpr (Store::kExchanges) {
+      Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128);
     }
   }
 

@@ -9,7 +9,7 @@
 //   struct Params
 //   begin(params) -> Call
 //   store<Element>(params, call, row, column, f)      eight columns of a row of the local product
-//   finish<Element>(params, call, scratch)            the math threads, after all tiles
+//   finish<Element>(params, call)                     the math threads, after all tiles
 //   end(params, call)                                 one thread of each CTA, after everything
 #pragma once
 
@@ -44,7 +44,6 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   using Stages = RingCursor<kTile.stages>;
 
   extern __shared__ uint8_t raw_smem[];
-  __shared__ float scratch[kSwapAbMathThreads / 32];
   const uint32_t stages = (ptx::smem_addr(raw_smem) + 1023) & ~1023u;
   const uint32_t staged = stages + kTile.stages * kStageBytes;
   const uint32_t partials = staged + swap_ab_meeting_bytes(kTile);
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         if (lane < split) ptx::mbarrier_arrive_cluster(partials_empty, lane);
       }
     }
-    Output::template finish<Element>(params.output, call, scratch);
+    Output::template finish<Element>(params.output, call);
     ptx::let_next_kernel_start();
   }
 
@@ -203,18 +202,13 @@ struct LocalOutput {
     *const_cast<uint4*>(vector_at(p.out, row * p.row_stride + column)) = round<Element>(f);
   }
   template <class Element>
-  FLUX_DEVICE static void finish(const Params&, const Call&, float*) {}
+  FLUX_DEVICE static void finish(const Params&, const Call&) {}
   FLUX_DEVICE static void end(const Params&) {}
 };
 
 // Products of all ranks are summed.
 struct ExchangeOutput {
-  struct Params {
-    runtime::SymmBuffer symm;
-    Exchange exchange;
-    Finish finish;
-    uint32_t op;
-  };
+  using Params = ExchangeParams;
   using Call = sync::Call;
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
   template <class Element>
@@ -223,8 +217,8 @@ struct ExchangeOutput {
     exchange::contribute(p.symm, p.exchange, call, row, column, round<Element>(f));
   }
   template <class Element>
-  FLUX_DEVICE static void finish(const Params& p, const Call& call, float* scratch) {
-    gemm::finish<Element, kSwapAbMathThreads>(p.symm, p.exchange, call, p.op, p.finish, scratch);
+  FLUX_DEVICE static void finish(const Params& p, const Call& call) {
+    gemm::finish<Element, kSwapAbMathThreads>(p, call, threadIdx.x);
   }
   FLUX_DEVICE static void end(const Params& p) { sync::end_call(p.symm, sync::begin_call(p.symm).epoch); }
 };

@@ -86,6 +86,10 @@ constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_
 // Wider tiles split K for no shape that was measured (docs/design/cost-model.md).
 constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
 
+// Whose slabs hold a whole tile, which leaves row by row (gemm_ar/exchange_store.cuh). Wider tiles are for more rows
+// than that is for.
+constexpr bool supports_exchange(const TileConfig& c) { return c.block_n <= 128; }
+
 // Width of the panels a finished tile is stored in; 64 columns are one 128-byte swizzle row.
 constexpr int panel_n(const TileConfig& c) {
   return c.block_n % 64 == 0 ? 64 : c.block_n % 32 == 0 ? 32 : 16;

@@ -13,29 +13,26 @@ namespace flux::gemm_ar {
 constexpr int kSumThreads = 256;
 
 struct SumParams {
-  runtime::SymmBuffer symm;
-  runtime::Exchange exchange;
-  gemm::Finish finish;
+  gemm::ExchangeParams exchange;
   const void* x;
-  uint32_t op;
 };
 
 template <class Element>
-__global__ void __launch_bounds__(kSumThreads, 2) sum_over_ranks(const __grid_constant__ SumParams p) {
+__global__ void __launch_bounds__(kSumThreads, 2) sum_over_ranks(const __grid_constant__ SumParams params) {
   constexpr int kVector = runtime::Exchange::kVector;
-  __shared__ float scratch[kSumThreads / 32];
+  const gemm::ExchangeParams& p = params.exchange;
   const sync::Call call = sync::begin_call(p.symm);
   const int row_vectors = p.exchange.n / kVector;
   const int first = blockIdx.x * kSumThreads + threadIdx.x, step = gridDim.x * kSumThreads;
   for (int i = first; i < p.exchange.m * row_vectors; i += step) {
-    uint4 v = *gemm::vector_at(p.x, static_cast<int64_t>(i) * kVector);
+    uint4 v = *gemm::vector_at(params.x, static_cast<int64_t>(i) * kVector);
     // A user's NaN may look like a vector that has not arrived; there are others.
     for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
       if (*word == runtime::kAbsent) *word = 0x7FFF7FFF;
     }
     exchange::contribute(p.symm, p.exchange, call, i / row_vectors, i % row_vectors * kVector, v);
   }
-  gemm::finish<Element, kSumThreads>(p.symm, p.exchange, call, p.op, p.finish, scratch);
+  gemm::finish<Element, kSumThreads>(p, call, threadIdx.x);
   __syncthreads();
   if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
 }
@@ -43,7 +40,7 @@ __global__ void __launch_bounds__(kSumThreads, 2) sum_over_ranks(const __grid_co
 inline void launch_sum(const SumParams& params, runtime::DType dtype, int num_sms, cudaStream_t stream) {
   const auto kernel =
       dtype == runtime::DType::kBFloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>;
-  const int64_t vectors = static_cast<int64_t>(params.exchange.m) * params.exchange.n / 8;
+  const int64_t vectors = static_cast<int64_t>(params.exchange.exchange.m) * params.exchange.exchange.n / 8;
   const int wanted = static_cast<int>((vectors + kSumThreads - 1) / kSumThreads);
   kernel<<<std::min(num_sms, wanted), kSumThreads, 0, stream>>>(params);
   FLUX_CUDA_CHECK(cudaGetLastError());

@@ -1,6 +1,7 @@
 #include "gemm/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"
+#include "gemm_ar/gemm_ar_tiles.h"
 
 namespace flux::gemm_ar {
 namespace {
@@ -32,16 +33,21 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
                                  1,        num_sms,  false,    /*all_reduced=*/true};
   const gemm::Choice choice = gemm::select(problem, args.config);
+  const gemm::ExchangeParams params = {symm, exchange, finish, kGemmArId};
   if (choice.swaps_ab()) {
-    gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, {symm, exchange, finish, kGemmArId},
-                                               stream);
+    gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
+    return;
+  }
+  gemm::GemmArgs product = args;
+  product.bias = nullptr;
+  if (sums_in_tiles(args, choice)) {
+    gemm_ar_in_tiles(product, choice, params, num_sms, stream);
     return;
   }
   // Each vector is read before the sum is written over it.
-  gemm::GemmArgs product = args;
-  product.bias = nullptr;
+  product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
   gemm::gemm(product, stream);
-  launch_sum({symm, exchange, finish, out, kGemmArId}, args.dtype, num_sms, stream);
+  launch_sum({params, out}, args.dtype, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
@@ -53,12 +59,13 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({symm, exchange, finish, x.data, scatters ? kReduceScatterId : kAllReduceId}, dtype,
+  launch_sum({{symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data}, dtype,
              runtime::num_sms(), stream);
 }
 
 void prepare() {
   gemm::SwapAbKernels<gemm::ExchangeOutput>::on_current_device();
+  prepare_tiles();
   cudaFuncAttributes attributes;
   FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
   FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));

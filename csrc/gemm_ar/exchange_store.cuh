@@ -1,0 +1,61 @@
+// GEMM+AllReduce in ordinary tiles, as a Store policy: rows of a finished tile go to whoever sums them, and after its
+// last tile every CTA sums what ranks have sent (gemm/finish.cuh). One launch, for more rows than swap-AB tiles are
+// good for; the product is never in memory.
+#pragma once
+
+#include "gemm/finish.cuh"
+#include "gemm/policy.h"
+
+namespace flux::gemm_ar {
+
+template <bool kSplit>
+struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
+  using Params = gemm::ExchangeParams;
+  using Call = sync::Call;
+
+  static constexpr bool kSplitsK = kSplit;
+  static constexpr bool kExchanges = true;
+  static constexpr int kThreads = 128 * gemm::kNumMathWarpgroups;
+
+  FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
+
+  // Through the slabs, which hold all of it: so that neighbouring threads send neighbouring vectors.
+  template <class Element, class Smem, int kSums>
+  FLUX_DEVICE static void contribute(const Params& p, const Call& call, const gemm::Tile& tile,
+                                     const Smem& smem, int warpgroup, int thread, int first_chunk,
+                                     int end_chunk, const float (&sums)[kSums]) {
+    constexpr gemm::TileConfig kTile = Smem::kTile;
+    constexpr int kPanelN = gemm::panel_n(kTile);
+    constexpr int kChunkVectors = gemm::kChunkN / gemm::kVector;
+    static_assert(kTile.slab_n * kTile.slabs >= kTile.block_n && kTile.slab_n % kPanelN == 0);
+    const uint32_t slabs = smem.slab(warpgroup, 0);
+    const int barrier = 2 + warpgroup;
+    ptx::named_barrier_sync(barrier, 128);  // nobody still reads the last tile
+#pragma unroll
+    for (int i = 0; i < kSums / gemm::kChunkAccumulators; ++i) {
+      if (first_chunk + i >= end_chunk) break;
+      gemm::stage_rows<kPanelN>(slabs, first_chunk + i, thread,
+                                gemm::pack<Element>(&sums[i * gemm::kChunkAccumulators]));
+    }
+    ptx::named_barrier_sync(barrier, 128);
+    const int first_row = tile.m * gemm::kBlockM + warpgroup * 64;
+    const int rows = min(p.exchange.m - first_row, 64);
+    const int vectors = (end_chunk - first_chunk) * kChunkVectors;
+    for (int i = thread; i < rows * vectors; i += 128) {
+      const int row = i / vectors, vector = first_chunk * kChunkVectors + i % vectors;
+      const int column = tile.n * kTile.block_n + vector * gemm::kVector;
+      if (column >= p.exchange.n) continue;
+      const auto* staged = smem.pointer(gemm::staged_vector<kPanelN>(slabs, row, vector));
+      exchange::contribute(p.symm, p.exchange, call, first_row + row, column,
+                           *reinterpret_cast<const uint4*>(staged));
+    }
+  }
+
+  template <class Element>
+  FLUX_DEVICE static void finish(const Params& p, const Call& call, int thread) {
+    gemm::finish<Element, kThreads>(p, call, thread);
+  }
+};
+
+}  // namespace flux::gemm_ar
