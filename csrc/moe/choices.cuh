@@ -8,7 +8,6 @@
 namespace flux::moe {
 
 constexpr int kWords = 4;  // of a vector
-constexpr int kMaxVectors = kMaxTopK / kWords;
 constexpr uint32_t kRouteOp = 6;
 constexpr int32_t kNowhere = 0x7FFFFFFF;  // no expert's number, and not kAbsent
 
@@ -19,19 +18,56 @@ struct ChoiceParams {
   float* weights;  // [source][token][choice]: those of all ranks
 };
 
-__device__ __forceinline__ int32_t own_id(const ChoiceParams& p, int token, int j) {
-  if (token >= p.own.tokens || j >= p.layout.top_k) return kNowhere;
+// A vector of a token's experts, from choice j on. Whole vectors are read at once where they can be: words one by one, of
+// rows that lie apart, would each cost as much.
+__device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j) {
+  uint32_t low[kWords], high[kWords] = {};
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) low[i] = kNowhere;
   const int64_t at = static_cast<int64_t>(token) * p.layout.top_k + j;
-  const int64_t id =
-      p.own.wide ? static_cast<const int64_t*>(p.own.ids)[at] : static_cast<const int32_t*>(p.own.ids)[at];
-  return id >= 0 && id < p.layout.num_experts ? static_cast<int32_t>(id) : kNowhere;
+  if (token < p.own.tokens && p.own.whole_vectors) {
+    const auto* from = static_cast<const uint4*>(p.own.ids) + (p.own.wide ? at / 2 : at / kWords);
+    const uint4 v = from[0], next = p.own.wide ? from[1] : v;
+    low[0] = v.x;
+    low[1] = p.own.wide ? v.z : v.y;
+    low[2] = p.own.wide ? next.x : v.z;
+    low[3] = p.own.wide ? next.z : v.w;
+    if (p.own.wide) high[0] = v.y, high[1] = v.w, high[2] = next.y, high[3] = next.w;
+  } else if (token < p.own.tokens) {
+    const auto* from = static_cast<const uint32_t*>(p.own.ids) + (p.own.wide ? 2 * at : at);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (j + i >= p.layout.top_k) break;
+      low[i] = from[p.own.wide ? 2 * i : i];
+      if (p.own.wide) high[i] = from[2 * i + 1];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if (high[i] != 0 || low[i] >= static_cast<uint32_t>(p.layout.num_experts)) low[i] = kNowhere;
+  }
+  return {low[0], low[1], low[2], low[3]};
 }
 
-// Bits of a weight. A user's NaN may look like a word that has not arrived; there are others.
-__device__ __forceinline__ uint32_t own_weight(const ChoiceParams& p, int token, int j) {
-  if (token >= p.own.tokens || j >= p.layout.top_k) return 0;
-  const uint32_t bits = __float_as_uint(p.own.weights[static_cast<int64_t>(token) * p.layout.top_k + j]);
-  return bits == runtime::kAbsent ? 0x7FFFFFFF : bits;
+// The same of its weights, as bits. A user's NaN may look like a word that has not arrived; there are others.
+__device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, int j) {
+  uint32_t bits[kWords] = {};
+  const auto* from =
+      reinterpret_cast<const uint32_t*>(p.own.weights) + static_cast<int64_t>(token) * p.layout.top_k + j;
+  if (token < p.own.tokens && p.own.whole_vectors) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    bits[0] = v.x, bits[1] = v.y, bits[2] = v.z, bits[3] = v.w;
+  } else if (token < p.own.tokens) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (j + i < p.layout.top_k) bits[i] = from[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if (bits[i] == runtime::kAbsent) bits[i] = 0x7FFFFFFF;
+  }
+  return {bits[0], bits[1], bits[2], bits[3]};
 }
 
 // A token's choices, in vectors: its experts, then its weights.
@@ -51,35 +87,34 @@ __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int fi
   const int vectors = route_vectors(layout.top_k);
   const int count = min(kThreads, layout.max_tokens - first) * vectors;
   for (int begin = threadIdx.x; begin < count; begin += kBatch * kThreads) {
-    uint32_t words[kBatch][kWords];
+    uint4 words[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int at = begin + i * kThreads, token = first + at / vectors, vector = at % vectors;
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) {
-        const int j = vector % (vectors / 2) * kWords + word;
-        words[i][word] = vector < vectors / 2 ? own_id(p, token, j) : own_weight(p, token, j);
-      }
+      const bool ids = vector < vectors / 2;
+      const int j = (ids ? vector : vector - vectors / 2) * kWords;
+      words[i] = ids ? own_ids(p, token, j) : own_weights(p, token, j);
     }
+#pragma unroll 1
+    for (int step = 1; step < layout.world_size; ++step) {
+      const int peer = (layout.rank + step) % layout.world_size;
+      char* const to = p.symm.exchange(peer, call.epoch) + vector_offset(p, layout.rank, first, 0);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = begin + i * kThreads;
-      if (at >= count) break;
-      const int64_t offset = vector_offset(p, layout.rank, first + at / vectors, at % vectors);
-      for (int step = 1; step < layout.world_size; ++step) {
-        const int peer = (layout.rank + step) % layout.world_size;
-        ptx::store_relaxed_sys(p.symm.exchange(peer, call.epoch) + offset,
-                               {words[i][0], words[i][1], words[i][2], words[i][3]});
+      for (int i = 0; i < kBatch; ++i) {
+        const int at = begin + i * kThreads;
+        if (at >= count) break;
+        ptx::store_relaxed_sys(to + at * sizeof(uint4), words[i]);
       }
     }
   }
 }
 
-// The words of a token's choices; `to` is aligned as their number allows.
-__device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kMaxTopK], int top_k) {
+// The words of a token's choices; `to` is aligned as their number allows. kTopK: the most that they can be.
+template <int kTopK>
+__device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kTopK], int top_k) {
   const bool whole = top_k % kWords == 0;
 #pragma unroll
-  for (int j = 0; j < kMaxTopK; j += kWords) {
+  for (int j = 0; j < kTopK; j += kWords) {
     if (whole && j < top_k) {
       static_cast<uint4*>(to)[j / kWords] = {words[j], words[j + 1], words[j + 2], words[j + 3]};
     }
@@ -91,19 +126,29 @@ __device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kM
 }
 
 // The experts of a thread's token; its weights are written where both layers read them.
-__device__ inline void learn_choices(const ChoiceParams& p, const sync::Call& call, int source, int token,
-                                     int32_t (&ids)[kMaxTopK]) {
+template <int kTopK>
+__device__ void learn_choices(const ChoiceParams& p, const sync::Call& call, int source, int token,
+                              int32_t (&ids)[kTopK]) {
+  constexpr int kMaxVectors = kTopK / kWords;
   const int top_k = p.layout.top_k, vectors = route_vectors(top_k) / 2;
 #pragma unroll
-  for (int j = 0; j < kMaxTopK; ++j) ids[j] = kNowhere;
+  for (int j = 0; j < kTopK; ++j) ids[j] = kNowhere;
   if (token >= p.layout.max_tokens) return;
   float* weights = p.weights + (static_cast<int64_t>(source) * p.layout.max_tokens + token) * top_k;
-  uint32_t factors[kMaxTopK];  // all of them are read before the first is written
+  uint32_t factors[kTopK];  // all of them are read before the first is written
+  const auto keep = [&](int v, const uint4& e, const uint4& w) {
+    const uint32_t words[2][kWords] = {{e.x, e.y, e.z, e.w}, {w.x, w.y, w.z, w.w}};
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      ids[v * kWords + word] = static_cast<int32_t>(words[0][word]);
+      factors[v * kWords + word] = words[1][word];
+    }
+  };
   if (source == p.layout.rank) {
 #pragma unroll
-    for (int j = 0; j < kMaxTopK; ++j) {
-      ids[j] = own_id(p, token, j);
-      factors[j] = own_weight(p, token, j);
+    for (int v = 0; v < kMaxVectors; ++v) {
+      if (v >= vectors) break;
+      keep(v, own_ids(p, token, v * kWords), own_weights(p, token, v * kWords));
     }
     store_words(weights, factors, top_k);
     return;
@@ -123,12 +168,7 @@ __device__ inline void learn_choices(const ChoiceParams& p, const sync::Call& ca
     const uint4 e = exchange::take(p.symm, call, base + v * sizeof(uint4), arrived[v], info);
     const uint4 w =
         exchange::take(p.symm, call, base + (vectors + v) * sizeof(uint4), arrived[kMaxVectors + v], info);
-    const uint32_t words[2][kWords] = {{e.x, e.y, e.z, e.w}, {w.x, w.y, w.z, w.w}};
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      ids[v * kWords + word] = static_cast<int32_t>(words[0][word]);
-      factors[v * kWords + word] = words[1][word];
-    }
+    keep(v, e, w);
   }
   store_words(weights, factors, top_k);
 }

@@ -17,6 +17,8 @@ struct OwnChoices {
   bool wide;        // int64, else int32
   const float* weights;
   int tokens;
+  bool whole_vectors =
+      false;  // rows are whole vectors of 16 bytes, and lie at multiples of that; route() finds out
 };
 
 // Fills the arrays of a routing (all in device memory) from what all ranks chose, exactly as route_on_host does, and

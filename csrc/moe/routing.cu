@@ -6,6 +6,9 @@
 // one CTA more makes the tile schedule meanwhile.
 #include <cooperative_groups.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "moe/choices.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
@@ -21,15 +24,32 @@ struct Needed {
 
 struct Params : ChoiceParams {
   int block_m;
-  int chunks;      // CTAs for each source
+  int chunks;            // CTAs for each source
+  int slice;             // this rank's
+  int experts;           // of each slice
+  uint64_t per_experts;  // 2^32 / experts, rounded up: a product and a shift divide a number below 2^16
+  int max_rows, max_tiles;
   bool exchanges;  // else there are no peers, or no tokens
   RoutingArrays out;
   int32_t* histograms;  // [step][chunk][expert]
   Needed* needed;       // [step][chunk][slice]
+
+  // The expert of this rank, or -1.
+  __device__ __forceinline__ int local_expert(int id) const {
+    const int local = id - slice * experts;
+    return local >= 0 && local < experts ? local : -1;
+  }
 };
 
-// What a CTA does for kThreads tokens of one source.
-template <int kThreads>
+// Of the tokens of a source that a slice needs: how many are in CTAs before this one, how many there are, and one
+// behind the last of them.
+struct Numbers {
+  int before, count, end;
+};
+
+// What a CTA does for kThreads tokens of one source, each with at most kTopK choices. Nothing runs more than a few times
+// in a launch, so a loop that is unrolled without need costs more to fetch than it saves.
+template <int kThreads, int kTopK>
 struct Cta {
   static constexpr int kWarps = kThreads / 32;
 
@@ -39,29 +59,36 @@ struct Cta {
     uint32_t* lanes;  // [warp][expert]: which lanes chose it
     int32_t* before;  // [warp][expert]: how many of the CTA's earlier warps' tokens did
     int32_t* first;   // [expert]: row of the CTA's first token there
+    int32_t* totals;  // [expert]: rows
 
     __device__ static Shared carve(void* memory, int experts) {
       auto* lanes = static_cast<uint32_t*>(memory);
       auto* before = reinterpret_cast<int32_t*>(lanes + kRows * experts);
-      return {lanes, before, before + kRows * experts};
+      int32_t* first = before + kRows * experts;
+      return {lanes, before, first, first + experts};
     }
-    __host__ __device__ static constexpr int bytes(int experts) { return (2 * kRows + 1) * experts * 4; }
+    __host__ __device__ static constexpr int bytes(int experts) { return (2 * kRows + 2) * experts * 4; }
   };
 
   // The token of a thread.
   struct Place {
     int step, source, chunk, token;
     bool valid;
-    int32_t ids[kMaxTopK];  // its experts
-    uint32_t slices;        // bit s: slice s needs it
+    int32_t ids[kTopK];  // its experts
+    uint32_t slices;     // bit s: slice s needs it
   };
 
   __device__ __forceinline__ static int lane_id() { return threadIdx.x % 32; }
   __device__ __forceinline__ static int warp_id() { return threadIdx.x / 32; }
   __device__ __forceinline__ static uint32_t lanes_before() { return (1u << lane_id()) - 1; }
 
-  // Sum of the values of all threads before this one; all threads take part. `total`: of all.
-  __device__ static int block_scan(int value, int* total) {
+  // Sums of the values of all threads before this one, and of all.
+  struct Scan {
+    int before, total;
+  };
+
+  // All threads take part.
+  __device__ __noinline__ static Scan block_scan(int value) {
     __shared__ int warp_sums[kWarps];
     int sum = value;
 #pragma unroll
@@ -71,26 +98,25 @@ struct Cta {
     }
     if (lane_id() == 31) warp_sums[warp_id()] = sum;
     __syncthreads();
-    int before = 0;
-    *total = 0;
+    Scan scan = {sum - value, 0};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      if (warp == warp_id()) before = *total;
-      *total += warp_sums[warp];
+      if (warp < warp_id()) scan.before += warp_sums[warp];
+      scan.total += warp_sums[warp];
     }
     __syncthreads();  // warp_sums is about to be written again
-    return before + sum - value;
+    return scan;
   }
 
   // Replaces values by the sums of those before; returns the sum of all.
   __device__ static int scan_array(int32_t* values, int count) {
     int carry = 0;
+#pragma unroll 1
     for (int begin = 0; begin < count; begin += kThreads) {
       const int i = begin + static_cast<int>(threadIdx.x);
-      int total;
-      const int before = block_scan(i < count ? values[i] : 0, &total);
-      if (i < count) values[i] = carry + before;
-      carry += total;
+      const Scan scan = block_scan(i < count ? values[i] : 0);
+      if (i < count) values[i] = carry + scan.before;
+      carry += scan.total;
     }
     __syncthreads();
     return carry;
@@ -101,7 +127,6 @@ struct Cta {
   __device__ static Place count_tokens(const Params& p, const sync::Call& call, const Shared& shared,
                                        uint32_t (*ballots)[kWarps]) {
     const Layout& layout = p.layout;
-    const int experts = layout.local_experts(), slice = layout.slice_of(layout.rank);
     Place place;
     place.step = blockIdx.x / p.chunks;
     place.chunk = blockIdx.x % p.chunks;
@@ -111,33 +136,40 @@ struct Cta {
     place.slices = 0;
 
     if (p.exchanges && place.step == 0) tell_peers<kThreads>(p, call, place.chunk * kThreads);
-    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) shared.lanes[i] = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kWarps * p.experts; i += kThreads) shared.lanes[i] = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.experts; i += kThreads) shared.first[i] = shared.totals[i] = 0;
     learn_choices(p, call, place.source, place.token, place.ids);
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kMaxTopK; ++j) {
-      const int id = place.ids[j];
-      if (id < 0 || id >= layout.num_experts) continue;
-      place.slices |= layout.ep_size == 1 ? 1 : 1u << id / experts;  // a division takes long
-      const int local = layout.local_expert(id, slice);
-      if (local >= 0) atomicOr(&shared.lanes[warp_id() * experts + local], 1u << lane_id());
+    for (int j = 0; j < kTopK; ++j) {
+      const auto id = static_cast<uint32_t>(place.ids[j]);
+      if (id >= static_cast<uint32_t>(layout.num_experts)) continue;
+      place.slices |= 1u << (id * p.per_experts >> 32);
+      const int local = p.local_expert(id);
+      if (local >= 0) atomicOr(&shared.lanes[warp_id() * p.experts + local], 1u << lane_id());
     }
+#pragma unroll 1
     for (int s = 0; s < layout.ep_size; ++s) {
       const uint32_t ballot = __ballot_sync(~0u, place.slices >> s & 1);
       if (lane_id() == 0) ballots[s][warp_id()] = ballot;
     }
     __syncthreads();
 
-    for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
       int sum = 0;
+#pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) {
-        shared.before[warp * experts + expert] = sum;
-        sum += __popc(shared.lanes[warp * experts + expert]);
+        shared.before[warp * p.experts + expert] = sum;
+        sum += __popc(shared.lanes[warp * p.experts + expert]);
       }
-      p.histograms[static_cast<int64_t>(blockIdx.x) * experts + expert] = sum;
+      p.histograms[blockIdx.x * p.experts + expert] = sum;
     }
     if (static_cast<int>(threadIdx.x) < layout.ep_size) {
       Needed needed = {0, 0};
+#pragma unroll 1
       for (int warp = 0; warp < kWarps; ++warp) {
         const uint32_t ballot = ballots[threadIdx.x][warp];
         needed.count += __popc(ballot);
@@ -150,59 +182,80 @@ struct Cta {
 
   // ---- placing --------------------------------------------------------------------------------------------------
 
-  // The row at which each expert's tokens of this CTA begin.
-  __device__ static void find_first_rows(const Params& p, const Shared& shared) {
-    const int experts = p.layout.local_experts(), ctas = p.layout.world_size * p.chunks;
-    for (int begin = 0, carry = 0; begin < experts; begin += kThreads) {
-      const int expert = begin + static_cast<int>(threadIdx.x);
-      int before = 0, all = 0;
-      if (expert < experts) {
-#pragma unroll 16
-        for (int cta = 0; cta < ctas; ++cta) {
-          const int count = __ldcg(&p.histograms[static_cast<int64_t>(cta) * experts + expert]);
-          if (cta < static_cast<int>(blockIdx.x)) before += count;
-          all += count;
-        }
-      }
-      int total;
-      const int offset = carry + block_scan(all, &total);
-      if (expert < experts) shared.first[expert] = offset + before;
-      carry += total;
-    }
-    __syncthreads();
-  }
-
-  // Of the tokens of a source that a slice needs: how many are in CTAs before this one, how many there are, and one
-  // behind the last of them.
-  struct Numbers {
-    int before, count, end;
+  // Of an expert's tokens those in CTAs begin to end - 1, and of these those before `middle`. Many are read before the
+  // first is added, as every answer of the L2 takes as long.
+  struct Counts {
+    int all, before;
   };
-
-  // Each lane asks for one CTA.
-  __device__ __forceinline__ static int2 load_needed(const Params& p, const Place& place, int slice,
-                                                     int chunk) {
-    if (chunk >= p.chunks) return {0, 0};
-    const int cta = place.step * p.chunks + chunk;
-    return __ldcg(reinterpret_cast<const int2*>(&p.needed[cta * p.layout.ep_size + slice]));
-  }
-
-  __device__ static Numbers sum_needed(const Params& p, const Place& place, int slice, int2 loaded) {
-    Numbers sum = {0, 0, 0};
-    for (int begin = 0; begin < p.chunks; begin += 32) {
-      const int chunk = begin + lane_id();
-      if (begin > 0) loaded = load_needed(p, place, slice, chunk);
-      sum.before += __reduce_add_sync(~0u, chunk < place.chunk ? loaded.x : 0);
-      sum.count += __reduce_add_sync(~0u, loaded.x);
-      sum.end = max(sum.end, __reduce_max_sync(~0u, loaded.y));
+  __device__ __noinline__ static Counts add_counts(const int32_t* histograms, int experts, int expert,
+                                                   int begin, int end, int middle) {
+    constexpr int kBatch = 16;
+    Counts sum = {0, 0};
+    const int32_t* at = histograms + begin * experts + expert;
+#pragma unroll 1
+    for (int cta = begin; cta < end; cta += kBatch, at += kBatch * experts) {
+      int found[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) found[i] = cta + i < end ? __ldcg(at + i * experts) : 0;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        sum.all += found[i];
+        if (cta + i < middle) sum.before += found[i];
+      }
     }
     return sum;
   }
 
+  // The row at which each expert's tokens of this CTA begin; returns how many rows there are.
+  __device__ static int find_first_rows(const Params& p, const Shared& shared) {
+    const int ctas = p.layout.world_size * p.chunks, cta = static_cast<int>(blockIdx.x);
+    // Where there are threads enough, two add up an expert.
+    const int parts = 2 * p.experts <= kThreads ? 2 : 1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < parts * p.experts; i += kThreads) {
+      const int part = i >= p.experts, expert = i - part * p.experts;
+      const Counts counts =
+          add_counts(p.histograms, p.experts, expert, ctas * part / parts, ctas * (part + 1) / parts, cta);
+      atomicAdd(&shared.first[expert], counts.before);
+      atomicAdd(&shared.totals[expert], counts.all);
+    }
+    __syncthreads();
+    int num_rows = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < p.experts; begin += kThreads) {
+      const int expert = begin + static_cast<int>(threadIdx.x);
+      const Scan scan = block_scan(expert < p.experts ? shared.totals[expert] : 0);
+      if (expert < p.experts) shared.first[expert] += num_rows + scan.before;
+      num_rows += scan.total;
+    }
+    __syncthreads();
+    return num_rows;
+  }
+
+  // What slices need of the tokens of this CTA's source: of its own, which leave, each slice; of a peer's, this rank's.
+  // A warp for each.
+  __device__ static void number_needed(const Params& p, const Place& place, Numbers* numbers) {
+    const Layout& layout = p.layout;
+    const int slice = warp_id();
+    if (slice >= layout.ep_size || (place.step != 0 && slice != p.slice)) return;
+    Numbers sum = {0, 0, 0};
+#pragma unroll 1
+    for (int begin = 0; begin < p.chunks; begin += 32) {
+      const int chunk = begin + lane_id();
+      const int cta = place.step * p.chunks + chunk;
+      const auto* address = reinterpret_cast<const int2*>(&p.needed[cta * layout.ep_size + slice]);
+      const int2 found = chunk < p.chunks ? __ldcg(address) : int2{0, 0};
+      sum.before += __reduce_add_sync(~0u, chunk < place.chunk ? found.x : 0);
+      sum.count += __reduce_add_sync(~0u, found.x);
+      sum.end = max(sum.end, __reduce_max_sync(~0u, found.y));
+    }
+    if (lane_id() == 0) numbers[slice] = sum;
+  }
+
   // number_tokens of routing.h, for the token of this thread; returns its slot row. `slots` may be null.
-  __device__ static int number_token(const Params& p, const Place& place, const uint32_t (*ballots)[kWarps],
-                                     int slice, int2 loaded, bool compact, int32_t* slots, int32_t* tokens,
+  __device__ static int number_token(const Place& place, const uint32_t (*ballots)[kWarps], int slice,
+                                     const Numbers& needed, bool compact, int32_t* slots, int32_t* tokens,
                                      int32_t* extent) {
-    const Numbers needed = sum_needed(p, place, slice, loaded);
     if (place.chunk == 0 && threadIdx.x == 0) *extent = compact ? needed.count : needed.end;
     if (!place.valid) return -1;
     int slot = -1;
@@ -210,6 +263,7 @@ struct Cta {
       slot = place.token;
       if (compact) {
         slot = needed.before + __popc(ballots[slice][warp_id()] & lanes_before());
+#pragma unroll 1
         for (int warp = 0; warp < warp_id(); ++warp) slot += __popc(ballots[slice][warp]);
       }
     }
@@ -225,106 +279,99 @@ struct Cta {
 
   __device__ static void place_tokens(const Params& p, const Place& place, const Shared& shared,
                                       const uint32_t (*ballots)[kWarps]) {
+    __shared__ Numbers numbers[kMaxSteps];
     const Layout& layout = p.layout;
-    const int experts = layout.local_experts(), slice = layout.slice_of(layout.rank);
     const int64_t begin = static_cast<int64_t>(place.source) * layout.max_tokens;
-    // Asked for together, as every answer takes as long.
-    const int2 arriving = load_needed(p, place, slice, lane_id());
-    int2 leaving[kMaxSteps];
-#pragma unroll
-    for (int to = 0; to < kMaxSteps; ++to) {
-      if (place.step == 0 && to < layout.ep_size) leaving[to] = load_needed(p, place, to, lane_id());
-    }
-    find_first_rows(p, shared);
+    number_needed(p, place, numbers);
+    const int num_rows = find_first_rows(p, shared);  // and all threads meet
     const int slot =
-        number_token(p, place, ballots, slice, arriving, layout.compacts(place.source, layout.rank), nullptr,
-                     p.out.incoming + begin, p.out.received + place.source);
+        number_token(place, ballots, p.slice, numbers[p.slice], layout.compacts(place.source, layout.rank),
+                     nullptr, p.out.incoming + begin, p.out.received + place.source);
     if (place.valid) {
-      uint32_t rows[kMaxTopK];
+      uint32_t rows[kTopK];
 #pragma unroll
-      for (int j = 0; j < kMaxTopK; ++j) {
-        const int expert = layout.local_expert(place.ids[j], slice);
-        const int at = warp_id() * experts + expert;
-        rows[j] = expert < 0
-                      ? -1
-                      : shared.first[expert] + shared.before[at] + __popc(shared.lanes[at] & lanes_before());
+      for (int j = 0; j < kTopK; ++j) {
+        const int expert = p.local_expert(place.ids[j]), any = max(expert, 0);
+        const int at = warp_id() * p.experts + any;
+        const int row = shared.first[any] + shared.before[at] + __popc(shared.lanes[at] & lanes_before());
+        rows[j] = expert < 0 ? -1 : row;
       }
 #pragma unroll
-      for (int j = 0; j < kMaxTopK; ++j) {
+      for (int j = 0; j < kTopK; ++j) {
         if (static_cast<int>(rows[j]) >= 0) p.out.rows[rows[j]] = static_cast<int32_t>(begin) + slot;
       }
       store_words(p.out.positions + (begin + place.token) * layout.top_k, rows, layout.top_k);
     }
+    // What lies behind the last row.
+    const int threads = layout.world_size * p.chunks * kThreads;
+#pragma unroll 1
+    for (int i = num_rows + blockIdx.x * kThreads + threadIdx.x; i < p.max_rows; i += threads) {
+      p.out.rows[i] = -1;
+    }
     if (place.step != 0) return;
-#pragma unroll
-    for (int to = 0; to < kMaxSteps; ++to) {
-      if (to >= layout.ep_size) break;
+#pragma unroll 1
+    for (int to = 0; to < layout.ep_size; ++to) {
       const int64_t area = static_cast<int64_t>(to) * layout.max_tokens;
-      number_token(p, place, ballots, to, leaving[to], layout.ep_size > 1, p.out.sent + area,
+      number_token(place, ballots, to, numbers[to], layout.ep_size > 1, p.out.sent + area,
                    p.out.outgoing + area, p.out.sending + to);
     }
   }
 
-  // By a CTA that has no tokens: offsets, counts, the tile schedule, and what lies behind the last row.
+  // By a CTA that has no tokens: offsets, counts and the tile schedule.
   __device__ static void make_schedule(const Params& p, const Shared& shared) {
     const Layout& layout = p.layout;
-    const int experts = layout.local_experts(), steps = layout.world_size;
+    const int steps = layout.world_size;
     // Memory that the other CTAs use otherwise.
-    static_assert(Shared::kRows >= 5 && Shared::kRows >= kMaxSteps);
-    auto* counts = reinterpret_cast<int32_t*>(shared.lanes);  // [expert][step]
+    static_assert(Shared::kRows >= 4 && Shared::kRows >= kMaxSteps);
+    auto* counts = reinterpret_cast<int32_t*>(shared.lanes);  // [step][expert]
     int32_t* rows = shared.first;
     int32_t* arrived = shared.before;
-    int32_t* first_m = arrived + experts;
-    int32_t* sizes = first_m + experts;
-    int32_t* bases = sizes + experts;
-    int32_t* offsets = bases + experts;
+    int32_t* first_m = arrived + p.experts;
+    int32_t* sizes = first_m + p.experts;
+    int32_t* bases = sizes + p.experts;
+    int32_t* offsets = shared.totals;
 
-    for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
-      constexpr int kBatch = 16;
-      int sum = 0, of_step = 0;
-      for (int begin = 0; begin < steps * p.chunks; begin += kBatch) {
-        int found[kBatch];  // read before anything is written
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int64_t cta = begin + i;
-          found[i] = cta < steps * p.chunks ? __ldcg(&p.histograms[cta * experts + expert]) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          of_step += found[i];
-          if ((begin + i) % p.chunks != p.chunks - 1 || begin + i >= steps * p.chunks) continue;
-          counts[expert * steps + (begin + i) / p.chunks] = of_step;
-          sum += of_step;
-          of_step = 0;
-        }
-      }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < steps * p.experts; i += kThreads) {
+      const int step = i / p.experts, expert = i % p.experts;
+      const int first = step * p.chunks;
+      counts[i] = add_counts(p.histograms, p.experts, expert, first, first + p.chunks, 0).all;
+      p.out.counts[expert * steps + step] = counts[i];
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
+      int sum = 0;
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) sum += counts[step * p.experts + expert];
       rows[expert] = offsets[expert] = sum;
       arrived[expert] = 0;
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < experts * steps; i += kThreads) p.out.counts[i] = counts[i];
-    __syncthreads();
-    const int num_rows = scan_array(offsets, experts);
-    for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
+    const int num_rows = scan_array(offsets, p.experts);
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
       p.out.offsets[expert] = offsets[expert];
     }
-    if (threadIdx.x == 0) p.out.offsets[experts] = num_rows;
+    if (threadIdx.x == 0) p.out.offsets[p.experts] = num_rows;
 
     int base = 0;
+#pragma unroll 1
     for (int phase = 0, step = 0; phase < layout.phases(); step = layout.last_step(phase++) + 1) {
-      for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
+#pragma unroll 1
+      for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
         first_m[expert] = complete_tiles(arrived[expert], rows[expert], p.block_m);
-        for (int s = step; s <= layout.last_step(phase); ++s) {
-          arrived[expert] += counts[expert * steps + s];  // this thread has written it
-        }
+#pragma unroll 1
+        for (int s = step; s <= layout.last_step(phase); ++s)
+          arrived[expert] += counts[s * p.experts + expert];
         sizes[expert] = complete_tiles(arrived[expert], rows[expert], p.block_m) - first_m[expert];
         bases[expert] = sizes[expert];
       }
-      __syncthreads();
-      const int count = scan_array(bases, experts);
+      const int count = scan_array(bases, p.experts);
       // Eight threads for each: with many experts entries are few, with few they are many.
       constexpr int kTogether = 8;
-      for (int expert = threadIdx.x / kTogether; expert < experts; expert += kThreads / kTogether) {
+#pragma unroll 1
+      for (int expert = threadIdx.x / kTogether; expert < p.experts; expert += kThreads / kTogether) {
+#pragma unroll 1
         for (int i = threadIdx.x % kTogether; i < sizes[expert]; i += kTogether) {
           const int begin = base + bases[expert];
           p.out.tiles[begin + i] = make_entry(expert, first_m[expert], sizes[expert], begin, i);
@@ -334,17 +381,15 @@ struct Cta {
       __syncthreads();
     }
     if (threadIdx.x == 0) *p.out.num_tiles = base;
-    for (int i = base + static_cast<int>(threadIdx.x); i < layout.max_tiles(p.block_m); i += kThreads) {
+#pragma unroll 1
+    for (int i = base + static_cast<int>(threadIdx.x); i < p.max_tiles; i += kThreads) {
       p.out.tiles[i] = {0, 0, 0, 0};
-    }
-    for (int i = num_rows + static_cast<int>(threadIdx.x); i < layout.max_rows(); i += kThreads) {
-      p.out.rows[i] = -1;
     }
   }
 
   __device__ static void run(const Params& p, void* smem) {
     __shared__ uint32_t ballots[kMaxSteps][kWarps];
-    const Shared shared = Shared::carve(smem, p.layout.local_experts());
+    const Shared shared = Shared::carve(smem, p.experts);
     const sync::Call call = p.exchanges ? sync::begin_call(p.symm) : sync::Call{0, false};
     const bool has_tokens = static_cast<int>(blockIdx.x) < p.layout.world_size * p.chunks;
     Place place;
@@ -360,26 +405,29 @@ struct Cta {
   }
 };
 
-template <int kThreads>
+template <int kThreads, int kTopK>
 __global__ void __launch_bounds__(kThreads, 1) routing_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t smem[];
-  Cta<kThreads>::run(p, smem);
+  Cta<kThreads, kTopK>::run(p, smem);
 }
 
-template <int kThreads>
-void launch(Params params, cudaStream_t stream) {
-  void* arguments[] = {&params};
-  // Cooperative: the launch fails, instead of waiting for ever, if not all CTAs fit on the GPU at once.
-  FLUX_CUDA_CHECK(cudaLaunchCooperativeKernel(
-      reinterpret_cast<const void*>(&routing_kernel<kThreads>), route_ctas(params.layout), kThreads,
-      arguments, Cta<kThreads>::Shared::bytes(params.layout.local_experts()), stream));
+struct Kernel {
+  int threads, top_k;  // up to
+  const void* function;
+  int (*smem_bytes)(int experts);
+};
+
+template <int kThreads, int kTopK>
+constexpr Kernel kernel_for() {
+  return {kThreads, kTopK, reinterpret_cast<const void*>(&routing_kernel<kThreads, kTopK>),
+          Cta<kThreads, kTopK>::Shared::bytes};
 }
 
-template <int kThreads>
-void prepare_kernel() {
-  FLUX_CUDA_CHECK(cudaFuncSetAttribute(routing_kernel<kThreads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       Cta<kThreads>::Shared::bytes(kMaxRouteExperts)));
-}
+const Kernel kKernels[] = {
+    kernel_for<kFewRouteThreads, 4>(),        kernel_for<kManyRouteThreads, 4>(),
+    kernel_for<kFewRouteThreads, 8>(),        kernel_for<kManyRouteThreads, 8>(),
+    kernel_for<kFewRouteThreads, kMaxTopK>(), kernel_for<kManyRouteThreads, kMaxTopK>(),
+};
 
 }  // namespace
 
@@ -393,23 +441,41 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   prepare_route();
   // Pairs of words that are read at once start at even ones.
   const int64_t words = static_cast<int64_t>(route_ctas(layout) - 1) * layout.local_experts();
-  const Params params = {{layout, own, exchanges ? *symm : runtime::SymmBuffer{}, weights},
-                         block_m,
-                         route_chunks(layout),
-                         exchanges,
-                         out,
-                         scratch,
-                         reinterpret_cast<Needed*>(scratch + words + words % 2)};
-  const auto run =
-      route_threads(layout) == kFewRouteThreads ? launch<kFewRouteThreads> : launch<kManyRouteThreads>;
-  run(params, stream);
+  const int experts = layout.local_experts();
+  OwnChoices aligned = own;
+  aligned.whole_vectors = layout.top_k % kWords == 0 &&
+                          reinterpret_cast<uintptr_t>(own.ids) % sizeof(uint4) == 0 &&
+                          reinterpret_cast<uintptr_t>(own.weights) % sizeof(uint4) == 0;
+  Params params = {{layout, aligned, exchanges ? *symm : runtime::SymmBuffer{}, weights},
+                   block_m,
+                   route_chunks(layout),
+                   layout.slice_of(layout.rank),
+                   experts,
+                   ((uint64_t{1} << 32) + experts - 1) / experts,
+                   layout.max_rows(),
+                   layout.max_tiles(block_m),
+                   exchanges,
+                   out,
+                   scratch,
+                   reinterpret_cast<Needed*>(scratch + words + words % 2)};
+  const int threads = route_threads(layout);
+  const auto* kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const Kernel& k) {
+    return k.threads == threads && k.top_k >= layout.top_k;
+  });
+  FLUX_CHECK(kernel != std::end(kKernels), layout.top_k);
+  void* arguments[] = {&params};
+  // Cooperative: the launch fails, instead of waiting for ever, if not all CTAs fit on the GPU at once.
+  FLUX_CUDA_CHECK(cudaLaunchCooperativeKernel(kernel->function, route_ctas(layout), threads, arguments,
+                                              kernel->smem_bytes(layout.local_experts()), stream));
 }
 
 void prepare_route() {
   static runtime::OncePerDevice once;
   once([] {
-    prepare_kernel<kFewRouteThreads>();
-    prepare_kernel<kManyRouteThreads>();
+    for (const Kernel& kernel : kKernels) {
+      FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           kernel.smem_bytes(kMaxRouteExperts)));
+    }
   });
 }
 
