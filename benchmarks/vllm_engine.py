@@ -2,7 +2,7 @@
 
 :class:`Engine` is the benchmark's end of a pipe. At the other end :func:`serve` builds vLLM and then obeys
 commands. :class:`Probe` becomes a base class of vLLM's workers. Importing this module in a worker gives the
-model weights that count, and puts a counter around the function of flux that the plugin calls.
+model weights that count, and puts counters around the functions of flux that the plugin calls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from vllm_models import Model
 
 LOG_LINES = 40
 CAUSES = 5
@@ -59,46 +62,6 @@ PASSES_OFF = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 BACKENDS = ("pynccl_comm", "ca_comm", "symm_mem_comm", "fi_ar_comm")
 
 _calls: Counter[str] = Counter()
-
-
-@dataclass(frozen=True)
-class Model:
-    """A Llama; how long its sequences may be, how many there are at once, how many tokens in one pass."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    dtype: str
-    length: int
-    sequences: int
-    batched_tokens: int
-
-    def kv_bytes(self, tp: int) -> int:
-        """Of a GPU's KV cache for 64 of the longest sequences, in 16 bits."""
-        heads = max(1, self.kv_heads // tp)
-        return 64 * self.length * self.layers * 2 * heads * (self.hidden // self.heads) * 2
-
-    def config(self) -> dict[str, Any]:
-        """What stands in a model's config.json."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.hidden // self.heads,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": self.dtype,
-        }
 
 
 @dataclass(frozen=True)
@@ -144,13 +107,15 @@ class Settings:
         return arguments
 
     def environment(self, run: str) -> dict[str, str]:
+        with_flux = run.startswith("flux")
         paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ,
             **ENVIRONMENT,
             **(CPU_ENVIRONMENT if self.cpu else {}),
             "PYTHONPATH": os.pathsep.join(paths),
-            "FLUX_VLLM": "auto" if run.startswith("flux") else "off",
+            "FLUX_VLLM": "auto" if with_flux else "off",
+            "FLUX_VLLM_MOE": "auto" if with_flux and self.model.experts else "off",
             "FLUX_VLLM_MIN_TOKENS": str(self.min_tokens),
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
@@ -163,12 +128,6 @@ class Settings:
         path = self.folder / "model" / "config.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.model.config(), indent=1))
-
-
-# fmt: off
-LLAMA = Model(8, 4096, 14336, 32, 8, 32000, "bfloat16", length=2048, sequences=128, batched_tokens=8192)
-TINY = Model(2, 256, 512, 8, 4, 512, "float32", length=512, sequences=16, batched_tokens=512)
-# fmt: on
 
 
 class Gone(Exception):
@@ -330,8 +289,9 @@ class Probe:
     """Becomes a base class of vLLM's workers (worker_extension_cls)."""
 
     def probe_state(self) -> dict[str, Any]:
-        """Of this rank, since it started: flux's calls, those made while a CUDA graph was captured, and
-        through what its tiles went; vLLM's all-reduce backends and row-parallel layers; a sum over weights.
+        """Of this rank, since it started: flux's calls for linear layers and for experts, how many of these
+        were made while a CUDA graph was captured, and through what tiles went; vLLM's all-reduce backends,
+        row-parallel layers and layers of experts; a sum over weights.
         """
         from vllm.distributed import get_tp_group
 
@@ -342,17 +302,18 @@ class Probe:
         model: Any = self.model_runner.model  # type: ignore[attr-defined]
         kinds = [type(module).__name__ for module in model.modules()]
         return {
-            "flux_calls": _calls["all"],
-            "flux_calls_captured": _calls["captured"],
+            "flux_calls": {kind: _calls[kind] for kind in ("linear", "experts", "captured")},
             "flux_through": [w.transport for w in registry.existing(group.device_group) if w.why_not is None],
             "backends": [n for n, b in found.items() if b is not None and not getattr(b, "disabled", False)],
             "row_parallel": dict(Counter(kind for kind in kinds if "RowParallel" in kind)),
+            "experts": dict(Counter(kind for kind in kinds if "MoERunner" in kind)),
             "weights": model.weights_sum,
         }
 
 
 def fill_with_weights(model: Any) -> None:
-    """Seeded normal weights that differ from rank to rank, except norms. vLLM's dummy weights are within 1e-3
+    """Seeded normal weights with which layers neither grow nor vanish. They differ from rank to rank, except
+    where all ranks have the same: norms, and gates that choose experts. vLLM's dummy weights are within 1e-3
     of 0, norms too, and alike on all ranks: its layers would add less than rounding does.
     """
     import torch
@@ -361,24 +322,22 @@ def fill_with_weights(model: Any) -> None:
     rank = get_tensor_model_parallel_rank()
     total = 0.0
     with torch.no_grad():
-        for name, weight in model.state_dict().items():
-            if not torch.is_floating_point(weight):
-                continue
+        for name, weight in model.named_parameters():
             norm = "norm" in name
+            shared = norm or ".gate." in name
             generator = torch.Generator(device=weight.device)
-            generator.manual_seed(zlib.crc32(name.encode()) + (0 if norm else 7919 * (rank + 1)))
+            generator.manual_seed(zlib.crc32(name.encode()) + (0 if shared else 7919 * (rank + 1)))
             weight.normal_(generator=generator)
             if norm:
                 weight.mul_(0.1).add_(1.0)
             elif "embed" not in name:
-                weight.mul_(0.02)
+                weight.mul_(weight.shape[-1] ** -0.5)
             total += float(weight.flatten()[:1000].double().abs().sum())
     model.weights_sum = total
 
 
 def prepare_worker() -> None:
     """In a worker, before it has a model."""
-    import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     import flux
@@ -387,15 +346,20 @@ def prepare_worker() -> None:
         fill_with_weights(model)
 
     DummyModelLoader.load_weights = load_weights
-    gemm_ar = flux.gemm_ar
+    flux.gemm_ar = _counted("linear", flux.gemm_ar)
+    flux.moe.gemm_gather_rs = _counted("experts", flux.moe.gemm_gather_rs)
 
-    @functools.wraps(gemm_ar)
+
+def _counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        _calls["all"] += 1
+        _calls[kind] += 1
         _calls["captured"] += torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return gemm_ar(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    flux.gemm_ar = counted
+    return counted
 
 
 # Workers are processes that vLLM spawns; in the engine's own there is no model to prepare.

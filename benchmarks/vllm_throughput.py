@@ -1,12 +1,14 @@
 """vLLM with and without flux on 2 or more GPUs: tokens per second, and whether both say the same.
 
-    python benchmarks/vllm_throughput.py [--tp 2] [--layers 8] [--json FILE]
+    python benchmarks/vllm_throughput.py [--model llama-3-8b] [--tp 2] [--layers 8] [--json FILE]
     python benchmarks/vllm_throughput.py --cpu      a rehearsal: a tiny model, vLLM's build for CPUs
 
-The model has the shape of Llama-3-8B with fewer layers and a smaller vocabulary, and seeded random weights. A
-run is a vLLM engine of its own, named (stock|flux)[-nccl]-(graph|eager): without or with flux; -nccl without
-vLLM's custom all-reduce; graph compiled and in CUDA graphs. All engines start at the same time and stay up,
-but work one at a time: samples are taken in rounds whose order rotates. Of every metric the median counts.
+The model has the shape of Llama-3-8B or of Qwen3-30B-A3B, whose layers have experts, but fewer layers, a
+smaller vocabulary and seeded random weights. A run is a vLLM engine of its own, named
+(stock|flux)[-nccl]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are experts; -nccl
+without vLLM's custom all-reduce; graph compiled and in CUDA graphs. All engines start at the same time and
+stay up, but work one at a time: samples are taken in rounds whose order rotates. Of every metric the median
+counts.
 
 - prefill: prompts' tokens per second until each prompt has its first token.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
@@ -16,7 +18,8 @@ but work one at a time: samples are taken in rounds whose order rotates. Of ever
   far two stock engines are apart that only sum in another order: flux should not be further.
 
 vLLM's fusion of the all-reduce with RMSNorm is off in all runs, and so is all that uses NVLink multicast.
-Ends with 1 if something is wrong: an engine did not come up, a flux run without flux, a stock run with it.
+Ends with 1 if something is wrong: an engine did not come up, a flux run without flux (be it only for its
+experts), a stock run with it.
 """
 
 from __future__ import annotations
@@ -36,11 +39,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import LLAMA, TINY, Engine, Gone, Settings, stop
+from vllm_engine import Engine, Gone, Settings, stop
+from vllm_models import MODELS, TWINS
 
 # Of --timeout: what then is not up would take the others' time.
 START_SHARE = 2 / 3
 RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
+# For what flux is called, and where vllm_engine.Probe tells which layers ask for it.
+KINDS = {"linear": "row_parallel", "experts": "experts"}
 
 
 @dataclass(frozen=True)
@@ -231,12 +237,15 @@ def faults_of(runs: dict[str, Any], comparisons: list[dict[str, Any]], cpu: bool
         states = zip(data.get("state_at_start", []), data.get("state", []), strict=False)
         for rank, (start, end) in enumerate(states):
             weights.add((rank, end["weights"]))
-            calls = end["flux_calls"]
-            if run.startswith("stock") and calls:
-                faults.append(f"{run}: rank {rank} called flux {calls} times")
+            calls, before = end["flux_calls"], start["flux_calls"]
+            total = calls["linear"] + calls["experts"]
+            if run.startswith("stock") and total:
+                faults.append(f"{run}: rank {rank} called flux {total} times")
             # What came before the start was vLLM measuring its memory and capturing graphs.
-            if run.startswith("flux") and not (calls > start["flux_calls"] and end["flux_through"]):
-                faults.append(f"{run}: rank {rank} did not run flux's kernels")
+            idle = [kind for kind in KINDS if end[KINDS[kind]] and calls[kind] <= before[kind]]
+            if run.startswith("flux") and (idle or not end["flux_through"]):
+                which = f" for {' and '.join(idle)}" if idle else ""
+                faults.append(f"{run}: rank {rank} did not run flux's kernels{which}")
     if len(weights) != len({rank for rank, _ in weights}):
         faults.append("the runs don't have the same weights")
     for pair in comparisons:
@@ -291,8 +300,11 @@ def print_table(runs: dict[str, Any]) -> None:
     print()
     for name, run in runs.items():
         for state in run.get("state", [])[:1]:
-            layers = ", ".join(f"{count} {kind}" for kind, count in state["row_parallel"].items())
-            flux = f"{state['flux_calls']} calls of flux, {state['flux_calls_captured']} of them captured"
+            kinds = state["row_parallel"] | state["experts"]
+            layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            calls = state["flux_calls"]
+            flux = f"{calls['linear']} calls of flux for linear layers, {calls['experts']} for experts"
+            flux += f", {calls['captured']} of them captured"
             through = f", through {', '.join(state['flux_through'])}" if state["flux_through"] else ""
             print(f"{name}: {layers}; all-reduce by {', '.join(state['backends']) or 'the platform'}")
             print(f"{'':{len(name)}}  {flux}{through}")
@@ -325,7 +337,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tp", type=int, default=2, help="GPUs (default 2)")
-    parser.add_argument("--layers", type=int, help=f"default {LLAMA.layers}; with --cpu {TINY.layers}")
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="shape (default llama-3-8b)")
+    parser.add_argument("--layers", type=int, help="default 8; with --cpu 2")
     parser.add_argument("--runs", nargs="+", type=run, default=RUNS, help=f"default {' '.join(RUNS)}")
     parser.add_argument("--min-tokens", type=int, default=1, help="FLUX_VLLM_MIN_TOKENS (default 1)")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
@@ -347,7 +360,7 @@ def main() -> int:
     # So that whoever ends this process ends the engines too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     start = time.monotonic()
-    model, work = (TINY, TINY_WORK) if options.cpu else (LLAMA, WORK)
+    model, work = (TWINS[options.model], TINY_WORK) if options.cpu else (MODELS[options.model], WORK)
     model = replace(model, layers=options.layers or model.layers)
     folder = (options.logs or Path(tempfile.mkdtemp(prefix="vllm-throughput-"))).resolve()
     settings = Settings(

@@ -233,6 +233,23 @@ def test_small_batches_stay_vllms(with_moe: Modules) -> None:
         assert torch.equal(runner._maybe_reduce_final_output(large, 8, False), large[:, :8])
 
 
+def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_moe["vllm.platforms"].current_platform, "is_cpu", lambda: False)
+    plugin.register()
+    bf16 = {"routed_experts__params_dtype": torch.bfloat16}
+    runner = build(routed_experts__quant_method__unquantized_backend=Kernel.TRITON, **bf16)
+    assert runner._forward_entry is None, "vLLM's own operator is opaque there"
+    experts = runner.routed_experts
+    # vLLM makes new parameters when all weights are there.
+    experts.w13_weight, experts.w2_weight = experts.w13_weight.clone(), experts.w2_weight.clone()
+    select = runner.router.select_experts = mock.Mock(return_value=("weights", "ids"))
+    x = torch.ones(4, HIDDEN)
+    with mock.patch("flux.integrations.vllm.moe.summed_experts", return_value="flux's") as ours:
+        assert runner._apply_quant_method(hidden_states=x, router_logits=x) == (None, "flux's")
+    assert ours.call_args.args[3] is experts.w13_weight and ours.call_args.args[4] is experts.w2_weight
+    assert select.call_args.kwargs["topk_indices_dtype"] is torch.int32
+
+
 def experts_of_all_ranks(rank: int, p: int) -> list[str]:
     """Exact: gates are 0 or so large that silu changes nothing, and only integers and quarters of them are
     added up.

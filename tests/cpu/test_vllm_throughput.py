@@ -59,23 +59,50 @@ def test_forced_positions(benchmark: Any) -> None:
     }
 
 
-def _run(calls_at_start: int, calls: int, through: list[str], weights: float = 1.5) -> dict[str, Any]:
+def _run(
+    before: tuple[int, int],
+    calls: tuple[int, int],
+    through: list[str],
+    experts: int = 0,
+    weights: float = 1.5,
+) -> dict[str, Any]:
+    """Of one rank, whose linear layers and experts had called flux that often at the start and the end."""
     start, end = (
-        {"flux_calls": count, "flux_through": through, "weights": weights}
-        for count in (calls_at_start, calls)
+        {
+            "flux_calls": {"linear": linear, "experts": of_experts, "captured": 0},
+            "flux_through": through,
+            "row_parallel": {"RowParallelLinear": 2},
+            "experts": {"MoERunner": experts} if experts else {},
+            "weights": weights,
+        }
+        for linear, of_experts in (before, calls)
     )
     return {"state_at_start": [start], "state": [end]}
+
+
+STOCK = {"stock-eager": _run((0, 0), (0, 0), [])}
 
 
 @pytest.mark.parametrize(
     ("runs", "fault"),
     [
-        ({"stock-eager": _run(0, 0, []), "flux-eager": _run(4, 8, ["stores"])}, None),
-        ({"stock-eager": _run(0, 4, [])}, "called flux 4 times"),
-        ({"flux-graph": _run(0, 0, [])}, "did not run flux"),
-        ({"flux-graph": _run(4, 4, ["stores"])}, "did not run flux"),
-        ({"flux-graph": _run(4, 8, [])}, "did not run flux"),
-        ({"stock-eager": _run(0, 0, []), "flux-eager": _run(4, 8, ["stores"], 2.5)}, "same weights"),
+        (STOCK | {"flux-eager": _run((4, 0), (8, 0), ["stores"])}, None),
+        (STOCK | {"flux-eager": _run((4, 4), (8, 8), ["stores"], experts=2)}, None),
+        ({"stock-eager": _run((0, 0), (4, 0), [])}, "called flux 4 times"),
+        ({"stock-eager": _run((0, 0), (0, 3), [], experts=2)}, "called flux 3 times"),
+        ({"flux-graph": _run((0, 0), (0, 0), [])}, "did not run flux's kernels for linear"),
+        ({"flux-graph": _run((4, 0), (4, 0), ["stores"])}, "did not run flux's kernels for linear"),
+        (
+            {"flux-graph": _run((4, 4), (8, 4), ["stores"], experts=2)},
+            "did not run flux's kernels for experts",
+        ),
+        (
+            {"flux-graph": _run((4, 4), (4, 8), ["stores"], experts=2)},
+            "did not run flux's kernels for linear",
+        ),
+        ({"flux-graph": _run((4, 0), (4, 0), ["stores"], experts=2)}, "for linear and experts"),
+        ({"flux-graph": _run((4, 4), (8, 8), [], experts=2)}, "did not run flux"),
+        (STOCK | {"flux-eager": _run((4, 0), (8, 0), ["stores"], weights=2.5)}, "same weights"),
     ],
 )
 def test_a_run_that_was_not_what_its_name_says_is_found(benchmark: Any, runs: Any, fault: str | None) -> None:
@@ -84,12 +111,50 @@ def test_a_run_that_was_not_what_its_name_says_is_found(benchmark: Any, runs: An
     assert fault is None or fault in faults[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "run", "expected"),
+    [
+        ("llama-3-8b", "stock-eager", ("off", "off")),
+        ("llama-3-8b", "flux-eager", ("auto", "off")),
+        ("qwen3-30b-a3b", "stock-graph", ("off", "off")),
+        ("qwen3-30b-a3b", "flux-graph", ("auto", "auto")),
+    ],
+)
+def test_flux_is_on_in_its_own_runs_only(
+    benchmark: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    run: str,
+    expected: tuple[str, str],
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")  # that of the shell counts for nothing
+    settings = benchmark.Settings(benchmark.MODELS[model], 2, 1, 0.1, 60, False, tmp_path)
+    environment = settings.environment(run)
+    assert (environment["FLUX_VLLM"], environment["FLUX_VLLM_MOE"]) == expected
+
+
+def test_models(benchmark: Any) -> None:
+    assert benchmark.MODELS.keys() == benchmark.TWINS.keys()
+    llama, qwen = (benchmark.MODELS[name] for name in ("llama-3-8b", "qwen3-30b-a3b"))
+    # 64 sequences of 2048 tokens, 8 layers, keys and values of half of the heads, 128 columns, 2 bytes.
+    assert llama.kv_bytes(2) == 64 * 2048 * 8 * 2 * 4 * 128 * 2
+    assert qwen.kv_bytes(2) == llama.kv_bytes(2) // 2
+    assert qwen.kv_bytes(8) == qwen.kv_bytes(4), "a rank has one head at least"
+    config = qwen.config()
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    sizes = ("hidden_size", "head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    assert [config[size] for size in sizes] == [2048, 128, 768, 128, 8]
+    assert not any("expert" in key for key in llama.config())
+    assert [benchmark.TWINS[name].experts for name in benchmark.MODELS] == [0, 8]
+
+
 def test_an_engine_that_does_not_come_up_says_why(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm.py").write_text("raise RuntimeError('none here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    settings = benchmark.Settings(benchmark.TINY, 2, 1, 0.1, 60, True, tmp_path)
+    settings = benchmark.Settings(benchmark.TWINS["llama-3-8b"], 2, 1, 0.1, 60, True, tmp_path)
     engine = benchmark.Engine("stock-eager", settings)
     try:
         with pytest.raises(benchmark.Gone, match="process ended"):

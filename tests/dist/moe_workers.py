@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 import flux
+from flux.integrations.vllm.experts import summed_experts
+from flux.moe import reference
 from flux.testing.moe_data import SKEWS, MoeCase, random_case
 
 
@@ -99,3 +101,56 @@ def without_synchronisation(rank: int, world_size: int) -> list[str]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [] if torch.equal(result, expected) else ["two calls differ"]
+
+
+def vllms_experts(rank: int, world_size: int) -> list[str]:
+    """Experts where all ranks have all tokens, called and captured. Exact in 16 bits: gates are 0 or so large
+    that silu changes nothing, and few small integers are added up.
+    """
+    p, experts, hidden, columns, top_k = world_size, 16, 256, 64, 2
+    g = torch.Generator().manual_seed(p)
+
+    def sparse(low: int, high: int, entries: int, *shape: int) -> torch.Tensor:
+        """Rows with integers in some places, else zeros."""
+        places = torch.randint(shape[-1], (*shape[:-1], entries), generator=g)
+        values = torch.randint(low, high + 1, places.shape, generator=g)
+        return torch.zeros(shape).scatter_(-1, places, values.float())
+
+    def inputs(tokens: int) -> list[torch.Tensor]:
+        x = torch.randint(2, (tokens, hidden), generator=g).float()
+        ids = torch.rand(tokens, experts, generator=g).topk(top_k).indices.int()
+        return [x, ids, torch.randint(1, 5, (tokens, top_k), generator=g) / 4]
+
+    gates, ups = (sparse(*values, 1, experts, p, columns, hidden) for values in ((0, 1), (-2, 2)))
+    w13 = torch.stack([32 * gates, ups], 2)
+    w2 = sparse(-1, 1, 4, experts, hidden, p, columns)
+    whole = w13.transpose(1, 2).reshape(experts, -1, hidden), w2.reshape(experts, hidden, -1)
+    mine = [
+        weight.cuda().bfloat16().contiguous()
+        for weight in (w13[:, rank].reshape(experts, -1, hidden), w2[:, :, rank])
+    ]
+    group, wrong = dist.group.WORLD.group_name, []
+
+    def on_gpu(x: torch.Tensor, *routing: torch.Tensor) -> list[torch.Tensor]:
+        return [x.cuda().bfloat16(), *(t.cuda() for t in routing)]
+
+    def check(name: str, result: torch.Tensor, made: list[torch.Tensor]) -> None:
+        if not torch.equal(result.float().cpu(), reference.moe_mlp(*made, *whole)):
+            wrong.append(name)
+
+    for tokens in (1, p - 1, p + 1, 64, 700):
+        made = inputs(tokens)
+        check(f"{tokens} tokens", summed_experts(*on_gpu(*made), *mine, group, rank, p), made)
+    held = on_gpu(*inputs(63))  # not a multiple of the ranks
+    summed_experts(*held, *mine, group, rank, p)  # workspaces are made here, collectively
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = summed_experts(*held, *mine, group, rank, p)
+    for number in range(3):
+        made = inputs(63)
+        for there, new in zip(held, on_gpu(*made), strict=True):
+            there.copy_(new)
+        graph.replay()
+        check(f"replay {number}", replayed, made)
+    flux.check()
+    return wrong

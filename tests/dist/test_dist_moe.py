@@ -26,3 +26,8 @@ def test_graph_replay(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 def test_nothing_is_read_on_the_host(world_size: int) -> None:
     run(moe_workers.without_synchronisation, world_size)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_experts_of_vllm(world_size: int) -> None:
+    run(moe_workers.vllms_experts, world_size)
