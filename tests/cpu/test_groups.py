@@ -138,6 +138,8 @@ def lifecycle(rank: int, world_size: int) -> str:
         group = dist.new_group(list(range(world_size)))
         assert torch.equal(flux.gemm_rs(x, weight, group=group), case.expected(rank))
         dist.destroy_process_group(group)
+        with pytest.raises(ValueError, match="gemm_rs: group: expected a live group"):
+            flux.gemm_rs(x, weight, group=group)
     group = dist.new_group(list(range(world_size)))
     flux.gemm_rs(x, weight, group=group)
     assert sorted(key[0].group_name for key in registry._workspaces) == sorted(

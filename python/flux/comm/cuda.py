@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, ClassVar
 
 import torch
@@ -69,9 +70,11 @@ class CudaWorkspace(Workspace):
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
+        self._index = device.index
         self._captured = False
         self._kept: list[Any] = []
         self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
+        self._copy_address = 0
         self._copy_room = (0, 0)  # signal_bytes, slot_bytes
         self._copy_epoch = 0
         if self.why_not is None:
@@ -80,6 +83,8 @@ class CudaWorkspace(Workspace):
             # Pinned: kernels write it, the host reads it without synchronising.
             self._error = torch.zeros(16, dtype=torch.int32, pin_memory=True)
             self._error_address = self._error.data_ptr()
+            # Its first word, which is written last: looking there costs a call less than core.read_error.
+            self._error_code = ctypes.c_uint32.from_address(self._error_address)
 
     @property
     def transport(self) -> str:  # type: ignore[override]
@@ -142,7 +147,8 @@ class CudaWorkspace(Workspace):
             CommTimeoutError: an earlier call on this workspace ran out of time.
             RuntimeError: it would have to grow while a CUDA graph is being captured.
         """
-        self.check(call.op)
+        if self.failure is not None or self._error_code.value:
+            self.check(call.op)
         capturing = torch.cuda.is_current_stream_capturing()
         if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
             refuse_capture(self.group, call.op)
@@ -157,12 +163,13 @@ class CudaWorkspace(Workspace):
 
     def enter_copy(self, call: Call) -> tuple[int, int]:
         """The same for a call whose data copy engines move: its SymmBuffer's address, and its epoch."""
-        self.check(call.op)
-        self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
+        if self.failure is not None or self._error_code.value:
+            self.check(call.op)
+        if call.signal_bytes > self._copy_room[0] or call.slot_bytes > self._copy_room[1]:
+            self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
         self._follow_last_call()
         self._copy_epoch += 1
-        assert self._copy_region is not None
-        return int(self._copy_region[1].address), self._copy_epoch
+        return self._copy_address, self._copy_epoch
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
         """Collective: makes room for calls of that size, or does nothing where there is room.
@@ -179,19 +186,20 @@ class CudaWorkspace(Workspace):
         compare_calls(op, self._meet(op, facts))
         room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
         self._copy_region = self._make_region(*room, 0, op)
+        self._copy_address = int(self._copy_region[1].address)
         self._copy_room = room
         self._copy_epoch = 0
 
     def _follow_last_call(self) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        last_stream = self._last_streams.get(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        last_stream = self._last_streams.get(self._index)
         if stream != last_stream:
             if last_stream is not None:
                 # Calls must run in the order they were made, whatever their streams and groups: a kernel
                 # waits on all its SMs for its peers, who may be waiting for the other one.
                 event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
                 torch.cuda.current_stream(self.device).wait_event(event)
-            self._last_streams[self.device.index] = stream
+            self._last_streams[self._index] = stream
 
     def check(self, op: str) -> None:
         """Raises CommTimeoutError if a kernel has left a record of a timeout. Does not synchronise."""

@@ -29,13 +29,18 @@ def resolve_group(group: GroupLike, op: str) -> ProcessGroup:
     """The group that a ProcessGroup, 1-D DeviceMesh, name, or None (the default group) stands for.
 
     Raises:
-        ValueError: torch.distributed is not initialised, the name is unknown, the mesh has more than one
-            dimension, this process is not a member, or the argument is something else.
+        ValueError: torch.distributed is not initialised, the group has been destroyed, the name is unknown,
+            the mesh has more than one dimension, this process is not a member, or the argument is something
+            else.
     """
     if isinstance(group, ProcessGroup):
+        if group not in _c10d._world.pg_map:
+            raise ValueError(f"{op}: group: expected a live group, got one that has been destroyed")
         return group
-    if group is None and dist.group.WORLD is not None:
-        return dist.group.WORLD
+    if group is None:
+        world: ProcessGroup | None = dist.group.WORLD
+        if world is not None:
+            return world
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             f"{op}: group: expected an initialised torch.distributed (call init_process_group first)"

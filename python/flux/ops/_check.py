@@ -6,7 +6,7 @@ Every message names operator, argument, what was expected and what came.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -48,6 +48,20 @@ def no_backward(op: str, **tensors: torch.Tensor | None) -> None:
                 "a tensor that needs no gradient (there is no backward pass; call it under torch.no_grad())",
                 "requires_grad=True in grad mode",
             )
+
+
+def facts(
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
+) -> tuple[Any, ...]:
+    """All that gemm_args and the plan of a call look at, but for the group and x's device.
+
+    What a call with equal facts came to, on the same group and device, holds for this one. Eager calls look
+    it up among the plans of their workspace: checking and planning anew takes the host longer.
+    """
+    if bias is None:
+        return op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight
+    of_bias = (bias.shape, bias.dtype, bias.device)
+    return op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight, of_bias
 
 
 def gemm_args(
@@ -110,6 +124,21 @@ def gemm_args(
     for size in shape[1:-1]:
         m = m * size
     return [rows // world_size, *shape[1:-1], n], m, n, k
+
+
+def ag_gemm_facts(
+    op: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    transpose_weight: bool,
+) -> tuple[Any, ...]:
+    """The same for ag_gemm_args."""
+    if len(weights) == 1 and not biases:
+        return facts(op, x, weights[0], None, transpose_weight)
+    of_weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+    of_biases = [None if bias is None else (bias.shape, bias.dtype, bias.device) for bias in biases]
+    return op, x.shape, x.dtype, transpose_weight, tuple(of_weights), tuple(of_biases)
 
 
 def ag_gemm_args(
@@ -186,11 +215,13 @@ def reduce_scatter_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
 
 def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
     """Checks x [rows, ...] of each rank; returns the shape of the result."""
-    if x.dim() < 1:
+    shape = list(x.shape)
+    if not shape:
         fail(op, "x", "at least 1 dimension", "0")
     if x.dtype not in FLOATING:
         fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
-    return [x.shape[0] * world_size, *x.shape[1:]]
+    shape[0] = shape[0] * world_size
+    return shape
 
 
 def list_like(op: str, name: str, value: object, like: int | None) -> None:

@@ -123,19 +123,26 @@ PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether a backward pass would reach one of them: then torch's dispatcher must see the operator."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110  (a generator costs the host more than all else here)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
-def may_skip_dispatch(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a call on CUDA tensors may go straight to the implementation, which saves 5 us of host time.
 
     Not while torch traces or compiles, under a dispatch mode, or with tensor subclasses: those must see the
     operator.
     """
+    for tensor in others:
+        if type(tensor) not in PLAIN_TENSORS:
+            return False
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
         and type(x) in PLAIN_TENSORS
-        and type(weight) in PLAIN_TENSORS
         and torch._C._len_torch_dispatch_stack() == 0
     )

@@ -121,29 +121,29 @@ def ag_gemm(
     _check.list_like("ag_gemm", "out", out, count)
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
-    name = group_name(group, "ag_gemm")
-    direct = all(may_skip_dispatch(x, tensor) for tensor in weights)
-    if needs_grad(x, *weights, *biases):
+    differentiable = needs_grad(x, *weights, *biases)
+    direct = not differentiable and may_skip_dispatch(x, *weights)
+    name = "" if direct else group_name(group, "ag_gemm")
+    if differentiable:
         for i, tensor in enumerate(() if out is None else weights):
             of_it = biases[i] if biases else None
             _check.no_grad_needed("ag_gemm", x, tensor, of_it, f"[{i}]" if many else "")
         if needs_grad(*biases):
             biases = _without_none(x, weights, biases, transpose_weight)
-        direct = False
-    if out is None:
-        results = (_eager if direct else _op)(x, weights, biases, transpose_weight, return_gathered, name)
-        products, gathered = results[: len(weights)], results[-1]
+    results: Any = None if out is None else list(out) if many else [out]
+    if results is not None and return_gathered:
+        p = (resolve_group(group, "ag_gemm") if direct else process_group(name)).size()
+        _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+        results.append(_new_gathered(x, p))
+    if direct:
+        pg = resolve_group(group, "ag_gemm")
+        results = _call(x, weights, biases, transpose_weight, return_gathered, pg, results)
+    elif results is None:
+        results = _op(x, weights, biases, transpose_weight, return_gathered, name)
     else:
-        products = list(out) if many else [out]
-        gathered = None
-        if return_gathered:
-            p = process_group(name).size()
-            _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-            gathered = _new_gathered(x, p)
-        outs = [*products, gathered] if return_gathered else products
-        (_eager_out if direct else _op_out)(x, weights, biases, transpose_weight, return_gathered, name, outs)
-    answer = list(products) if many else products[0]
-    return (answer, gathered) if return_gathered else answer
+        _op_out(x, weights, biases, transpose_weight, return_gathered, name, results)
+    answer = list(results[: len(weights)]) if many else results[0]
+    return (answer, results[-1]) if return_gathered else answer
 
 
 def reference(
@@ -169,7 +169,7 @@ def _without_none(x: torch.Tensor, weights: Tensors, biases: Biases, transpose_w
 
 
 def _new_gathered(x: torch.Tensor, world_size: int) -> torch.Tensor:
-    return x.new_empty([x.shape[0] * world_size, *x.shape[1:]])
+    return x.new_empty(x.shape[0] * world_size, *x.shape[1:])
 
 
 def _fake(
@@ -218,12 +218,7 @@ def _eager(
     group_name: str,
 ) -> list[torch.Tensor]:
     group = process_group(group_name)
-    p = group.size()
-    shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-    outs = [x.new_empty(*shape) for shape in shapes]
-    gathered = _new_gathered(x, p) if return_gathered else None
-    _run(x, weights, biases, transpose_weight, group, outs, gathered, m, ns, k)
-    return outs if gathered is None else [*outs, gathered]
+    return _call(x, weights, biases, transpose_weight, return_gathered, group)
 
 
 def _eager_out(
@@ -235,47 +230,76 @@ def _eager_out(
     group_name: str,
     outs: Tensors,
 ) -> None:
-    group = process_group(group_name)
-    p = group.size()
-    shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-    _check_outs(x, outs, shapes, return_gathered, p)
-    gathered = outs[-1] if return_gathered else None
-    _run(x, weights, biases, transpose_weight, group, outs[: len(weights)], gathered, m, ns, k)
+    _call(x, weights, biases, transpose_weight, return_gathered, process_group(group_name), outs)
 
 
-def _run(
+def _call(
     x: torch.Tensor,
     weights: Tensors,
     biases: Biases,
     transpose_weight: bool,
+    return_gathered: bool,
     group: ProcessGroup,
-    outs: Tensors,
+    outs: Tensors | None = None,
+) -> list[torch.Tensor]:
+    """The products, and behind them the gathered x if it is asked for. Without gradients, and without torch's
+    dispatcher.
+    """
+    p = group.size()
+    workspace = registry.find(group, x.device)
+    facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
+    known = None if workspace is None else workspace.plans.get(facts)
+    if known is not None:
+        call, plans, shapes, m, ns, k = known
+    else:
+        shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    if outs is None:
+        outs = [x.new_empty(*shape) for shape in shapes]
+        if return_gathered:
+            outs.append(_new_gathered(x, p))
+    else:
+        _check_outs(x, outs, shapes, return_gathered, p)
+    products, gathered = (outs[:-1], outs[-1]) if return_gathered else (outs, None)
+    biases = biases or (None,) * len(weights)
+    if p == 1:
+        _one_rank(x, weights, biases, transpose_weight, products, gathered, m, ns, k)
+        return list(outs)
+    if known is None:
+        workspace = registry.get(group, x.device, "ag_gemm")
+        call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
+        workspace.plans[facts] = (call, plans, shapes, m, ns, k)
+    x2 = x
+    if x.dim() != 2:
+        x2 = x.reshape(-1, k)
+        products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
+        gathered = None if gathered is None else gathered.view(m, k)
+    if not call.fused:
+        _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
+    elif isinstance(workspace, CudaWorkspace):
+        _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), call, plans, x2, weights, biases, products, gathered)
+    return list(outs)
+
+
+def _one_rank(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    products: Tensors,
     gathered: torch.Tensor | None,
     m: int,
     ns: tuple[int, ...],
     k: int,
 ) -> None:
-    biases = biases or (None,) * len(weights)
-    if group.size() == 1:
-        for weight, bias, out, n in zip(weights, biases, outs, ns, strict=True):
-            if x.is_cuda:
-                plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
-            else:
-                out.copy_(plain.reference(x, weight, bias, transpose_weight))
-        if gathered is not None:
-            gathered.copy_(x)
-        return
-    workspace = registry.get(group, x.device, "ag_gemm")
-    call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
-    x2 = x if x.dim() == 2 else x.reshape(-1, k)
-    outs2 = [out if out.dim() == 2 else out.view(m, n) for out, n in zip(outs, ns, strict=True)]
-    gathered2 = None if gathered is None else gathered.view(m, k)
-    if not call.fused:
-        _unfused(x2, weights, biases, transpose_weight, group, outs2, gathered2)
-    elif x.is_cuda:
-        _fused_cuda(cast(CudaWorkspace, workspace), call, plans, x2, weights, biases, outs2, gathered2)
-    else:
-        _fused_cpu(cast(CpuWorkspace, workspace), call, plans, x2, weights, biases, outs2, gathered2)
+    for weight, bias, out, n in zip(weights, biases, products, ns, strict=True):
+        if x.is_cuda:
+            plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
+        else:
+            out.copy_(plain.reference(x, weight, bias, transpose_weight))
+    if gathered is not None:
+        gathered.copy_(x)
 
 
 def _plans(

@@ -38,16 +38,16 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
+    differentiable = needs_grad(x)
+    if not differentiable and may_skip_dispatch(x, x):
+        return call(x, resolve_group(group, "all_gather"), out)
     name = group_name(group, "all_gather")
-    direct = may_skip_dispatch(x, x)
-    if needs_grad(x):
-        if out is not None:
-            _check.no_grad_needed("all_gather", x)
-        direct = False
     if out is None:
-        result: torch.Tensor = (_eager if direct else _op)(x, name)
+        result: torch.Tensor = _op(x, name)
         return result
-    (_eager_out if direct else _op_out)(x, name, out)
+    if differentiable:
+        _check.no_grad_needed("all_gather", x)
+    _op_out(x, name, out)
     return out
 
 
@@ -70,32 +70,34 @@ def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
 
 
 def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    group = process_group(group_name)
-    out = x.new_empty(_check.all_gather_args("all_gather", x, group.size()))
-    _run(x, group, out)
-    return out
+    return call(x, process_group(group_name))
 
 
 def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
-    group = process_group(group_name)
-    _check.out_arg("all_gather", out, _check.all_gather_args("all_gather", x, group.size()), x)
-    _run(x, group, out)
+    call(x, process_group(group_name), out)
 
 
-def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
-    if group.size() == 1:
-        out.copy_(x)
-        return
+def call(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
+    """all_gather without gradients, and without torch's dispatcher."""
+    p = group.size()
+    shape = _check.all_gather_args("all_gather", x, p)
+    if out is None:
+        out = x.new_empty(*shape)
+    else:
+        _check.out_arg("all_gather", out, shape, x)
+    if p == 1:
+        return out.copy_(x)
     workspace = registry.get(group, x.device, "all_gather")
     plan = gather_plan(workspace, x)
     if not plan.fused:
         unfused(x, group, out)
-        return
-    x2, out2 = x.reshape(-1, plan.k), out.view(plan.m, plan.k)
-    if x.is_cuda:
-        _fused_cuda(cast(CudaWorkspace, workspace), plan, x2, out2)
+        return out
+    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
+    if isinstance(workspace, CudaWorkspace):
+        _fused_cuda(workspace, plan, x2, out2)
     else:
         _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+    return out
 
 
 def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
@@ -103,7 +105,7 @@ def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
     rows = x.shape[0]
     m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
     key = ("all_gather", m, k, x.dtype)
-    plan = workspace.plans.get(key)
+    plan: Plan | None = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = plan_all_gather(
             workspace.device.type,
@@ -114,7 +116,6 @@ def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
             workspace.why_not,
             workspace.transport,
         )
-    assert isinstance(plan, Plan)
     return plan
 
 

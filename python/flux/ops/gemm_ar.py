@@ -13,12 +13,12 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.ops import _check
+from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
+from flux.ops import gemm_rs as scatter
 from flux.ops._exchange import sum_over_ranks
 from flux.ops._library import library, may_skip_dispatch
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
-from flux.ops.all_gather import all_gather
-from flux.ops.gemm_rs import gemm_rs
 from flux.ops.plan import Plan, workspace_plan
 
 Tensor = torch.Tensor
@@ -99,20 +99,18 @@ def gemm_ar(
         _check.no_backward(
             "gemm_ar", x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight
         )
+    if norm_weight is not None and out is not None:
+        _check.fail("gemm_ar", "out", "None with norm_weight, which returns two tensors", "a tensor")
+    if may_skip_dispatch(x, weight):
+        pg = resolve_group(group, "gemm_ar")
+        total, normalised = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, pg, out)
+        return total if normalised is None else (normalised, total)
     name = group_name(group, "gemm_ar")
-    direct = may_skip_dispatch(x, weight)
     if norm_weight is not None:
-        if out is not None:
-            _check.fail("gemm_ar", "out", "None with norm_weight, which returns two tensors", "a tensor")
-        of_norm = _eager_norm if direct else _op_norm
-        results: tuple[Tensor, Tensor] = of_norm(
-            x, weight, bias, transpose_weight, residual, norm_weight, eps, name
-        )
-        return results
+        return _op_norm(x, weight, bias, transpose_weight, residual, norm_weight, eps, name)
     if out is None:
-        result: Tensor = (_eager if direct else _op)(x, weight, bias, transpose_weight, residual, name)
-        return result
-    (_eager_out if direct else _op_out)(x, weight, bias, transpose_weight, residual, name, out)
+        return _op(x, weight, bias, transpose_weight, residual, name)
+    _op_out(x, weight, bias, transpose_weight, residual, name, out)
     return out
 
 
@@ -212,11 +210,8 @@ def _eager(
     residual: Tensor | None,
     group_name: str,
 ) -> Tensor:
-    shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    out = x.new_empty(*shape)
-    total = out.view(m, n)
-    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, 0.0, k)
-    return out
+    group = process_group(group_name)
+    return _call(x, weight, bias, transpose_weight, residual, None, 0.0, group)[0]
 
 
 def _eager_out(
@@ -228,10 +223,7 @@ def _eager_out(
     group_name: str,
     out: Tensor,
 ) -> None:
-    shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    _check.out_arg("gemm_ar", out, shape, x)
-    total = out.view(m, n)
-    _run(x, weight, bias, transpose_weight, residual, process_group(group_name), total, None, 0.0, k)
+    _call(x, weight, bias, transpose_weight, residual, None, 0.0, process_group(group_name), out)
 
 
 def _eager_norm(
@@ -244,46 +236,63 @@ def _eager_norm(
     eps: float,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-    total = x.new_empty(*shape)
-    flat, group = total.view(m, n), process_group(group_name)
-    normalised = _run(x, weight, bias, transpose_weight, residual, group, flat, norm_weight, eps, k)
+    group = process_group(group_name)
+    total, normalised = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, group)
     assert normalised is not None
-    return normalised.view(shape), total
+    return normalised, total
 
 
-def _run(
+def _call(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     transpose_weight: bool,
     residual: Tensor | None,
-    group: ProcessGroup,
-    total: Tensor,
     norm_weight: Tensor | None,
     eps: float,
-    k: int,
-) -> Tensor | None:
-    """Writes the sum to `total` [m, n], and returns it normalised if there is a norm_weight."""
-    m, n = total.shape
-    x = x if x.dim() == 2 else x.reshape(m, k)
-    residual = None if residual is None else residual.reshape(m, n)
-    if group.size() == 1:
-        _one_rank(x, weight, bias, transpose_weight, residual, total)
+    group: ProcessGroup,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum, and the same normalised if there is a norm_weight; without torch's dispatcher."""
+    workspace = registry.find(group, x.device)
+    facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
+    if residual is not None:
+        facts = (*facts, residual.shape, residual.dtype, residual.device)
+    plan: Plan | None = None
+    known = None if workspace is None else workspace.plans.get(facts)
+    if known is not None:
+        plan, shape, m, n, k = known
     else:
+        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    if norm_weight is not None:
+        _check.norm_args("gemm_ar", norm_weight, eps, n, x)
+    if out is None:
+        out = x.new_empty(*shape)
+    else:
+        _check.out_arg("gemm_ar", out, shape, x)
+    total, normalised = out, None
+    if len(shape) != 2:
+        x, total = x.reshape(m, k), out.view(m, n)
+        residual = None if residual is None else residual.reshape(m, n)
+    if plan is None and group.size() > 1:
         workspace = registry.get(group, x.device, "gemm_ar")
         plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
-        if not plan.fused:
-            _unfused(x, weight, bias, transpose_weight, residual, group, total)
-        elif plan.mode < 0:
-            _composed(x, weight, bias, transpose_weight, residual, group, total)
-        elif x.is_cuda:
-            cuda = cast(CudaWorkspace, workspace)
-            return _fused_cuda(cuda, plan, x, weight, bias, residual, total, norm_weight, eps)
-        else:
-            _fused_cpu(cast(CpuWorkspace, workspace), plan, x, weight, bias, residual, total)
-    return None if norm_weight is None else _normalised(total, norm_weight, eps)
+        workspace.plans[facts] = (plan, shape, m, n, k)
+    if plan is None:
+        _one_rank(x, weight, bias, transpose_weight, residual, total)
+    elif not plan.fused:
+        _unfused(x, weight, bias, transpose_weight, residual, group, total)
+    elif plan.mode < 0:
+        _composed(x, weight, bias, transpose_weight, residual, group, total)
+    elif isinstance(workspace, CudaWorkspace):
+        normalised = _fused_cuda(workspace, plan, x, weight, bias, residual, total, norm_weight, eps)
+    else:
+        _fused_cpu(cast(CpuWorkspace, workspace), plan, x, weight, bias, residual, total)
+    if norm_weight is None:
+        return out, None
+    if normalised is None:
+        normalised = _normalised(total, norm_weight, eps)
+    return out, normalised if len(shape) == 2 else normalised.view(shape)
 
 
 def _normalised(total: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -340,11 +349,11 @@ def _composed(
     group: ProcessGroup,
     total: Tensor,
 ) -> None:
-    shard = gemm_rs(x, weight, bias, group=group, transpose_weight=transpose_weight)
+    shard = scatter.call(x, weight, bias, transpose_weight, group)
     if residual is not None:
         rows = shard.shape[0]
         shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
-    all_gather(shard, group=group, out=total)
+    gather.call(shard, group, total)
 
 
 def _fused_cuda(
@@ -365,7 +374,11 @@ def _fused_cuda(
         # The kernels write their products there before they read the residual.
         target = torch.empty_like(total)
     x, weight = aligned(x), aligned(weight)
-    bias, residual, norm_weight = (readable_if_any(tensor) for tensor in (bias, residual, norm_weight))
+    bias, residual, norm_weight = (
+        readable_if_any(bias),
+        readable_if_any(residual),
+        readable_if_any(norm_weight),
+    )
     _kernel(
         x,
         weight,

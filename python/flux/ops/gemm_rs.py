@@ -52,16 +52,16 @@ def gemm_rs(
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
     """
+    differentiable = needs_grad(x, weight, bias)
+    if not differentiable and may_skip_dispatch(x, weight):
+        return call(x, weight, bias, transpose_weight, resolve_group(group, "gemm_rs"), out)
     name = group_name(group, "gemm_rs")
-    direct = may_skip_dispatch(x, weight)
-    if needs_grad(x, weight, bias):
-        if out is not None:
-            _check.no_grad_needed("gemm_rs", x, weight, bias)
-        direct = False
     if out is None:
-        result: torch.Tensor = (_eager if direct else _op)(x, weight, bias, transpose_weight, name)
+        result: torch.Tensor = _op(x, weight, bias, transpose_weight, name)
         return result
-    (_eager_out if direct else _op_out)(x, weight, bias, transpose_weight, name, out)
+    if differentiable:
+        _check.no_grad_needed("gemm_rs", x, weight, bias)
+    _op_out(x, weight, bias, transpose_weight, name, out)
     return out
 
 
@@ -113,11 +113,7 @@ def _fake_out(
 def _eager(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, group_name: str
 ) -> torch.Tensor:
-    group = process_group(group_name)
-    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
-    out = x.new_empty(*shape)  # separate sizes are read 1 us faster than a list
-    _run(x, weight, bias, transpose_weight, group, out, m, n, k)
-    return out
+    return call(x, weight, bias, transpose_weight, process_group(group_name))
 
 
 def _eager_out(
@@ -128,39 +124,48 @@ def _eager_out(
     group_name: str,
     out: torch.Tensor,
 ) -> None:
-    group = process_group(group_name)
-    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
-    _check.out_arg("gemm_rs", out, shape, x)
-    _run(x, weight, bias, transpose_weight, group, out, m, n, k)
+    call(x, weight, bias, transpose_weight, process_group(group_name), out)
 
 
-def _run(
+def call(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transpose_weight: bool,
     group: ProcessGroup,
-    out: torch.Tensor,
-    m: int,
-    n: int,
-    k: int,
-) -> None:
-    if group.size() == 1:
-        if x.is_cuda:
-            plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
-        else:
-            out.copy_(plain.reference(x, weight, bias, transpose_weight))
-        return
-    workspace = registry.get(group, x.device, "gemm_rs")
-    plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
-    x2 = x if x.dim() == 2 else x.reshape(m, k)
-    out2 = out if out.dim() == 2 else out.view(-1, n)
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """gemm_rs without gradients, and without torch's dispatcher."""
+    workspace = registry.find(group, x.device)
+    facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight)
+    plan: Plan | None = None
+    known = None if workspace is None else workspace.plans.get(facts)
+    if known is not None:
+        plan, shape, m, n, k = known
+    else:
+        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
+    if out is None:
+        out = x.new_empty(*shape)  # separate sizes are read 1 us faster than a list
+    else:
+        _check.out_arg("gemm_rs", out, shape, x)
+    if plan is None:
+        if group.size() == 1:
+            if x.is_cuda:
+                plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
+            else:
+                out.copy_(plain.reference(x, weight, bias, transpose_weight))
+            return out
+        workspace = registry.get(group, x.device, "gemm_rs")
+        plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+        workspace.plans[facts] = (plan, shape, m, n, k)
+    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
     if not plan.fused:
         _unfused(x2, weight, bias, transpose_weight, group, out2)
-    elif x.is_cuda:
-        fused_cuda(cast(CudaWorkspace, workspace), plan, x2, weight, bias, out2)
+    elif isinstance(workspace, CudaWorkspace):
+        fused_cuda(workspace, plan, x2, weight, bias, out2)
     else:
         _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, weight, bias, out2)
+    return out
 
 
 def _unfused(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Plan:
     chunks: int = 0
     mode: int = -1
 
-    @property
+    @cached_property
     def choice(self) -> int:
         """Tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h)."""
         return self.config | self.cluster << 8 | self.group_m << 16
@@ -338,7 +338,7 @@ def workspace_plan(
 ) -> Plan:
     """The plan of gemm_rs or ag_gemm on a workspace, made once for each problem."""
     key = (op, m, n, k, dtype, transpose_weight)
-    plan = workspace.plans.get(key)
+    plan: Plan | None = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = PLANNERS[op](
             workspace.device.type,
@@ -352,7 +352,6 @@ def workspace_plan(
             workspace.num_sms,
             workspace.transport,
         )
-    assert isinstance(plan, Plan)
     return plan
 
 
