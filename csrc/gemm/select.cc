@@ -48,11 +48,13 @@ constexpr double kWideUs = 2.5;           // for each doubling of a cluster beyo
 constexpr double kWideRowUs = 0.006;      // the same, for each row
 constexpr double kUnusedSwapAb = 0.1;     // exponent
 constexpr int kSmsPerGroup = 16;          // at least so many SMs hold the CTAs of a cluster
-// Of a sum over ranks in a launch of its own, beyond one that is part of a swap-AB GEMM; and of one that is part of an
-// ordinary GEMM, for each byte.
+// Of a sum over ranks, beyond one that is part of a swap-AB GEMM: as part of an ordinary GEMM, and in a launch of its
+// own. Set by hand, so that of six weights and 64 to 256 rows on two GPUs the right tiles are chosen
+// (docs/design/decode.md).
+constexpr double kOwnSumUs = 1.0;
+constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 4.0;
 constexpr double kSumBytesPerUs = 1.0e6;
-constexpr double kOwnSumBytesPerUs = 2.0e6;
 
 // Of the weight, which nothing holds in a cache.
 double memory_us(const Problem& p) {
@@ -141,7 +143,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
     if (!p.all_reduced) return time_us;
     const double sum_bytes = static_cast<double>(kElementBytes) * p.m * p.n;
-    return time_us + (sums_in_launch(tile, cluster) ? sum_bytes / kOwnSumBytesPerUs
+    return time_us + (sums_in_launch(tile, cluster) ? kOwnSumUs + sum_bytes / kOwnSumBytesPerUs
                                                     : kSumUs + sum_bytes / kSumBytesPerUs);
   }
 

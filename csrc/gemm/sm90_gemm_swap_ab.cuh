@@ -56,6 +56,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const int part = static_cast<int>(ptx::cluster_cta_rank());
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&params.weight);
+    ptx::prefetch_tensor_map(&params.x);
     for (int stage = 0; stage < kTile.stages; ++stage) {
       ptx::mbarrier_init(full(stage), 1);
       ptx::mbarrier_init(empty(stage), kSwapAbMathThreads / 32);

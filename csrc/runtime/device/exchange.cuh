@@ -67,33 +67,44 @@ __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const syn
   return v;
 }
 
-// The sum of all ranks' vectors at one place, in fp32 and rank order. For the rank that sums it.
-template <class Pair>
-__device__ __forceinline__ void take_sum(const runtime::SymmBuffer& symm, const Exchange& x,
-                                         const sync::Call& call, uint32_t op, int row, int column,
-                                         float (&sum)[Exchange::kVector]) {
-  char* const base = symm.exchange(symm.rank, call.epoch) + x.contribution(0, symm.rank, row, column);
-  const int64_t slot = static_cast<int64_t>(x.slot_rows()) * x.slot_columns() * Exchange::kElementBytes;
-  uint4 parts[kMaxWorldSize];
+// What ranks contributed at one place. For the rank that sums it.
+template <int kSources>
+struct Parts {
+  uint4 of[kSources];  // as they were when they were asked for
+
+  // The first kSources.
+  __device__ __forceinline__ void ask(const char* base, int64_t slot_bytes, int world_size) {
 #pragma unroll
-  for (int source = 0; source < kMaxWorldSize; ++source) {
-    if (source < x.world_size) parts[source] = ptx::load_relaxed_sys(base + source * slot);
-  }
-#pragma unroll
-  for (int i = 0; i < Exchange::kVector; ++i) sum[i] = 0.0f;
-#pragma unroll
-  for (int source = 0; source < kMaxWorldSize; ++source) {
-    if (source >= x.world_size) break;
-    const uint4 v = take(symm, call, base + source * slot, parts[source],
-                         {op, static_cast<uint32_t>(source), static_cast<uint32_t>(row)});
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = Pair::widen(words[i]);
-      sum[2 * i] += pair.x;
-      sum[2 * i + 1] += pair.y;
+    for (int source = 0; source < kSources; ++source) {
+      if (source < world_size) of[source] = ptx::load_relaxed_sys(base + source * slot_bytes);
     }
   }
-}
+
+  // The sum of all, in fp32 and rank order, when they are there.
+  template <class Pair>
+  __device__ __forceinline__ void take_sum(const runtime::SymmBuffer& symm, const sync::Call& call,
+                                           char* base, int64_t slot_bytes, uint32_t op, int row,
+                                           float (&sum)[Exchange::kVector]) {
+#pragma unroll
+    for (int i = 0; i < Exchange::kVector; ++i) sum[i] = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < symm.world_size; first += kSources, base += kSources * slot_bytes) {
+      if (first > 0) ask(base, slot_bytes, symm.world_size - first);
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        if (first + i >= symm.world_size) break;
+        const uint4 v = take(symm, call, base + i * slot_bytes, of[i],
+                             {op, static_cast<uint32_t>(first + i), static_cast<uint32_t>(row)});
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const float2 pair = Pair::widen(words[word]);
+          sum[2 * word] += pair.x;
+          sum[2 * word + 1] += pair.y;
+        }
+      }
+    }
+  }
+};
 
 }  // namespace flux::exchange
