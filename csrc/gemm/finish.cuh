@@ -31,12 +31,11 @@ FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
 }
 
 template <class Element>
-FLUX_DEVICE void add(const void* matrix, int64_t element, float (&sum)[Exchange::kVector]) {
-  if (matrix == nullptr) return;
-  float term[Exchange::kVector];
-  widen<Element>(*vector_at(matrix, element), term);
+FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
+  float widened[Exchange::kVector];
+  widen<Element>(terms, widened);
 #pragma unroll
-  for (int i = 0; i < Exchange::kVector; ++i) sum[i] += term[i];
+  for (int i = 0; i < Exchange::kVector; ++i) sum[i] += widened[i];
 }
 
 // kThreads threads, each with its number; `scratch` holds a float for each warp.
@@ -55,37 +54,49 @@ FLUX_DEVICE float sum_over_cta(float value, int thread, float* scratch) {
   return total;
 }
 
-// See finish. A thread asks for kBatch vectors before it waits for the first, as every answer takes as long; of each
-// for kSources contributions.
-template <class Element, int kThreads, int kBatch, int kSources>
-FLUX_DEVICE void finish_in_batches(const ExchangeParams& p, const sync::Call& call, int thread,
-                                   float* scratch) {
-  constexpr int kVector = Exchange::kVector;
-  const runtime::SymmBuffer& symm = p.symm;
-  const Exchange& x = p.exchange;
-  const Finish& f = p.finish;
-  const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
-  const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
-  const int first_row = x.first_row(symm.rank);
-  char* const here = symm.exchange(symm.rank, call.epoch);
-  const int64_t slot_bytes = static_cast<int64_t>(x.slot_rows()) * x.slot_columns() * Exchange::kElementBytes;
+struct Place {
+  int row, column;
+};
 
-  struct Place {
-    int row, column;
-  };
-  // Of the vectors begin, begin + stride and so on below `count`: where(i) says where one lies, use(i, place, its sum)
-  // takes it.
-  const auto for_each_sum = [&](int begin, int stride, int count, auto where, auto use) {
+// The part of a launch that sums, as its threads see it.
+template <class Element>
+struct Summing {
+  static constexpr int kVector = Exchange::kVector;
+
+  const runtime::SymmBuffer& symm;
+  const Exchange& x;
+  const Finish& f;
+  const sync::Call call;
+  const uint32_t op;
+  char* const here;
+
+  FLUX_DEVICE Summing(const ExchangeParams& p, const sync::Call& call)
+      : symm(p.symm),
+        x(p.exchange),
+        f(p.finish),
+        call(call),
+        op(p.op),
+        here(symm.exchange(symm.rank, call.epoch)) {}
+
+  // Sums of the vectors begin, begin + stride and so on below `count`: where(i) says where one lies, use(i, place, its
+  // sum) takes it. A thread asks for all that kBatch of them are made of, of each for kSources contributions, before
+  // it waits for the first: every answer takes as long. But code takes long too, where it runs once.
+  template <int kBatch, int kSources, class Where, class Use>
+  FLUX_DEVICE void for_each_sum(int begin, int stride, int count, Where where, Use use) const {
+    const int64_t slot_bytes =
+        static_cast<int64_t>(x.slot_rows()) * x.slot_columns() * Exchange::kElementBytes;
+    const auto base = [&](const Place& at) { return here + x.contribution(0, symm.rank, at.row, at.column); };
 #pragma unroll 1
     for (; begin < count; begin += kBatch * stride) {
       exchange::Parts<kSources> parts[kBatch];
-      const auto base = [&](const Place& at) {
-        return here + x.contribution(0, symm.rank, at.row, at.column);
-      };
+      uint4 bias[kBatch], residual[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int i = begin + b * stride;
-        if (i < count) parts[b].ask(base(where(i)), slot_bytes, symm.world_size);
+        if (begin + b * stride >= count) break;
+        const Place at = where(begin + b * stride);
+        parts[b].ask(base(at), slot_bytes, symm.world_size);
+        if (f.bias != nullptr) bias[b] = *vector_at(f.bias, at.column);
+        if (f.residual != nullptr) residual[b] = *vector_at(f.residual, element(at));
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
@@ -93,77 +104,83 @@ FLUX_DEVICE void finish_in_batches(const ExchangeParams& p, const sync::Call& ca
         if (i >= count) break;
         const Place at = where(i);
         float total[kVector];
-        parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, p.op, at.row, total);
-        add<Element>(f.bias, at.column, total);
-        add<Element>(f.residual, static_cast<int64_t>(at.row) * x.n + at.column, total);
+        parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, op, at.row, total);
+        if (f.bias != nullptr) add<Element>(bias[b], total);
+        if (f.residual != nullptr) add<Element>(residual[b], total);
         use(i, at, round<Element>(total));
       }
     }
-  };
-  if (two_shot) {
-    const int own_vectors = x.columns_of(symm.rank) / kVector;
-    const auto where = [&](int i) -> Place {
-      return {i / own_vectors, x.first_column(symm.rank) + i % own_vectors * kVector};
-    };
-    for_each_sum(first, step, x.m * own_vectors, where, [&](int, const Place& at, const uint4& v) {
-      for (int j = 1; j <= x.world_size && !call.aborted; ++j) {
-        const int peer = symm.rank + j < x.world_size ? symm.rank + j : symm.rank + j - x.world_size;
-        ptx::store_relaxed_sys(symm.exchange(peer, call.epoch) + x.result(at.row, at.column), v);
-      }
-    });
   }
 
-  // With a norm a CTA takes whole rows, so that their means need no meeting of CTAs; else it takes what there is.
-  const bool norm = f.norm_weight != nullptr;
-  const int rows = x.slot_rows(), row_vectors = x.n / kVector;
-  void* const sums = norm ? f.sum_out : f.out;
-  for (int row = norm ? blockIdx.x : 0; row < (norm ? rows : 1); row += gridDim.x) {
-    const int64_t begin = static_cast<int64_t>(row) * x.n;
-    float squares = 0.0f;
-    const auto where = [&](int i) -> Place {
-      return {first_row + row + i / row_vectors, i % row_vectors * kVector};
-    };
-    const auto use = [&](int i, const Place&, const uint4& v) {
-      *const_cast<uint4*>(vector_at(sums, begin + static_cast<int64_t>(i) * kVector)) = v;
-      float values[kVector];
-      widen<Element>(v, values);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) squares += values[j] * values[j];
-    };
-    int i = norm ? thread : first;
-    const int stride = norm ? kThreads : step, count = norm ? row_vectors : rows * row_vectors;
-    if (!two_shot) {
-      for_each_sum(i, stride, count, where, use);
-    } else {
-      // Owners have sent the sums.
-      const auto address = [&](const Place& at) { return here + x.result(at.row, at.column); };
+  // The same of sums that their owners have sent.
+  template <int kBatch, class Where, class Use>
+  FLUX_DEVICE void for_each_result(int begin, int stride, int count, Where where, Use use) const {
+    const auto address = [&](const Place& at) { return here + x.result(at.row, at.column); };
 #pragma unroll 1
-      for (; i < count; i += kBatch * stride) {
-        uint4 found[kBatch];
+    for (; begin < count; begin += kBatch * stride) {
+      uint4 found[kBatch];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          if (i + b * stride < count) found[b] = ptx::load_relaxed_sys(address(where(i + b * stride)));
-        }
+      for (int b = 0; b < kBatch; ++b) {
+        if (begin + b * stride >= count) break;
+        found[b] = ptx::load_relaxed_sys(address(where(begin + b * stride)));
+      }
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          if (i + b * stride >= count) break;
-          const Place at = where(i + b * stride);
-          const uint32_t owner = x.owner(at.row, at.column);
-          use(i + b * stride, at,
-              exchange::take(symm, call, address(at), found[b],
-                             {p.op, owner, static_cast<uint32_t>(at.row)}));
-        }
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = begin + b * stride;
+        if (i >= count) break;
+        const Place at = where(i);
+        const uint32_t owner = x.owner(at.row, at.column);
+        use(i, at,
+            exchange::take(symm, call, address(at), found[b], {op, owner, static_cast<uint32_t>(at.row)}));
       }
     }
-    if (!norm) break;
-    const float scale = rsqrtf(sum_over_cta<kThreads>(squares, thread, scratch) / x.n + f.eps);
-    for (int column = thread * kVector; column < x.n; column += kThreads * kVector) {
+  }
+
+  FLUX_DEVICE int64_t element(const Place& at) const {
+    return static_cast<int64_t>(at.row) * x.n + at.column;
+  }
+};
+
+// kThreads threads of a CTA: sums a row of the matrix, and applies RMSNorm to it.
+template <class Element, int kThreads>
+FLUX_DEVICE void finish_row(const Summing<Element>& s, int row, int thread, float* scratch) {
+  constexpr int kVector = Exchange::kVector, kBatch = 2;
+  const int vectors = s.x.n / kVector;
+  const auto where = [&](int i) -> Place { return {row, i * kVector}; };
+  float squares = 0.0f;
+  const auto use = [&](int, const Place& at, const uint4& v) {
+    *const_cast<uint4*>(vector_at(s.f.sum_out, s.element(at))) = v;
+    float values[kVector];
+    widen<Element>(v, values);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) squares += values[i] * values[i];
+  };
+  if (s.x.mode == Exchange::Mode::kTwoShot) {
+    s.template for_each_result<kBatch>(thread, kThreads, vectors, where, use);
+  } else {
+    s.template for_each_sum<kBatch, 4>(thread, kThreads, vectors, where, use);
+  }
+  const float scale = rsqrtf(sum_over_cta<kThreads>(squares, thread, scratch) / s.x.n + s.f.eps);
+#pragma unroll 1
+  for (int begin = thread; begin < vectors; begin += kBatch * kThreads) {
+    uint4 sums[kBatch], weights[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = begin + b * kThreads;
+      if (i >= vectors) break;
+      sums[b] = *vector_at(s.f.sum_out, s.element(where(i)));
+      weights[b] = *vector_at(s.f.norm_weight, i * kVector);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = begin + b * kThreads;
+      if (i >= vectors) break;
       float values[kVector], weight[kVector];
-      widen<Element>(*vector_at(sums, begin + column), values);
-      widen<Element>(*vector_at(f.norm_weight, column), weight);
+      widen<Element>(sums[b], values);
+      widen<Element>(weights[b], weight);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) values[j] *= scale * weight[j];
-      *const_cast<uint4*>(vector_at(f.out, begin + column)) = round<Element>(values);
+      *const_cast<uint4*>(vector_at(s.f.out, s.element(where(i)))) = round<Element>(values);
     }
   }
 }
@@ -171,11 +188,44 @@ FLUX_DEVICE void finish_in_batches(const ExchangeParams& p, const sync::Call& ca
 // kThreads threads of every CTA of the launch, each with its number.
 template <class Element, int kThreads>
 FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread) {
+  constexpr int kVector = Exchange::kVector;
   __shared__ float scratch[kThreads / 32];
-  if (p.symm.world_size <= 2) {
-    finish_in_batches<Element, kThreads, 4, 2>(p, call, thread, scratch);
+  const Summing<Element> s(p, call);
+  const Exchange& x = s.x;
+  const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
+  const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
+  const int first_row = x.first_row(s.symm.rank), row_vectors = x.n / kVector;
+
+  if (two_shot) {
+    const int own_vectors = x.columns_of(s.symm.rank) / kVector;
+    const auto where = [&](int i) -> Place {
+      return {i / own_vectors, x.first_column(s.symm.rank) + i % own_vectors * kVector};
+    };
+    s.template for_each_sum<1, 4>(
+        first, step, x.m * own_vectors, where, [&](int, const Place& at, const uint4& v) {
+          for (int j = 1; j <= x.world_size && !call.aborted; ++j) {
+            const int next = s.symm.rank + j;
+            const int peer = next < x.world_size ? next : next - x.world_size;
+            ptx::store_relaxed_sys(s.symm.exchange(peer, call.epoch) + x.result(at.row, at.column), v);
+          }
+        });
+  }
+  if (s.f.norm_weight != nullptr) {
+    // A CTA takes whole rows, so that their means need no meeting of CTAs.
+    for (int row = blockIdx.x; row < x.slot_rows(); row += gridDim.x) {
+      finish_row<Element, kThreads>(s, row, thread, scratch);
+    }
+    return;
+  }
+  const auto where = [&](int i) -> Place { return {first_row + i / row_vectors, i % row_vectors * kVector}; };
+  const auto use = [&](int i, const Place&, const uint4& v) {
+    *const_cast<uint4*>(vector_at(s.f.out, static_cast<int64_t>(i) * kVector)) = v;
+  };
+  const int count = x.slot_rows() * row_vectors;
+  if (two_shot) {
+    s.template for_each_result<1>(first, step, count, where, use);
   } else {
-    finish_in_batches<Element, kThreads, 2, 4>(p, call, thread, scratch);
+    s.template for_each_sum<1, 4>(first, step, count, where, use);
   }
 }
 

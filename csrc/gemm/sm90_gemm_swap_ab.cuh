@@ -200,7 +200,7 @@ struct LocalOutput {
   template <class Element>
   FLUX_DEVICE static void store(const Params& p, const Call&, int row, int column,
                                 float (&f)[Exchange::kVector]) {
-    add<Element>(p.bias, column, f);
+    if (p.bias != nullptr) add<Element>(*vector_at(p.bias, column), f);
     *const_cast<uint4*>(vector_at(p.out, row * p.row_stride + column)) = round<Element>(f);
   }
   template <class Element>
