@@ -54,7 +54,7 @@ def test_every_swap_ab_tile(world_size: int, mode: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 def test_every_ordinary_tile_that_sums_in_its_launch(world_size: int, mode: int) -> None:
-    """Single CTAs, pairs one above the other and two parts of K; edges in all dimensions, several tiles a CTA."""
+    """Single CTAs, pairs one above the other, two parts of K; edges everywhere, and several tiles a CTA."""
     ranks = EmulatedRanks(world_size)
     shapes = [(1, 8, 1024), (65, 1032, 1160), (130, 264, 1032), (300, 2056, 1096), (256, 4096, 1024)]
     alone, pair, split = 1, 2, 4
@@ -70,27 +70,6 @@ def test_every_ordinary_tile_that_sums_in_its_launch(world_size: int, mode: int)
                     m, n, k, world_size, DTYPES[number % 2], transposed, bias=number % 3 == 0, seed=tile.id
                 )
                 assert_exact(ranks, case, mode, tile.id | cluster << 8)
-
-
-@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
-def test_residual_and_norm_of_ordinary_tiles(mode: int) -> None:
-    ranks = EmulatedRanks(2)
-    m, n = 140, 1032
-    case = GemmRsCase(m, n, 264, 2, bias=True)
-    xs, weights, bias = gpu_inputs(case)
-    residual = (torch.arange(m * n, device="cuda").view(m, n) % 5 * 2 - 4).bfloat16()
-    norm_weight = torch.linspace(0.5, 1.5, n, device="cuda").bfloat16()
-    total = case.expected_sum("cuda").double() + residual.double()
-    norm = total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6) * norm_weight.double()
-    for tile in (5, 9):
-        results = ranks.gemm_ar(
-            xs, weights, bias, mode=mode, residual=residual, norm_weight=norm_weight, config=tile | 1 << 8
-        )
-        ranks.check()
-        for rank in range(2):
-            assert torch.equal(results[2 + rank].double(), total.bfloat16().double())
-            limit = torch.finfo(torch.bfloat16).eps * norm.abs() + 1e-7
-            assert ((results[rank].double() - norm).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -153,15 +132,19 @@ def test_graph_replay(mode: int) -> None:
 
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_residual_and_norm(mode: int, dtype: torch.dtype) -> None:
+# In a swap-AB tile, and in ordinary ones.
+@pytest.mark.parametrize(("m", "config"), [(9, -1), (140, 5 | 1 << 8), (140, 9 | 1 << 8)])
+def test_residual_and_norm(mode: int, dtype: torch.dtype, m: int, config: int) -> None:
     ranks = EmulatedRanks(2)
-    case = GemmRsCase(9, 1032, 264, 2, dtype, bias=True)
+    case = GemmRsCase(m, 1032, 264, 2, dtype, bias=True)
     xs, weights, bias = gpu_inputs(case)
     # Small even integers: the sum of all is still exact in the type.
-    residual = (torch.arange(9 * 1032, device="cuda").view(9, 1032) % 5 * 2 - 4).to(dtype)
+    residual = (torch.arange(m * 1032, device="cuda").view(m, 1032) % 5 * 2 - 4).to(dtype)
     norm_weight = torch.linspace(0.5, 1.5, 1032, device="cuda").to(dtype)
-    results = ranks.gemm_ar(xs, weights, bias, mode=mode, residual=residual, norm_weight=norm_weight)
-    plain = ranks.gemm_ar(xs, weights, bias, mode=mode, residual=residual)
+    results = ranks.gemm_ar(
+        xs, weights, bias, mode=mode, residual=residual, norm_weight=norm_weight, config=config
+    )
+    plain = ranks.gemm_ar(xs, weights, bias, mode=mode, residual=residual, config=config)
     ranks.check()
     total = case.expected_sum("cuda").double() + residual.double()
     norm = total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6) * norm_weight.double()

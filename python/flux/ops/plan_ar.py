@@ -60,7 +60,10 @@ def plan_gemm_ar(
         return Plan(*common, False, _BY_TORCH, reason)
     choice = _native.core.select_gemm_ar(m, n, k, transpose_weight, num_sms or CPU_NUM_SMS)
     exchange = _exchanged(device_type, m, n, dtype, world_size, transport)
-    return Plan(*common, True, **(chosen(choice, f"{reason}; {exchange.pop('reason')}") | exchange))
+    reason += f"; {exchange.pop('reason')}"
+    if device_type == "cuda":
+        reason += f"; {'one launch' if choice.sums_in_launch else 'two launches: GEMM, sum'}"
+    return Plan(*common, True, **(chosen(choice, reason) | exchange))
 
 
 def plan_all_reduce(
