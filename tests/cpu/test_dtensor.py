@@ -5,7 +5,6 @@ which both are exact.
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 from unittest import mock
 
@@ -210,7 +209,7 @@ def test_with_fsdp() -> None:
     assert spawn(with_fsdp, 4, backend="gloo") == [""] * 4
 
 
-def test_what_is_left_to_torch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_to_torch() -> None:
     class Other(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
@@ -220,12 +219,6 @@ def test_what_is_left_to_torch_is_said_once(caplog: pytest.LogCaptureFixture) ->
     assert dtensor._why_not_linear(nn.Linear(4, 4), 1, 0) == "the mesh has one rank"
     assert "[6, 4] does not divide by 4 ranks" in str(dtensor._why_not_linear(nn.Linear(4, 6), 4, 0))
     assert dtensor._why_not_linear(nn.Linear(4, 6), 4, 1) is None
-    with caplog.at_level(logging.INFO, "flux"):
-        for _ in range(2):
-            dtensor._say_once("FluxColwiseParallel", "a reason of this test")
-    assert [record.message for record in caplog.records] == [
-        "FluxColwiseParallel: left to torch: a reason of this test"
-    ]
 
 
 def test_shared_outputs() -> None:

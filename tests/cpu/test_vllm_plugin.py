@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
+from flux import _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import graph as graphs
@@ -130,7 +131,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
-    monkeypatch.setattr(plugin, "_told", set())
+    monkeypatch.setattr(_log, "_said", set())
     ours = ("layer", "compiled", "moe")
     names = [f"flux.integrations.vllm.{name}" for name in ours]
     with mock.patch.dict(sys.modules, modules):

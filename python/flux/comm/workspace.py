@@ -13,7 +13,6 @@ These sizes belong to the workspace, not to a call: they may only grow, together
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _env, _native
+from flux._log import log
 from flux.comm.group import Meeting
 from flux.errors import CommTimeoutError
 
@@ -41,8 +41,6 @@ OP_IDS = {
     "reduce_scatter": 9,
 }
 OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
-
-log = logging.getLogger("flux")
 
 
 class Call(Protocol):

@@ -9,7 +9,6 @@ The scaled (fp8) variants stay torch's.
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,16 +20,14 @@ import torch.distributed._symmetric_memory  # defines the operators
 import torch.distributed.distributed_c10d
 
 import flux
+from flux._log import say_once
 from flux.ops.plan import why_unfused
-
-log = logging.getLogger("flux")
 
 _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
 
 # While installed: what holds the registrations.
 _installed: list[Any] = []
-_told: set[tuple[str, str]] = set()
 
 
 def install() -> None:
@@ -152,9 +149,8 @@ def _runs_fused(
         m: rows of all ranks.
     """
     why_not = _why_not(op, x, bs, dim, m, group_name)
-    if why_not is not None and (op, why_not) not in _told:
-        _told.add((op, why_not))
-        log.warning("async_tp: %s goes through torch: %s", op, why_not)
+    if why_not is not None:
+        say_once(f"async_tp: {op} goes through torch: {why_not}")
     return why_not is None
 
 

@@ -18,12 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import flux
-
-log = logging.getLogger("flux")
+from flux._log import say_once
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-
-_told: set[str] = set()
 
 
 class FluxColwiseParallel(ColwiseParallel):
@@ -40,7 +37,7 @@ class FluxColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         why_not = self._why_not(module, device_mesh)
         if why_not is not None:
-            _say_once(type(self).__name__, why_not)
+            say_once(f"{type(self).__name__}: left to torch: {why_not}", logging.INFO)
             return super()._apply(module, device_mesh)
         assert isinstance(module, nn.Linear)
         compute = self._forward_of([module], device_mesh)
@@ -152,7 +149,7 @@ class FluxRowwiseParallel(RowwiseParallel):
         if why_not is None and not isinstance(target, Shard | Replicate):
             why_not = f"output_layouts={target}"
         if why_not is not None:
-            _say_once(name, why_not)
+            say_once(f"{name}: left to torch: {why_not}", logging.INFO)
             return super()._apply(module, device_mesh)
         assert isinstance(module, nn.Linear)
         group = str(device_mesh.get_group().group_name)
@@ -226,13 +223,6 @@ def _why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
 def _scatters_rows(x: torch.Tensor, dim: int, p: int) -> bool:
     """Whether dimension `dim` of the result counts rows that divide by the ranks."""
     return dim % x.dim() != x.dim() - 1 and x.shape[dim] % p == 0
-
-
-def _say_once(style: str, why_not: str) -> None:
-    message = f"{style}: left to torch: {why_not}"
-    if message not in _told:
-        _told.add(message)
-        log.info(message)
 
 
 def _replace_forward(

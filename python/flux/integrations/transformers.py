@@ -16,16 +16,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import tensor_parallel as hf
 
+from flux._log import say_once
 from flux.integrations.dtensor import gemm_ar
-
-log = logging.getLogger("flux")
 
 STYLE = "flux_rowwise"
 
 _registry: Any = hf.ALL_PARALLEL_STYLES
 # While installed: the style that flux stands in for.
 _replaced: list[Any] = []
-_told: set[str] = set()
 
 if not hasattr(hf.RowwiseParallel, "install_forward"):
     raise ImportError(
@@ -47,10 +45,8 @@ class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]
         if why_not is None and (self.input_layouts != Shard(-1) or self.output_layouts != Replicate()):
             why_not = f"layouts are {self.input_layouts} and {self.output_layouts}"
         if why_not is not None:
-            message = f"transformers: {type(module).__name__} stays with transformers: {why_not}"
-            if message not in _told:
-                _told.add(message)
-                log.info(message)
+            stays = f"transformers: {type(module).__name__} stays with transformers: {why_not}"
+            say_once(stays, logging.INFO)
             return module
         name, stock = str(group.group_name), module.forward
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flux._log import say_once
 from flux.moe import reference
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
@@ -218,7 +219,7 @@ def _expert_grads_cuda(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     if x.dtype == torch.bfloat16 and grad.shape[1] % 8 == 0 and x.shape[1] % 8 == 0:
         product: Tensor = grouped.torch_grouped_mm()(grad.contiguous().t(), x.contiguous(), offs=offsets[1:])
         return product
-    grouped.say_once(
+    say_once(
         f"gradients of expert weights of {str(x.dtype).removeprefix('torch.')}, {grad.shape[1]} by "
         f"{x.shape[1]}, run expert by expert and synchronise with the host: torch's grouped GEMM takes "
         "bfloat16 and multiples of 8"

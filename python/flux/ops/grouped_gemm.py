@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
 
 from flux import _native
+from flux._log import say_once
 from flux.comm import cuda
 from flux.ops import _check
 from flux.ops._library import library
@@ -16,8 +15,6 @@ from flux.ops._tensors import readable, wide_type
 
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/sm90_grouped_gemm.cuh
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
-
-log = logging.getLogger("flux")
 
 
 def grouped_gemm(
@@ -229,12 +226,6 @@ def unfused(
 def torch_grouped_mm() -> Any:
     """torch's grouped GEMM, under the name this torch prefers."""
     return getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
-
-
-@functools.cache
-def say_once(what: str) -> None:
-    """Logs what runs otherwise than one would expect."""
-    log.warning(what)
 
 
 library.impl("grouped_gemm", reference, "CPU")

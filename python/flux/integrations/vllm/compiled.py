@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
+from flux._log import log
 from flux.integrations.vllm.graph import fuse_norm, settle_sums, unfuse
-
-log = logging.getLogger("flux")
 
 # vLLM's passes that fuse an all-reduce with what follows, or make it a reduce-scatter.
 _ALL_REDUCE_FUSIONS = ("AllReduceFusionPass", "SequenceParallelismPass")

@@ -14,10 +14,9 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
+from flux._log import say_once
 from flux.integrations.vllm import compiled
 from flux.integrations.vllm.op import linear_all_reduce
-
-log = logging.getLogger("flux")
 
 _NAME = "RowParallelLinear"
 # What the kernels take, and what the CPU path takes too.
@@ -35,7 +34,6 @@ class Settings:
 
 
 settings = Settings()
-_told: set[tuple[str, str]] = set()
 
 
 class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
@@ -72,9 +70,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 def tell_once(level: int, kind: str, why_not: str) -> None:
     """Logs why layers of a kind stay vLLM's, each reason once."""
-    if (kind, why_not) not in _told:
-        _told.add((kind, why_not))
-        log.log(level, "vllm: %s layers stay vLLM's where %s", kind, why_not)
+    say_once(f"vllm: {kind} layers stay vLLM's where {why_not}", level)
 
 
 def replace_row_parallel(mode: str, min_tokens: int) -> str | None:

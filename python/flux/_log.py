@@ -1,0 +1,16 @@
+"""The logger "flux", and messages that would come with every call or layer."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("flux")
+
+_said: set[str] = set()
+
+
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Logs a message, unless this process has logged it before."""
+    if message not in _said:
+        _said.add(message)
+        log.log(level, message)
