@@ -2,6 +2,7 @@
 #include "gemm/gemm_split_k.h"
 #include "gemm/gemm_swap_ab.h"
 #include "gemm/launch.cuh"
+#include "gemm/plain_order.h"
 
 namespace flux::gemm {
 
@@ -13,13 +14,7 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
     gemm_swap_ab(args, choice, num_sms, stream);
     return;
   }
-  const TileConfig& tile = kTileConfigs[choice.config];
-  const TileOrder order = {(args.m() + kBlockM - 1) / kBlockM,
-                           (args.n() + tile.block_n - 1) / tile.block_n,
-                           /*world_size=*/1,
-                           /*rank=*/0,
-                           choice.cluster,
-                           choice.group_m};
+  const TileOrder order = plain_order(args, choice);
   if (order.split() > 1) {
     gemm_split_k(args, choice, order, num_sms, stream);
   } else {

@@ -147,8 +147,7 @@ class CudaWorkspace(Workspace):
             CommTimeoutError: an earlier call on this workspace ran out of time.
             RuntimeError: it would have to grow while a CUDA graph is being captured.
         """
-        if self.failure is not None or self._error_code.value:
-            self.check(call.op)
+        self.check(call.op)
         capturing = torch.cuda.is_current_stream_capturing()
         if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
             refuse_capture(self.group, call.op)
@@ -163,9 +162,8 @@ class CudaWorkspace(Workspace):
 
     def enter_copy(self, call: Call) -> tuple[int, int]:
         """The same for a call whose data copy engines move: its SymmBuffer's address, and its epoch."""
-        if self.failure is not None or self._error_code.value:
-            self.check(call.op)
-        if call.signal_bytes > self._copy_room[0] or call.slot_bytes > self._copy_room[1]:
+        self.check(call.op)
+        if not self._fits_copy(call.signal_bytes, call.slot_bytes):
             self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
         self._follow_last_call()
         self._copy_epoch += 1
@@ -181,7 +179,7 @@ class CudaWorkspace(Workspace):
             ValueError: the ranks do not make the same call.
             CommTimeoutError: a rank did not come.
         """
-        if signal_bytes <= self._copy_room[0] and slot_bytes <= self._copy_room[1]:
+        if self._fits_copy(signal_bytes, slot_bytes):
             return
         compare_calls(op, self._meet(op, facts))
         room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
@@ -189,6 +187,9 @@ class CudaWorkspace(Workspace):
         self._copy_address = int(self._copy_region[1].address)
         self._copy_room = room
         self._copy_epoch = 0
+
+    def _fits_copy(self, signal_bytes: int, slot_bytes: int) -> bool:
+        return signal_bytes <= self._copy_room[0] and slot_bytes <= self._copy_room[1]
 
     def _follow_last_call(self) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -204,15 +205,13 @@ class CudaWorkspace(Workspace):
     def check(self, op: str) -> None:
         """Raises CommTimeoutError if a kernel has left a record of a timeout. Does not synchronise."""
         self.raise_if_failed()
-        if self.why_not is not None:
+        if self.why_not is not None or not self._error_code.value:
             return
-        record = _native.core.read_error(self._error_address)
-        if record is not None:
-            op_id, rank, peer, tile, expected, seen = record
-            self.failure = CommTimeoutError(
-                OP_NAMES.get(op_id, op), rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
-            )
-            raise self.failure
+        op_id, rank, peer, tile, expected, seen = _native.core.read_error(self._error_address)
+        self.failure = CommTimeoutError(
+            OP_NAMES.get(op_id, op), rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
+        )
+        raise self.failure
 
     def release(self) -> None:
         if self.why_not is None:

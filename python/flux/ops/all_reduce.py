@@ -42,7 +42,7 @@ def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
     if torch.is_grad_enabled():
         _check.no_backward("all_reduce", x=x)
     name = group_name(group, "all_reduce")
-    direct = may_skip_dispatch(x, x)
+    direct = may_skip_dispatch(x)
     if out is None:
         result: torch.Tensor = (_eager if direct else _op)(x, name)
         return result

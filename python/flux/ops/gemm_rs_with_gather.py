@@ -45,9 +45,7 @@ def gemm_rs_with_gather(
         ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
     """
     name = group_name(group, "gemm_rs")
-    direct = (
-        may_skip_dispatch(x, weight) and may_skip_dispatch(rows, rows) and not needs_grad(x, weight, rows)
-    )
+    direct = may_skip_dispatch(x, weight) and may_skip_dispatch(rows) and not needs_grad(x, weight, rows)
     results: Pair = (_eager if direct else _op)(x, weight, transpose_weight, rows, name)
     return results
 

@@ -44,7 +44,7 @@ def reduce_scatter(
         CommTimeoutError, RuntimeError: as flux.gemm_rs.
     """
     name = group_name(group, "reduce_scatter")
-    direct = may_skip_dispatch(x, x)
+    direct = may_skip_dispatch(x)
     if needs_grad(x):
         if out is not None:
             _check.no_grad_needed("reduce_scatter", x)
