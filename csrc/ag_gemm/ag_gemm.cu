@@ -7,10 +7,11 @@
 namespace flux::ag_gemm {
 namespace {
 
-// All CTAs that find no own tile to begin with, and no fewer than nearly fill the link: 8 of them take 915 us for
-// attn M=8192 at TP 2, 24 take 988 (GEMM 930), and small shards want more (attn M=512: 92 us with 8, 81 with 68).
+// All CTAs that find no own tile to begin with, since small shards want many (M = 512 of 8B's MLP: 59 us with 68, 70 with
+// 12), and no fewer than fill the link: of 8, 12, 16 and 24 of them M = 4096 of 70B's attention takes 320, 280, 279 and
+// 296 us on four GPUs.
 int choose_pushers(const gemm::TileOrder& order, int num_sms) {
-  constexpr int kLinkCtas = 8;
+  constexpr int kLinkCtas = 12;
   const int own = order.num_own_clusters() * order.cluster_size();
   const int pushers = std::max(kLinkCtas, num_sms - own);
   return std::min(pushers, num_sms) / order.cluster_size() * order.cluster_size();
@@ -40,7 +41,8 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
 
   const bool copied = transport.copy_epoch != 0;
   if (copied && !reuse) {
-    push_by_copy_engine(symm, layout, args.x.data, transport.copy_epoch, transport.chunk_rows, stream);
+    push_by_copy_engine(symm, layout, args.x.data, transport.copy_epoch, transport.chunk_rows,
+                        /*apart=*/false, stream);
   }
   GatherStore::Params store;
   for (int parity = 0; parity < 2; ++parity) {
@@ -51,6 +53,7 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   store.layout = layout;
   store.rows = args.x.data;
   store.num_pushers = copied || reuse ? 0 : choose_pushers(order, num_sms);
+  store.piece_bytes = store.num_pushers > 0 ? piece_bytes(layout, store.num_pushers) : 0;
   store.blocks_per_signal = copied ? transport.chunk_rows / gemm::kBlockM : 1;
   store.epoch = transport.copy_epoch;
   store.reuse = reuse;

@@ -8,7 +8,7 @@
 namespace flux::ag_gemm {
 
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
-                         uint32_t epoch, int chunk_rows, cudaStream_t stream) {
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream) {
   FLUX_CHECK(chunk_rows > 0 && chunk_rows % gemm::kBlockM == 0, chunk_rows);
   runtime::CopyQueue queue;
   queue.follow(stream);
@@ -19,7 +19,12 @@ void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, 
       const int64_t bytes = static_cast<int64_t>(std::min(chunk_rows, layout.rows - row)) * layout.row_bytes;
       const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;
       queue.copy(symm.slots(peer, epoch) + layout.offset(slot, row), src, bytes);
-      queue.write(symm.signal(peer, slot, chunk), epoch);
+      uint32_t* const signal = symm.signal(peer, slot, chunk);
+      if (apart) {
+        queue.announce(signal, epoch);
+      } else {
+        queue.write(signal, epoch);
+      }
     }
   }
   queue.submit();

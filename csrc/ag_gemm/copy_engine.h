@@ -9,8 +9,11 @@
 namespace flux::ag_gemm {
 
 // Enqueues the copies on a stream of their own, behind what is on `stream`. Must come before the launch that waits
-// for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue.
+// for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies do not wait for
+// the signals of those before them, so that the last is sooner, and the first signals are later. Shards of 8.4 MB from
+// each of four GPUs are all here after 118 us instead of 148, but a GEMM that computes them meanwhile takes 160 instead
+// of 149.
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
-                         uint32_t epoch, int chunk_rows, cudaStream_t stream);
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream);
 
 }  // namespace flux::ag_gemm

@@ -14,6 +14,7 @@ struct GatherParams {
   Layout layout;
   const void* rows;       // this rank's
   int num_pushers;        // CTAs; 0: copy engines push, or an earlier call has
+  int piece_bytes;        // that they send at a time
   int blocks_per_signal;  // of rows; 1 unless copy engines push
   uint32_t epoch;         // of a call that the host counts, else 0
   bool reuse;             // the rows of the call before, once more
@@ -41,11 +42,9 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
 
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
-  template <class Smem>
-  FLUX_DEVICE static void push(const Params& p, const Smem& smem) {
-    static_assert(kPushWarps <= Smem::kBarriers);
-    push_rows(p.symm, p.layout, p.rows, begin(p),
-              {smem.base, smem.first_barrier(), Smem::kDataBytes / kPieceBytes});
+  FLUX_DEVICE static void push(const Params& p) {
+    static_assert(kPushThreads == 128 * (1 + gemm::kNumMathWarpgroups));
+    push_rows(p.symm, p.layout, p.rows, begin(p), p.piece_bytes);
   }
 
   // CTAs that push come late: what they would have computed is drawn by the others.

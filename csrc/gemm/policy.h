@@ -20,7 +20,7 @@
 //                            where they lie
 //
 // where kGathers, by all threads of the first num_pushers(params) CTAs, before they take part in the GEMM:
-//   push(params, smem)       sends rows of x to peers
+//   push(params)             sends rows of x to peers
 //
 // called by the storer of a math warpgroup:
 //   send(params, call, tile, last_wave, warpgroup, first_chunk, num_chunks, smem)

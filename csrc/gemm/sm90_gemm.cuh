@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const KPart<kChunks, kSlabChunks> part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
 
   if constexpr (Store::kGathers) {
-    if (blockIdx.x < Store::num_pushers(params.store)) Store::push(params.store, smem);
+    if (blockIdx.x < Store::num_pushers(params.store)) Store::push(params.store);
   }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.a);

@@ -41,11 +41,6 @@ struct Smem {
     pointer_base = raw + (base - ptx::smem_addr(raw));
   }
 
-  // For what a CTA does before the ring exists: this much memory at `base`, and as many barriers as it has.
-  static constexpr int kDataBytes = kTile.stages * kStageBytes + staging_bytes(kTile);
-  static constexpr int kBarriers = num_barriers(kTile);
-  __device__ uint32_t first_barrier() const { return barrier(0); }
-
   __device__ uint32_t a(int stage) const { return base + stage * kStageBytes; }
   __device__ uint32_t b(int stage) const { return a(stage) + kABytes; }
   __device__ uint32_t slab(int warpgroup, int index) const {

@@ -46,8 +46,10 @@ struct ArrivingRows {
     __shared__ int drawn;
     const Layout& layout = p.layout;
     const int max_blocks = layout.max_blocks(), units = (layout.world_size - 1) * max_blocks;
-    while (!call.aborted) {
-      if (threadIdx.x == 0) drawn = static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u));
+    while (true) {
+      if (threadIdx.x == 0) {
+        drawn = call.aborted ? units : static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u));
+      }
       __syncthreads();
       const int unit = drawn;
       __syncthreads();

@@ -7,12 +7,14 @@ namespace flux::runtime {
 
 struct CopyQueue::Queue {
   std::mutex mutex;
-  cudaStream_t stream;
-  cudaEvent_t begin, done;
+  cudaStream_t stream, aside;
+  cudaEvent_t begin, copied, done;
 
   Queue() {
     FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
     FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
+    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming));
     FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
   }
 
@@ -51,6 +53,14 @@ void CopyQueue::write(uint32_t* address, uint32_t value) {
   word.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
 }
 
+void CopyQueue::announce(uint32_t* address, uint32_t value) {
+  submit();
+  FLUX_CUDA_CHECK(cudaEventRecord(queue_.copied, queue_.stream));
+  FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.aside, queue_.copied));
+  write(address, value);
+  submit_to(queue_.aside);
+}
+
 void CopyQueue::wait(const uint32_t* address, uint32_t value) {
   CUstreamBatchMemOpParams& word = next_word();
   word.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
@@ -72,11 +82,13 @@ CUstreamBatchMemOpParams& CopyQueue::next_word() {
   return word;
 }
 
-void CopyQueue::submit() {
+void CopyQueue::submit() { submit_to(queue_.stream); }
+
+void CopyQueue::submit_to(cudaStream_t stream) {
   if (num_words_ == 0) return;
   using Batch = decltype(&cuStreamBatchMemOp);
   static const auto batch = reinterpret_cast<Batch>(driver_function("cuStreamBatchMemOp"));
-  const CUresult status = batch(queue_.stream, num_words_, words_, 0);
+  const CUresult status = batch(stream, num_words_, words_, 0);
   num_words_ = 0;
   FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status));
 }

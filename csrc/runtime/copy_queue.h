@@ -24,6 +24,8 @@ class CopyQueue {
   void copy(void* dst, const void* src, int64_t bytes);
   // After all copies before it are visible, to this GPU and to others.
   void write(uint32_t* address, uint32_t value);
+  // The same, but what follows here does not wait for it.
+  void announce(uint32_t* address, uint32_t value);
   // Until the word has come to `value`, which a kernel brings about.
   void wait(const uint32_t* address, uint32_t value);
   // What follows on `stream` waits for what is here now.
@@ -35,6 +37,7 @@ class CopyQueue {
  private:
   struct Queue;
   CUstreamBatchMemOpParams& next_word();
+  void submit_to(cudaStream_t stream);
 
   static constexpr int kMaxWords = 8;
   Queue& queue_;

@@ -134,6 +134,21 @@ def test_every_tile_of_the_gathered_rows_is_computed_once_and_own_rows_first() -
             assert {source for source, _, _ in tiles[:own]} == {rank}
 
 
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_rows_of_one_peer_after_the_other_where_the_weight_is_narrow(world_size: int, cluster: int) -> None:
+    """In the order in which they arrive, so that no tile waits for a later peer than the one before it."""
+    for blocks, group_m in ((2, 8), (4, 8), (12, 8), (16, 8), (24, 16)):
+        m = 128 * blocks * world_size
+        for rank in range(world_size):
+            tiles = core.ag_gemm_tiles(m, 2560, world_size, rank, WIDEST, cluster, group_m)
+            arrivals = [(rank - source) % world_size for source, _, _ in tiles]
+            assert arrivals == sorted(arrivals)
+    # One block of each takes less time than the weight takes to be read again.
+    tiles = core.ag_gemm_tiles(128 * world_size, 2560, world_size, 0, WIDEST, 1, 8)
+    assert [source for source, _, _ in tiles[-world_size + 1 :]] == list(range(world_size - 1, 0, -1))
+
+
 def test_gathered_rows_and_their_signals_do_not_overlap() -> None:
     for world_size, m, k in ((2, 2, 8), (2, 600, 24), (3, 3 * 129, 1), (4, 4 * 128, 7), (8, 8 * 1000, 16)):
         layout = core.ag_gemm_layout(m, k, world_size)

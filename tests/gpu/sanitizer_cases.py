@@ -10,7 +10,8 @@ import flux
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
-SPLIT_BY_3 = 5  # a "cluster" of the cost model's choices
+ALONE, SPLIT_BY_2, SPLIT_BY_3 = 1, 4, 5  # "clusters" of the cost model's choices
+SWAP_AB = -1
 
 
 def main() -> None:
@@ -24,6 +25,21 @@ def main() -> None:
     result = torch.empty(129, 264, dtype=x.dtype, device="cuda")
     torch.ops.flux._gemm(x, weight, bias, result, False, 5 | SPLIT_BY_3 << 8, 0)
     assert torch.equal(result, split.expected(0, "cuda")), split
+    summed = GemmRsCase(132, 264, 264, 2, bias=True)
+    ranks = EmulatedRanks(2, timeout_s=60.0)
+    for case, config in (
+        (GemmRsCase(12, 264, 264, 2, bias=True), SWAP_AB),
+        (summed, 9 | ALONE << 8),
+        (summed, 5 | SPLIT_BY_2 << 8),
+    ):
+        inputs = [case.inputs(rank, "cuda") for rank in range(2)]
+        for mode in (0, 1):
+            results = ranks.gemm_ar(
+                [x for x, _, _ in inputs], [w for _, w, _ in inputs], inputs[0][2], mode=mode, config=config
+            )
+            ranks.check()
+            for rank, result in enumerate(results):
+                assert torch.equal(result, case.expected_sum("cuda")), (rank, case, mode, config)
     for world_size in (2, 3):
         ranks = EmulatedRanks(world_size, timeout_s=60.0)
         for seed, (rows, n, k) in enumerate(((129, 136, 72), (40, 264, 200))):
