@@ -185,15 +185,13 @@ FLUX_DEVICE void finish_row(const Summing<Element>& s, int row, int thread, floa
   }
 }
 
-// kThreads threads of every CTA of the launch, each with its number. Each has kBatch vectors under way at a time, or half
-// as many where it asks for what all ranks sent.
-template <class Element, int kThreads, int kBatch = 1>
+// kThreads threads of every CTA of the launch, each with its number.
+template <class Element, int kThreads>
 FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread) {
   constexpr int kVector = Exchange::kVector;
   __shared__ float scratch[kThreads / 32];
   const Summing<Element> s(p, call);
   const Exchange& x = s.x;
-  constexpr int kSums = kBatch > 1 ? kBatch / 2 : 1;
   const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
   const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
   const int first_row = x.first_row(s.symm.rank), row_vectors = x.n / kVector;
@@ -203,7 +201,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     const auto where = [&](int i) -> Place {
       return {i / own_vectors, x.first_column(s.symm.rank) + i % own_vectors * kVector};
     };
-    s.template for_each_sum<kSums, 4>(
+    s.template for_each_sum<1, 4>(
         first, step, x.m * own_vectors, where, [&](int, const Place& at, const uint4& v) {
           for (int j = 1; j <= x.world_size && !call.aborted; ++j) {
             const int next = s.symm.rank + j;
@@ -225,9 +223,9 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   };
   const int count = x.slot_rows() * row_vectors;
   if (two_shot) {
-    s.template for_each_result<kBatch>(first, step, count, where, use);
+    s.template for_each_result<1>(first, step, count, where, use);
   } else {
-    s.template for_each_sum<kSums, 4>(first, step, count, where, use);
+    s.template for_each_sum<1, 4>(first, step, count, where, use);
   }
 }
 

@@ -67,10 +67,8 @@ void prepare() {
   gemm::SwapAbKernels<gemm::ExchangeOutput>::on_current_device();
   prepare_tiles();
   cudaFuncAttributes attributes;
-  for (const runtime::DType dtype : {runtime::DType::kBFloat16, runtime::DType::kFloat16}) {
-    FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_kernel<1>(dtype)));
-    FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_kernel<kManyVectors>(dtype)));
-  }
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
 }
 
 }  // namespace flux::gemm_ar
