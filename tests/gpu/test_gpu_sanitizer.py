@@ -31,4 +31,6 @@ def test_compute_sanitizer(check: str) -> None:
     # The tool cannot follow memory that a caching allocator hands out in pieces.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0 and "all exact" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    # The first error says what is wrong, the last lines how it ended.
+    said = run.stdout[:6000] + "\n...\n" + run.stdout[-1000:] + run.stderr[-2000:]
+    assert run.returncode == 0 and "all exact" in run.stdout, said

@@ -39,8 +39,9 @@ __device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, cons
 }
 
 // Polls a vector that was not whole when it was read, until it is, or the deadline has passed here or elsewhere
-// on this rank.
-inline __device__ __noinline__ uint4 poll(const runtime::SymmBuffer& symm, const char* address) {
+// on this rank. By value, since this is a call: a reference would be to the kernel's parameters, which ordinary loads would
+// then read.
+inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t timeout_ns, const char* address) {
   const uint64_t start = ptx::globaltimer_ns();
   uint4 v;
   do {
@@ -48,8 +49,7 @@ inline __device__ __noinline__ uint4 poll(const runtime::SymmBuffer& symm, const
       v = ptx::load_relaxed_sys(address);
       if (is_whole(v)) return v;
     }
-  } while (ptx::load_relaxed(&symm.header()->aborted) == 0 &&
-           ptx::globaltimer_ns() - start <= symm.timeout_ns);
+  } while (ptx::load_relaxed(aborted) == 0 && ptx::globaltimer_ns() - start <= timeout_ns);
   return v;
 }
 
@@ -57,7 +57,7 @@ inline __device__ __noinline__ uint4 poll(const runtime::SymmBuffer& symm, const
 __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address,
                                       uint4 v, sync::WaitInfo info) {
   if (!is_whole(v)) {
-    v = poll(symm, address);
+    v = poll(&symm.header()->aborted, symm.timeout_ns, address);
     if (!is_whole(v)) {
       sync::report_timeout(symm, info, call.epoch, call.epoch - 1);  // the first failure on this rank counts
       v = {~0u, ~0u, ~0u, ~0u};
