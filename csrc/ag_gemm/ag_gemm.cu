@@ -7,13 +7,15 @@
 namespace flux::ag_gemm {
 namespace {
 
-// All CTAs that find no own tile to begin with, since small shards want many (M = 512 of 8B's MLP: 59 us with 68, 70 with
-// 12), and no fewer than fill the link: of 8, 12, 16 and 24 of them M = 4096 of 70B's attention takes 320, 280, 279 and
-// 296 us on four GPUs.
-int choose_pushers(const gemm::TileOrder& order, int num_sms) {
-  constexpr int kLinkCtas = 12;
+// All CTAs that find no own tile to begin with, since small shards want many (M = 512 of 8B's MLP at TP 4: 59 us with 68, 69
+// with 8), and no fewer than the link needs. A few more cost a whole wave where tiles just fit: M = 512 of that MLP at TP 2
+// takes 92 us with 8 and 108 with 12. But where the weight is narrow all wait for the link: M = 4096 of 70B's attention at
+// TP 4 takes 320 us with 8, and 280 with 12.
+int choose_pushers(const gemm::TileOrder& order, int n, int num_sms) {
+  constexpr int kLinkCtas = 8, kNarrowLinkCtas = 12, kNarrowColumnsPerPeer = 1500;
+  const int least = n < kNarrowColumnsPerPeer * (order.world_size - 1) ? kNarrowLinkCtas : kLinkCtas;
   const int own = order.num_own_clusters() * order.cluster_size();
-  const int pushers = std::max(kLinkCtas, num_sms - own);
+  const int pushers = std::max(least, num_sms - own);
   return std::min(pushers, num_sms) / order.cluster_size() * order.cluster_size();
 }
 
@@ -52,7 +54,7 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   store.symm = symm;
   store.layout = layout;
   store.rows = args.x.data;
-  store.num_pushers = copied || reuse ? 0 : choose_pushers(order, num_sms);
+  store.num_pushers = copied || reuse ? 0 : choose_pushers(order, args.n(), num_sms);
   store.piece_bytes = store.num_pushers > 0 ? piece_bytes(layout, store.num_pushers) : 0;
   store.blocks_per_signal = copied ? transport.chunk_rows / gemm::kBlockM : 1;
   store.epoch = transport.copy_epoch;

@@ -39,9 +39,9 @@ FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
 
 // Own rows first: they are here already. Then those of one peer after the other as they arrive, and not a group of tiles
 // with rows of several peers, which would wait for the last of them: M = 2048 and 4096 of 70B's attention then take 149
-// and 242 us instead of 178 and 275 on four GPUs. But each peer's rows read the weight again. So where these are too few
-// to take as long as that, or the weight has so many columns that all rows have arrived when the own ones are computed,
-// groups stay as they are: with one peer at a time M = 1024 of 70B's MLP takes 349 us instead of 334.
+// and 242 us instead of 178 and 275 on four GPUs, by copy engine. But each peer's rows read the weight again. So where
+// these are few, or the weight has so many columns that all rows have arrived when the own ones are computed, groups stay
+// as they are: one peer at a time, M = 1024 of 8B's MLP takes 113 us instead of 109, and that of 70B's 349 instead of 334.
 FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const gemm::TileConfig& config,
                                    gemm::Cluster cluster, int group_m) {
   gemm::TileOrder order = {(m / world_size + gemm::kBlockM - 1) / gemm::kBlockM,
@@ -51,8 +51,9 @@ FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const
                            cluster,
                            group_m,
                            gemm::Peers::kGathered};
-  constexpr int kMinTiles = 2;           // 187 rows: at 4 TB/s and 750 TFLOP/s
-  constexpr int kColumnsPerPeer = 3000;  // at 250 GB/s with all that comes between copies, and 750 TFLOP/s
+  // At 750 TFLOP/s and, for the weight, 4 TB/s, 187 rows take as long as that; for rows, with all that comes between
+  // copies, 250 GB/s.
+  constexpr int kMinTiles = 4, kColumnsPerPeer = 3000;
   if (world_size > 2 && order.m_tiles >= kMinTiles && n < kColumnsPerPeer * (world_size - 1)) {
     const int rows = gemm::ceil_div(order.m_tiles, order.cluster_m());
     order.group_m = gemm::ceil_div(rows, gemm::ceil_div(rows, group_m));
