@@ -55,7 +55,6 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   store.layout = layout;
   store.rows = args.x.data;
   store.num_pushers = copied || reuse ? 0 : choose_pushers(order, args.n(), num_sms);
-  store.piece_bytes = store.num_pushers > 0 ? piece_bytes(layout, store.num_pushers) : 0;
   store.blocks_per_signal = copied ? transport.chunk_rows / gemm::kBlockM : 1;
   store.epoch = transport.copy_epoch;
   store.reuse = reuse;

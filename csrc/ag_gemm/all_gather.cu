@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
     --call.epoch;
   }
   const Layout& layout = p.layout;
-  if (p.push) push_rows(p.symm, layout, p.rows, call, piece_bytes(layout, gridDim.x));
+  if (p.push) push_rows(p.symm, layout, p.rows, call, gridDim.x);
   // Own rows first, then peers in the order of their arrival: rank-1, rank-2 and so on.
   const int num_blocks = layout.row_blocks(), rank = p.symm.rank, world_size = p.symm.world_size;
   const int copies_per_block = (gemm::kBlockM * layout.row_bytes + kCopyBytes - 1) / kCopyBytes;

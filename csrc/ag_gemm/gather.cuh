@@ -14,7 +14,6 @@ struct GatherParams {
   Layout layout;
   const void* rows;       // this rank's
   int num_pushers;        // CTAs; 0: copy engines push, or an earlier call has
-  int piece_bytes;        // that they send at a time
   int blocks_per_signal;  // of rows; 1 unless copy engines push
   uint32_t epoch;         // of a call that the host counts, else 0
   bool reuse;             // the rows of the call before, once more
@@ -44,7 +43,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
 
   FLUX_DEVICE static void push(const Params& p) {
     static_assert(kPushThreads == 128 * (1 + gemm::kNumMathWarpgroups));
-    push_rows(p.symm, p.layout, p.rows, begin(p), p.piece_bytes);
+    push_rows(p.symm, p.layout, p.rows, begin(p), p.num_pushers);
   }
 
   // CTAs that push come late: what they would have computed is drawn by the others.

@@ -41,11 +41,12 @@ __device__ __forceinline__ void copy_bytes(char* dst, const char* src, int bytes
   }
 }
 
-// All threads of a CTA of kPushThreads.
+// All threads of a CTA of kPushThreads, one of `pushers`.
 __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const Layout& layout,
-                                          const void* rows, const sync::Call& call, int piece_bytes) {
+                                          const void* rows, const sync::Call& call, int pushers) {
   __shared__ int drawn[2];
   runtime::Header* header = symm.header();
+  const int piece_bytes = ag_gemm::piece_bytes(layout, pushers);
   const int64_t block_bytes = static_cast<int64_t>(gemm::kBlockM) * layout.row_bytes;
   const int pieces_per_block = static_cast<int>((block_bytes + piece_bytes - 1) / piece_bytes);
   const int num_pieces = layout.num_signals() * pieces_per_block;

@@ -11,7 +11,7 @@ from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
 ALONE, SPLIT_BY_2, SPLIT_BY_3 = 1, 4, 5  # "clusters" of the cost model's choices
-SWAP_AB = -1
+CHOSEN = -1  # by the model: a swap-AB tile where rows are few
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     summed = GemmRsCase(132, 264, 264, 2, bias=True)
     ranks = EmulatedRanks(2, timeout_s=60.0)
     for case, config in (
-        (GemmRsCase(12, 264, 264, 2, bias=True), SWAP_AB),
+        (GemmRsCase(12, 264, 264, 2, bias=True), CHOSEN),
         (summed, 9 | ALONE << 8),
         (summed, 5 | SPLIT_BY_2 << 8),
     ):
