@@ -8,8 +8,8 @@
 //   kGathers                 some of x comes from peers (push, admit)
 //   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
 //   kExchanges               ranks exchange rows of the product (contribute), and sum them at the end (finish)
-//   begin(params) -> Call    any thread, before the first tile
-//   end(params, call)        one thread of the CTA, after all its tiles
+//   begin(params) -> Call    all threads, before the first tile
+//   end(params, call)        one thread of the CTA, when it has drawn and loaded all its tiles
 //   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
 //   is_local(params, tile)   true: the tile is stored to D; false: it goes through send and publish
 //

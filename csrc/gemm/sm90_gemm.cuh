@@ -67,9 +67,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     smem.init(cluster_size, 1, split);
   }
   // Barriers must be ready before a partner arrives on them.
-  if (cluster_size > 1) ptx::cluster_sync();
-  __syncthreads();
+  if (cluster_size > 1) ptx::cluster_sync_relaxed();
   ptx::wait_for_earlier_kernels();
+  // All threads have asked which call it is before one of them closes it.
+  [[maybe_unused]] auto call = Store::begin(params.store);
+  __syncthreads();
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -80,7 +82,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       TileQueueReader<Shared> queue;
       TileQueueWriter<Shared> next_tile;
       uint32_t* const counter = Store::tile_counter(params.store);
-      const auto call = Store::begin(params.store);
       // The draw takes as long as a k-block or two: it is on its way while those are loaded.
       const int draw_at = part.num_blocks > 2 ? part.num_blocks - 2 : 0;
       uint32_t own_phase = 0;
@@ -121,10 +122,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
       ptx::let_next_kernel_start();
+      Store::end(params.store, call);
     } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {
       const int warpgroup = warp - 1;
       const int last = order.num_clusters();
-      auto call = Store::begin(params.store);
       typename Shared::Pieces pieces;
       const int last_wave = order.num_remote_clusters() - static_cast<int>(gridDim.x) / cluster_size;
       SlabRing<Shared> slabs;
@@ -174,9 +175,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     // Whose loads fill the stages of this CTA: its own, and those of a partner.
     const bool releases = static_cast<int>(ptx::lane()) < (Store::kSplitsK ? 1 : cluster_size);
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
-    [[maybe_unused]] typename Store::Call call;
-    if constexpr (Store::kExchanges)
-      call = Store::begin(params.store);  // before it is needed: it takes a while
     for (int index = queue.next(smem, arrives); index < last; index = queue.next(smem, arrives)) {
       const Tile tile = order.at(index, cta);
 
@@ -263,7 +261,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   __syncthreads();
-  if (threadIdx.x == 0) Store::end(params.store, Store::begin(params.store));
   // A CTA must not leave while others can still multicast into it, arrive on its barriers or read its sums.
   if (cluster_size > 1) ptx::cluster_sync();
 }

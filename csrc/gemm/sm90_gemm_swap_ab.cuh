@@ -10,7 +10,7 @@
 //   begin(params) -> Call
 //   store<Element>(params, call, row, column, f)      eight columns of a row of the local product
 //   finish<Element>(params, call)                     the math threads, after all tiles
-//   end(params, call)                                 one thread of each CTA, after everything
+//   end(params, call)                                 one thread of each CTA, when all have begun
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -67,9 +67,11 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     ptx::fence_mbarrier_init();
   }
   // Barriers must be ready before another CTA counts on them.
-  if (split > 1) ptx::cluster_sync();
-  __syncthreads();
+  if (split > 1) ptx::cluster_sync_relaxed();
   ptx::wait_for_earlier_kernels();
+  // All threads have asked which call it is before one of them closes it.
+  const auto call = Output::begin(params.output);
+  __syncthreads();
 
   const int m_tiles = (params.m + kRows - 1) / kRows;
   const int num_tiles = m_tiles * ((params.n + kSwapAbN - 1) / kSwapAbN);
@@ -92,6 +94,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           ptx::tma_load_2d(&params.x, dst + swap_ab_weight_bytes(), bar, k, row);
         }
       }
+      Output::end(params.output, call);
     }
   } else {
     using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
@@ -99,7 +102,6 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     const int lane = ptx::lane();
     const int share = kSwapAbN / split;  // columns of a tile that this CTA adds up
     const int row_floats = swap_ab_row_floats(split);
-    const auto call = Output::begin(params.output);
     float d[Mma::kAccumulators];
     Stages ring;
     RingCursor<1> meetings;
@@ -174,6 +176,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
             Output::template store<Element>(params.output, call, begin + row, out_column, sum);
           }
         }
+        // After the last meeting nobody asks, and nothing is left that another CTA would have to wait for.
+        if (tile + step >= num_tiles && meeting + 1 == kRows / kMeetingRows) break;
         __syncwarp();
         if (lane < split) ptx::mbarrier_arrive_cluster(partials_empty, lane);
       }
@@ -183,9 +187,9 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   }
 
   __syncthreads();
-  if (threadIdx.x == 0) Output::end(params.output);
-  // A CTA must not leave while others of its cluster can still store into it or arrive on its barriers.
-  if (split > 1) ptx::cluster_sync();
+  // A CTA must not leave while others of its cluster can still copy out of it or arrive on its barriers. Who comes here
+  // has received all copies.
+  if (split > 1) ptx::cluster_sync_relaxed();
 }
 
 // The product stays here: plain GEMM.
@@ -205,7 +209,7 @@ struct LocalOutput {
   }
   template <class Element>
   FLUX_DEVICE static void finish(const Params&, const Call&) {}
-  FLUX_DEVICE static void end(const Params&) {}
+  FLUX_DEVICE static void end(const Params&, const Call&) {}
 };
 
 // Products of all ranks are summed.
@@ -222,7 +226,7 @@ struct ExchangeOutput {
   FLUX_DEVICE static void finish(const Params& p, const Call& call) {
     gemm::finish<Element, kSwapAbMathThreads>(p, call, threadIdx.x);
   }
-  FLUX_DEVICE static void end(const Params& p) { sync::end_call(p.symm, sync::begin_call(p.symm).epoch); }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 };
 
 }  // namespace flux::gemm

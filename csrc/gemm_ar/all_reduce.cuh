@@ -10,7 +10,8 @@
 
 namespace flux::gemm_ar {
 
-constexpr int kSumThreads = 256;
+constexpr int kSumThreads = 224;
+constexpr int kSumCtaThreads = kSumThreads + 32;  // and a warp that closes the call
 
 struct SumParams {
   gemm::ExchangeParams exchange;
@@ -18,10 +19,16 @@ struct SumParams {
 };
 
 template <class Element>
-__global__ void __launch_bounds__(kSumThreads, 2) sum_over_ranks(const __grid_constant__ SumParams params) {
+__global__ void __launch_bounds__(kSumCtaThreads, 2)
+    sum_over_ranks(const __grid_constant__ SumParams params) {
   constexpr int kVector = runtime::Exchange::kVector;
   const gemm::ExchangeParams& p = params.exchange;
   const sync::Call call = sync::begin_call(p.symm);
+  __syncthreads();  // all threads know the call
+  if (threadIdx.x >= kSumThreads) {
+    if (threadIdx.x == kSumThreads) sync::end_call(p.symm, call.epoch);
+    return;
+  }
   const int row_vectors = p.exchange.n / kVector;
   const int first = blockIdx.x * kSumThreads + threadIdx.x, step = gridDim.x * kSumThreads;
   for (int i = first; i < p.exchange.m * row_vectors; i += step) {
@@ -33,8 +40,6 @@ __global__ void __launch_bounds__(kSumThreads, 2) sum_over_ranks(const __grid_co
     exchange::contribute(p.symm, p.exchange, call, i / row_vectors, i % row_vectors * kVector, v);
   }
   gemm::finish<Element, kSumThreads>(p, call, threadIdx.x);
-  __syncthreads();
-  if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
 }
 
 inline void launch_sum(const SumParams& params, runtime::DType dtype, int num_sms, cudaStream_t stream) {
@@ -42,7 +47,7 @@ inline void launch_sum(const SumParams& params, runtime::DType dtype, int num_sm
       dtype == runtime::DType::kBFloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>;
   const int64_t vectors = static_cast<int64_t>(params.exchange.exchange.m) * params.exchange.exchange.n / 8;
   const int wanted = static_cast<int>((vectors + kSumThreads - 1) / kSumThreads);
-  kernel<<<std::min(num_sms, wanted), kSumThreads, 0, stream>>>(params);
+  kernel<<<std::min(num_sms, wanted), kSumCtaThreads, 0, stream>>>(params);
   FLUX_CUDA_CHECK(cudaGetLastError());
 }
 
