@@ -131,18 +131,20 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       if (lane == 0) ptx::mbarrier_arrive(empty(held));
 
       // Partial tiles meet: a thread has two columns, eight apart, and of each pairs of rows. They are staged
-      // by share, and one copy brings each share to the CTA that adds it up, and counts on its barrier.
+      // by share, and one copy brings each share to the CTA that adds it up, and counts on its barrier. What this
+      // CTA adds up itself is put there at once.
       const int first_row = tile % m_tiles * kRows, first_column = tile / m_tiles * kSwapAbN;
       const uint32_t share_bytes = 4 * kMeetingRows * row_floats;
 #pragma unroll
       for (int meeting = 0; meeting < kRows / kMeetingRows; ++meeting, meetings.advance()) {
-        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, split * share_bytes);
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, (split - 1) * share_bytes);
         ptx::mbarrier_wait(partials_empty, meetings.phase ^ 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int column = warpgroup * 64 + warp % 4 * 16 + half * 8 + lane / 4;
-          const uint32_t address =
-              staged + column / share * share_bytes + 4 * (lane % 4 * 2 * row_floats + column % share);
+          const int owner = column / share;
+          const uint32_t address = (owner == part ? partials : staged) + owner * share_bytes +
+                                   4 * (lane % 4 * 2 * row_floats + column % share);
 #pragma unroll
           for (int block = 0; block < kMeetingRows / 8; ++block) {
 #pragma unroll
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         }
         ptx::fence_proxy_async_smem();
         ptx::named_barrier_sync(1, kSwapAbMathThreads);
-        if (threadIdx.x < split) {
+        if (threadIdx.x < split && threadIdx.x != part) {
           ptx::bulk_copy_cluster(partials + part * share_bytes, staged + threadIdx.x * share_bytes,
                                  share_bytes, partials_full, threadIdx.x);
         }
