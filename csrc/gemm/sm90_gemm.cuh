@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   constexpr int kSlabChunks = kTile.slab_n / kChunkN;
   constexpr int kChunks = kBlockN / kChunkN;
   using Shared = Smem<kConfig>;
+  using Part = KPart<kChunks, kSlabChunks>;
 
   extern __shared__ uint8_t raw_smem[];
   const Shared smem(raw_smem);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int cluster_size = order.cluster_size();
   const int warp = threadIdx.x / 32;
   const int split = Store::kSplitsK ? cluster_size : 1;
-  const KPart<kChunks, kSlabChunks> part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
+  const Part part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
 
   if constexpr (Store::kGathers) {
     if (blockIdx.x < Store::num_pushers(params.store)) Store::push(params.store);
@@ -75,7 +76,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (Store::kSplitsK && warp > 0) ptx::cluster_sync();  // sums have been left, the storers may begin
     if (warp == 0 && ptx::lane() == 0) {
       const int step = gridDim.x / cluster_size, last = order.num_clusters();
       typename Shared::Stages ring;
@@ -155,10 +155,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       }
       ptx::bulk_wait_complete();
     }
-    if (Store::kSplitsK && warp == 0) {
-      __syncwarp();
-      ptx::cluster_sync();
-    }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
     using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
@@ -232,16 +228,16 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         slabs.advance();
       };
       if constexpr (Store::kSplitsK) {
-        leave_parts<kChunks>(smem, warpgroup, thread, d);
-        ptx::cluster_sync();
-        float sums[decltype(part)::kMaxSlabs * kSlabChunks * kChunkAccumulators];
-        sum_parts<kChunks>(smem, part, split, warpgroup, thread, sums);
+        const Meeting<Shared, Part> meeting = {smem, cta, split, warpgroup, thread};
+        meeting.send(d);
+        float sums[Part::kMaxChunks * kChunkAccumulators];
+        meeting.sum(part, sums);
         if constexpr (Store::kExchanges) {
           Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread,
                                               part.first_chunk, part.end_chunk, sums);
         } else {
 #pragma unroll
-          for (int slab = 0; slab < decltype(part)::kMaxSlabs; ++slab) {
+          for (int slab = 0; slab < Part::kMaxSlabs; ++slab) {
             const int left = part.end_chunk - part.first_chunk - slab * kSlabChunks;
             if (left > 0) stage_slab(&sums[slab * kSlabChunks * kChunkAccumulators], left);
           }
@@ -261,7 +257,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   __syncthreads();
-  // A CTA must not leave while others can still multicast into it, arrive on its barriers or read its sums.
+  // A CTA must not leave while others can still multicast into it, or its sums are on their way to them. Their last
+  // arrivals at its barriers must have come too, which nobody waits for: hence a barrier that orders memory.
   if (cluster_size > 1) ptx::cluster_sync();
 }
 

@@ -81,6 +81,9 @@ struct Smem {
   __device__ uint32_t tile_empty(int index) const { return tile_full(kTileQueue + index); }
   // A phase for each own tile: both storers have seen that its peers' parts are there.
   __device__ uint32_t arrived() const { return tile_empty(kTileQueue); }
+  // Where CTAs split K: all of the cluster are done with their rings, and their sums of this one's share are here.
+  __device__ uint32_t ring_free() const { return arrived() + 8; }
+  __device__ uint32_t parts_full() const { return ring_free() + 8; }
   __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
   // A word that is set when a wait ran out of time: by the storer, or for both warpgroups by the loader.
   __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
@@ -112,6 +115,8 @@ struct Smem {
       ptx::store_shared(failed(warpgroup), 0);
     }
     ptx::mbarrier_init(arrived(), kNumMathWarpgroups);
+    ptx::mbarrier_init(ring_free(), kNumMathWarpgroups * kMathWarps * split);
+    ptx::mbarrier_init(parts_full(), kNumMathWarpgroups);
     for (int index = 0; index < kTileQueue; ++index) {
       constexpr int kReaders = kNumMathWarpgroups * (kMathWarps + 1);  // math warps and storers
       ptx::mbarrier_init(tile_full(index), 1);

@@ -2,22 +2,25 @@
 // is long. Each CTA multiplies a part of K, then sums a share of the tile's columns, slab by slab, and stores
 // that.
 //
-// Partial sums meet in the memory of the ring, from where the others fetch them: a cluster has one tile, so
-// nothing is loaded behind it.
+// Partial sums meet in the memory of the ring: a cluster has one tile, so nothing is loaded behind it. A CTA leaves its
+// sums there, and one copy for each other CTA and warpgroup brings what that one adds up, and counts on its barrier as it
+// lands. A barrier of the cluster that orders memory instead would wait for everything under way: 1 us,
+// twice.
 #pragma once
 
 #include "gemm/smem.cuh"
+#include "gemm/tile_order.h"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
 
-constexpr int kMinSplit = 2;
-
 // One CTA's part of K and, of the tile, the chunks of columns that it sums and stores.
-template <int kChunks, int kSlabChunks>
+template <int kTileChunks, int kSlabChunks>
 struct KPart {
+  static constexpr int kChunks = kTileChunks;
   static constexpr int kSlabs = (kChunks + kSlabChunks - 1) / kSlabChunks;
-  static constexpr int kMaxSlabs = (kSlabs + kMinSplit - 1) / kMinSplit;  // of a share
+  static constexpr int kMaxSlabs = (kSlabs + kMinKSplit - 1) / kMinKSplit;  // of a share
+  static constexpr int kMaxChunks = kMaxSlabs * kSlabChunks;
 
   int first_block, num_blocks;
   int first_chunk, end_chunk;
@@ -30,48 +33,78 @@ struct KPart {
   }
 };
 
-// Where a thread of a math warpgroup leaves half of its sums of a chunk.
-template <int kChunks, class Smem>
-FLUX_DEVICE uint32_t part_address(const Smem& smem, int warpgroup, int thread, int chunk, int half) {
-  return smem.base + ((warpgroup * kChunks + chunk) * 2 + half) * 2048 + thread * 16;
-}
+// A chunk of a warpgroup's sums: halves of 16 bytes a thread.
+constexpr int kPartBytes = 2 * 128 * 16;
 
-// All math threads: leaves its sums for the cluster.
-template <int kChunks, class Smem, int kAccumulators>
-FLUX_DEVICE void leave_parts(const Smem& smem, int warpgroup, int thread, const float (&d)[kAccumulators]) {
-  static_assert(kNumMathWarpgroups * 128 * kAccumulators * 4 <= Smem::kTile.stages * Smem::kStageBytes);
-  // The other warpgroup may still be multiplying what lies there.
-  ptx::named_barrier_sync(1, kNumMathWarpgroups * 128);
-#pragma unroll
-  for (int i = 0; i < 2 * kChunks; ++i) {
-    ptx::store_shared_v4(part_address<kChunks>(smem, warpgroup, thread, i / 2, i % 2), d[4 * i], d[4 * i + 1],
-                         d[4 * i + 2], d[4 * i + 3]);
+// The meeting, as the math threads of a CTA see it. In the memory of the ring lie this CTA's sums, then what other CTAs
+// have sent of this one's share.
+template <class Smem, class Part>
+struct Meeting {
+  static constexpr int kMaxOthers = kMaxKSplit - 1;
+  static constexpr int kOwnBytes = kNumMathWarpgroups * Part::kChunks * kPartBytes;
+  static constexpr int kShareBytes = Part::kMaxChunks * kPartBytes;  // of a warpgroup and a CTA, at most
+  static_assert(kOwnBytes + kMaxOthers * kNumMathWarpgroups * kShareBytes <=
+                Smem::kTile.stages * Smem::kStageBytes);
+
+  const Smem& smem;
+  const int cta, split, warpgroup, thread;  // of the warpgroup
+
+  FLUX_DEVICE uint32_t own(int chunk) const {
+    return smem.base + (warpgroup * Part::kChunks + chunk) * kPartBytes;
   }
-}
+  FLUX_DEVICE uint32_t received(int at, int source) const {
+    const int slot = source < at ? source : source - 1;
+    return smem.base + kOwnBytes + (slot * kNumMathWarpgroups + warpgroup) * kShareBytes;
+  }
 
-// Sums what all CTAs of the cluster have left of this CTA's share, in their order. All of a CTA's loads are on
-// their way before the first is waited for.
-template <int kChunks, class Smem, class Part, int kSums>
-FLUX_DEVICE void sum_parts(const Smem& smem, const Part& part, int split, int warpgroup, int thread,
-                           float (&sums)[kSums]) {
+  // All math threads, when their last wgmma has read its operands: leaves sums, and sends them.
+  template <int kAccumulators>
+  FLUX_DEVICE void send(const float (&d)[kAccumulators]) const {
+    // Others may write into this CTA's ring; that the other warpgroup has read what lies there, this one must know too.
+    const int lane = static_cast<int>(ptx::lane());
+    if (lane < split) ptx::mbarrier_arrive_cluster(smem.ring_free(), lane);
+    ptx::named_barrier_sync(1, kNumMathWarpgroups * 128);
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < 2 * Part::kChunks; ++i) {
+      ptx::store_shared_v4(own(i / 2) + i % 2 * (kPartBytes / 2) + thread * 16, d[4 * i], d[4 * i + 1],
+                           d[4 * i + 2], d[4 * i + 3]);
+    }
+    ptx::fence_proxy_async_smem();
+    ptx::named_barrier_sync(2 + warpgroup, 128);
+    if (thread < split) {
+      const Part share(thread, split, 0);
+      const uint32_t bytes = (share.end_chunk - share.first_chunk) * kPartBytes;
+      if (thread == cta) {
+        ptx::mbarrier_arrive_expect_tx(smem.parts_full(), (split - 1) * bytes);
+      } else if (bytes > 0) {
+        ptx::mbarrier_wait(smem.ring_free(), 0);
+        ptx::bulk_copy_cluster(received(thread, cta), own(share.first_chunk), bytes, smem.parts_full(),
+                               thread);
+      }
+    }
+    __syncwarp();  // where no share is to be summed, nothing else would keep a warp together
+  }
+
+  // All math threads: sums of this CTA's share, of all CTAs in their order.
+  template <int kSums>
+  FLUX_DEVICE void sum(const Part& part, float (&sums)[kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+    ptx::mbarrier_wait(smem.parts_full(), 0);
 #pragma unroll 1
-  for (int source = 0; source < split; ++source) {
-    float4 parts[kSums / 4];
+    for (int source = 0; source < split; ++source) {
+      const uint32_t from = (source == cta ? own(part.first_chunk) : received(cta, source)) + thread * 16;
 #pragma unroll
-    for (int i = 0; i < kSums / 4; ++i) {
-      const int chunk = min(part.first_chunk + i / 2, kChunks - 1);  // beyond the share for nothing
-      parts[i] = ptx::load_cluster_v4(part_address<kChunks>(smem, warpgroup, thread, chunk, i % 2), source);
-    }
-#pragma unroll
-    for (int i = 0; i < kSums / 4; ++i) {
-      sums[4 * i] += parts[i].x;
-      sums[4 * i + 1] += parts[i].y;
-      sums[4 * i + 2] += parts[i].z;
-      sums[4 * i + 3] += parts[i].w;
+      for (int i = 0; i < kSums / 4; ++i) {
+        if (part.first_chunk + i / 2 >= part.end_chunk) break;
+        const float4 v = ptx::load_shared_v4(from + i * (kPartBytes / 2));
+        sums[4 * i] += v.x;
+        sums[4 * i + 1] += v.y;
+        sums[4 * i + 2] += v.z;
+        sums[4 * i + 3] += v.w;
+      }
     }
   }
-}
+};
 
 }  // namespace flux::gemm

@@ -69,9 +69,10 @@ constexpr int max_pieces(const TileConfig& c) {
 }
 
 // Barriers come in full/empty pairs: one for each stage and entry of the tile queue, and for each math
-// warpgroup one for each slab and each piece. One more tells the loader that an own tile waits for nobody.
+// warpgroup one for each slab and each piece. One more tells the loader that an own tile waits for nobody, two are for
+// CTAs that split K.
 constexpr int num_barriers(const TileConfig& c) {
-  return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 1;
+  return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;
 }
 // 1 KB aligns the ring for TMA; the last words are the tile queue and what tells the math warps that a wait
 // has failed.

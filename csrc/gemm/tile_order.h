@@ -32,6 +32,7 @@ struct Tile {
 // What a cluster of CTAs shares: kPairM the loads of W (tiles one above the other), kPairN those of x, and
 // kSplit2 and so on one tile, of which each multiplies a part of K (split_k.cuh).
 enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3, kSplit2 = 4, kSplit3 = 5 };
+constexpr int kMinKSplit = 2, kMaxKSplit = 3;
 
 enum class Peers { kTakeTurns, kOneByOne, kGathered };
 

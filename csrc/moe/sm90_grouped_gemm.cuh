@@ -37,7 +37,7 @@
 //
 // and with either of them
 //
-//   end(params, call)               one thread of each CTA, after everything
+//   end(params, call)               one thread of each CTA, after combine, or when it has loaded all its tiles
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -269,6 +269,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
           }
         }
+        if constexpr (Rows::kArrive) {
+          if (thread == 0) Rows::end(params.rows, call);  // while the last tiles are computed
+        }
       }
     } else {
       const int warpgroup = warp - 2;
@@ -360,11 +363,10 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     } else {
       ptx::setmaxnreg_dec<kGroupedLaunchRegisters>();
     }
-    Rows::template combine<Element>(params.rows, Rows::begin(params.rows), num_tile_rows);
-  }
-  if constexpr (Rows::kArrive || Rows::kCombine) {
+    const auto call = Rows::begin(params.rows);
+    Rows::template combine<Element>(params.rows, call, num_tile_rows);
     __syncthreads();
-    if (threadIdx.x == 0) Rows::end(params.rows, Rows::begin(params.rows));
+    if (threadIdx.x == 0) Rows::end(params.rows, call);
   }
 }
 

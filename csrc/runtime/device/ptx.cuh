@@ -278,19 +278,6 @@ __device__ __forceinline__ float4 load_shared_v4(uint32_t address) {
   return v;
 }
 
-// 16 bytes of the shared memory of a CTA of the cluster.
-__device__ __forceinline__ float4 load_cluster_v4(uint32_t address, uint32_t cta) {
-  float4 v;
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address), "r"(cta)
-      : "memory");
-  return v;
-}
-
 // Four 8x8 matrices of 16-bit elements, held as wgmma leaves them, to rows whose addresses the 32 lanes
 // supply.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c,
