@@ -33,21 +33,24 @@ constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running G
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
 
-// For few rows, with weights from memory: fitted to seven weights and up to 128 rows, on one GPU.
+// For few rows, with weights from memory: fitted to eight weights, 16 to 128 rows and every split, on one GPU.
 constexpr int kMaxSwapAbRows = 128;
 constexpr int kAlwaysSwapAbRows = 32;
-constexpr double kSmallLaunchUs = 4.5;
-constexpr double kSwapAbLaunchUs = 3.5;
+constexpr double kSmallLaunchUs = 3.5;
+constexpr double kSwapAbLaunchUs = 1.5;
 constexpr double kMemoryBytesPerUs = 4.0e6;
-constexpr double kSmBytesPerUs = 100e3;   // what one SM can take in
-constexpr double kSwapAbMathUs = 0.0034;  // of a k-block, for each row
-constexpr double kMeetUs = 0.34;          // of partial tiles in distributed shared memory
-constexpr double kMeetRowUs = 0.044;      // the same, for each row
-constexpr double kAloneUs = 1.0;          // without a partner
-constexpr double kWideUs = 2.5;           // for each doubling of a cluster beyond two CTAs
-constexpr double kWideRowUs = 0.006;      // the same, for each row
-constexpr double kUnusedSwapAb = 0.1;     // exponent
-constexpr int kSmsPerGroup = 16;          // at least so many SMs hold the CTAs of a cluster
+constexpr double kSmBytesPerUs = 95e3;    // what one SM can take in
+constexpr double kSwapAbMathUs = 0.0030;  // of a k-block, for each row
+constexpr double kMeetUs = 0.8;           // of partial tiles in distributed shared memory
+constexpr double kMeetRowUs = 0.023;      // the same, for each row
+constexpr double kAloneUs = 0.7;          // without a partner
+// For each doubling of a cluster beyond two CTAs; 0.2 fits best, but chooses worse for weights whose tiles take rounds.
+constexpr double kWideUs = 1.2;
+constexpr double kWideRowUs = 0.005;   // the same, for each row
+constexpr double kUnusedSwapAb = 0.2;  // exponent
+// CTAs of a cluster share a group of SMs, and what is left over in each holds none: so much of the SMs has room for
+// clusters of four or eight. Pairs fit everywhere.
+constexpr double kWideRoom = 15.0 / 16;
 // Of a sum over ranks, beyond one that is part of a swap-AB GEMM: as part of an ordinary GEMM, and in a launch of its
 // own. Set by hand, so that of six weights and 64 to 256 rows on two GPUs the right tiles are chosen
 // (docs/design/decode.md).
@@ -126,8 +129,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   // A pair shares one operand. What the idle half of a pair loads is charged to the tiles there are, so a
   // pair at a single row of tiles gains nothing.
   const int split = order.split();
-  const double ctas_per_tile = static_cast<double>(order.num_clusters()) * order.cluster_size() /
-                               (static_cast<double>(m_tiles) * p.world_size * n_tiles * split);
+  const double tiles = static_cast<double>(m_tiles) * p.world_size * n_tiles;
+  const double ctas_per_tile = order.num_clusters() * order.cluster_size() / (tiles * split);
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
   const double block_us = k_block_us(tile.block_n, kbytes);
@@ -139,7 +142,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average) + meet_us;
   if (!sends) {
     // SMs without a tile leave some of the memory's speed unused.
-    const double unused = std::sqrt(waves * slots / order.num_clusters());
+    const double unused = std::sqrt(waves * slots * order.cluster_size() / (tiles * split));
     time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
     if (!p.all_reduced) return time_us;
     const double sum_bytes = static_cast<double>(kElementBytes) * p.m * p.n;
@@ -169,8 +172,7 @@ namespace {
 
 double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split) {
   const int tiles = ceil_div(p.m, tile.rows) * ceil_div(p.n, kSwapAbN);
-  const int groups = std::max(1, p.num_sms / kSmsPerGroup);
-  const int clusters = std::max(1, split > 2 ? groups * (kSmsPerGroup / split) : p.num_sms / split);
+  const int clusters = std::max(1, static_cast<int>(p.num_sms * (split > 2 ? kWideRoom : 1.0)) / split);
   const int k_blocks = ceil_div(ceil_div(p.k, kBlockK), split);
   const double block_us = std::max(swap_ab_stage_bytes(tile) / kSmBytesPerUs, kSwapAbMathUs * tile.rows);
   // A CTA that does not split K adds nothing up, but passes its tile through the same memory.

@@ -43,7 +43,7 @@ __device__ __forceinline__ Call begin_call(const runtime::SymmBuffer& symm) {
 // One thread of each CTA, when every thread of the CTA that will ask has asked which call it is, and the CTA has drawn
 // all that it will draw. The last CTA closes the call, and calls `reset` for what else the next one must find at zero.
 // A call may be closed before its work is done, since the next launch that asks starts when this one is over: two fences
-// and two atomics (1.1 us on an H200) then hide behind that work.
+// and two atomics (1.1 us) then hide behind that work.
 template <class Reset>
 __device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset) {
   runtime::Header* header = symm.header();
