@@ -123,6 +123,14 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       }
       ptx::let_next_kernel_start();
       Store::end(params.store, call);
+      if (cluster_size > 1) {
+        // Until the others' last arrivals at barriers of this CTA have come. Once it has left, they would hit those of
+        // the next launch.
+        for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
+          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+        }
+        if (cta == 0) next_tile.drain(smem);
+      }
     } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {
       const int warpgroup = warp - 1;
       const int last = order.num_clusters();
@@ -153,7 +161,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           Store::publish(params.store, call, tile, warpgroup);
         }
       }
-      ptx::bulk_wait_complete();
+      ptx::bulk_wait_read<0>();  // what is written will be there when the launch is over
     }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
@@ -257,9 +265,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   __syncthreads();
-  // A CTA must not leave while others can still multicast into it, or its sums are on their way to them. Their last
-  // arrivals at its barriers must have come too, which nobody waits for: hence a barrier that orders memory.
-  if (cluster_size > 1) ptx::cluster_sync();
+  // Nor may a CTA leave while its sums are on their way to others, or others have not yet arrived at its barriers.
+  if (cluster_size > 1) ptx::cluster_sync_relaxed();
 }
 
 }  // namespace flux::gemm

@@ -72,12 +72,13 @@ struct Meeting {
     ptx::fence_proxy_async_smem();
     ptx::named_barrier_sync(2 + warpgroup, 128);
     if (thread < split) {
+      // Also where nothing is sent: all arrivals must have come before a CTA leaves.
+      ptx::mbarrier_wait(smem.ring_free(), 0);
       const Part share(thread, split, 0);
       const uint32_t bytes = (share.end_chunk - share.first_chunk) * kPartBytes;
       if (thread == cta) {
         ptx::mbarrier_arrive_expect_tx(smem.parts_full(), (split - 1) * bytes);
       } else if (bytes > 0) {
-        ptx::mbarrier_wait(smem.ring_free(), 0);
         ptx::bulk_copy_cluster(received(thread, cta), own(share.first_chunk), bytes, smem.parts_full(),
                                thread);
       }

@@ -55,6 +55,13 @@ struct TileQueueWriter {
     }
     cursor.advance();
   }
+
+  // Until all have read what was put.
+  __device__ __forceinline__ void drain(const Smem& smem) {
+    for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance()) {
+      ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
+    }
+  }
 };
 
 }  // namespace flux::gemm
