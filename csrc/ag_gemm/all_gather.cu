@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
       if (!here) src = nullptr;
     }
     char* dst = p.out + source * layout.shard_bytes() + static_cast<int64_t>(row) * layout.row_bytes;
-    copy_bytes<kThreads>(dst + offset, src == nullptr ? nullptr : src + offset, bytes, threadIdx.x);
+    runtime::copy_bytes<kThreads>(dst + offset, src == nullptr ? nullptr : src + offset, bytes, threadIdx.x);
     __syncthreads();  // `here` is about to be written again
   }
   __syncthreads();

@@ -14,32 +14,12 @@
 #pragma once
 
 #include "ag_gemm/plan.h"
+#include "runtime/device/copy.cuh"
 #include "runtime/device/sync.cuh"
 
 namespace flux::ag_gemm {
 
 constexpr int kPushThreads = 384;
-
-// kThreads threads, each with its number; from null all ones, which is NaN in every floating type. `bytes` is a
-// multiple of 16.
-template <int kThreads>
-__device__ __forceinline__ void copy_bytes(char* dst, const char* src, int bytes, int thread) {
-  constexpr int kUnroll = 4;
-  const uint4 ones = {~0u, ~0u, ~0u, ~0u};
-  for (int begin = thread * 16; begin < bytes; begin += kUnroll * kThreads * 16) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int at = begin + i * kThreads * 16;
-      if (at < bytes) values[i] = src != nullptr ? *reinterpret_cast<const uint4*>(src + at) : ones;
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int at = begin + i * kThreads * 16;
-      if (at < bytes) *reinterpret_cast<uint4*>(dst + at) = values[i];
-    }
-  }
-}
 
 // All threads of a CTA of kPushThreads, one of `pushers`.
 __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const Layout& layout,
@@ -68,8 +48,9 @@ __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const
       drawn[(i + 1) % 2] = draw();
     } else if (threadIdx.x >= 32) {
       const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;
-      copy_bytes<kPushThreads - 32>(symm.slots(peer, call.epoch) + layout.offset(slot, row) + offset,
-                                    src + offset, min(piece_bytes, num_bytes - offset), threadIdx.x - 32);
+      runtime::copy_bytes<kPushThreads - 32>(symm.slots(peer, call.epoch) + layout.offset(slot, row) + offset,
+                                             src + offset, min(piece_bytes, num_bytes - offset),
+                                             threadIdx.x - 32);
     }
     __syncthreads();
     if (threadIdx.x == 0 && offset < num_bytes) {

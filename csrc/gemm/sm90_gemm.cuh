@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int cluster_size = order.cluster_size();
   const int warp = threadIdx.x / 32;
   const int split = Store::kSplitsK ? cluster_size : 1;
+  const int sharers = Store::kSplitsK ? 1 : cluster_size;  // of loads
   const Part part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
 
   if constexpr (Store::kGathers) {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::prefetch_tensor_map(&params.a);
     ptx::prefetch_tensor_map(&params.b);
     ptx::prefetch_tensor_map(&params.d);
-    smem.init(cluster_size, 1, split);
+    smem.init(cluster_size, sharers, /*loaders=*/1);
   }
   // Barriers must be ready before a partner arrives on them.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     TileQueueReader<Shared> queue;
     const bool arrives = ptx::lane() == 0;
     // Whose loads fill the stages of this CTA: its own, and those of a partner.
-    const bool releases = static_cast<int>(ptx::lane()) < (Store::kSplitsK ? 1 : cluster_size);
+    const bool releases = static_cast<int>(ptx::lane()) < sharers;
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
     for (int index = queue.next(smem, arrives); index < last; index = queue.next(smem, arrives)) {
       const Tile tile = order.at(index, cta);

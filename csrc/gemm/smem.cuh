@@ -95,13 +95,13 @@ struct Smem {
     }
   }
 
-  // One thread, before anybody uses a barrier. Every math warp of a pair releases a stage: a partner's
-  // multicast writes into this CTA's stage too.
-  __device__ void init(int cluster_size, int loaders = 1, int split = 1) const {
+  // One thread, before anybody uses a barrier. Every math warp releases a stage to each of the `sharers`, the CTAs
+  // whose loads fill it: a partner's multicast writes into this CTA's stage too.
+  __device__ void init(int cluster_size, int sharers, int loaders) const {
     constexpr int kMathWarps = 4;  // of a warpgroup
     for (int stage = 0; stage < kTile.stages; ++stage) {
       ptx::mbarrier_init(full(stage), loaders);
-      ptx::mbarrier_init(empty(stage), kNumMathWarpgroups * kMathWarps * (split > 1 ? 1 : cluster_size));
+      ptx::mbarrier_init(empty(stage), kNumMathWarpgroups * kMathWarps * sharers);
     }
     for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
       for (int index = 0; index < kSlabs; ++index) {
@@ -115,7 +115,7 @@ struct Smem {
       ptx::store_shared(failed(warpgroup), 0);
     }
     ptx::mbarrier_init(arrived(), kNumMathWarpgroups);
-    ptx::mbarrier_init(ring_free(), kNumMathWarpgroups * kMathWarps * split);
+    ptx::mbarrier_init(ring_free(), kNumMathWarpgroups * kMathWarps * cluster_size);
     ptx::mbarrier_init(parts_full(), kNumMathWarpgroups);
     for (int index = 0; index < kTileQueue; ++index) {
       constexpr int kReaders = kNumMathWarpgroups * (kMathWarps + 1);  // math warps and storers

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "moe/plan.h"
+#include "runtime/device/copy.cuh"
 #include "runtime/device/sync.cuh"
 
 namespace flux::moe {
@@ -65,8 +66,8 @@ struct ArrivingRows {
       for (int row = block * kBlockRows + threadIdx.x / 32; row < last; row += blockDim.x / 32) {
         const int token = p.outgoing[to * layout.max_tokens + row];
         if (token < 0) continue;  // without expert parallelism a token that nobody needs has a row too
-        copy_row(area + static_cast<int64_t>(row) * p.row_bytes,
-                 p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes);
+        runtime::copy_bytes<32>(area + static_cast<int64_t>(row) * p.row_bytes,
+                                p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes, ptx::lane());
       }
       __syncthreads();
       if (threadIdx.x == 0) {
@@ -116,22 +117,6 @@ struct ArrivingRows {
     const int slot = Layout::slot_index(source, p.symm.rank);
     return sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, block), call.epoch,
                              {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
-  }
-
-  // A warp, 16 bytes a lane.
-  FLUX_DEVICE static void copy_row(char* dst, const char* src, int bytes) {
-    constexpr int kUnroll = 4, kStep = 32 * 16;
-    for (int begin = ptx::lane() * 16; begin < bytes; begin += kUnroll * kStep) {
-      uint4 values[kUnroll];
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        if (begin + i * kStep < bytes) values[i] = *reinterpret_cast<const uint4*>(src + begin + i * kStep);
-      }
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        if (begin + i * kStep < bytes) *reinterpret_cast<uint4*>(dst + begin + i * kStep) = values[i];
-      }
-    }
   }
 };
 

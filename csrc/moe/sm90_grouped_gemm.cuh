@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.weight);
-    smem.init(/*cluster_size=*/1, Rows::kInOrder ? 1 : kLoaderThreads + 1);
+    smem.init(/*cluster_size=*/1, /*sharers=*/1, Rows::kInOrder ? 1 : kLoaderThreads + 1);
   }
   __syncthreads();
 

@@ -1,0 +1,29 @@
+// Rows of any size from one place in global memory to another, also a peer's.
+#pragma once
+
+#include <cstdint>
+
+namespace flux::runtime {
+
+// kThreads threads, each with its number; from null all ones, which is NaN in every floating type. `bytes` is a
+// multiple of 16.
+template <int kThreads>
+__device__ __forceinline__ void copy_bytes(char* dst, const char* src, int bytes, int thread) {
+  constexpr int kUnroll = 4;
+  const uint4 ones = {~0u, ~0u, ~0u, ~0u};
+  for (int begin = thread * 16; begin < bytes; begin += kUnroll * kThreads * 16) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int at = begin + i * kThreads * 16;
+      if (at < bytes) values[i] = src != nullptr ? *reinterpret_cast<const uint4*>(src + at) : ones;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int at = begin + i * kThreads * 16;
+      if (at < bytes) *reinterpret_cast<uint4*>(dst + at) = values[i];
+    }
+  }
+}
+
+}  // namespace flux::runtime
