@@ -4,13 +4,17 @@ can deadlock.
 
 from __future__ import annotations
 
+import json
+import math
 import random
+from pathlib import Path
 
 import pytest
 from protocol_model import Call, Deadlock, Model, WrongData, region_of_the_call
 
 from flux._native import core
 
+TUNING = Path(__file__).parents[2] / "benchmarks/results/tuning"
 CONFIGS = [c.id for c in core.tile_configs()]
 WIDEST, NARROWEST = (
     min(CONFIGS, key=lambda c: -core.tile_configs()[c].block_n),
@@ -235,6 +239,23 @@ def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:
                 assert core.select_gemm_rs(*shape).cluster < FIRST_SPLIT
                 assert core.select_ag_gemm(*shape).cluster < FIRST_SPLIT
     assert split > 0, "no case of this test would split K"
+
+
+def test_tiles_for_few_rows_are_those_that_were_measured_to_be_the_best() -> None:
+    measured = json.loads((TUNING / "2026-11-22-few-rows-1xH200.json").read_text())["shapes"]
+    losses = []
+    for shape in measured:
+        times = {name: time_us for name, time_us in shape.items() if name not in ("m", "n", "k", "cublas")}
+        choice = core.select_gemm(shape["m"], shape["n"], shape["k"], False, 132)
+        if choice.config >= core.FIRST_SWAP_AB:
+            chosen = f"sab{choice.cluster}"
+        else:
+            tile = core.tile_configs()[choice.config]
+            chosen = f"{tile.block_n}x{tile.stages}c{choice.cluster}"
+        losses.append(times[chosen] / min(times.values()))
+    assert len(losses) == 40
+    assert max(losses) < 1.06
+    assert math.prod(losses) ** (1 / len(losses)) < 1.006
 
 
 def test_selection_prefers_a_model_and_names_its_candidates() -> None:
