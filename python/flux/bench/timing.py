@@ -4,7 +4,8 @@ The rules, each of which has spoiled somebody's published result:
 
 * ranks start together: they meet on the host, then a GPU-side collective lines their streams up;
 * a delay kernel goes first, so that a burst is enqueued before it starts and host launch cost stays out.
-  If the host was still enqueueing when the burst began, the sample is thrown away and the delay doubled;
+  If the host was still enqueueing when the burst began, the sample is thrown away and the delay doubled,
+  but for calls that wait for the GPU, as replays of a graph of NCCL calls do: no delay helps them;
 * no delay helps a burst that does not fit the GPU's queue of about a thousand launches: a host that has
   filled it waits for the GPU. Calls of whole models are therefore tried first, in ever shorter bursts;
 * a sample is a burst of back-to-back calls between two events, and the slowest rank counts;
@@ -32,6 +33,9 @@ _EXTRA_ROUNDS = 3
 _MAX_SHARED_DELAY_MS = 50.0
 # Hosts need some microseconds for each launch: a burst enqueued sooner than this fits the GPU's queue.
 _SURELY_FITS_MS = 3.0
+# Whoever takes so many times as long behind this delay as on an idle GPU waits for it.
+_GUESS_DELAY_MS = 5.0
+_WAITS_FACTOR = 4.0
 _MAX_DELAY_MS = 500.0
 _cuda: Any = torch.cuda  # events and the delay kernel are not typed
 
@@ -105,6 +109,7 @@ class GpuTimer:
         self._mark = torch.zeros(1, device=device)
         self._cycles_per_ms = self._calibrate()
         self._enqueue_ms: dict[str, float] = {}
+        self._waiting: set[str] = set()  # candidates whose calls wait for the GPU
         self.host_bound: list[str] = []
 
     def _calibrate(self) -> float:
@@ -156,7 +161,8 @@ class GpuTimer:
         Rounds in which a host fell behind on any rank are repeated up to three times; a candidate that never
         stays ahead returns the samples it has, host cost included.
         """
-        self._enqueue_ms = {name: self._enqueue_once(call) for name, call in calls.items()}
+        self._waiting = set()
+        self._enqueue_ms = {name: self._first_guess(name, call) for name, call in calls.items()}
         iters = self._fitting(calls, iters)
         good: dict[str, list[float]] = {name: [] for name in calls}
         late: dict[str, list[float]] = {name: [] for name in calls}
@@ -169,7 +175,7 @@ class GpuTimer:
             worst = all_max(flat, self._group, self._device)
             for i, name in enumerate(wanted):
                 (late if worst[2 * i + 1] else good)[name].append(worst[2 * i])
-                if worst[2 * i + 1]:
+                if worst[2 * i + 1] and name not in self._waiting:
                     self._enqueue_ms[name] *= 2
         self.host_bound = [name for name in calls if not good[name]]
         return {name: good[name] or late[name] for name in calls}
@@ -191,13 +197,34 @@ class GpuTimer:
     def _enqueue_once(self, call: Call) -> float:
         """Milliseconds the host needs to enqueue one call while the GPU is busy; a generous first guess."""
         self._meet()
-        self._delay(5.0)
+        self._delay(_GUESS_DELAY_MS)
+        guess = self._three(call)
+        torch.cuda.synchronize(self._device)
+        return 1.5 * guess
+
+    @staticmethod
+    def _three(call: Call) -> float:
+        """Milliseconds of one of three calls on the host."""
         start = time.perf_counter()
         for _ in range(3):
             call()
-        guess = (time.perf_counter() - start) * 1e3 / 3
+        return (time.perf_counter() - start) * 1e3 / 3
+
+    def _first_guess(self, name: str, call: Call) -> float:
+        """How long a call takes the host, and whether it waits for the GPU instead (into self._waiting).
+
+        Such a call takes as long as the delay that it is measured behind; with nothing to wait for, far less.
+        """
+        busy = self._enqueue_once(call)
+        if 2 * busy < _GUESS_DELAY_MS:  # three calls, and half of one on top of each
+            return busy
+        self._meet()
+        idle = 1.5 * self._three(call)
         torch.cuda.synchronize(self._device)
-        return 1.5 * guess
+        if busy < _WAITS_FACTOR * idle:
+            return busy
+        self._waiting.add(name)
+        return idle
 
     def host_us(self, call: Call, calls: int = 20, repeats: int = 3) -> float:
         """Host microseconds per eager call: N enqueues behind a delay that outlasts them; slowest rank.
