@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   }
 
   __syncthreads();
-  // A CTA must not leave while others of its cluster can still copy out of it or arrive on its barriers. Who comes here
-  // has received all copies.
+  // A CTA must not leave while its sums are on their way to others, or others have not yet arrived at its barriers. Who
+  // comes here has received all that was sent to it.
   if (split > 1) ptx::cluster_sync_relaxed();
 }
 

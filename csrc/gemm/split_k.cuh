@@ -4,8 +4,8 @@
 //
 // Partial sums meet in the memory of the ring: a cluster has one tile, so nothing is loaded behind it. A CTA leaves its
 // sums there, and one copy for each other CTA and warpgroup brings what that one adds up, and counts on its barrier as it
-// lands. A barrier of the cluster that orders memory instead would wait for everything under way: 1 us,
-// twice.
+// lands. Barriers of the cluster that order memory, one before the sums are fetched and one after, would each wait for
+// everything under way.
 #pragma once
 
 #include "gemm/smem.cuh"

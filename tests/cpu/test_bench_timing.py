@@ -186,7 +186,7 @@ def test_a_candidate_that_waits_for_the_gpu_does_not_make_the_others_rest(gpu: F
     samples = timer.interleaved({"waits": waits, "quick": lambda: gpu.enqueue("quick", 0.1, 0.01)}, 20, 7)
     assert timer.host_bound == ["waits"]
     assert samples["quick"] == pytest.approx([0.1] * 7)
-    # 17 bursts of 20 calls and 6 ms of rest each; they took 3.2 s when who waits made all rest, and twice as long each time.
+    # 17 bursts of 20 calls; 3.2 s when all rested as long as the one that waits seemed to need.
     assert gpu.host - begun < 250
 
 

@@ -39,8 +39,7 @@ __device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, cons
 }
 
 // Polls a vector that was not whole when it was read, until it is, or the deadline has passed here or elsewhere
-// on this rank. By value, since this is a call: a reference would be to the kernel's parameters, which ordinary loads would
-// then read.
+// on this rank. A real call, since it runs rarely: what runs once should be short.
 inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t timeout_ns, const char* address) {
   const uint64_t start = ptx::globaltimer_ns();
   uint4 v;
