@@ -44,7 +44,8 @@ constexpr double kSwapAbMathUs = 0.0030;  // of a k-block, for each row
 constexpr double kMeetUs = 0.8;           // of partial tiles in distributed shared memory
 constexpr double kMeetRowUs = 0.023;      // the same, for each row
 constexpr double kAloneUs = 0.7;          // without a partner
-// For each doubling of a cluster beyond two CTAs; 0.2 fits best, but chooses worse for weights whose tiles take rounds.
+// For each doubling of a cluster beyond two CTAs. The times are fitted best without, but weights whose tiles take rounds
+// are then split in eight.
 constexpr double kWideUs = 1.2;
 constexpr double kWideRowUs = 0.005;   // the same, for each row
 constexpr double kUnusedSwapAb = 0.2;  // exponent
@@ -129,8 +130,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   // A pair shares one operand. What the idle half of a pair loads is charged to the tiles there are, so a
   // pair at a single row of tiles gains nothing.
   const int split = order.split();
-  const double tiles = static_cast<double>(m_tiles) * p.world_size * n_tiles;
-  const double ctas_per_tile = order.num_clusters() * order.cluster_size() / (tiles * split);
+  const double useful_ctas = static_cast<double>(m_tiles) * p.world_size * n_tiles * split;
+  const double ctas_per_tile = order.num_clusters() * order.cluster_size() / useful_ctas;
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
   const double block_us = k_block_us(tile.block_n, kbytes);
@@ -142,7 +143,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average) + meet_us;
   if (!sends) {
     // SMs without a tile leave some of the memory's speed unused.
-    const double unused = std::sqrt(waves * slots * order.cluster_size() / (tiles * split));
+    const double unused = std::sqrt(waves * slots * order.cluster_size() / useful_ctas);
     time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
     if (!p.all_reduced) return time_us;
     const double sum_bytes = static_cast<double>(kElementBytes) * p.m * p.n;

@@ -198,13 +198,13 @@ class GpuTimer:
         """Milliseconds the host needs to enqueue one call while the GPU is busy; a generous first guess."""
         self._meet()
         self._delay(_GUESS_DELAY_MS)
-        guess = self._three(call)
+        guess = self._host_ms(call)
         torch.cuda.synchronize(self._device)
         return 1.5 * guess
 
     @staticmethod
-    def _three(call: Call) -> float:
-        """Milliseconds of one of three calls on the host."""
+    def _host_ms(call: Call) -> float:
+        """Milliseconds of a call on the host, the mean of three."""
         start = time.perf_counter()
         for _ in range(3):
             call()
@@ -216,10 +216,10 @@ class GpuTimer:
         Such a call takes as long as the delay that it is measured behind; with nothing to wait for, far less.
         """
         busy = self._enqueue_once(call)
-        if 2 * busy < _GUESS_DELAY_MS:  # three calls, and half of one on top of each
+        if 2 * busy < _GUESS_DELAY_MS:  # all three calls: a guess is half as much again as one
             return busy
         self._meet()
-        idle = 1.5 * self._three(call)
+        idle = 1.5 * self._host_ms(call)
         torch.cuda.synchronize(self._device)
         if busy < _WAITS_FACTOR * idle:
             return busy
