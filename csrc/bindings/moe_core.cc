@@ -116,7 +116,10 @@ void bind_moe(py::module_& m) {
           "Of each phase in which layer 0 computes tiles.")
       .def("source_at", &Layout::source_at, py::arg("step"))
       .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
-      .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"), "Signals of that many slot rows.");
+      .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"),
+                  py::arg("block_rows") = moe::kBlockRows, "Signals of that many slot rows.")
+      .def_static("sum_block_rows", &Layout::sum_block_rows, py::arg("max_tokens"),
+                  "Slot rows that share a signal in layer 1.");
   m.def("moe_route", &route, py::arg("layout"), py::arg("block_m"), py::arg("ids"), py::arg("arrays"),
         "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens.");
   m.def("moe_tiles", &tiles, py::arg("entries"), py::arg("num_entries"), py::arg("n_tiles"),

@@ -10,7 +10,7 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
                      const runtime::SymmBuffer& symm, cudaStream_t stream) {
   const int k = static_cast<int>(args.x.columns);
   check_layout(args, layout, symm);
-  check_room(layout, symm, k, /*chunks=*/1);
+  check_room(layout, symm, k, layout.max_blocks());
 
   constexpr int kPushers = 16;  // CTAs that fill the link: 8 of them store 339 GB/s, 132 352
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();

@@ -6,6 +6,7 @@
 // still reads.
 #pragma once
 
+#include "moe/job_queue.cuh"
 #include "moe/plan.h"
 #include "runtime/device/copy.cuh"
 #include "runtime/device/sync.cuh"
@@ -32,13 +33,15 @@ struct ArrivingRows {
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
-  // Own tokens lie with the user, others in their slots.
-  FLUX_DEVICE static const char* at(const Params& p, const Call& call, int row) {
+  // Slots of peers, and own tokens where the user has them.
+  FLUX_DEVICE static Sources sources(const Params& p, const Call& call) {
+    return {p.symm.slots(p.symm.rank, call.epoch), p.x};
+  }
+  FLUX_DEVICE static int place(const Params& p, int row) {
     const int found = p.rows[row], source = found / p.layout.max_tokens;
     const int slot_row = found - source * p.layout.max_tokens;
-    if (source == p.symm.rank) return p.x + static_cast<int64_t>(slot_row) * p.row_bytes;
-    const int64_t place = Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
-    return p.symm.slots(p.symm.rank, call.epoch) + place * p.row_bytes;
+    if (source == p.symm.rank) return ~slot_row;
+    return Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
   }
 
   // Whole blocks, all to rank+1, then all to rank+2: no peer is sent to by all at a time, and everybody
@@ -70,10 +73,7 @@ struct ArrivingRows {
                                 p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes, ptx::lane());
       }
       __syncthreads();
-      if (threadIdx.x == 0) {
-        __threadfence_system();
-        sync::signal(p.symm.signal(peer, slot, block), call.epoch);
-      }
+      if (threadIdx.x == 0) sync::publish(p.symm.signal(peer, slot, block), call.epoch);
     }
   }
 
@@ -83,18 +83,17 @@ struct ArrivingRows {
   };
 
   // Everything up to the block of the tile's last row: blocks arrive in the order (step, block), but each of them is
-  // asked for, because different CTAs send them. A load takes half a microsecond, so each thread asks for others.
-  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int last_row,
-                                int thread, int threads) {
-    const int last_source = p.rows[last_row] / p.layout.max_tokens;
-    const int slot_row = p.rows[last_row] - last_source * p.layout.max_tokens;
+  // asked for, because different CTAs send them. A load takes half a microsecond, so each lane asks for others.
+  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int last_row) {
+    const int found = p.rows[last_row], last_source = found / p.layout.max_tokens;
+    const int slot_row = found - last_source * p.layout.max_tokens;
     const int step = p.layout.step_of(last_source);
     bool here = true;
     for (; progress.step <= step; ++progress.step, progress.blocks = 0) {
       const int source = p.layout.source_at(progress.step);
       const int blocks =
           progress.step == step ? slot_row / kBlockRows + 1 : Layout::blocks_of(p.received[source]);
-      for (int block = progress.blocks + thread; block < blocks; block += threads) {
+      for (int block = progress.blocks + ptx::lane(); block < blocks; block += 32) {
         here &= wait(p, call, source, block);
       }
       if (progress.step == step) {

@@ -17,9 +17,20 @@ template <class Element>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ Products products, int64_t tokens, int columns, uint4* out) {
   for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+    const auto choose = [&](int, int first) {
+      Choices choices;
+#pragma unroll
+      for (int i = 0; i < kChoices; ++i) {
+        const int64_t choice = token * products.top_k + first + i;
+        const bool chosen = first + i < products.top_k;
+        choices.positions[i] = chosen ? __ldg(products.positions + choice) : -1;
+        choices.weights[i] = chosen && choices.positions[i] >= 0 ? __ldg(products.weights + choice) : 0;
+      }
+      return choices;
+    };
     for (int column = threadIdx.x * kVector; column < columns; column += kThreads * kVector) {
       float sum[1][kVector];
-      sum_choices<Element, 1>(products, {{token, column}}, sum);
+      sum_choices<Element, 1>(products, {column}, products.top_k, choose, sum);
       out[(token * columns + column) / kVector] = gemm::round<Element>(sum[0]);
     }
   }

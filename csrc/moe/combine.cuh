@@ -17,46 +17,46 @@ struct Products {
   int top_k;
 };
 
-// Eight columns of a token, from `column` on; none if there is no such token.
-struct Vector {
-  int64_t token = -1;
-  int column = 0;
+// Some choices of a token: rows of the products, -1 for none, and their weights.
+constexpr int kChoices = 4;
+struct Choices {
+  int positions[kChoices];
+  float weights[kChoices];
 };
 
-// Each vector is added up in the order of its token's choices. Loads of several of them are in flight together:
-// one thread must not wait for memory each time.
-template <class Element, int kVectors>
-__device__ __forceinline__ void sum_choices(const Products& products, const Vector (&vectors)[kVectors],
+// kVectors times eight columns, from columns[v] on: the weighted sum of up to `count` choices, of which choose(v, first)
+// tells those from number `first` on. Each vector is added up in the order of its choices. Loads of all of them are in
+// flight together: one thread must not wait for memory each time.
+template <class Element, int kVectors, class Choose>
+__device__ __forceinline__ void sum_choices(const Products& products, const int (&columns)[kVectors],
+                                            int count, const Choose& choose,
                                             float (&sums)[kVectors][kVector]) {
-  constexpr int kBatch = 4;  // choices at a time
 #pragma unroll
   for (auto& sum : sums) {
 #pragma unroll
     for (float& s : sum) s = 0;
   }
-  for (int first = 0; first < products.top_k; first += kBatch) {
-    uint4 values[kVectors][kBatch];
-    float factors[kVectors][kBatch];
+#pragma unroll 1
+  for (int first = 0; first < count; first += kChoices) {
+    uint4 values[kVectors][kChoices];
+    float factors[kVectors][kChoices];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t choices = vectors[v].token * products.top_k;
+      const Choices choices = choose(v, first);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const bool chosen = vectors[v].token >= 0 && first + i < products.top_k;
-        const int position = chosen ? __ldg(products.positions + choices + first + i) : -1;
+      for (int i = 0; i < kChoices; ++i) {
         values[v][i] = {0, 0, 0, 0};
-        factors[v][i] = 0;
-        if (position >= 0) {
-          const char* row = products.rows + position * products.row_bytes;
-          values[v][i] = *reinterpret_cast<const uint4*>(row + vectors[v].column * sizeof(Element));
-          factors[v][i] = __ldg(products.weights + choices + first + i);
+        factors[v][i] = choices.weights[i];
+        if (choices.positions[i] >= 0) {
+          const char* row = products.rows + choices.positions[i] * products.row_bytes;
+          values[v][i] = *reinterpret_cast<const uint4*>(row + columns[v] * sizeof(Element));
         }
       }
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kChoices; ++i) {
         float terms[kVector];
         gemm::widen<Element>(values[v][i], terms);
 #pragma unroll

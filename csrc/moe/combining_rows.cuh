@@ -2,6 +2,9 @@
 // behind the tiles: for each token of a peer its choices' rows times their weights, sent to the peer's slots; for
 // each own token the same, and what peers have sent for it, in rank order.
 //
+// Each warpgroup does that by itself, in units of a block of tokens. It first puts into shared memory where the rows of
+// these tokens lie, so that the loads of what is summed wait for nothing.
+//
 // A call ends only after the first block of every peer's first chunk, needed or not (arriving_rows.cuh says why).
 #pragma once
 
@@ -19,15 +22,17 @@ struct CombiningRows {
     ColumnChunks chunks;  // of tiles
     int block_n;          // columns of a tile
     int n;
+    int block_rows;           // slot rows that share a signal
+    int blocks;               // of each slot
     const int32_t* incoming;  // [world_size][max_tokens]: token of each slot row of a source
     const int32_t* received;  // [world_size]: how many
     const int32_t* sent;      // [ep_size][max_tokens]: slot row of each own token at a slice, or -1
-    const int32_t* sending;   // [ep_size]: how many
     void* out;                // [num_tokens, n]
     int num_tokens;
     int communication_ctas;  // that compute nothing once the first chunk is drawn
   };
   using Call = sync::Call;
+  struct Progress {};
   static constexpr uint32_t kOp = 8;
   static constexpr bool kInOrder = true, kArrive = false, kCombine = true;
 
@@ -43,26 +48,44 @@ struct CombiningRows {
   }
 
   template <class Element>
-  FLUX_DEVICE static void combine(const Params& p, const Call& call, int num_tile_rows) {
-    __shared__ int drawn;
-    const Layout& layout = p.layout;
-    const int rank = p.symm.rank;
-    const CommOrder order = {layout.world_size, rank, layout.max_blocks(), p.chunks.count()};
+  FLUX_DEVICE static void combine(const Params& p, const Call& call, int num_tile_rows, void* memory) {
+    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+    Block& block = static_cast<Block*>(memory)[group];
+    const int barrier = 1 + group, rank = p.symm.rank;
+    const CommOrder order = {p.layout.world_size, rank, p.blocks, p.chunks.count()};
+    const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
+    int computed = 0;  // chunks, as this thread knows
+    if (thread == 0) block.drawn = draw();
+    ptx::named_barrier_sync(barrier, kGroupThreads);
     while (true) {
-      if (threadIdx.x == 0) drawn = static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u));
-      __syncthreads();
-      const int index = drawn;
+      const int index = block.drawn;
       if (index >= order.units()) return;
       const CommUnit unit = order.at(index);
-      bool here = threadIdx.x != 0 || wait_for_tiles(p, unit.chunk, num_tile_rows);
-      if (unit.peer == rank) here &= wait_for_peers(p, call, unit);
-      const bool whole = __syncthreads_and(here);
-      if (unit.peer == rank) {
-        sum<Element>(p, call, unit, whole);
-      } else if (whole && unit.block < Layout::blocks_of(p.received[unit.peer])) {
-        send<Element>(p, call, unit);
+      const bool own = unit.peer == rank;
+      const int rows_in_all = own ? p.num_tokens : p.received[unit.peer];
+      const int rows = min(p.block_rows, rows_in_all - unit.block * p.block_rows);
+      find_rows(p, block, unit, rows, thread);
+      bool here = true;
+      if (own) here = wait_for_peers(p, call, block, unit, thread);
+      if (thread == 0 && unit.chunk >= computed) {
+        here &= wait_for_tiles(p, unit.chunk, num_tile_rows);
+        computed = unit.chunk + 1;
       }
-      __syncthreads();
+      const bool whole = ptx::named_barrier_and(barrier, kGroupThreads, here);
+      // The next unit is on its way while this one is summed.
+      const int next = thread == 0 ? draw() : 0;
+      if (own) {
+        sum<Element>(p, call, block, unit, rows, whole, thread);
+      } else if (whole) {
+        send<Element>(p, call, block, unit, rows, thread);
+      }
+      if (thread == 0) block.drawn = next;
+      ptx::named_barrier_sync(barrier, kGroupThreads);
+      if (thread == kAnnouncer && !own && whole &&
+          unit.block < Layout::blocks_of(p.received[unit.peer], p.block_rows)) {
+        const int slot = Layout::slot_index(rank, unit.peer);
+        sync::publish(p.symm.signal(unit.peer, slot, word(p, unit.chunk, unit.block)), call.epoch);
+      }
     }
   }
 
@@ -73,6 +96,22 @@ struct CombiningRows {
   }
 
  private:
+  static constexpr int kGroupThreads = 128;
+  static constexpr int kAnnouncer = 96;  // of another warp than the thread that draws
+  // Vectors that a thread sums at a time: with four choices each, 256 bytes in flight, by which some tens of SMs
+  // keep up with the others' tiles.
+  static constexpr int kEach = 4;
+  static constexpr int kNoRow = -1;
+
+  // What a warpgroup knows of the tokens of its unit.
+  struct alignas(16) Block {
+    int positions[kBlockRows][kMaxTopK];  // of the products of each token, those that there are first
+    float weights[kBlockRows][kMaxTopK];
+    int counts[kBlockRows];
+    int slot_rows[kBlockRows][runtime::kMaxWorldSize];  // own tokens: of what each source has sent, or kNoRow
+    int drawn;                                          // the next unit
+  };
+
   struct Columns {
     int first, vectors;
   };
@@ -81,9 +120,7 @@ struct CombiningRows {
     const int last = min(p.n, first + p.chunks.size(chunk) * p.block_n);
     return {first, (last - first) / kVector};
   }
-  FLUX_DEVICE static int word(const Params& p, int chunk, int block) {
-    return chunk * p.layout.max_blocks() + block;
-  }
+  FLUX_DEVICE static int word(const Params& p, int chunk, int block) { return chunk * p.blocks + block; }
   FLUX_DEVICE static char* slot_row(const Params& p, const Call& call, int owner, int source, int row) {
     const int64_t index = static_cast<int64_t>(Layout::slot_index(source, owner)) * p.layout.max_tokens + row;
     return p.symm.slots(owner, call.epoch) + index * p.n * gemm::kElementBytes;
@@ -96,113 +133,167 @@ struct CombiningRows {
                              {kOp, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
   }
 
-  // Slot rows of tokens do not exceed their numbers: blocks up to the tokens' own hold all of them. Each thread waits
-  // for others.
-  FLUX_DEVICE static bool wait_for_peers(const Params& p, const Call& call, const CommUnit& unit) {
-    bool here = true;
-    for (int source = 0; source < p.layout.world_size; ++source) {
-      if (source == p.symm.rank) continue;
-      const int slot = Layout::slot_index(source, p.symm.rank);
-      const int blocks = min(unit.block + 1, Layout::blocks_of(p.sending[p.layout.slice_of(source)]));
-      for (int block = threadIdx.x; block < blocks; block += blockDim.x) {
-        here &=
-            sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, block)),
-                              call.epoch, {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
+  // A warpgroup: half a warp for a row, a lane for a choice.
+  FLUX_DEVICE static void find_rows(const Params& p, Block& block, const CommUnit& unit, int rows,
+                                    int thread) {
+    constexpr int kSteps = kBlockRows * kMaxTopK / kGroupThreads;
+    const int choice = thread % kMaxTopK, first = thread / kMaxTopK;
+    const int begin = unit.block * p.block_rows;
+    const int64_t tokens_of_peer = static_cast<int64_t>(unit.peer) * p.layout.max_tokens;
+    int tokens[kSteps], positions[kSteps];
+    float weights[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int row = step * (kGroupThreads / kMaxTopK) + first;
+      tokens[step] = kNoRow;
+      if (row < rows && choice < p.products.top_k) {
+        // Without expert parallelism a peer's token that nobody needs has a slot row too, and is none.
+        tokens[step] =
+            unit.peer == p.symm.rank ? begin + row : __ldg(p.incoming + tokens_of_peer + begin + row);
       }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int64_t index = (tokens_of_peer + tokens[step]) * p.products.top_k + choice;
+      positions[step] = tokens[step] >= 0 ? __ldg(p.products.positions + index) : kNoRow;
+      weights[step] = tokens[step] >= 0 ? __ldg(p.products.weights + index) : 0;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int row = step * (kGroupThreads / kMaxTopK) + first;
+      const uint32_t half = ptx::lane() & kMaxTopK, before = (1u << choice) - 1;
+      const bool there = positions[step] >= 0;
+      const uint32_t those = __ballot_sync(~0u, there) >> half & 0xFFFFu;
+      const int count = __popc(those);
+      const int at = there ? __popc(those & before) : count + __popc(~those & before);
+      block.positions[row][at] = positions[step];
+      block.weights[row][at] = weights[step];
+      if (choice == 0) block.counts[row] = count;
+    }
+  }
+
+  // What peers send for the tokens of the block. A token for which a peer sends nothing waits for its first block.
+  FLUX_DEVICE static bool wait_for_peers(const Params& p, const Call& call, Block& block,
+                                         const CommUnit& unit, int thread) {
+    bool here = true;
+    const int row = thread % kBlockRows, token = unit.block * p.block_rows + row;
+    for (int source = thread / kBlockRows; source < p.layout.world_size;
+         source += kGroupThreads / kBlockRows) {
+      int found = kNoRow;
+      if (source != p.symm.rank) {
+        if (row < p.block_rows && token < p.num_tokens) {
+          found = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
+        }
+        const int slot = Layout::slot_index(source, p.symm.rank), sent_block = max(found, 0) / p.block_rows;
+        here &= sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, sent_block)),
+                                  call.epoch,
+                                  {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(sent_block)});
+      }
+      block.slot_rows[row][source] = found;
     }
     return here;
   }
 
-  // Vectors that a thread sums at a time: with four choices each, 256 bytes in flight, by which some tens of SMs
-  // keep up with the others' tiles.
-  static constexpr int kEach = 4;
-
-  // Calls visit(row of the block, column, number below kEach) for this thread's share of a block from `begin` on,
-  // kEach times before each call of after().
-  template <class Visit, class After>
-  FLUX_DEVICE static void for_each_vector(const Columns& columns, int rows, Visit visit, After after) {
-    const int count = rows * columns.vectors;
-    for (int base = threadIdx.x; base < count; base += kEach * blockDim.x) {
+  // Calls visit(vectors, sums) for this thread's share of the rows, kEach vectors at a time; a row of kNoRow is none.
+  template <class Element, class Visit>
+  FLUX_DEVICE static void for_each_sum(const Params& p, const Block& block, const CommUnit& unit, int rows,
+                                       int thread, const Visit& visit) {
+    const Columns columns = CombiningRows::columns(p, unit.chunk);
+    const int num_vectors = rows * columns.vectors;
+#pragma unroll 1
+    for (int first = thread; first < num_vectors; first += kEach * kGroupThreads) {
+      int at[kEach], row[kEach], most = 0;
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int i = base + e * static_cast<int>(blockDim.x);
-        const int row = i / columns.vectors;
-        visit(i < count, row, columns.first + (i - row * columns.vectors) * kVector, e);
+        const int i = first + e * kGroupThreads;
+        row[e] = i < num_vectors ? i / columns.vectors : kNoRow;
+        at[e] = columns.first + (i - row[e] * columns.vectors) * kVector;
+        if (row[e] >= 0) most = max(most, block.counts[row[e]]);
       }
-      after();
+      const auto choose = [&](int e, int choice) {
+        Choices none = {{kNoRow, kNoRow, kNoRow, kNoRow}, {}};
+        if (row[e] < 0) return none;
+        const int4 positions = *reinterpret_cast<const int4*>(&block.positions[row[e]][choice]);
+        const float4 weights = *reinterpret_cast<const float4*>(&block.weights[row[e]][choice]);
+        return Choices{{positions.x, positions.y, positions.z, positions.w},
+                       {weights.x, weights.y, weights.z, weights.w}};
+      };
+      float sums[kEach][kVector];
+      sum_choices<Element>(p.products, at, most, choose, sums);
+      visit(row, at, sums);
     }
   }
 
   template <class Element>
-  FLUX_DEVICE static void send(const Params& p, const Call& call, const CommUnit& unit) {
-    const int begin = unit.block * kBlockRows;
-    const int64_t tokens_of_peer = static_cast<int64_t>(unit.peer) * p.layout.max_tokens;
-    Vector vectors[kEach];
-    int rows[kEach];
-    for_each_vector(
-        columns(p, unit.chunk), min(kBlockRows, p.received[unit.peer] - begin),
-        [&](bool there, int row, int column, int e) {
-          rows[e] = begin + row;
-          // Without expert parallelism a token that nobody needs has a row too, and is none.
-          const int token = there ? p.incoming[tokens_of_peer + rows[e]] : -1;
-          vectors[e] = {token < 0 ? -1 : tokens_of_peer + token, column};
-        },
-        [&] {
-          float sums[kEach][kVector];
-          sum_choices<Element>(p.products, vectors, sums);
+  FLUX_DEVICE static void send(const Params& p, const Call& call, const Block& block, const CommUnit& unit,
+                               int rows, int thread) {
+    char* const slots = slot_row(p, call, unit.peer, p.symm.rank, unit.block * p.block_rows);
+    for_each_sum<Element>(
+        p, block, unit, rows, thread,
+        [&](const int (&row)[kEach], const int (&column)[kEach], const float (&sums)[kEach][kVector]) {
 #pragma unroll
           for (int e = 0; e < kEach; ++e) {
-            if (vectors[e].token < 0) continue;
-            *reinterpret_cast<uint4*>(slot_row(p, call, unit.peer, p.symm.rank, rows[e]) +
-                                      vectors[e].column * gemm::kElementBytes) =
-                gemm::round<Element>(sums[e]);
+            if (row[e] < 0) continue;
+            const int64_t at = static_cast<int64_t>(row[e]) * p.n + column[e];
+            *reinterpret_cast<uint4*>(slots + at * gemm::kElementBytes) = gemm::round<Element>(sums[e]);
           }
         });
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence_system();
-      const int slot = Layout::slot_index(p.symm.rank, unit.peer);
-      sync::signal(p.symm.signal(unit.peer, slot, word(p, unit.chunk, unit.block)), call.epoch);
-    }
   }
 
   template <class Element>
-  FLUX_DEVICE static void sum(const Params& p, const Call& call, const CommUnit& unit, bool whole) {
-    const int begin = unit.block * kBlockRows, rank = p.symm.rank;
-    Vector vectors[kEach];
-    for_each_vector(
-        columns(p, unit.chunk), min(kBlockRows, p.num_tokens - begin),
-        [&](bool there, int row, int column, int e) {
-          vectors[e] = {there ? static_cast<int64_t>(rank) * p.layout.max_tokens + begin + row : -1, column};
-        },
-        [&] {
-          float own[kEach][kVector], total[kEach][kVector] = {};
-          sum_choices<Element>(p.products, vectors, own);
-          for (int source = 0; source < p.layout.world_size; ++source) {
+  FLUX_DEVICE static void sum(const Params& p, const Call& call, const Block& block, const CommUnit& unit,
+                              int rows, bool whole, int thread) {
+    constexpr int kPeers = 3;  // at a time
+    const int rank = p.symm.rank, peers = p.layout.world_size - 1;
+    char* const out = static_cast<char*>(p.out) +
+                      static_cast<int64_t>(unit.block) * p.block_rows * p.n * gemm::kElementBytes;
+    for_each_sum<Element>(
+        p, block, unit, rows, thread,
+        [&](const int (&row)[kEach], const int (&column)[kEach], const float (&own)[kEach][kVector]) {
+          float total[kEach][kVector] = {};
+          const auto add_own = [&] {
 #pragma unroll
             for (int e = 0; e < kEach; ++e) {
-              if (vectors[e].token < 0) continue;
-              float part[kVector];
-              if (source != rank) {
-                const int token = static_cast<int>(vectors[e].token) - rank * p.layout.max_tokens;
-                const int row = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
-                if (row < 0) continue;
-                const char* src =
-                    slot_row(p, call, rank, source, row) + vectors[e].column * gemm::kElementBytes;
-                gemm::widen<Element>(__ldcg(reinterpret_cast<const uint4*>(src)), part);
-              }
 #pragma unroll
-              for (int j = 0; j < kVector; ++j) total[e][j] += source == rank ? own[e][j] : part[j];
+              for (int j = 0; j < kVector; ++j) total[e][j] += own[e][j];
+            }
+          };
+#pragma unroll 1
+          for (int first = 0; first < peers; first += kPeers) {
+            uint4 parts[kEach][kPeers];
+#pragma unroll
+            for (int e = 0; e < kEach; ++e) {
+#pragma unroll
+              for (int i = 0; i < kPeers; ++i) {
+                const int source = first + i < rank ? first + i : first + i + 1;
+                parts[e][i] = {0, 0, 0, 0};
+                if (row[e] < 0 || first + i >= peers) continue;
+                const int found = block.slot_rows[row[e]][source];
+                if (found < 0) continue;
+                const char* src = slot_row(p, call, rank, source, found);
+                parts[e][i] = __ldcg(reinterpret_cast<const uint4*>(src + column[e] * gemm::kElementBytes));
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < kPeers; ++i) {
+              if (first + i == rank && rank < peers) add_own();
+#pragma unroll
+              for (int e = 0; e < kEach; ++e) {
+                float part[kVector];
+                gemm::widen<Element>(parts[e][i], part);
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) total[e][j] += part[j];
+              }
             }
           }
+          if (rank == peers) add_own();
 #pragma unroll
           for (int e = 0; e < kEach; ++e) {
-            if (vectors[e].token < 0) continue;
-            const int64_t token = vectors[e].token - static_cast<int64_t>(rank) * p.layout.max_tokens;
+            if (row[e] < 0) continue;
+            const int64_t at = static_cast<int64_t>(row[e]) * p.n + column[e];
             // The host will raise; until then nobody shall mistake what was summed for a result.
             const uint4 result = whole ? gemm::round<Element>(total[e]) : uint4{~0u, ~0u, ~0u, ~0u};
-            *reinterpret_cast<uint4*>(static_cast<char*>(p.out) +
-                                      (token * p.n + vectors[e].column) * gemm::kElementBytes) = result;
+            *reinterpret_cast<uint4*>(out + at * gemm::kElementBytes) = result;
           }
         });
   }

@@ -15,7 +15,9 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   const int n = static_cast<int>(args.weight.rows / args.experts);
   const int block_n = gemm::kTileConfigs[args.config].block_n;
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
-  check_room(layout, symm, n, chunks.count());
+  const int block_rows = Layout::sum_block_rows(layout.max_tokens);
+  const int blocks = Layout::blocks_of(layout.max_tokens, block_rows);
+  check_room(layout, symm, n, static_cast<int64_t>(blocks) * chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
   const Products products = {static_cast<const char*>(args.out),
@@ -27,10 +29,11 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                       chunks,
                                       block_n,
                                       n,
+                                      block_rows,
+                                      blocks,
                                       routing.incoming,
                                       routing.received,
                                       routing.sent,
-                                      routing.sending,
                                       combine.out,
                                       combine.num_tokens,
                                       std::min(combine.communication_ctas, num_sms - 1)};

@@ -29,12 +29,10 @@ struct IndexedRows : LocalRows {
   struct Params {
     const char* x;
     const int32_t* rows;
-    int64_t row_bytes;
   };
   static constexpr bool kInOrder = false;
-  FLUX_DEVICE static const char* at(const Params& p, const Call&, int row) {
-    return p.x + p.rows[row] * p.row_bytes;
-  }
+  FLUX_DEVICE static Sources sources(const Params& p, const Call&) { return {p.x, nullptr}; }
+  FLUX_DEVICE static int place(const Params& p, int row) { return p.rows[row]; }
 };
 
 constexpr int kScheduleThreads = 256;
@@ -84,8 +82,7 @@ void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
     launch_grouped<OrderedRows>(args, schedule, args.num_rows, {}, stream);
     return;
   }
-  const IndexedRows::Params rows = {static_cast<const char*>(args.x.data), args.rows,
-                                    args.x.columns * gemm::kElementBytes};
+  const IndexedRows::Params rows = {static_cast<const char*>(args.x.data), args.rows};
   launch_grouped<IndexedRows>(args, schedule, args.num_rows, rows, stream);
 }
 

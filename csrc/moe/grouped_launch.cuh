@@ -50,12 +50,12 @@ inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, cons
   FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
 }
 
-// And whether there is room for rows of `columns` that travel in `chunks`, each with signals of its own.
-inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int columns, int chunks) {
+// And whether there is room for rows of `columns` and so many signals for each source.
+inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int columns, int64_t signals) {
   const int64_t peers = symm.world_size - 1;
   const int64_t slot_bytes = peers * layout.max_tokens * columns * gemm::kElementBytes;
   FLUX_CHECK(slot_bytes <= symm.slot_bytes, slot_bytes, symm.slot_bytes);
-  FLUX_CHECK(peers * layout.max_blocks() * chunks * 4 <= symm.signal_bytes, symm.signal_bytes);
+  FLUX_CHECK(peers * signals * 4 <= symm.signal_bytes, symm.signal_bytes);
 }
 
 // expected_rows: what the tile shape is chosen for.

@@ -15,7 +15,7 @@ namespace flux::moe {
 
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSteps = 8;  // world sizes
-// Slot rows that share a signal. Few, so that what is left to sum when the last tile is done keeps all SMs busy.
+// Slot rows that share a signal. In layer 1 as many at most, and fewer where there are few tokens.
 constexpr int kBlockRows = 32;
 constexpr int kGroupM = 16;  // tiles one above the other that share the columns of a weight in L2
 
@@ -65,10 +65,18 @@ struct Layout {
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
 
   // A slot with nothing in it has a signal too: every rank must hear of every peer in every call.
-  FLUX_HD static int blocks_of(int slot_rows) {
-    return slot_rows <= kBlockRows ? 1 : ceil_div(slot_rows, kBlockRows);
+  FLUX_HD static int blocks_of(int slot_rows, int block_rows = kBlockRows) {
+    return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
   FLUX_HD int max_blocks() const { return blocks_of(max_tokens); }
+
+  // Of layer 1: small enough that what is left to sum when the last tile is done keeps all SMs busy.
+  FLUX_HD static int sum_block_rows(int max_tokens) {
+    constexpr int kFewest = 8, kBlocks = 64;
+    int rows = kFewest;
+    while (rows < kBlockRows && rows * kBlocks < max_tokens) rows *= 2;
+    return rows;
+  }
 };
 
 // ---- the routing kernel ------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 // the same mainloop, stages and slabs, for rows of x that may lie anywhere and results that end in the middle of a
 // tile.
 //
-//   loaders  warps 0 and 1          A and B by TMA, one thread; or, if rows of x must be gathered, 16 bytes of A a
-//                                   thread, row after row
-//   storers  warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are
-//   math     warpgroups 1 and 2     wgmma, then the activation
+//   loader     warp 0                 A and B by TMA, one thread; or, if rows of x must be gathered, 16 bytes of A a
+//                                     thread, row after row
+//   scheduler  warp 1                 what comes next (job_queue.cuh)
+//   storers    warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are
+//   math       warpgroups 1 and 2     wgmma, then the activation
 //
 // Rows lets a row be anywhere:
 //
@@ -13,8 +14,9 @@
 //   struct Call                     what a thread learns once a launch
 //   begin(params) -> Call
 //   kInOrder                        sorted rows are those of x
-//   at(params, call, row) -> pointer
-//                                   otherwise, what sorted row number `row` is made of; asked once a tile
+//   sources(params, call), place(params, row)
+//                                   otherwise, two matrices of rows, and what sorted row number `row` is made of: a row
+//                                   of the first one, or the complement of the number of a row of the second
 //   tile_counter(params)            where CTAs draw their next tile, zero at launch; null: by a fixed stride
 //   kArrive                         some rows come from peers
 //   kCombine                        results are summed and sent as soon as a chunk of columns is complete
@@ -23,35 +25,34 @@
 //
 //   num_pushers(params)             CTAs that send before they compute
 //   push(params, call)              all threads of such a CTA
-//   struct Progress                 what each loader thread remembers
-//   admit(params, call, progress, row, thread, threads) -> bool
-//                                   the loaders: wait for all rows of an expert up to this one
+//   struct Progress                 what each thread of the scheduler remembers
+//   admit(params, call, progress, row) -> bool
+//                                   a warp: wait for all rows of an expert up to this one
 //
 // where kCombine
 //
 //   may_draw(params, tiles_drawn, first_chunk) -> bool
 //                                   false: this CTA leaves tiles to others and goes on to combine
 //   stored(params, chunk)           one thread: half a tile of a chunk is in memory
-//   combine<Element>(params, call, num_tile_rows)
-//                                   all threads, after the CTA's last tile
+//   combine<Element>(params, call, num_tile_rows, memory)
+//                                   all threads, after the CTA's last tile; shared memory that nobody else uses now
 //
 // and with either of them
 //
-//   end(params, call)               one thread of each CTA, after combine, or when it has loaded all its tiles
+//   end(params, call)               one thread of each CTA, after combine, or when it has drawn all its tiles
 #pragma once
 
 #include "gemm/epilogue.cuh"
 #include "gemm/smem.cuh"
-#include "gemm/tile_queue.cuh"
+#include "moe/job_queue.cuh"
 #include "moe/plan.h"
 
 namespace flux::moe {
 
 constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
-constexpr int kLoaderThreads = 64;
-// 168 for each thread at launch: 128 * 88 + 256 * 208 are just as many.
-constexpr int kGroupedProducerRegisters = 88;
-constexpr int kGroupedMathRegisters = 208;
+// 168 for each thread at launch: 128 * 104 + 256 * 200 are just as many. A loader that gathers keeps 32 addresses.
+constexpr int kGroupedProducerRegisters = 104;
+constexpr int kGroupedMathRegisters = 200;
 constexpr int kGroupedLaunchRegisters = 168;
 
 enum class Activation { kNone, kSilu, kGelu, kSwiglu };
@@ -73,17 +74,15 @@ struct GroupedParams {
   typename Rows::Params rows;
 };
 
-// What a loader must know of a tile: its number, where its columns of the weight begin, and its rows.
-struct Job {
-  int index, first_column, first_row, last_row;
-};
+// K-blocks of a tile that are still to be loaded when the next one is asked for: about 4 us of them.
+constexpr int kAskBefore = 16;
 
-// After the stages, slabs and barriers of the house: the next job.
+// After the stages, slabs and barriers of the house: the queue of jobs.
 constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
-  return gemm::smem_bytes(c) + static_cast<int>(sizeof(Job));
+  return gemm::smem_bytes(c) + JobQueue::kBytes + 8;
 }
 
-FLUX_DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
+FLUX_DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 FLUX_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 template <int kAccumulators>
@@ -123,19 +122,16 @@ FLUX_DEVICE void store_staged_rows(uint32_t slab, char* dst, int64_t row_bytes, 
   }
 }
 
-struct ChunkTile {
-  int chunk;
-  Tile tile;
-};
-
 // Tile number `index` of all chunks.
-template <class Params>
-FLUX_DEVICE ChunkTile chunk_tile_at(const Params& p, int num_tile_rows, int index) {
+template <class Rows>
+FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int tile_columns, int index) {
   const ColumnChunks chunks = {p.n_tiles, p.tiles_per_chunk};
   const int chunk = index / (num_tile_rows * p.tiles_per_chunk);
-  Tile tile = tile_at(p.tiles, chunks.size(chunk), index - chunk * num_tile_rows * p.tiles_per_chunk);
-  tile.n += chunks.first(chunk);
-  return {chunk, tile};
+  const Tile tile = tile_at(p.tiles, chunks.size(chunk), index - chunk * num_tile_rows * p.tiles_per_chunk);
+  const int column = (chunks.first(chunk) + tile.n) * tile_columns;
+  const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
+  const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
+  return {num_rows, first_row, column, tile.expert * p.n + column, chunk};
 }
 
 template <class Element, int kConfig, class Rows>
@@ -151,53 +147,32 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 
   extern __shared__ uint8_t raw_smem[];
   const Shared smem(raw_smem);
+  const JobQueue queue = {(smem.end() + 7) & ~7u};
   const int warp = threadIdx.x / 32;
+  [[maybe_unused]] const auto call = Rows::begin(params.rows);
   if constexpr (Rows::kArrive) {
-    if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, Rows::begin(params.rows));
+    if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, call);
   }
   if (threadIdx.x == 0) {
+    constexpr int kLoaders = Rows::kInOrder ? 1 : 32;  // threads
     ptx::prefetch_tensor_map(&params.weight);
-    smem.init(/*cluster_size=*/1, /*sharers=*/1, Rows::kInOrder ? 1 : kLoaderThreads + 1);
+    smem.init(/*cluster_size=*/1, /*sharers=*/1, Rows::kInOrder ? 1 : kLoaders + 1);
+    queue.init(kLoaders + gemm::kNumMathWarpgroups * (32 + 4));
   }
+  // Behind this, all threads have asked which call it is.
   __syncthreads();
 
   const int k_blocks = (params.k + kBlockK - 1) / kBlockK;
-  const int num_tile_rows = *params.num_tile_rows, num_tiles = num_tile_rows * params.n_tiles;
+  const int num_tile_rows = *params.num_tile_rows;
   // Columns of the result that a tile has.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kGroupedProducerRegisters>();
-    if (warp < 2) {
-      const int thread = threadIdx.x;
-      const auto call = Rows::begin(params.rows);
-      uint32_t* const counter = Rows::tile_counter(params.rows);
-      gemm::TileQueueWriter<Shared> queue;
-      // One thread draws for all roles.
-      const auto draw = [&](int otherwise) {
-        int index = otherwise;
-        if constexpr (Rows::kCombine) {
-          const int first_chunk = num_tile_rows * params.tiles_per_chunk;
-          if (!Rows::may_draw(params.rows, static_cast<int>(ptx::load_relaxed(counter)), first_chunk)) {
-            queue.put(smem, /*cluster_size=*/1, num_tiles);
-            return num_tiles;
-          }
-        }
-        if (counter != nullptr) index = static_cast<int>(atomicAdd(counter, 1u));
-        queue.put(smem, /*cluster_size=*/1, index);
-        return index;
-      };
-      const auto take = [&](int otherwise) -> Job {
-        const int index = draw(otherwise);
-        if (index >= num_tiles) return {index, 0, 0, 0};
-        const Tile tile = chunk_tile_at(params, num_tile_rows, index).tile;
-        const int first_row = params.offsets[tile.expert] + tile.m * kBlockM;
-        const int rows_end = min(first_row + kBlockM, params.offsets[tile.expert + 1]);
-        return {index, tile.expert * params.n + tile.n * tile_columns, first_row, rows_end - 1};
-      };
-      // The next job takes four trips to memory: it is looked up while stages of this one are still full.
-      const int take_at = max(0, k_blocks - kTile.stages);
+    if (warp == 0) {
+      const int lane = ptx::lane(), ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
       typename Shared::Stages ring;
+      JobReader jobs;
       // One thread: the part of a stage that comes by TMA, as many bytes.
       const auto load = [&](const Job& job, int kb, uint32_t bytes) {
         const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
@@ -207,83 +182,105 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if constexpr (Rows::kInOrder) {
           ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, job.first_row);
         }
-        ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.first_column);
+        ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.weight_row);
         ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
-                         job.first_column + second_column);
+                         job.weight_row + second_column);
       };
       constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
 
       if constexpr (Rows::kInOrder) {
         // Rows after the expert's last one are loaded too, and dropped in the end.
-        if (thread == 0) {
-          Job next = take(blockIdx.x);
-          for (Job job = next; job.index < num_tiles; job = next) {
+        if (lane == 0) {
+          for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
+            jobs.give_back(queue);
             for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-              if (kb == take_at) next = take(job.index + gridDim.x);
+              if (kb == ask_at) ptx::mbarrier_arrive(queue.wanted());
               ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
               load(job, kb, Shared::kABytes + kBBytes);
             }
           }
         }
       } else {
-        // Eight threads for the 128 bytes of a row and a k-block; eight rows at a time.
-        const int piece = thread % 8, row_in_eight = thread / 8;
-        const uint32_t dst_in_eight = row_in_eight * 128 + (piece ^ row_in_eight) * 16;
+        // Eight threads for the 128 bytes of a row and a k-block; four rows at a time.
+        const int piece = lane % 8, row_in_four = lane / 8;
         const int row_bytes = params.k * gemm::kElementBytes;
-        typename Rows::Progress progress;
-        const auto tell = [&](const Job& job) {
-          const int words[] = {job.index, job.first_column, job.first_row, job.last_row};
+        const Sources sources = Rows::sources(params.rows, call);
+        const char* const first = sources.first + piece * 16;
+        const char* const second = sources.second + piece * 16;
+        for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
+          const char* rows[kBlockM / 4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) ptx::store_shared(smem.end() + 4 * i, words[i]);
-        };
-        const auto told = [&](int i) { return static_cast<int>(ptx::load_shared(smem.end() + 4 * i)); };
-        if (thread == 0) tell(take(blockIdx.x));
-        while (true) {
-          ptx::named_barrier_sync(1, kLoaderThreads);  // the next job is known
-          const Job job = {told(0), told(1), told(2), told(3)};
-          if (job.index >= num_tiles) break;
-          // A row that is not there is loaded as the last one that is, and dropped in the end.
-          const char* rows[kBlockM / 8];
-#pragma unroll
-          for (int i = 0; i < kBlockM / 8; ++i) {
-            const int row = min(job.first_row + i * 8 + row_in_eight, job.last_row);
-            rows[i] = Rows::at(params.rows, call, row) + piece * 16;
+          for (int i = 0; i < kBlockM / 4; ++i) {
+            const int place = jobs.place(queue, i * 4 + row_in_four);
+            rows[i] = (place >= 0 ? first + static_cast<int64_t>(place) * row_bytes
+                                  : second + static_cast<int64_t>(~place) * row_bytes);
           }
-          if constexpr (Rows::kArrive) {
-            if (!Rows::admit(params.rows, call, progress, job.last_row, thread, kLoaderThreads)) {
-              smem.set_failed();
-            }
-          }
-          // All have read the job, and its rows are there.
-          ptx::named_barrier_sync(1, kLoaderThreads);
+          jobs.give_back(queue);
           for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-            if (thread == 0 && kb == take_at) tell(take(job.index + gridDim.x));
+            if (kb == ask_at && lane == 0) ptx::mbarrier_arrive(queue.wanted());
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-            if (thread == 0) load(job, kb, kBBytes);
+            if (lane == 0) load(job, kb, kBBytes);
             const bool valid = kb * 128 + piece * 16 < row_bytes;
-            const uint32_t a = smem.a(ring.index) + dst_in_eight;
+            const int offset = valid ? kb * 128 : 0;
+            const uint32_t a = smem.a(ring.index) + row_in_four * 128;
 #pragma unroll
-            for (int i = 0; i < kBlockM / 8; ++i) {
-              ptx::copy_async_16(a + i * 1024, rows[i] + (valid ? kb * 128 : 0), valid);
+            for (int i = 0; i < kBlockM / 4; ++i) {
+              // Row i * 4 + row_in_four of the tile; its number within eight rows says how it is swizzled.
+              const uint32_t dst = a + i * 512 + (piece ^ (i % 2 * 4 + row_in_four)) * 16;
+              ptx::copy_async_16(dst, rows[i] + offset, valid);
             }
             ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
           }
         }
-        if constexpr (Rows::kArrive) {
-          if (thread == 0) Rows::end(params.rows, call);  // while the last tiles are computed
+      }
+    } else if (warp == 1) {
+      const int lane = ptx::lane(), num_tiles = num_tile_rows * params.n_tiles;
+      uint32_t* const counter = Rows::tile_counter(params.rows);
+      // One thread asks which tile is next.
+      const auto draw = [&](int otherwise) {
+        if constexpr (Rows::kCombine) {
+          const int first_chunk = num_tile_rows * params.tiles_per_chunk;
+          const int drawn = static_cast<int>(ptx::load_relaxed(counter));
+          if (!Rows::may_draw(params.rows, drawn, first_chunk)) return num_tiles;
         }
+        return counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : otherwise;
+      };
+      JobWriter jobs;
+      [[maybe_unused]] typename Rows::Progress progress;
+      for (int number = blockIdx.x;; number += gridDim.x) {
+        const int index = __shfl_sync(~0u, lane == 0 ? draw(number) : 0, 0);
+        Job job = {};
+        if (index < num_tiles) job = look_up(params, num_tile_rows, tile_columns, index);
+        jobs.wait_for_room(queue);
+        if constexpr (!Rows::kInOrder) {
+          // A row that is not there is loaded as the last one that is, and dropped in the end.
+          const int last_row = job.first_row + job.num_rows - 1;
+#pragma unroll
+          for (int row = 0; row < kBlockM; row += 32) {
+            if (job.num_rows == 0) break;
+            const int place = Rows::place(params.rows, min(job.first_row + row + lane, last_row));
+            ptx::store_shared(queue.place(jobs.cursor.index, row + lane), place);
+          }
+          if constexpr (Rows::kArrive) {
+            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, last_row)) smem.set_failed();
+          }
+        }
+        jobs.put(queue, job);
+        if (job.num_rows == 0) break;
+        jobs.wait_until_wanted(queue);
+      }
+      if constexpr (Rows::kArrive) {
+        if (lane == 0) Rows::end(params.rows, call);  // while the last tiles are computed
       }
     } else {
       const int warpgroup = warp - 2;
       typename Shared::Slabs slabs;
-      gemm::TileQueueReader<Shared> queue;
-      const bool arrives = ptx::lane() == 0;
-      for (int index = queue.next(smem, arrives); index < num_tiles; index = queue.next(smem, arrives)) {
-        const auto [chunk, tile] = chunk_tile_at(params, num_tile_rows, index);
-        const int first = params.offsets[tile.expert] + tile.m * kBlockM + warpgroup * 64;
-        const int num_rows = params.offsets[tile.expert + 1] - first;
+      JobReader jobs;
+      for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
+        jobs.give_back(queue);
+        const int first = job.first_row + warpgroup * 64, num_rows = job.num_rows - warpgroup * 64;
         for (int column = 0; column < tile_columns; column += kTile.slab_n, slabs.advance()) {
-          const int out_column = tile.n * tile_columns + column;
+          const int out_column = job.first_column + column;
           const int num_columns = min(tile_columns - column, params.out_columns - out_column);
           const int64_t row_bytes = static_cast<int64_t>(params.out_columns) * gemm::kElementBytes;
           char* dst = static_cast<char*>(params.out) + first * row_bytes + out_column * gemm::kElementBytes;
@@ -294,7 +291,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
           if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.slab_empty(warpgroup, slabs.index));
         }
         if constexpr (Rows::kCombine) {
-          if (ptx::lane() == 0) Rows::stored(params.rows, chunk);
+          if (ptx::lane() == 0) Rows::stored(params.rows, job.chunk);
         }
       }
     }
@@ -306,9 +303,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     float d[Mma::kAccumulators];
     typename Shared::Stages ring;
     typename Shared::Slabs slabs;
-    gemm::TileQueueReader<Shared> queue;
-    const bool arrives = ptx::lane() == 0;
-    for (int index = queue.next(smem, arrives); index < num_tiles; index = queue.next(smem, arrives)) {
+    JobReader jobs;
+    while (jobs.more(queue)) {
       int held = 0;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
@@ -363,8 +359,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     } else {
       ptx::setmaxnreg_dec<kGroupedLaunchRegisters>();
     }
-    const auto call = Rows::begin(params.rows);
-    Rows::template combine<Element>(params.rows, call, num_tile_rows);
+    Rows::template combine<Element>(params.rows, call, num_tile_rows, raw_smem);
     __syncthreads();
     if (threadIdx.x == 0) Rows::end(params.rows, call);
   }

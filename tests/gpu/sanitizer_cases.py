@@ -9,6 +9,8 @@ import torch
 import flux
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
+from flux.testing.emulate_moe import EmulatedMoeRanks
+from flux.testing.moe_data import MoeCase
 
 ALONE, SPLIT_BY_2, SPLIT_BY_3 = 1, 4, 5  # "clusters" of the cost model's choices
 CHOSEN = -1  # by the model: a swap-AB tile where rows are few
@@ -61,7 +63,27 @@ def main() -> None:
                 assert torch.equal(result, gathering.expected(rank, "cuda")), (rank, gathering)
                 assert torch.equal(collected[rank], gathering.gathered("cuda")), (rank, gathering)
                 assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
+    mixture()
     print("all exact")
+
+
+def mixture() -> None:
+    """Both layers, with experts shared and distributed."""
+    ranks = EmulatedMoeRanks(2, timeout_s=60.0)
+    for ep_size in (1, 2):
+        case = MoeCase((40, 35), 136, 72, 4, 3, ep_size, torch.bfloat16, "skewed", 0.1)
+        layouts = ranks.route(case)
+        xs, w1s, w2s = ([make(rank).cuda() for rank in range(2)] for make in (case.x, case.w1, case.w2))
+        results = ranks.ag_scatter_gemm(xs, w1s, config=9)
+        ranks.check()
+        for rank, result in enumerate(results):
+            expected = case.layer0(rank)
+            assert torch.equal(result[: len(expected)].cpu(), expected), (rank, case)
+        hidden = [case.hidden_rows(rank, layouts[rank].max_rows).cuda() for rank in range(2)]
+        results = ranks.gemm_gather_rs(hidden, w2s, config=9, communication_ctas=2)
+        ranks.check()
+        for rank, result in enumerate(results):
+            assert torch.equal(result.cpu(), case.layer1(rank)), (rank, case)
 
 
 if __name__ == "__main__":

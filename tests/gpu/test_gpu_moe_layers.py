@@ -46,3 +46,13 @@ def test_layouts_and_skews(world_size: int, skew: str) -> None:
             )
             check(ranks, case, (0, 3, 5, 9)[number % 4], 1 + number % 2, (1, 0, 5)[number % 3])
             number += 1
+
+
+@pytest.mark.parametrize("config", [0, 3, 5, 9])
+@pytest.mark.parametrize("ep_size", [1, 3])
+def test_long_rows(config: int, ep_size: int) -> None:
+    """The next tile is asked for in the middle of one; chunks are wider than what a thread sums at a time."""
+    ranks = EmulatedMoeRanks(3)
+    for seed in range(3):  # both buffers, and one of them again
+        case = MoeCase((260, 200, 60), 1608, 1608, 6, 4, ep_size, torch.bfloat16, "skewed", 0.1, seed=seed)
+        check(ranks, case, config, 2, 5 * seed)

@@ -48,6 +48,20 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; true in all threads if `condition` holds in all of them.
+__device__ __forceinline__ bool named_barrier_and(int id, int threads, bool condition) {
+  uint32_t all;
+  asm volatile(
+      "{\n.reg .pred one, every;\n"
+      "setp.ne.u32 one, %3, 0;\n"
+      "bar.red.and.pred every, %1, %2, one;\n"
+      "selp.u32 %0, 1, 0, every;\n}"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(condition))
+      : "memory");
+  return all != 0;
+}
+
 // Orders no memory, which would wait for all that is under way. Behind fence_mbarrier_init, enough for barriers.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");

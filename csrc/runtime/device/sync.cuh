@@ -1,4 +1,4 @@
-// Signals between ranks: the whole memory model of the library is in the two functions below.
+// Signals between ranks: the whole memory model of the library is in the functions below.
 //
 // A signal is an epoch: a u32 that only grows, so nothing is ever reset. The sender's data travels by bulk
 // copies (the async proxy) or ordinary stores; `signal` makes it visible before the epoch, `wait_signal` sees
@@ -18,7 +18,12 @@ __device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }
 
-// The same for a word that a stream waits for, of which every piece of the data adds one.
+// The same for ordinary stores: one thread, at a barrier behind those whose stores it announces.
+__device__ __forceinline__ void publish(uint32_t* address, uint32_t epoch) {
+  ptx::store_release_sys(address, epoch);
+}
+
+// As `signal`, for a word that a stream waits for, of which every piece of the data adds one.
 __device__ __forceinline__ void count(uint32_t* address) {
   ptx::fence_proxy_async();
   ptx::add_release_sys(address, 1);

@@ -23,7 +23,6 @@ from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.gemm_gather_rs"
-_BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
 
 
 def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -187,12 +186,14 @@ class _Exchange:
         self._received = routing.received.tolist()
         self._offsets = routing.offsets.tolist()
         self._agreed = False
+        self._block_rows: int = layout.sum_block_rows(layout.max_tokens)
+        self._blocks: int = layout.blocks_of(layout.max_tokens, self._block_rows)
 
     def run(self) -> None:
         layout, computed = self._layout, 0
-        rank, blocks = layout.rank, layout.max_blocks
+        rank = layout.rank
         for chunk, peer, block in _native.core.moe_comm_units(
-            layout.world_size, rank, blocks, len(self._plan.chunks)
+            layout.world_size, rank, self._blocks, len(self._plan.chunks)
         ):
             if chunk == computed:
                 self._compute(chunk)
@@ -227,9 +228,9 @@ class _Exchange:
     def _send(self, chunk: int, peer: int, block: int) -> None:
         """Sums a block of a peer's tokens and puts it where its owner finds it."""
         layout, received = self._layout, self._received[peer]
-        if block >= layout.blocks_of(received):
+        if block >= layout.blocks_of(received, self._block_rows):
             return
-        rows = slice(block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, received))
+        rows = slice(block * self._block_rows, min((block + 1) * self._block_rows, received))
         if rows.start < rows.stop:
             # Without expert parallelism a slot row may be that of a token that nobody needs.
             tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
@@ -237,14 +238,14 @@ class _Exchange:
             self._slot(peer, layout.rank)[rows, columns] = self._partial(peer, tokens, columns).to(
                 self._plan.dtype
             )
-        signal = chunk * layout.max_blocks + block
+        signal = chunk * self._blocks + block
         self._workspace.signal(peer, layout.slot_index(layout.rank, peer), signal, self._epoch)
 
     def _sum(self, chunk: int, block: int) -> None:
         """Adds up what all ranks have of a block of own tokens, in rank order."""
         layout = self._layout
         rank, columns = layout.rank, self._columns(chunk)
-        tokens = torch.arange(len(self._out))[block * _BLOCK_ROWS : (block + 1) * _BLOCK_ROWS]
+        tokens = torch.arange(len(self._out))[block * self._block_rows : (block + 1) * self._block_rows]
         if block > 0 and len(tokens) == 0:
             return
         total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=self._weight.dtype)
@@ -256,8 +257,8 @@ class _Exchange:
             there = slot_rows >= 0
             # The first block, needed or not: a call must not end before every peer has begun it.
             blocks = {0} if block == 0 else set()
-            for needed in sorted(blocks | set((slot_rows[there] // _BLOCK_ROWS).tolist())):
-                self._wait(source, chunk * layout.max_blocks + needed, needed)
+            for needed in sorted(blocks | set((slot_rows[there] // self._block_rows).tolist())):
+                self._wait(source, chunk * self._blocks + needed, needed)
             total[there] += self._slot(rank, source)[slot_rows[there], columns].to(total.dtype)
         self._out[tokens, columns] = total.to(self._out.dtype)
 

@@ -89,6 +89,7 @@ def _make_plan(
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # of what travels
+        blocks = core.MoeLayout.blocks_of(max_tokens)
     else:
         rows = m * top_k // ep_size  # that a rank expects if tokens choose evenly
         block_n = BLOCK_N
@@ -99,10 +100,11 @@ def _make_plan(
             block_n = core.tile_configs()[tile].block_n
         chunks = tuple(core.moe_column_chunks(rows, n, k, block_n))
         columns = n
+        blocks = core.MoeLayout.blocks_of(max_tokens, core.MoeLayout.sum_block_rows(max_tokens))
     layout = core.ag_gemm_layout(m, columns, p)
     return MoePlan(
         *facts,
-        signal_bytes=round_up(4 * (p - 1) * core.MoeLayout.blocks_of(max_tokens) * len(chunks)),
+        signal_bytes=round_up(4 * (p - 1) * blocks * len(chunks)),
         slot_bytes=round_up(layout.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
         chunks=chunks,
         tile=tile,

@@ -16,6 +16,7 @@ from flux.testing.emulate import EmulatedRanks
 from flux.testing.moe_data import MoeCase
 
 Tensors = Sequence[torch.Tensor]
+_Layout: Any = _native.core.MoeLayout
 
 
 class EmulatedMoeRanks(EmulatedRanks):
@@ -102,7 +103,7 @@ class EmulatedMoeRanks(EmulatedRanks):
     ) -> list[torch.Tensor]:
         """Layer 0 of all ranks at once: for every rank its rows [max_rows, n]; rows after the last hold 7."""
         case = self._case
-        self._make_room(1)
+        self._make_room(_Layout.blocks_of(case.max_tokens))
         columns = weights[0].shape[1] // (2 if activation == "swiglu" else 1)
         outs = [xs[0].new_full((layout.max_rows, columns), 7) for layout in self._layouts]
         number = 0 if activation is None else ACTIVATIONS.index(activation) + 1
@@ -143,7 +144,8 @@ class EmulatedMoeRanks(EmulatedRanks):
             communication_ctas: that begin with communication.
         """
         case = self._case
-        self._make_room(-(-case.hidden // _native.core.tile_configs()[config].block_n))
+        blocks = _Layout.blocks_of(case.max_tokens, _Layout.sum_block_rows(case.max_tokens))
+        self._make_room(blocks * -(-case.hidden // _native.core.tile_configs()[config].block_n))
         products = [xs[0].new_empty(layout.max_rows, case.hidden) for layout in self._layouts]
         words = [schedule_words(x.shape[0], w.shape[0]) for x, w in zip(xs, weights, strict=True)]
         schedules = [x.new_empty(count, dtype=torch.int32) for x, count in zip(xs, words, strict=True)]
@@ -171,7 +173,7 @@ class EmulatedMoeRanks(EmulatedRanks):
         self._launch(launch, join, ())
         return outs
 
-    def _make_room(self, chunks: int) -> None:
+    def _make_room(self, signals: int) -> None:
+        """signals: of each source."""
         peers, limit = self.world_size - 1, self._case.max_tokens
-        signals = peers * _native.core.MoeLayout.blocks_of(limit) * chunks
-        self._stored._grow(round_up(4 * signals), round_up(peers * limit * self._case.hidden * 2), 0)
+        self._stored._grow(round_up(4 * peers * signals), round_up(peers * limit * self._case.hidden * 2), 0)
