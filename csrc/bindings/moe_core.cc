@@ -41,11 +41,12 @@ T* pointer(uint64_t address) {
 // Addresses in the order of RoutingArrays.
 void route(const moe::Layout& layout, int block_m, uint64_t ids, const std::vector<uint64_t>& arrays) {
   expect(block_m >= 1, "block_m: expected a positive number");
-  expect(arrays.size() == 11, "arrays: expected 11 addresses");
+  expect(arrays.size() == 10, "arrays: expected 10 addresses");
   const auto words = [&](int i) { return pointer<int32_t>(arrays[i]); };
-  const moe::RoutingArrays out = {words(0), words(1), words(2), words(3), words(4),
-                                  words(5), words(6), words(7), words(8), pointer<moe::TileEntry>(arrays[9]),
-                                  words(10)};
+  const moe::RoutingArrays out = {words(0), words(1), words(2),
+                                  words(3), words(4), words(5),
+                                  words(6), words(7), pointer<moe::TileEntry>(arrays[8]),
+                                  words(9)};
   py::gil_scoped_release release;
   moe::route_on_host(layout, block_m, pointer<const int32_t>(ids), out);
 }
@@ -59,9 +60,9 @@ std::vector<std::tuple<int, int, int>> tiles(uint64_t entries, int num_entries, 
   return all;
 }
 
-std::vector<std::tuple<int, int>> column_chunks(int64_t expected_rows, int n, int k, int block_n) {
-  expect(n >= 1 && k >= 1 && block_n >= 1, "n, k, block_n: expected positive numbers");
-  const moe::ColumnChunks chunks = moe::make_chunks(expected_rows, n, k, block_n);
+std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
+  expect(n >= 1 && block_n >= 1, "n, block_n: expected positive numbers");
+  const moe::ColumnChunks chunks = moe::make_chunks(n, block_n);
   std::vector<std::tuple<int, int>> all;
   for (int chunk = 0; chunk < chunks.count(); ++chunk) {
     all.emplace_back(chunks.first(chunk), chunks.size(chunk));
@@ -86,7 +87,6 @@ std::vector<std::tuple<int, int, int>> comm_units(int world_size, int rank, int 
 void bind_moe(py::module_& m) {
   using moe::Layout;
   m.attr("MOE_MAX_TOP_K") = moe::kMaxTopK;
-  m.attr("MOE_BLOCK_ROWS") = moe::kBlockRows;
   m.attr("MOE_MAX_ROUTE_EXPERTS") = moe::kMaxRouteExperts;
   py::class_<Layout>(m, "MoeLayout", "How tokens and experts are distributed over the ranks of a group.")
       .def(py::init(&make_layout), py::arg("world_size"), py::arg("rank"), py::arg("ep_size"),
@@ -99,33 +99,48 @@ void bind_moe(py::module_& m) {
       .def_readonly("max_tokens", &Layout::max_tokens, "Of one rank.")
       .def_property_readonly("local_experts", &Layout::local_experts)
       .def_property_readonly("max_rows", &Layout::max_rows)
-      .def_property_readonly("max_blocks", &Layout::max_blocks, "Of one slot; each has a signal.")
       .def_property_readonly("route_ctas", &moe::route_ctas, "Of the routing kernel; all must be resident.")
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
       .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
       .def("max_tiles", &Layout::max_tiles, py::arg("block_m"))
       .def("slice_of", &Layout::slice_of, py::arg("rank"))
       .def("step_of", &Layout::step_of, py::arg("source"))
-      .def_property_readonly(
-          "last_steps",
-          [](const Layout& layout) {
-            std::vector<int> steps;
-            for (int phase = 0; phase < layout.phases(); ++phase) steps.push_back(layout.last_step(phase));
-            return steps;
-          },
-          "Of each phase in which layer 0 computes tiles.")
       .def("source_at", &Layout::source_at, py::arg("step"))
       .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
-      .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"),
-                  py::arg("block_rows") = moe::kBlockRows, "Signals of that many slot rows.")
-      .def_static("sum_block_rows", &Layout::sum_block_rows, py::arg("max_tokens"),
-                  "Slot rows that share a signal in layer 1.");
+      .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"), py::arg("block_rows"),
+                  "Blocks of that many slot rows in layer 1, each with a signal.")
+      .def_static("block_rows", &Layout::block_rows, py::arg("max_tokens"), "Slot rows of such a block.");
+  using moe::SendOrder;
+  py::class_<SendOrder>(m, "MoeSendOrder", "The order in which the tokens of a rank travel in layer 0.")
+      .def(py::init(&moe::make_send_order), py::arg("layout"))
+      .def_readonly("parts", &SendOrder::parts)
+      .def_readonly("part_tokens", &SendOrder::part_tokens,
+                    "Neighbours of which those of a share leave together.")
+      .def_property_readonly(
+          "ends",
+          [](const SendOrder& order) { return std::vector<int>(order.ends, order.ends + order.shares); },
+          "Of each share: one behind the experts whose tokens have left with it.")
+      .def_property_readonly(
+          "units",
+          [](const SendOrder& order) {
+            std::vector<std::tuple<int, int, int>> all;
+            for (int index = 0; index < order.units(); ++index) {
+              const moe::SendUnit unit = order.at(index);
+              all.emplace_back(unit.share, unit.part, unit.peer);
+            }
+            return all;
+          },
+          "[(share, part, peer)]")
+      .def_property_readonly("early_experts", &SendOrder::early_experts,
+                             "Those whose tiles of own tokens are computed first.")
+      .def_property_readonly("signals", &SendOrder::signals)
+      .def("signal", &SendOrder::signal, py::arg("share"), py::arg("part"));
   m.def("moe_route", &route, py::arg("layout"), py::arg("block_m"), py::arg("ids"), py::arg("arrays"),
         "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens.");
   m.def("moe_tiles", &tiles, py::arg("entries"), py::arg("num_entries"), py::arg("n_tiles"),
         "[(expert, m_tile, n_tile)] in the order in which they are computed.");
-  m.def("moe_column_chunks", &column_chunks, py::arg("expected_rows"), py::arg("n"), py::arg("k"),
-        py::arg("block_n"), "[(first n_tile, number of n_tiles)] of layer 1, for the rows a rank expects.");
+  m.def("moe_column_chunks", &column_chunks, py::arg("n"), py::arg("block_n"),
+        "[(first n_tile, number of n_tiles)] of layer 1.");
   m.def("moe_tile", &moe::choose_grouped_config, py::arg("num_rows"), py::arg("experts"), py::arg("n"),
         py::arg("k"), py::arg("num_sms"), "Id of the tile shape of a grouped GEMM.");
   m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),

@@ -22,13 +22,11 @@ using torch::stable::Tensor;
 int32_t* words(const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); }
 
 moe::RoutingArrays routing_arrays(const std::vector<Tensor>& arrays) {
-  FLUX_CHECK(arrays.size() == 11, arrays.size());
-  return {words(arrays[0]), words(arrays[1]),
-          words(arrays[2]), words(arrays[3]),
-          words(arrays[4]), words(arrays[5]),
-          words(arrays[6]), words(arrays[7]),
-          words(arrays[8]), static_cast<moe::TileEntry*>(arrays[9].data_ptr()),
-          words(arrays[10])};
+  FLUX_CHECK(arrays.size() == 10, arrays.size());
+  return {words(arrays[0]), words(arrays[1]), words(arrays[2]),
+          words(arrays[3]), words(arrays[4]), words(arrays[5]),
+          words(arrays[6]), words(arrays[7]), static_cast<moe::TileEntry*>(arrays[8].data_ptr()),
+          words(arrays[9])};
 }
 
 // ids and weights [tokens, top_k] of this rank, int32 or int64 and float32, contiguous; arrays in the order of
@@ -83,11 +81,6 @@ moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const T
   return args;
 }
 
-int32_t* checked_schedule(const Tensor& schedule, const moe::GroupedGemmArgs& args) {
-  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
-  return words(schedule);
-}
-
 moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t num_experts, int64_t top_k,
                       int64_t max_tokens) {
   return {symm.world_size,           symm.rank,
@@ -103,7 +96,8 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
   args.offsets = words(offsets);
   args.rows = rows.has_value() ? words(*rows) : nullptr;
   args.activation = static_cast<int>(activation);
-  args.schedule = checked_schedule(schedule, args);
+  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
+  args.schedule = words(schedule);
   moe::grouped_gemm(args, current_stream(x));
 }
 
@@ -122,13 +116,12 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
 // x [max_rows, k], weight [local experts, n, k], weights [world_size, max_tokens, top_k], products
 // [max_rows, n], out [tokens, n], all contiguous.
 void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int64_t ep_size,
-                       int64_t num_experts, Tensor products, Tensor schedule, Tensor out, int64_t symm_buffer,
-                       int64_t config, int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
+                       int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
+                       int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  moe::GroupedGemmArgs args = grouped_args(x, weight, products, config, num_sms);
-  args.schedule = checked_schedule(schedule, args);
+  const moe::GroupedGemmArgs args = grouped_args(x, weight, products, config, num_sms);
   const moe::CombineArgs combine = {static_cast<const float*>(weights.data_ptr()), out.data_ptr(),
                                     static_cast<int>(out.size(0)), static_cast<int>(tiles_per_chunk),
                                     static_cast<int>(communication_ctas)};

@@ -10,18 +10,19 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
                      const runtime::SymmBuffer& symm, cudaStream_t stream) {
   const int k = static_cast<int>(args.x.columns);
   check_layout(args, layout, symm);
-  check_room(layout, symm, k, layout.max_blocks());
+  const SendOrder order = make_send_order(layout);
+  check_room(layout, symm, k, order.signals());
 
   constexpr int kPushers = 16;  // CTAs that fill the link: 8 of them store 339 GB/s, 132 352
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const ArrivingRows::Params rows = {symm,
                                      layout,
+                                     order,
                                      static_cast<const char*>(args.x.data),
                                      k * gemm::kElementBytes,
                                      routing.rows,
-                                     routing.received,
-                                     routing.outgoing,
-                                     routing.sending,
+                                     routing.sent,
+                                     routing.firsts,
                                      std::min(kPushers, num_sms)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
   launch_grouped<ArrivingRows>(args, schedule, layout.expected_rows(), rows, stream);

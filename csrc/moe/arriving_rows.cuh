@@ -1,7 +1,8 @@
 // Tokens of all ranks as Rows of a grouped GEMM: own ones are read where the user has them, those of peers from
-// this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before they compute.
+// this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before they compute, in the
+// order in which experts need them (SendOrder).
 //
-// A call ends only after the first block of every peer has arrived, needed or not: with expert parallelism a rank
+// A call ends only after the first signal of every peer has arrived, needed or not: with expert parallelism a rank
 // may need nothing from a peer, and without hearing from it could get two calls ahead, into buffers that the peer
 // still reads.
 #pragma once
@@ -17,12 +18,13 @@ struct ArrivingRows {
   struct Params {
     runtime::SymmBuffer symm;
     Layout layout;
+    SendOrder order;
     const char* x;
     int row_bytes;
-    const int32_t* rows;      // [max_rows]: source * max_tokens + slot row
-    const int32_t* received;  // [world_size]: slot rows that each source sends
-    const int32_t* outgoing;  // [ep_size][max_tokens]: token of each slot row that this rank sends to a slice
-    const int32_t* sending;   // [ep_size]: how many
+    const int32_t* rows;  // [max_rows]: source * max_tokens + slot row
+    const int32_t* sent;  // [ep_size][max_tokens]: slot row of each own token at a slice
+    const int32_t*
+        firsts;  // [ep_size][max_tokens]: the first expert of a slice that chose each own token, or -1
     int num_pushers;
   };
   using Call = sync::Call;
@@ -44,78 +46,88 @@ struct ArrivingRows {
     return Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
   }
 
-  // Whole blocks, all to rank+1, then all to rank+2: no peer is sent to by all at a time, and everybody
-  // gets blocks in the order in which tiles need them.
-  FLUX_DEVICE static void push(const Params& p, const Call& call) {
-    __shared__ int drawn;
-    const Layout& layout = p.layout;
-    const int max_blocks = layout.max_blocks(), units = (layout.world_size - 1) * max_blocks;
+  FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
+    constexpr int kMostTokens = kUnitRows * kMaxShares;  // of a part
+    struct Unit {
+      int drawn, count, tokens[kMostTokens], slot_rows[kMostTokens];
+    };
+    auto& [drawn, count, tokens, slot_rows] = *static_cast<Unit*>(memory);
+    const SendOrder& order = p.order;
+    const int units = order.units();
+    const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
+    // Calls behind one that ran out of time send nothing: a late peer may not have read what lies there.
+    int next = threadIdx.x != 0 ? 0 : call.aborted ? units : draw();
+    uint32_t* stored =
+        nullptr;  // the signal of the unit before, which the first warp announces while others copy
     while (true) {
       if (threadIdx.x == 0) {
-        drawn = call.aborted ? units : static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u));
+        drawn = next;
+        count = 0;
       }
       __syncthreads();
-      const int unit = drawn;
-      __syncthreads();
-      if (unit >= units) return;
-      const int peer = (p.symm.rank + 1 + unit / max_blocks) % layout.world_size;
-      const int block = unit % max_blocks, to = layout.slice_of(peer);
-      const int count = p.sending[to];
-      if (block >= Layout::blocks_of(count)) continue;
-      const int slot = Layout::slot_index(p.symm.rank, peer);
-      const int last = min(count, (block + 1) * kBlockRows);
-      char* const area =
-          p.symm.slots(peer, call.epoch) + static_cast<int64_t>(slot) * layout.max_tokens * p.row_bytes;
-      for (int row = block * kBlockRows + threadIdx.x / 32; row < last; row += blockDim.x / 32) {
-        const int token = p.outgoing[to * layout.max_tokens + row];
-        if (token < 0) continue;  // without expert parallelism a token that nobody needs has a row too
-        runtime::copy_bytes<32>(area + static_cast<int64_t>(row) * p.row_bytes,
-                                p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes, ptx::lane());
+      const int index = drawn;
+      const SendUnit unit = order.at(index);
+      if (index < units && static_cast<int>(threadIdx.x) < order.part_tokens) {
+        const int token = unit.part * order.part_tokens + static_cast<int>(threadIdx.x);
+        if (token < p.layout.max_tokens) {
+          const int64_t at = static_cast<int64_t>(p.layout.slice_of(unit.peer)) * p.layout.max_tokens + token;
+          const int first = p.firsts[at], slot_row = p.sent[at];
+          if (first >= order.begin(unit.share) && first < order.ends[unit.share]) {
+            const int i = atomicAdd(&count, 1);
+            tokens[i] = token;
+            slot_rows[i] = slot_row;
+          }
+        }
       }
       __syncthreads();
-      if (threadIdx.x == 0) sync::publish(p.symm.signal(peer, slot, block), call.epoch);
+      if (threadIdx.x == 0 && stored != nullptr) sync::publish(stored, call.epoch);
+      if (index >= units) return;
+      const int slot = Layout::slot_index(p.symm.rank, unit.peer);
+      if (threadIdx.x == 0) {
+        stored = p.symm.signal(unit.peer, slot, order.signal(unit.share, unit.part));
+        next = draw();
+      } else if (threadIdx.x >= 32) {
+        char* const slots = p.symm.slots(unit.peer, call.epoch) +
+                            static_cast<int64_t>(slot) * p.layout.max_tokens * p.row_bytes;
+        for (int i = threadIdx.x / 32 - 1; i < count; i += blockDim.x / 32 - 1) {
+          runtime::copy_bytes<32, 16>(slots + static_cast<int64_t>(slot_rows[i]) * p.row_bytes,
+                                      p.x + static_cast<int64_t>(tokens[i]) * p.row_bytes, p.row_bytes,
+                                      ptx::lane());
+        }
+      }
     }
   }
 
-  // What has arrived for sure, as a CTA knows: all steps before this one, and so many blocks of it.
+  // Signals of each peer that have been seen.
   struct Progress {
-    int step = 1, blocks = 0;
+    int signals = 0;
   };
 
-  // Everything up to the block of the tile's last row: blocks arrive in the order (step, block), but each of them is
-  // asked for, because different CTAs send them. A load takes half a microsecond, so each lane asks for others.
-  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int last_row) {
-    const int found = p.rows[last_row], last_source = found / p.layout.max_tokens;
-    const int slot_row = found - last_source * p.layout.max_tokens;
-    const int step = p.layout.step_of(last_source);
+  // A tile with nothing but own tokens waits for nothing; any other for its expert's share of all peers' tokens, which
+  // arrive side by side. A load takes half a microsecond, so each lane asks for others.
+  FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int expert,
+                                int last_row) {
+    if (p.rows[last_row] / p.layout.max_tokens == p.symm.rank) return true;
+    const int peers = p.layout.world_size - 1;
+    const int needed = (p.order.share_of(expert) + 1) * p.order.parts;
     bool here = true;
-    for (; progress.step <= step; ++progress.step, progress.blocks = 0) {
-      const int source = p.layout.source_at(progress.step);
-      const int blocks =
-          progress.step == step ? slot_row / kBlockRows + 1 : Layout::blocks_of(p.received[source]);
-      for (int block = progress.blocks + ptx::lane(); block < blocks; block += 32) {
-        here &= wait(p, call, source, block);
-      }
-      if (progress.step == step) {
-        progress.blocks = max(progress.blocks, blocks);
-        break;
-      }
+    for (int i = progress.signals * peers + static_cast<int>(ptx::lane()); i < needed * peers; i += 32) {
+      here &= wait(p, call, i % peers, i / peers);
     }
+    progress.signals = max(progress.signals, needed);
     return here;
   }
 
   FLUX_DEVICE static void end(const Params& p, const Call& call) {
-    for (int source = 0; source < p.layout.world_size; ++source) {
-      if (source != p.symm.rank) wait(p, call, source, 0);
-    }
+    for (int slot = 0; slot < p.layout.world_size - 1; ++slot) wait(p, call, slot, 0);
     sync::end_call(p.symm, call.epoch);
   }
 
  private:
-  FLUX_DEVICE static bool wait(const Params& p, const Call& call, int source, int block) {
-    const int slot = Layout::slot_index(source, p.symm.rank);
-    return sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, block), call.epoch,
-                             {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
+  FLUX_DEVICE static bool wait(const Params& p, const Call& call, int slot, int signal) {
+    const uint32_t source = slot < p.symm.rank ? slot : slot + 1;
+    return sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, signal), call.epoch,
+                             {kOp, source, static_cast<uint32_t>(signal)});
   }
 };
 

@@ -15,7 +15,7 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   const int n = static_cast<int>(args.weight.rows / args.experts);
   const int block_n = gemm::kTileConfigs[args.config].block_n;
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
-  const int block_rows = Layout::sum_block_rows(layout.max_tokens);
+  const int block_rows = Layout::block_rows(layout.max_tokens);
   const int blocks = Layout::blocks_of(layout.max_tokens, block_rows);
   check_room(layout, symm, n, static_cast<int64_t>(blocks) * chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
@@ -37,9 +37,7 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                       combine.out,
                                       combine.num_tokens,
                                       std::min(combine.communication_ctas, num_sms - 1)};
-  // Not the routing's: all rows are here, and an expert's weight should be read once.
-  const Schedule schedule =
-      schedule_by_expert(routing.offsets, args.experts, args.num_rows, args.schedule, stream);
+  const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
   launch_grouped<CombiningRows>(args, schedule, layout.expected_rows(), rows, stream,
                                 combine.tiles_per_chunk);
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "gemm/tile_config.h"
@@ -14,10 +15,11 @@
 namespace flux::moe {
 
 constexpr int kMaxTopK = 16;
-constexpr int kMaxSteps = 8;  // world sizes
-// Slot rows that share a signal. In layer 1 as many at most, and fewer where there are few tokens.
-constexpr int kBlockRows = 32;
-constexpr int kGroupM = 16;  // tiles one above the other that share the columns of a weight in L2
+constexpr int kMaxSteps = 8;    // world sizes
+constexpr int kBlockRows = 32;  // slot rows that share a signal in layer 1, at most
+constexpr int kMaxShares = 8;   // in which tokens travel in layer 0
+constexpr int kUnitRows = 32;   // of such a share about as many leave at a time
+constexpr int kGroupM = 16;     // tiles one above the other that share the columns of a weight in L2
 
 using gemm::ceil_div;
 
@@ -52,27 +54,19 @@ struct Layout {
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
   FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
 
-  // Layer 0 computes what own tokens suffice for, then the rest; with more than four ranks, whose own tokens do not
-  // last as long as the others travel, that in two halves. Each phase reads the weights of all experts again.
-  FLUX_HD int phases() const { return world_size == 1 ? 1 : world_size <= 4 ? 2 : 3; }
-  FLUX_HD int last_step(int phase) const {
-    return phase == 0 ? 0 : phase == phases() - 1 ? world_size - 1 : world_size / 2;
-  }
-
   FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   // Whether only the tokens that a rank needs are sent to it, one after the other. Without expert parallelism
   // it needs all, and copies are contiguous if a token keeps its number. So do own tokens, which stay.
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
 
-  // A slot with nothing in it has a signal too: every rank must hear of every peer in every call.
-  FLUX_HD static int blocks_of(int slot_rows, int block_rows = kBlockRows) {
+  // Blocks of slot rows in layer 1. A slot with nothing in it has a signal too: every rank must hear of every peer in
+  // every call.
+  FLUX_HD static int blocks_of(int slot_rows, int block_rows) {
     return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
-  FLUX_HD int max_blocks() const { return blocks_of(max_tokens); }
-
-  // Of layer 1: small enough that what is left to sum when the last tile is done keeps all SMs busy.
-  FLUX_HD static int sum_block_rows(int max_tokens) {
-    constexpr int kFewest = 8, kBlocks = 64;
+  // Few enough that what is left to sum when the last tile is done keeps all SMs busy.
+  FLUX_HD static int block_rows(int max_tokens) {
+    constexpr int kFewest = 8, kBlocks = 32;
     int rows = kFewest;
     while (rows < kBlockRows && rows * kBlocks < max_tokens) rows *= 2;
     return rows;
@@ -110,18 +104,73 @@ FLUX_HD int64_t route_exchange_bytes(const Layout& layout) {
   return static_cast<int64_t>(layout.tokens()) * route_vectors(layout.top_k) * 16;
 }
 
+// ---- layer 0: the order in which tokens travel ---------------------------------------------------------------
+
+// Tiles are computed expert by expert, so tokens travel in the order of the first expert that they are needed by: those
+// of share s have one below ends[s], and none below the ends before. Experts of share 0 can then be computed when a
+// fraction of the tokens has arrived. In the order of tokens every tile would wait for nearly all of them.
+//
+// A unit is what one CTA sends at a time: of `part_tokens` neighbouring tokens, those of one share, to one peer.
+struct SendUnit {
+  int share, part, peer;
+};
+
+struct SendOrder {
+  int world_size, rank;
+  int shares, parts, part_tokens;
+  int ends[kMaxShares];  // in experts of a slice
+
+  FLUX_HD int share_of(int expert) const {
+    int share = 0;
+    while (expert >= ends[share]) ++share;
+    return share;
+  }
+  FLUX_HD int begin(int share) const { return share == 0 ? 0 : ends[share - 1]; }
+  // Tiles of these experts that own tokens suffice for come first of all, while the first share travels. Of all experts
+  // they would take longer than that, and every weight would be read twice.
+  FLUX_HD int early_experts() const { return ends[shares > 1 ? 1 : 0]; }
+
+  // Peers take turns, each rank begins with another one: no peer is sent to by all at a time.
+  FLUX_HD int units() const { return signals() * (world_size - 1); }
+  FLUX_HD SendUnit at(int index) const {
+    const int peers = world_size - 1, unit = index / peers;
+    return {unit / parts, unit % parts, (rank + 1 + index % peers) % world_size};
+  }
+  // Each has one, of each peer.
+  FLUX_HD int signals() const { return shares * parts; }
+  FLUX_HD int signal(int share, int part) const { return share * parts + part; }
+};
+
+// Shares of about as many tokens, if they choose evenly: of those with `choices` experts in a slice, a part of
+// 1 - (1 - e / experts)^choices has one among the first e.
+inline SendOrder make_send_order(const Layout& layout) {
+  const int experts = layout.local_experts();
+  const double choices = std::max(1.0, static_cast<double>(layout.top_k) / layout.ep_size);
+  SendOrder order = {};
+  order.world_size = layout.world_size;
+  order.rank = layout.rank;
+  for (int share = 1; share <= kMaxShares; ++share) {
+    const double left = 1.0 - static_cast<double>(share) / kMaxShares;
+    const int end = static_cast<int>(std::ceil(experts * (1.0 - std::pow(left, 1.0 / choices))));
+    if (order.shares == 0 || end > order.ends[order.shares - 1]) order.ends[order.shares++] = end;
+  }
+  order.part_tokens = kUnitRows * order.shares;
+  order.parts = std::max(1, ceil_div(layout.max_tokens, order.part_tokens));
+  return order;
+}
+
 // ---- tiles ------------------------------------------------------------------------------------------------
 //
 // Rows are sorted by (expert, step of their source, token), without padding. Tiles start anew with each expert.
-// A tile needs the tokens of its last row's source, and, because sources arrive in the order of their steps, of
-// all before. It belongs to the phase of that last step; tiles are computed phase by phase, in each expert by expert.
+// They are computed expert by expert, but for some that need own tokens only, which are those of step 0.
 
-// Tiles of an expert with `rows` rows that can be computed when its first `arrived` rows are here.
-FLUX_HD int complete_tiles(int arrived, int rows, int block_m) {
-  return arrived == rows ? ceil_div(rows, block_m) : arrived / block_m;
+// Tiles of an expert that come first of all.
+FLUX_HD int early_tiles(int expert, int early_experts, int own_rows, int rows, int block_m) {
+  if (expert >= early_experts) return 0;
+  return own_rows == rows ? ceil_div(rows, block_m) : own_rows / block_m;
 }
 
-// One entry for each tile row of the schedule. Entries with the same expert and phase lie next to each other; up to
+// One entry for each tile row of the schedule. Those of an expert lie next to each other, but for the early ones; up to
 // kGroupM of them form a group, whose tiles are walked column by column.
 struct TileEntry {
   int expert;
@@ -131,7 +180,7 @@ struct TileEntry {
 };
 static_assert(sizeof(TileEntry) == 16);
 
-// Entry number `index` of the `count` tile rows, from first_m on, that an expert has in a phase.
+// Entry number `index` of the `count` tile rows, from first_m on, that lie next to each other.
 FLUX_HD TileEntry make_entry(int expert, int first_m, int count, int base, int index) {
   const int group = index / kGroupM * kGroupM;
   const int left = count - group;
@@ -166,12 +215,11 @@ struct ColumnChunks {
 };
 
 // The first chunk is not summed before it is computed, nor the last one computed while it is: the more the better.
-// But every chunk reads x again, which costs nothing only while x stays in the L2.
-inline ColumnChunks make_chunks(int64_t expected_rows, int n, int k, int block_n) {
-  constexpr int64_t kCachedBytes = 30 << 20;
-  const int count = expected_rows * k * gemm::kElementBytes <= kCachedBytes ? 8 : 4;
+// But every chunk reads x again. Of 4, 8 and 16 eight was best or within 2 % in 17 shapes (docs/design/moe.md).
+inline ColumnChunks make_chunks(int n, int block_n) {
+  constexpr int kChunks = 8;
   const int n_tiles = ceil_div(n, block_n);
-  return {n_tiles, ceil_div(n_tiles, count)};
+  return {n_tiles, ceil_div(n_tiles, kChunks)};
 }
 
 // One piece of the work of communication CTAs: a block of tokens of `peer` in a chunk of columns. For a peer:
@@ -212,10 +260,10 @@ struct CommOrder {
   }
 };
 
-// How many CTAs begin with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides should
-// be done at the same time: SMs are split as the work is, in microseconds of one SM. With few rows an expert, the
-// work of the GEMM is to read its weights. That an SM sums 30 GB/s, and has 33 GB/s of the memory, is fitted to sweeps
-// over the number (docs/design/moe.md).
+// How many CTAs begin with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides should be done at
+// the same time: SMs are split as the work is, in microseconds of one SM. With few rows an expert, the work of the GEMM
+// is to read its weights, which seven eighths of the SMs do as fast. That an SM sums 30 GB/s, and has 33 GB/s of the
+// memory, is fitted to sweeps over the number (docs/design/moe.md).
 inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k,
                               int world_size, int num_sms) {
   constexpr double kFlopsPerSmUs = 4.5e6;
@@ -223,12 +271,13 @@ inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int exp
   constexpr double kSumBytesPerSmUs = 3.0e4;
   const double flops = 2.0 * expected_rows * n * k;
   const double weights = static_cast<double>(experts) * n * k * gemm::kElementBytes;
-  const double gemm_us = std::max(flops / kFlopsPerSmUs, weights / kReadBytesPerSmUs);
+  const double compute_us = flops / kFlopsPerSmUs, read_us = weights / kReadBytesPerSmUs;
+  const double gemm_us = std::max(compute_us, read_us);
   // Each row is read once; each rank's sums are written once, and those of peers read again.
   const double sums = static_cast<double>(own_tokens) * world_size * 2;
   const double comm_us = (expected_rows + sums) * n * gemm::kElementBytes / kSumBytesPerSmUs;
   const int ctas = static_cast<int>(num_sms * comm_us / (gemm_us + comm_us) + 0.5);
-  return std::clamp(ctas, 1, std::max(1, num_sms / 2));
+  return std::clamp(ctas, read_us > compute_us ? std::max(1, num_sms / 8) : 1, std::max(1, num_sms / 2));
 }
 
 }  // namespace flux::moe

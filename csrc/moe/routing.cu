@@ -28,6 +28,7 @@ struct Params : ChoiceParams {
   int slice;             // this rank's
   int experts;           // of each slice
   uint64_t per_experts;  // 2^32 / experts, rounded up: a product and a shift divide a number below 2^16
+  int early_experts;     // SendOrder
   int max_rows, max_tiles;
   bool exchanges;  // else there are no peers, or no tokens
   RoutingArrays out;
@@ -252,29 +253,27 @@ struct Cta {
     if (lane_id() == 0) numbers[slice] = sum;
   }
 
-  // number_tokens of routing.h, for the token of this thread; returns its slot row. `slots` may be null.
-  __device__ static int number_token(const Place& place, const uint32_t (*ballots)[kWarps], int slice,
-                                     const Numbers& needed, bool compact, int32_t* slots, int32_t* tokens,
-                                     int32_t* extent) {
-    if (place.chunk == 0 && threadIdx.x == 0) *extent = compact ? needed.count : needed.end;
-    if (!place.valid) return -1;
-    int slot = -1;
-    if (place.slices >> slice & 1) {
-      slot = place.token;
-      if (compact) {
-        slot = needed.before + __popc(ballots[slice][warp_id()] & lanes_before());
+  // number_tokens of routing.h, for the token of this thread.
+  __device__ __noinline__ static int slot_row(uint32_t slices, int token, const uint32_t (*ballots)[kWarps],
+                                              int slice, int needed_before, bool compact) {
+    if (!(slices >> slice & 1)) return -1;
+    if (!compact) return token;
+    int slot = needed_before + __popc(ballots[slice][warp_id()] & lanes_before());
 #pragma unroll 1
-        for (int warp = 0; warp < warp_id(); ++warp) slot += __popc(ballots[slice][warp]);
-      }
-    }
-    if (slots != nullptr) slots[place.token] = slot;
-    if (!compact) {
-      tokens[place.token] = slot;
-    } else {
-      if (slot >= 0) tokens[slot] = place.token;
-      if (place.token >= needed.count) tokens[place.token] = -1;  // nobody else's slot row
-    }
+    for (int warp = 0; warp < warp_id(); ++warp) slot += __popc(ballots[slice][warp]);
     return slot;
+  }
+
+  // first_expert of routing.h.
+  __device__ static int first_expert(const Params& p, const Place& place, int slice) {
+    const uint32_t begin = slice * p.experts;
+    uint32_t first = ~0u;
+#pragma unroll
+    for (int j = 0; j < kTopK; ++j) {
+      const uint32_t local = static_cast<uint32_t>(place.ids[j]) - begin;
+      if (local < static_cast<uint32_t>(p.experts)) first = min(first, local);
+    }
+    return static_cast<int>(first);
   }
 
   __device__ static void place_tokens(const Params& p, const Place& place, const Shared& shared,
@@ -284,10 +283,20 @@ struct Cta {
     const int64_t begin = static_cast<int64_t>(place.source) * layout.max_tokens;
     number_needed(p, place, numbers);
     const int num_rows = find_first_rows(p, shared);  // and all threads meet
-    const int slot =
-        number_token(place, ballots, p.slice, numbers[p.slice], layout.compacts(place.source, layout.rank),
-                     nullptr, p.out.incoming + begin, p.out.received + place.source);
+    const Numbers& needed = numbers[p.slice];
+    const bool compact = layout.compacts(place.source, layout.rank);
+    if (place.chunk == 0 && threadIdx.x == 0) {
+      p.out.received[place.source] = compact ? needed.count : needed.end;
+    }
     if (place.valid) {
+      const int slot = slot_row(place.slices, place.token, ballots, p.slice, needed.before, compact);
+      int32_t* const tokens = p.out.incoming + begin;
+      if (!compact) {
+        tokens[place.token] = slot;
+      } else {
+        if (slot >= 0) tokens[slot] = place.token;
+        if (place.token >= needed.count) tokens[place.token] = -1;  // nobody else's slot row
+      }
       uint32_t rows[kTopK];
 #pragma unroll
       for (int j = 0; j < kTopK; ++j) {
@@ -308,12 +317,13 @@ struct Cta {
     for (int i = num_rows + blockIdx.x * kThreads + threadIdx.x; i < p.max_rows; i += threads) {
       p.out.rows[i] = -1;
     }
-    if (place.step != 0) return;
+    if (place.step != 0 || !place.valid) return;
 #pragma unroll 1
     for (int to = 0; to < layout.ep_size; ++to) {
-      const int64_t area = static_cast<int64_t>(to) * layout.max_tokens;
-      number_token(place, ballots, to, numbers[to], layout.ep_size > 1, p.out.sent + area,
-                   p.out.outgoing + area, p.out.sending + to);
+      const int64_t at = static_cast<int64_t>(to) * layout.max_tokens + place.token;
+      p.out.sent[at] =
+          slot_row(place.slices, place.token, ballots, to, numbers[to].before, layout.ep_size > 1);
+      p.out.firsts[at] = first_expert(p, place, to);
     }
   }
 
@@ -322,12 +332,11 @@ struct Cta {
     const Layout& layout = p.layout;
     const int steps = layout.world_size;
     // Memory that the other CTAs use otherwise.
-    static_assert(Shared::kRows >= 4 && Shared::kRows >= kMaxSteps);
+    static_assert(Shared::kRows >= 3 && Shared::kRows >= kMaxSteps);
     auto* counts = reinterpret_cast<int32_t*>(shared.lanes);  // [step][expert]
     int32_t* rows = shared.first;
-    int32_t* arrived = shared.before;
-    int32_t* first_m = arrived + p.experts;
-    int32_t* sizes = first_m + p.experts;
+    int32_t* early = shared.before;
+    int32_t* sizes = early + p.experts;
     int32_t* bases = sizes + p.experts;
     int32_t* offsets = shared.totals;
 
@@ -345,7 +354,7 @@ struct Cta {
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) sum += counts[step * p.experts + expert];
       rows[expert] = offsets[expert] = sum;
-      arrived[expert] = 0;
+      early[expert] = early_tiles(expert, p.early_experts, counts[expert], sum, p.block_m);
     }
     const int num_rows = scan_array(offsets, p.experts);
 #pragma unroll 1
@@ -356,15 +365,11 @@ struct Cta {
 
     int base = 0;
 #pragma unroll 1
-    for (int phase = 0, step = 0; phase < layout.phases(); step = layout.last_step(phase++) + 1) {
+    for (int late = 0; late < 2; ++late) {
 #pragma unroll 1
       for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
-        first_m[expert] = complete_tiles(arrived[expert], rows[expert], p.block_m);
-#pragma unroll 1
-        for (int s = step; s <= layout.last_step(phase); ++s)
-          arrived[expert] += counts[s * p.experts + expert];
-        sizes[expert] = complete_tiles(arrived[expert], rows[expert], p.block_m) - first_m[expert];
-        bases[expert] = sizes[expert];
+        const int all = ceil_div(rows[expert], p.block_m);
+        sizes[expert] = bases[expert] = late ? all - early[expert] : early[expert];
       }
       const int count = scan_array(bases, p.experts);
       // Eight threads for each: with many experts entries are few, with few they are many.
@@ -374,7 +379,7 @@ struct Cta {
 #pragma unroll 1
         for (int i = threadIdx.x % kTogether; i < sizes[expert]; i += kTogether) {
           const int begin = base + bases[expert];
-          p.out.tiles[begin + i] = make_entry(expert, first_m[expert], sizes[expert], begin, i);
+          p.out.tiles[begin + i] = make_entry(expert, late ? early[expert] : 0, sizes[expert], begin, i);
         }
       }
       base += count;
@@ -452,6 +457,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
                    layout.slice_of(layout.rank),
                    experts,
                    ((uint64_t{1} << 32) + experts - 1) / experts,
+                   make_send_order(layout).early_experts(),
                    layout.max_rows(),
                    layout.max_tiles(block_m),
                    exchanges,

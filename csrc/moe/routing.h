@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "moe/plan.h"
@@ -19,25 +20,23 @@ struct RoutingArrays {
   int32_t* positions;  // [world_size][max_tokens][top_k]: sorted row of each choice of each token
   int32_t* incoming;   // [world_size][max_tokens]: token of each slot row that a source sends
   int32_t* received;   // [world_size]: slot rows that each source sends
-  int32_t* outgoing;   // [ep_size][max_tokens]: token of each slot row that this rank sends to a slice
-  int32_t* sent;       // [ep_size][max_tokens]: the other way round
-  int32_t* sending;    // [ep_size]: slot rows that this rank sends to a slice
-  TileEntry* tiles;    // [max_tiles]
+  int32_t* sent;       // [ep_size][max_tokens]: slot row of each token of this rank at a slice
+  int32_t* firsts;   // [ep_size][max_tokens]: the first expert of a slice that chose each token of this rank
+  TileEntry* tiles;  // [max_tiles]
   int32_t* num_tiles;  // [1]: tile rows of the schedule
 };
 
 // The tile schedule of finished `counts`.
 inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* counts, TileEntry* tiles) {
+  const int steps = layout.world_size, early_experts = make_send_order(layout).early_experts();
   int base = 0;
-  const int steps = layout.world_size;
-  std::vector<int> arrived(layout.local_experts(), 0);
-  for (int phase = 0, step = 0; phase < layout.phases(); step = layout.last_step(phase++) + 1) {
+  for (const bool early : {true, false}) {
     for (int expert = 0; expert < layout.local_experts(); ++expert) {
-      int rows = 0;
-      for (int s = 0; s < steps; ++s) rows += counts[expert * steps + s];
-      const int first = complete_tiles(arrived[expert], rows, block_m);
-      for (int s = step; s <= layout.last_step(phase); ++s) arrived[expert] += counts[expert * steps + s];
-      const int count = complete_tiles(arrived[expert], rows, block_m) - first;
+      const int32_t* sources = counts + expert * steps;
+      const int rows = std::accumulate(sources, sources + steps, 0);
+      const int before = early_tiles(expert, early_experts, sources[0], rows, block_m);
+      const int first = early ? 0 : before;
+      const int count = early ? before : ceil_div(rows, block_m) - before;
       for (int i = 0; i < count; ++i) tiles[base + i] = make_entry(expert, first, count, base, i);
       base += count;
     }
@@ -45,20 +44,23 @@ inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* coun
   return base;
 }
 
-// Numbers the tokens of one source that a slice needs: `slots` by token, `tokens` by slot row; returns how many
-// slot rows there are.
-inline int number_tokens(const Layout& layout, const int32_t* ids, int slice, bool compact, int32_t* slots,
-                         int32_t* tokens) {
+// Of a token with these experts, the first one of a slice, or -1.
+inline int first_expert(const Layout& layout, const int32_t* ids, int slice) {
+  int first = -1;
+  for (int j = 0; j < layout.top_k; ++j) {
+    const int expert = layout.local_expert(ids[j], slice);
+    if (expert >= 0 && (first < 0 || expert < first)) first = expert;
+  }
+  return first;
+}
+
+// Numbers the tokens of one source that a slice needs: the slot row of each; returns how many slot rows there are.
+inline int number_tokens(const Layout& layout, const int32_t* ids, int slice, bool compact, int32_t* slots) {
   int next = 0;
   for (int token = 0; token < layout.max_tokens; ++token) {
-    bool needed = false;
-    for (int j = 0; j < layout.top_k; ++j) {
-      needed |= layout.local_expert(ids[token * layout.top_k + j], slice) >= 0;
-    }
-    slots[token] = tokens[token] = -1;
-    if (!needed) continue;
+    slots[token] = -1;
+    if (first_expert(layout, ids + token * layout.top_k, slice) < 0) continue;
     slots[token] = compact ? next : token;
-    tokens[slots[token]] = token;
     next = slots[token] + 1;
   }
   return next;
@@ -102,8 +104,12 @@ inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids,
   std::vector<int32_t> slots(layout.max_tokens);
   for (int source = 0; source < layout.world_size; ++source) {
     const int64_t begin = static_cast<int64_t>(source) * layout.max_tokens;
-    out.received[source] = number_tokens(layout, ids + begin * k, slice, layout.compacts(source, layout.rank),
-                                         slots.data(), out.incoming + begin);
+    const bool compact = layout.compacts(source, layout.rank);
+    out.received[source] = number_tokens(layout, ids + begin * k, slice, compact, slots.data());
+    for (int token = 0; token < layout.max_tokens; ++token) out.incoming[begin + token] = -1;
+    for (int token = 0; token < layout.max_tokens; ++token) {
+      if (slots[token] >= 0) out.incoming[begin + slots[token]] = token;
+    }
     for (int64_t token = begin; token < begin + layout.max_tokens; ++token) {
       for (int j = 0, first; j < k; ++j) {
         const int expert = choice(token, j, &first);
@@ -120,8 +126,10 @@ inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids,
   const int32_t* own = ids + static_cast<int64_t>(layout.rank) * layout.max_tokens * k;
   for (int to = 0; to < layout.ep_size; ++to) {
     const int64_t begin = static_cast<int64_t>(to) * layout.max_tokens;
-    out.sending[to] =
-        number_tokens(layout, own, to, layout.ep_size > 1, out.sent + begin, out.outgoing + begin);
+    number_tokens(layout, own, to, layout.ep_size > 1, out.sent + begin);
+    for (int token = 0; token < layout.max_tokens; ++token) {
+      out.firsts[begin + token] = first_expert(layout, own + token * k, to);
+    }
   }
   *out.num_tiles = schedule_tiles(layout, block_m, out.counts, out.tiles);
   for (int i = *out.num_tiles; i < layout.max_tiles(block_m); ++i) out.tiles[i] = {0, 0, 0, 0};

@@ -24,9 +24,9 @@
 // where kArrive
 //
 //   num_pushers(params)             CTAs that send before they compute
-//   push(params, call)              all threads of such a CTA
+//   push(params, call, memory)      all threads of such a CTA; shared memory that nobody else uses yet
 //   struct Progress                 what each thread of the scheduler remembers
-//   admit(params, call, progress, row) -> bool
+//   admit(params, call, progress, expert, row) -> bool
 //                                   a warp: wait for all rows of an expert up to this one
 //
 // where kCombine
@@ -131,7 +131,7 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   const int column = (chunks.first(chunk) + tile.n) * tile_columns;
   const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
   const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
-  return {num_rows, first_row, column, tile.expert * p.n + column, chunk};
+  return {num_rows, first_row, column, tile.expert * p.n + column, chunk, tile.expert};
 }
 
 template <class Element, int kConfig, class Rows>
@@ -151,7 +151,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   const int warp = threadIdx.x / 32;
   [[maybe_unused]] const auto call = Rows::begin(params.rows);
   if constexpr (Rows::kArrive) {
-    if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, call);
+    // Memory that TMA never writes, so that no fence is needed between it and the pusher.
+    uint8_t* const memory = raw_smem + (smem.slab(0, 0) - ptx::smem_addr(raw_smem));
+    if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, call, memory);
   }
   if (threadIdx.x == 0) {
     constexpr int kLoaders = Rows::kInOrder ? 1 : 32;  // threads
@@ -262,7 +264,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             ptx::store_shared(queue.place(jobs.cursor.index, row + lane), place);
           }
           if constexpr (Rows::kArrive) {
-            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, last_row)) smem.set_failed();
+            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, job.expert, last_row))
+              smem.set_failed();
           }
         }
         jobs.put(queue, job);

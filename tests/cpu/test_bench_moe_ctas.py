@@ -65,7 +65,7 @@ def test_cpus_are_refused_and_help_names_it() -> None:
 def test_forced_numbers_reach_the_kernel() -> None:
     module = sys.modules["flux.moe.gemm_gather_rs"]
     x, weight = torch.zeros(300, 64), torch.zeros(2, 512, 64)
-    routing = [torch.full((1,), i) for i in range(12)]
+    routing = [torch.full((1,), i) for i in range(11)]
     plan = MoePlan(
         "moe.gemm_gather_rs", 300, 512, 64, x.dtype, 2, 1, True, "", chunks=((0, 2), (2, 2)), tile=3
     )
@@ -80,7 +80,7 @@ def test_forced_numbers_reach_the_kernel() -> None:
             given = dict(zip(names, kernel.call_args.args, strict=True))
             assert given["communication_ctas"] == ctas
             assert given["out"] is out and given["products"].shape == (300, 512)
-            assert [int(a) for a in given["arrays"]] == list(range(11)) and int(given["weights"]) == 11
+            assert [int(a) for a in given["arrays"]] == list(range(10)) and int(given["weights"]) == 10
             assert (given["symm_buffer"], given["config"], given["tiles_per_chunk"]) == (4096, 3, 2)
     workspace.enter.assert_called_with(forced)
 
@@ -93,7 +93,7 @@ def pretended_gpu(context: Context, wrong: int | None = None) -> Iterator[list[i
     def launch(x: Any, weight: Any, routing: Any, *sizes: Any) -> torch.Tensor:
         experts, ep_size, tokens, plan, workspace = sizes
         ctas = plan.communication_ctas
-        assert len(routing) == 12 and plan.fused and workspace is shared
+        assert len(routing) == 11 and plan.fused and workspace is shared
         told = flux.moe.Routing(*routing, experts, ep_size, tokens, tokens, context.group.group_name)
         launched.append(ctas)
         if ctas == wrong and context.rank == 1:

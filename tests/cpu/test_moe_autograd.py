@@ -257,7 +257,7 @@ def torch_sees(rank: int, p: int) -> str:
     scores, x, w1, w2 = torch.rand(6, 2), torch.randn(6, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     ops = torch.ops.flux
     routing = flux.moe.route(ids, scores, 4)
-    tensors = [*routing[:11], leaf(routing.weights)]
+    tensors = [*routing[:10], leaf(routing.weights)]
     hidden = torch.randn(routing.rows.shape[0], 6)
     torch.library.opcheck(
         ops.moe_ag_scatter_gemm.default, (leaf(x), leaf(w1), tensors, 4, 1, 6, "swiglu", name)

@@ -6,10 +6,9 @@
 namespace flux::runtime {
 
 // kThreads threads, each with its number; from null all ones, which is NaN in every floating type. `bytes` is a
-// multiple of 16.
-template <int kThreads>
+// multiple of 16. A thread has kUnroll loads in flight: few threads need many.
+template <int kThreads, int kUnroll = 4>
 __device__ __forceinline__ void copy_bytes(char* dst, const char* src, int bytes, int thread) {
-  constexpr int kUnroll = 4;
   const uint4 ones = {~0u, ~0u, ~0u, ~0u};
   for (int begin = thread * 16; begin < bytes; begin += kUnroll * kThreads * 16) {
     uint4 values[kUnroll];

@@ -23,7 +23,6 @@ from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.ag_scatter_gemm"
-_BLOCK_ROWS: int = _native.core.MOE_BLOCK_ROWS
 
 
 def ag_scatter_gemm(
@@ -54,7 +53,7 @@ def ag_scatter_gemm(
         _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
     call = _eager if may_skip_layer_dispatch(x, weight, routing) else _op
-    result: torch.Tensor = call(x, weight, routing[:12], *sizes, activation, routing.group_name)
+    result: torch.Tensor = call(x, weight, routing[:11], *sizes, activation, routing.group_name)
     return result
 
 
@@ -88,7 +87,7 @@ def _eager(
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1 and not x.is_cuda:
         out = x.new_zeros(layout.max_rows, columns)
-        _Tiles(layout, told, weight, activation, out).compute(lambda step, row: None, {0: x})
+        _Tiles(layout, told, weight, activation, out).compute(lambda expert, step: None, {0: x})
         return out
     if group.size() == 1:
         return _unfused(x, weight, told, activation)
@@ -103,7 +102,7 @@ def _eager(
         _kernel(
             readable(x),
             readable(weight),
-            routing[:11],
+            routing[:10],
             ep_size,
             num_experts,
             layout.top_k,
@@ -146,8 +145,8 @@ def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation
 
 
 class _Arrivals:
-    """The gather of the CPU path: sends each rank the tokens it needs, block by block, and waits for those of
-    others in the order in which they are sent.
+    """The gather of the CPU path: sends each rank the tokens it needs, in the kernel's order, and waits for
+    those of others as they are needed.
     """
 
     def __init__(
@@ -163,51 +162,42 @@ class _Arrivals:
         self._plan = plan
         self._layout = layout
         self._epoch = epoch
-        self._received = routing.received.tolist()
-        self._arrived = (0, 0)  # the last step and block that were waited for; they come in order
-        self._agreed = False
+        self._order = _native.core.MoeSendOrder(layout)
+        self._ends: list[int] = self._order.ends
+        self._arrived = 0  # signals of each peer that were waited for
         rank, p = layout.rank, layout.world_size
-        sending = routing.sending.tolist()
-        for block in range(layout.max_blocks):
-            for shift in range(1, p):
-                owner = (rank + shift) % p
-                to = layout.slice_of(owner)
-                if block >= layout.blocks_of(sending[to]):
-                    continue
-                rows = slice(block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, sending[to]))
-                if rows.start < rows.stop:
-                    # Without expert parallelism a slot row may be that of a token that nobody needs.
-                    tokens = routing.outgoing[to, rows].long().clamp(min=0)
-                    self._slot(owner, rank)[rows] = x[tokens]
-                workspace.signal(owner, layout.slot_index(rank, owner), block, epoch)
+        for share, part, owner in self._order.units:
+            to = layout.slice_of(owner)
+            begin = self._ends[share - 1] if share else 0
+            start = part * self._order.part_tokens
+            tokens = torch.arange(start, min(start + self._order.part_tokens, layout.max_tokens))
+            first = routing.firsts[to, tokens]
+            tokens = tokens[(first >= begin) & (first < self._ends[share])]
+            if len(tokens):
+                self._slot(owner, rank)[routing.sent[to, tokens].long()] = x[tokens]
+            workspace.signal(owner, layout.slot_index(rank, owner), self._order.signal(share, part), epoch)
         self.sources = {s: x if s == rank else self._slot(rank, s) for s in range(p)}
 
-    def wait(self, step: int, slot_row: int) -> None:
-        """Waits for slot rows of the source of a step, up to that one, and for all sources before."""
-        for at in range(1, step + 1):
-            source = self._layout.source_at(at)
-            blocks = slot_row // _BLOCK_ROWS + 1 if at == step else self._blocks(source)
-            for block in range(blocks):
-                self._wait_block(at, source, block)
+    def wait(self, expert: int, step: int) -> None:
+        """Waits for what an expert's rows up to those of a step are made of."""
+        if step > 0:
+            share = next(i for i, end in enumerate(self._ends) if expert < end)
+            self._wait((share + 1) * self._order.parts)
 
     def wait_for_all(self) -> None:
         """Ends a call: only then is it known that every peer has begun it."""
-        last = self._layout.world_size - 1
-        self.wait(last, (self._blocks(self._layout.source_at(last)) - 1) * _BLOCK_ROWS)
+        self._wait(self._order.signals)
 
-    def _blocks(self, source: int) -> int:
-        blocks: int = self._layout.blocks_of(self._received[source])
-        return blocks
-
-    def _wait_block(self, step: int, source: int, block: int) -> None:
-        if (step, block) <= self._arrived:
-            return
-        if not self._agreed:
+    def _wait(self, signals: int) -> None:
+        rank = self._layout.rank
+        if self._arrived == 0:
             self._workspace.agree(self._plan, self._epoch)
-            self._agreed = True
-        slot = self._layout.slot_index(source, self._layout.rank)
-        self._workspace.wait(_OP, source, slot, block, self._epoch, block)
-        self._arrived = (step, block)
+        for signal in range(self._arrived, signals):
+            for source in range(self._layout.world_size):
+                if source != rank:
+                    slot = self._layout.slot_index(source, rank)
+                    self._workspace.wait(_OP, source, slot, signal, self._epoch, signal)
+            self._arrived = signal + 1
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:
         """What a source sends to an owner [max_tokens, k]."""
@@ -237,7 +227,7 @@ class _Tiles:
         self._weight = weight.to(wide_type(weight.dtype))
 
     def compute(self, wait: Callable[[int, int], None], sources: dict[int, torch.Tensor]) -> None:
-        """`wait(step, slot row)` before the rows of a tile are read from what each source has sent."""
+        """`wait(expert, step)` before rows of an expert, up to those of a step, are read."""
         limit, columns = self._layout.max_tokens, self._out.shape[1]
         n_tiles = -(-columns // BLOCK_N)
         for expert, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles):
@@ -245,7 +235,7 @@ class _Tiles:
             rows = slice(first, min(first + BLOCK_M, self._offsets[expert + 1]))
             slot_rows = self._rows[rows]
             last = int(slot_rows[-1])
-            wait(self._layout.step_of(last // limit), last % limit)
+            wait(expert, self._layout.step_of(last // limit))
             tokens = torch.empty(len(slot_rows), self._weight.shape[2], dtype=self._weight.dtype)
             for source, area in sources.items():
                 mine = slot_rows // limit == source

@@ -51,7 +51,7 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
         _check.fail(_OP, "x", what, f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
     call = _eager if may_skip_layer_dispatch(x, weight, routing) else _op
-    result: torch.Tensor = call(x, weight, routing[:12], *sizes, routing.group_name)
+    result: torch.Tensor = call(x, weight, routing[:11], *sizes, routing.group_name)
     return result
 
 
@@ -117,12 +117,11 @@ def launch(
     _kernel(
         readable(x),
         readable(weight),
-        routing[:11],
-        routing[11],
+        routing[:10],
+        routing[10],
         ep_size,
         num_experts,
         x.new_empty(rows, n),
-        x.new_empty(grouped_gemm.schedule_words(rows, weight.shape[0]), dtype=torch.int32),
         out,
         workspace.enter(plan),
         plan.tile,
@@ -186,7 +185,7 @@ class _Exchange:
         self._received = routing.received.tolist()
         self._offsets = routing.offsets.tolist()
         self._agreed = False
-        self._block_rows: int = layout.sum_block_rows(layout.max_tokens)
+        self._block_rows: int = layout.block_rows(layout.max_tokens)
         self._blocks: int = layout.blocks_of(layout.max_tokens, self._block_rows)
 
     def run(self) -> None:

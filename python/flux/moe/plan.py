@@ -89,7 +89,8 @@ def _make_plan(
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # of what travels
-        blocks = core.MoeLayout.blocks_of(max_tokens)
+        layout = core.MoeLayout(p, 0, ep_size, experts * ep_size, top_k, max_tokens)
+        signals = core.MoeSendOrder(layout).signals
     else:
         rows = m * top_k // ep_size  # that a rank expects if tokens choose evenly
         block_n = BLOCK_N
@@ -98,14 +99,15 @@ def _make_plan(
             # Waves are those of the SMs that go on computing: one too many would cost a tile's time.
             tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas))
             block_n = core.tile_configs()[tile].block_n
-        chunks = tuple(core.moe_column_chunks(rows, n, k, block_n))
+        chunks = tuple(core.moe_column_chunks(n, block_n))
         columns = n
-        blocks = core.MoeLayout.blocks_of(max_tokens, core.MoeLayout.sum_block_rows(max_tokens))
-    layout = core.ag_gemm_layout(m, columns, p)
+        blocks = core.MoeLayout.blocks_of(max_tokens, core.MoeLayout.block_rows(max_tokens))
+        signals = blocks * len(chunks)
+    slots = core.ag_gemm_layout(m, columns, p)
     return MoePlan(
         *facts,
-        signal_bytes=round_up(4 * (p - 1) * blocks * len(chunks)),
-        slot_bytes=round_up(layout.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
+        signal_bytes=round_up(4 * (p - 1) * signals),
+        slot_bytes=round_up(slots.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
         chunks=chunks,
         tile=tile,
         communication_ctas=ctas,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flux import _native
 from flux.comm.group import process_group
 from flux.ops._tensors import wide_type
 from flux.ops.grouped_gemm import activate
@@ -77,11 +78,13 @@ def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
     slices = torch.arange(layout.ep_size, device=device)[:, None, None]
     own = ids[rank]
     routed = (own >= 0) & (own < layout.num_experts)
-    wanted = (routed & (own // experts == slices)).any(2)
-    compact = torch.full_like(wanted.any(1), layout.ep_size > 1)
-    sent, outgoing, sending = _number_tokens(wanted, compact)
+    wanted = routed & (own // experts == slices)
+    compact = torch.full_like(slices[:, 0, 0], layout.ep_size > 1, dtype=torch.bool)
+    sent, _, _ = _number_tokens(wanted.any(2), compact)
+    firsts = torch.where(wanted, own % experts, experts).amin(2)
+    firsts = torch.where(firsts < experts, firsts, -1)
     tiles, num_tiles = _schedule(layout, block_m, counts)
-    tensors = [offsets, counts, rows[:-1], positions, incoming, received, outgoing, sent, sending]
+    tensors = [offsets, counts, rows[:-1], positions, incoming, received, sent, firsts]
     return [tensor.int().contiguous() for tensor in (*tensors, tiles, num_tiles)]
 
 
@@ -99,11 +102,13 @@ def _number_tokens(needed: Tensor, compact: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _schedule(layout: Any, block_m: int, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The entries of the tile schedule, and how many there are."""
-    arrived = counts.cumsum(1)[:, layout.last_steps]
-    total = arrived[:, -1:]
-    complete = torch.where(arrived == total, -(-total // block_m), arrived // block_m)
+    own, rows = counts[:, 0], counts.sum(1)
+    every = -(-rows // block_m)
+    early = torch.where(own == rows, every, own // block_m)
+    early[_native.core.MoeSendOrder(layout).early_experts :] = 0
+    complete = torch.stack([early, every], 1)
     first = torch.nn.functional.pad(complete, (1, 0))[:, :-1]
-    # Tile rows by (phase, expert), the order in which they are computed.
+    # Tile rows in the order in which they are computed.
     size, first = (complete - first).t().reshape(-1), first.t().reshape(-1)
     end = size.cumsum(0)
     entry = torch.arange(layout.max_tiles(block_m), device=counts.device)

@@ -39,9 +39,9 @@ class Routing(NamedTuple):
         positions: [p, max_tokens, k], the row of each choice of each token, -1 if its expert is elsewhere.
         incoming: [p, max_tokens], the token in each slot row that a source sends.
         received: [p], slot rows that each source sends.
-        outgoing: [ep_size, max_tokens], the token in each slot row that this rank sends to a slice.
-        sent: [ep_size, max_tokens], the slot row of each token of this rank, -1 where it is not sent.
-        sending: [ep_size], slot rows that this rank sends to a slice.
+        sent: [ep_size, max_tokens], the slot row of each own token at a slice, -1 where it is not sent.
+        firsts: [ep_size, max_tokens], the first expert of a slice that each own token has chosen, counted
+            within the slice, or -1.
         tiles: [tile rows, 4], the schedule of tiles (csrc/moe/plan.h: TileEntry).
         num_tiles: [1], entries of it.
         weights: float32 [p, max_tokens, k], the routing weights of all ranks.
@@ -58,9 +58,8 @@ class Routing(NamedTuple):
     positions: torch.Tensor
     incoming: torch.Tensor
     received: torch.Tensor
-    outgoing: torch.Tensor
     sent: torch.Tensor
-    sending: torch.Tensor
+    firsts: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     weights: torch.Tensor
@@ -191,7 +190,6 @@ def checked_shapes(
         (p,),
         (ep_size, max_tokens),
         (ep_size, max_tokens),
-        (ep_size,),
         (max_rows // BLOCK_M + experts, 4),
         (1,),
     )

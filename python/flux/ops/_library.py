@@ -104,14 +104,14 @@ library.define(
     "_moe_route(Tensor ids, Tensor weights, Tensor(a!)[] arrays, Tensor(b!) all_weights, Tensor(c!) scratch, "
     "int symm_buffer, int rank, int ep_size, int num_experts, int block_m) -> ()"
 )
-# arrays: as for _moe_route. products, schedule: room for what the GEMM writes, and for its order of tiles.
+# arrays: as for _moe_route. products: room for what the GEMM writes.
 library.define(
     "_moe_ag_scatter_gemm(Tensor x, Tensor weight, Tensor[] arrays, int ep_size, int num_experts, int top_k, "
     "int max_tokens, int activation, Tensor(a!) out, int symm_buffer, int config, int num_sms) -> ()"
 )
 library.define(
     "_moe_gemm_gather_rs(Tensor x, Tensor weight, Tensor[] arrays, Tensor weights, int ep_size, "
-    "int num_experts, Tensor(a!) products, Tensor(b!) schedule, Tensor(c!) out, int symm_buffer, int config, "
+    "int num_experts, Tensor(a!) products, Tensor(b!) out, int symm_buffer, int config, "
     "int tiles_per_chunk, int communication_ctas, int num_sms) -> ()"
 )
 library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, Tensor(a!) out) -> ()")

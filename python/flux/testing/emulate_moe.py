@@ -11,7 +11,7 @@ from flux import _native
 from flux.comm.workspace import round_up
 from flux.moe.plan import BLOCK_M
 from flux.moe.routing import checked_shapes, route_on_host
-from flux.ops.grouped_gemm import ACTIVATIONS, schedule_words
+from flux.ops.grouped_gemm import ACTIVATIONS
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.moe_data import MoeCase
 
@@ -103,7 +103,7 @@ class EmulatedMoeRanks(EmulatedRanks):
     ) -> list[torch.Tensor]:
         """Layer 0 of all ranks at once: for every rank its rows [max_rows, n]; rows after the last hold 7."""
         case = self._case
-        self._make_room(_Layout.blocks_of(case.max_tokens))
+        self._make_room(_native.core.MoeSendOrder(self._layouts[0]).signals)
         columns = weights[0].shape[1] // (2 if activation == "swiglu" else 1)
         outs = [xs[0].new_full((layout.max_rows, columns), 7) for layout in self._layouts]
         number = 0 if activation is None else ACTIVATIONS.index(activation) + 1
@@ -144,11 +144,9 @@ class EmulatedMoeRanks(EmulatedRanks):
             communication_ctas: that begin with communication.
         """
         case = self._case
-        blocks = _Layout.blocks_of(case.max_tokens, _Layout.sum_block_rows(case.max_tokens))
+        blocks = _Layout.blocks_of(case.max_tokens, _Layout.block_rows(case.max_tokens))
         self._make_room(blocks * -(-case.hidden // _native.core.tile_configs()[config].block_n))
         products = [xs[0].new_empty(layout.max_rows, case.hidden) for layout in self._layouts]
-        words = [schedule_words(x.shape[0], w.shape[0]) for x, w in zip(xs, weights, strict=True)]
-        schedules = [x.new_empty(count, dtype=torch.int32) for x, count in zip(xs, words, strict=True)]
         outs = [xs[0].new_full((tokens, case.hidden), 7) for tokens in case.tokens]
 
         def launch(rank: int) -> None:
@@ -160,7 +158,6 @@ class EmulatedMoeRanks(EmulatedRanks):
                 case.ep_size,
                 case.num_experts,
                 products[rank],
-                schedules[rank],
                 outs[rank],
                 self._stored.address(rank),
                 config,
@@ -169,7 +166,7 @@ class EmulatedMoeRanks(EmulatedRanks):
                 self.num_sms,
             )
 
-        self._kept += [*products, *schedules]
+        self._kept += products
         self._launch(launch, join, ())
         return outs
 

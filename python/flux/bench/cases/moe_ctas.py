@@ -80,7 +80,7 @@ def _forced(workspace: CudaWorkspace, plan: MoePlan) -> dict[str, Layer]:
     def layer(ctas: int, x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing) -> torch.Tensor:
         sizes = (routing.num_experts, routing.ep_size, routing.num_tokens)
         forced = replace(plan, communication_ctas=ctas)
-        return launch(x, weight, routing[:12], *sizes, forced, workspace)
+        return launch(x, weight, routing[:11], *sizes, forced, workspace)
 
     numbers = [ctas for ctas in _NUMBERS if ctas < workspace.num_sms] if plan.fused else []
     return {forced_name(ctas): partial(layer, ctas) for ctas in numbers}
