@@ -11,7 +11,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_VERSION := 0.32.0
 VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
 KERNELS := build/kernels
-SOURCES_CXX = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 

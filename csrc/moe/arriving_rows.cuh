@@ -7,7 +7,6 @@
 // still reads.
 #pragma once
 
-#include "moe/job_queue.cuh"
 #include "moe/plan.h"
 #include "runtime/device/copy.cuh"
 #include "runtime/device/sync.cuh"
@@ -48,8 +47,9 @@ struct ArrivingRows {
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
     constexpr int kMostTokens = kUnitRows * kMaxShares;  // of a part
+    // The first warp is done with a unit before the others: what it says of the next one has a place of its own.
     struct Unit {
-      int drawn, count, tokens[kMostTokens], slot_rows[kMostTokens];
+      int drawn[2], count[2], tokens[kMostTokens], slot_rows[kMostTokens];
     };
     auto& [drawn, count, tokens, slot_rows] = *static_cast<Unit*>(memory);
     const SendOrder& order = p.order;
@@ -57,15 +57,14 @@ struct ArrivingRows {
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
     // Calls behind one that ran out of time send nothing: a late peer may not have read what lies there.
     int next = threadIdx.x != 0 ? 0 : call.aborted ? units : draw();
-    uint32_t* stored =
-        nullptr;  // the signal of the unit before, which the first warp announces while others copy
-    while (true) {
+    uint32_t* stored = nullptr;  // the signal of the unit before, announced while this one is copied
+    for (int turn = 0;; turn ^= 1) {
       if (threadIdx.x == 0) {
-        drawn = next;
-        count = 0;
+        drawn[turn] = next;
+        count[turn] = 0;
       }
       __syncthreads();
-      const int index = drawn;
+      const int index = drawn[turn];
       const SendUnit unit = order.at(index);
       if (index < units && static_cast<int>(threadIdx.x) < order.part_tokens) {
         const int token = unit.part * order.part_tokens + static_cast<int>(threadIdx.x);
@@ -73,7 +72,7 @@ struct ArrivingRows {
           const int64_t at = static_cast<int64_t>(p.layout.slice_of(unit.peer)) * p.layout.max_tokens + token;
           const int first = p.firsts[at], slot_row = p.sent[at];
           if (first >= order.begin(unit.share) && first < order.ends[unit.share]) {
-            const int i = atomicAdd(&count, 1);
+            const int i = atomicAdd(&count[turn], 1);
             tokens[i] = token;
             slot_rows[i] = slot_row;
           }
@@ -89,7 +88,7 @@ struct ArrivingRows {
       } else if (threadIdx.x >= 32) {
         char* const slots = p.symm.slots(unit.peer, call.epoch) +
                             static_cast<int64_t>(slot) * p.layout.max_tokens * p.row_bytes;
-        for (int i = threadIdx.x / 32 - 1; i < count; i += blockDim.x / 32 - 1) {
+        for (int i = threadIdx.x / 32 - 1; i < count[turn]; i += blockDim.x / 32 - 1) {
           runtime::copy_bytes<32, 16>(slots + static_cast<int64_t>(slot_rows[i]) * p.row_bytes,
                                       p.x + static_cast<int64_t>(tokens[i]) * p.row_bytes, p.row_bytes,
                                       ptx::lane());

@@ -1,6 +1,6 @@
 // What a CTA of the grouped GEMM computes next, and all that its roles must know of it. One warp does nothing but ask:
 // for a number, for the tile with that number, for its expert's rows, where they lie, whether they have arrived. Each
-// is a trip to memory, and loaders that asked by themselves stood still for 3 to 5 us a tile.
+// is a trip to memory, and loaders that asked by themselves stood still meanwhile (docs/design/moe.md).
 //
 // It asks when the loader says so, not as soon as there is room in the queue: a tile drawn long before its turn is one
 // that a free CTA cannot have.
@@ -17,11 +17,6 @@ struct Job {
   int weight_row;    // that its first column is computed from
   int chunk;         // of columns
   int expert;
-};
-
-// The two matrices of rows that a place can be in (sm90_grouped_gemm.cuh).
-struct Sources {
-  const char *first, *second;
 };
 
 // Lies in shared memory from `base` on.

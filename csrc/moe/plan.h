@@ -159,6 +159,11 @@ inline SendOrder make_send_order(const Layout& layout) {
   return order;
 }
 
+// The two matrices of rows that a sorted row can be made of (sm90_grouped_gemm.cuh).
+struct Sources {
+  const char *first, *second;
+};
+
 // ---- tiles ------------------------------------------------------------------------------------------------
 //
 // Rows are sorted by (expert, step of their source, token), without padding. Tiles start anew with each expert.
