@@ -65,6 +65,15 @@ def test_bench_two_processes(tmp_path: Path) -> None:
     assert (tmp_path / "again.png").exists()
 
 
+def test_bench_alone_leaves_peers_out_and_still_checks(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    shape = ["--n", "64", "--k", "64", "--m", "64", "--json", str(file)]
+    result = runner.invoke(app, ["bench", "gemm_rs", "--alone", *shape, *_TINY])
+    assert result.exit_code == 0, result.output
+    (row,) = record.read(file).rows
+    assert row.check == "exact" and set(row.times) == {"flux", "torch"}
+
+
 def test_bench_says_what_failed_in_a_rank() -> None:
     options = [*_TINY, "--n", "64", "--k", "64", "--m", "64"]
     done = subprocess.run(

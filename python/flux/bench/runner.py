@@ -25,7 +25,10 @@ from flux.bench.timing import Timer, make_timer
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what is measured. world: processes; tp: by how much the shapes are cut."""
+    """Everything that decides what is measured.
+
+    world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers.
+    """
 
     problems: tuple[Problem, ...]
     suite: str
@@ -37,6 +40,7 @@ class Settings:
     rounds: int = 7
     link_gb_per_s: float = LINK_GB_PER_S
     all_configs: bool = False
+    alone: bool = False
     json_file: str | None = None
     skipped: tuple[str, ...] = ()
     timeout_s: float = 3600.0
@@ -142,10 +146,15 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     prepare = spec.sweep if settings.all_configs and spec.sweep else spec.prepare
     prepared = prepare(problem, context)
     row.plan, row.notes = prepared.plan, prepared.notes
-    candidates = [c for c in prepared.candidates if row.ok or c.role not in ("flux", "config")]
+    roles = {c.role for c in prepared.candidates}
+    if not row.ok:
+        roles -= {"flux", "config"}
+    if settings.alone:
+        roles &= {"flux", "config", "gemm"}
+    candidates = [c for c in prepared.candidates if c.role in roles]
     if not candidates:
         return row
-    _time(row, spec, prepared.candidates if row.ok else candidates, timer, settings)
+    _time(row, spec, candidates, timer, settings)
     return row
 
 

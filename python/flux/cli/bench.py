@@ -195,6 +195,9 @@ def command(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit status 2 if a row is under the bar.")
     ] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Without peers: flux and the GEMM, to compare kernels quickly.")
+    ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU path even if there are GPUs.")] = False,
     link: Annotated[
         float, typer.Option(min=1.0, help="GB/s of a GPU's links, for the floor.")
@@ -239,6 +242,7 @@ def command(
         rounds=rounds or (3 if all_configs else settings.rounds),
         link_gb_per_s=link,
         all_configs=all_configs,
+        alone=alone,
         json_file=str(json_file) if json_file else None,
         timeout_s=timeout,
     )
