@@ -3,15 +3,24 @@
 #pragma once
 
 #include <barrier>
+#include <bit>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #define __device__
 #define __forceinline__ inline
 #define __noinline__
 #define FLUX_DEVICE inline
 
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
 
 struct Dim {
@@ -19,13 +28,44 @@ struct Dim {
 };
 inline thread_local Dim threadIdx, blockIdx;
 inline Dim blockDim, gridDim;
-inline thread_local std::barrier<>* cta;
 
-inline void __syncthreads() { cta->arrive_and_wait(); }
+// What the threads of a CTA meet at, and what the lanes of its warps tell each other.
+struct Cta {
+  struct Warp {
+    std::barrier<> barrier{32};
+    uint32_t words[32];
+  };
+  struct Named {
+    std::unique_ptr<std::barrier<>> barrier;
+    uint32_t refused[2] = {0, 0};  // by threads that met with a false condition, in turns
+  };
+  std::barrier<> all;
+  std::vector<std::unique_ptr<Warp>> warps;
+  Named named[16];
+
+  explicit Cta(int threads) : all(threads) {
+    for (int i = 0; i < threads; i += 32) warps.push_back(std::make_unique<Warp>());
+    for (int i = 1; i < 16; ++i)
+      named[i].barrier = std::make_unique<std::barrier<>>(128);  // a warpgroup each
+  }
+};
+inline thread_local Cta* cta;
+
+inline void __syncthreads() { cta->all.arrive_and_wait(); }
+inline uint32_t __ballot_sync(uint32_t, bool there) {
+  Cta::Warp& warp = *cta->warps[threadIdx.x / 32];
+  warp.words[threadIdx.x % 32] = there;
+  warp.barrier.arrive_and_wait();
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= warp.words[lane] << lane;
+  warp.barrier.arrive_and_wait();
+  return bits;
+}
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
+
 // Atomics below order everything, which ThreadSanitizer understands; fences it does not.
 inline void __threadfence() {}
 inline void __threadfence_system() {}
-
 template <class T>
 T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
@@ -38,6 +78,14 @@ inline uint32_t atomicCAS(uint32_t* address, uint32_t expected, uint32_t value) 
   return expected;
 }
 
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
 template <class T>
 T min(T a, T b) {
   return a < b ? a : b;

@@ -3,12 +3,25 @@
 
 #include <chrono>
 #include <cstdint>
+#include <thread>
 
 namespace flux::ptx {
 
 inline uint32_t lane() { return threadIdx.x % 32; }
 inline uint64_t globaltimer_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+inline void named_barrier_sync(int id, int) { cta->named[id].barrier->arrive_and_wait(); }
+// The word of the next turn is cleared between two meetings, when nobody looks at it.
+inline bool named_barrier_and(int id, int, bool condition) {
+  thread_local int turns[16] = {};
+  const int turn = turns[id] ^= 1;
+  Cta::Named& named = cta->named[id];
+  if (!condition) __atomic_store_n(&named.refused[turn], 1, __ATOMIC_RELAXED);
+  named.barrier->arrive_and_wait();
+  const bool all = __atomic_load_n(&named.refused[turn], __ATOMIC_RELAXED) == 0;
+  __atomic_store_n(&named.refused[turn ^ 1], 0, __ATOMIC_RELAXED);
+  return all;
 }
 inline void fence_proxy_async() {}
 inline void store_release_sys(uint32_t* address, uint32_t value) {
@@ -17,7 +30,9 @@ inline void store_release_sys(uint32_t* address, uint32_t value) {
 inline void add_release_sys(uint32_t* address, uint32_t value) {
   __atomic_fetch_add(address, value, __ATOMIC_RELEASE);
 }
+// Who waits asks again and again; the few cores of a host are then for others.
 inline uint32_t load_acquire_sys(const uint32_t* address) {
+  std::this_thread::yield();
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 inline uint32_t load_relaxed(const uint32_t* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
