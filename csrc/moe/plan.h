@@ -56,7 +56,7 @@ struct Layout {
 
   FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   // Whether only the tokens that a rank needs are sent to it, one after the other. Without expert parallelism
-  // it needs all, and copies are contiguous if a token keeps its number. So do own tokens, which stay.
+  // it needs nearly all, and a token keeps its number. So do own tokens, which stay.
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
 
   // Blocks of slot rows in layer 1. A slot with nothing in it has a signal too: every rank must hear of every peer in
