@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
   if (threadIdx.x == kScheduleThreads - 1) *num_tile_rows = ends[threadIdx.x];
 }
 
-}  // namespace
-
+// One launch. words: schedule_words(...) of them.
 Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, int32_t* words,
                             cudaStream_t stream) {
   auto* tiles = reinterpret_cast<TileEntry*>(words);
@@ -74,6 +73,8 @@ Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, i
   FLUX_CUDA_CHECK(cudaGetLastError());
   return {offsets, tiles, num_tile_rows};
 }
+
+}  // namespace
 
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   const Schedule schedule =

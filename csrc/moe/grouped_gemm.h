@@ -34,10 +34,6 @@ struct Schedule {
   const int32_t* num_tile_rows;
 };
 
-// One launch: all tiles of an expert, then those of the next. words: schedule_words(...) of them.
-Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, int32_t* words,
-                            cudaStream_t stream);
-
 // Two launches: the tile schedule, which depends on offsets that only the device knows, and the GEMM.
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
 
