@@ -31,12 +31,10 @@ has() { [[ $parts == *" $1 "* ]]; }
 
 if has verify; then run 180 verify python3 -m flux verify --json "$out/verify.json"; fi
 if has gpu; then # side by side: they take one GPU each
-  ids=(0)
-  for ((i = 1; i < gpus; i++)); do ids+=("$i"); done
   files=(tests/gpu/test_gpu_*.py)
   for ((i = 0; i < ${#files[@]}; i++)); do
     name=$(basename "${files[i]}" .py)
-    CUDA_VISIBLE_DEVICES=${ids[i % ${#ids[@]}]} OMP_NUM_THREADS=8 \
+    CUDA_VISIBLE_DEVICES=$((i % (gpus > 0 ? gpus : 1))) OMP_NUM_THREADS=8 \
       timeout -k 5 400 python3 -m pytest -q "${files[i]}" >"$out/$name.log" 2>&1 &
   done
   wait

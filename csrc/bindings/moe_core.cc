@@ -70,16 +70,21 @@ std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
   return all;
 }
 
+// All units of an order, as it numbers them.
+template <class Order>
+std::vector<std::tuple<int, int, int>> units_of(const Order& order) {
+  std::vector<std::tuple<int, int, int>> all;
+  for (int index = 0; index < order.units(); ++index) {
+    const auto [first, second, third] = order.at(index);
+    all.emplace_back(first, second, third);
+  }
+  return all;
+}
+
 std::vector<std::tuple<int, int, int>> comm_units(int world_size, int rank, int blocks, int chunks) {
   expect(world_size >= 1 && rank >= 0 && rank < world_size && blocks >= 1 && chunks >= 1,
          "comm_units: expected a rank of the group, and positive numbers");
-  const moe::CommOrder order = {world_size, rank, blocks, chunks};
-  std::vector<std::tuple<int, int, int>> all;
-  for (int index = 0; index < order.units(); ++index) {
-    const moe::CommUnit unit = order.at(index);
-    all.emplace_back(unit.chunk, unit.peer, unit.block);
-  }
-  return all;
+  return units_of(moe::CommOrder{world_size, rank, blocks, chunks});
 }
 
 }  // namespace
@@ -105,7 +110,6 @@ void bind_moe(py::module_& m) {
       .def("max_tiles", &Layout::max_tiles, py::arg("block_m"))
       .def("slice_of", &Layout::slice_of, py::arg("rank"))
       .def("step_of", &Layout::step_of, py::arg("source"))
-      .def("source_at", &Layout::source_at, py::arg("step"))
       .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
       .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"), py::arg("block_rows"),
                   "Blocks of that many slot rows in layer 1, each with a signal.")
@@ -120,17 +124,7 @@ void bind_moe(py::module_& m) {
           "ends",
           [](const SendOrder& order) { return std::vector<int>(order.ends, order.ends + order.shares); },
           "Of each share: one behind the experts whose tokens have left with it.")
-      .def_property_readonly(
-          "units",
-          [](const SendOrder& order) {
-            std::vector<std::tuple<int, int, int>> all;
-            for (int index = 0; index < order.units(); ++index) {
-              const moe::SendUnit unit = order.at(index);
-              all.emplace_back(unit.share, unit.part, unit.peer);
-            }
-            return all;
-          },
-          "[(share, part, peer)]")
+      .def_property_readonly("units", &units_of<SendOrder>, "[(share, part, peer)]")
       .def_property_readonly("early_experts", &SendOrder::early_experts,
                              "Those whose tiles of own tokens are computed first.")
       .def_property_readonly("signals", &SendOrder::signals)

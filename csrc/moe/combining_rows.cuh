@@ -194,7 +194,8 @@ struct CombiningRows {
     return here;
   }
 
-  // Calls visit(vectors, sums) for this thread's share of the rows, kEach vectors at a time; a row of kNoRow is none.
+  // Calls visit(rows, columns, sums) for this thread's share of the block, kEach vectors at a time; those whose row is
+  // kNoRow are none.
   template <class Element, class Visit>
   FLUX_DEVICE static void for_each_sum(const Params& p, const Block& block, const CommUnit& unit, int rows,
                                        int thread, const Visit& visit) {

@@ -16,8 +16,8 @@ struct CombineArgs {
 };
 
 // combine.out = of each token of this rank the sum over ranks and choices of weight * (its row of x * W^T). args.x
-// [max_rows, k] is in the order of the routing, whose schedule is used too; args.out [max_rows, n] is room for the products.
-// args.config must be given: the chunks are counted in its tiles.
+// [max_rows, k] is in the order of the routing, whose schedule is used too; args.out [max_rows, n] is room for the
+// products. args.config must be given: the chunks are counted in its tiles.
 void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
                     const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream);
 

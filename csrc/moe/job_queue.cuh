@@ -47,8 +47,8 @@ struct JobQueue {
   }
 };
 
-// What a thread that reads jobs keeps. Who reads an entry gives it back itself, and who writes
-// one says so itself: racecheck can follow that.
+// What a thread that reads jobs keeps. Who reads an entry gives it back itself, and who writes one says so itself:
+// racecheck can follow that.
 struct JobReader {
   gemm::RingCursor<JobQueue::kEntries> cursor;
 
