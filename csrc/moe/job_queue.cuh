@@ -16,7 +16,6 @@ struct Job {
   int first_column;  // of the result
   int weight_row;    // that its first column is computed from
   int chunk;         // of columns
-  int expert;
 };
 
 // Lies in shared memory from `base` on.
@@ -55,7 +54,7 @@ struct JobReader {
   FLUX_DEVICE Job read(const JobQueue& queue) {
     ptx::mbarrier_wait(queue.full(cursor.index), cursor.phase);
     const auto word = [&](int i) { return static_cast<int>(ptx::load_shared(queue.word(cursor.index, i))); };
-    return {word(0), word(1), word(2), word(3), word(4), word(5)};
+    return {word(0), word(1), word(2), word(3), word(4)};
   }
   FLUX_DEVICE int place(const JobQueue& queue, int row) const {
     return static_cast<int>(ptx::load_shared(queue.place(cursor.index, row)));
@@ -89,8 +88,7 @@ struct JobWriter {
   // All lanes, when each has written its places.
   FLUX_DEVICE void put(const JobQueue& queue, const Job& job) {
     if (ptx::lane() == 0) {
-      const int words[] = {job.num_rows,   job.first_row, job.first_column,
-                           job.weight_row, job.chunk,     job.expert};
+      const int words[] = {job.num_rows, job.first_row, job.first_column, job.weight_row, job.chunk};
 #pragma unroll
       for (int i = 0; i < JobQueue::kWords; ++i) ptx::store_shared(queue.word(cursor.index, i), words[i]);
     }

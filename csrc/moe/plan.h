@@ -18,7 +18,8 @@ constexpr int kMaxTopK = 16;
 constexpr int kMaxSteps = 8;    // world sizes
 constexpr int kBlockRows = 32;  // slot rows that share a signal in layer 1, at most
 constexpr int kMaxShares = 8;   // in which tokens travel in layer 0
-constexpr int kUnitRows = 32;   // of such a share about as many leave at a time
+constexpr int kUnitRows = 32;   // of such a share about as many leave at a time, at most
+constexpr int kPushers = 16;    // CTAs that send them: 8 store 339 GB/s, 132 store 352
 constexpr int kGroupM = 16;     // tiles one above the other that share the columns of a weight in L2
 
 using gemm::ceil_div;
@@ -154,7 +155,9 @@ inline SendOrder make_send_order(const Layout& layout) {
     const int end = static_cast<int>(std::ceil(experts * (1.0 - std::pow(left, 1.0 / choices))));
     if (order.shares == 0 || end > order.ends[order.shares - 1]) order.ends[order.shares++] = end;
   }
-  order.part_tokens = kUnitRows * order.shares;
+  // Two units for each CTA that sends, if need be of a few rows: all of them send at once then.
+  const int64_t rows = static_cast<int64_t>(layout.world_size - 1) * layout.max_tokens / (2 * kPushers);
+  order.part_tokens = static_cast<int>(std::clamp<int64_t>(rows, 8, kUnitRows)) * order.shares;
   order.parts = std::max(1, ceil_div(layout.max_tokens, order.part_tokens));
   return order;
 }

@@ -2,11 +2,11 @@
 // the same mainloop, stages and slabs, for rows of x that may lie anywhere and results that end in the middle of a
 // tile.
 //
-//   loader     warp 0                 A and B by TMA, one thread; or, if rows of x must be gathered, 16 bytes of A a
-//                                     thread, row after row
+//   loader     warp 0                 B by TMA, one thread; A too, unless its rows must be gathered
 //   scheduler  warp 1                 what comes next (job_queue.cuh)
-//   storers    warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are
-//   math       warpgroups 1 and 2     wgmma, then the activation
+//   storers    warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are; or
+//   gatherers  warps 2 and 3          if rows of x must be gathered: 64 rows of A each, by 16 bytes a thread
+//   math       warpgroups 1 and 2     wgmma, then the activation; where there are no storers, to memory as well
 //
 // Rows lets a row be anywhere:
 //
@@ -50,7 +50,7 @@
 namespace flux::moe {
 
 constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
-// 168 for each thread at launch: 128 * 104 + 256 * 200 are just as many. A loader that gathers keeps 32 addresses.
+// 168 for each thread at launch: 128 * 104 + 256 * 200 are just as many. A gatherer keeps 16 addresses.
 constexpr int kGroupedProducerRegisters = 104;
 constexpr int kGroupedMathRegisters = 200;
 constexpr int kGroupedLaunchRegisters = 168;
@@ -100,23 +100,28 @@ FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
   }
 }
 
-// A warp: staged rows (gemm::stage_rows) of a slab to memory, those below `num_rows` and columns below
-// `num_columns`.
-template <int kColumns>
-FLUX_DEVICE void store_staged_rows(uint32_t slab, char* dst, int64_t row_bytes, int num_rows,
-                                   int num_columns) {
+// A warp: kRows staged rows (gemm::stage_rows), which are those of the tile from `first_row` on, to memory, in columns
+// from `column` of the tile on; those rows and columns that there are.
+template <int kColumns, int kRows, class Rows>
+FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job, int tile_columns,
+                                   uint32_t staged, int first_row, int column) {
   constexpr int kPanelRowBytes = 128;
   constexpr int kVector = 8;
+  const int64_t row_bytes = static_cast<int64_t>(p.out_columns) * gemm::kElementBytes;
+  const int out_column = job.first_column + column, num_rows = job.num_rows - first_row;
+  const int num_columns = min(tile_columns - column, p.out_columns - out_column);
+  char* const dst = static_cast<char*>(p.out) + (job.first_row + first_row) * row_bytes;
   const int lane = ptx::lane(), piece = lane % 8;
 #pragma unroll
   for (int panel = 0; panel < kColumns / 64; ++panel) {
-    const int column = panel * 64 + piece * kVector;
-    const uint32_t src = slab + panel * 64 * kPanelRowBytes;
+    const int in_slab = panel * 64 + piece * kVector;
+    const uint32_t src = staged + panel * 64 * kPanelRowBytes;
 #pragma unroll 4
-    for (int row = lane / 8; row < 64; row += 4) {
+    for (int row = lane / 8; row < kRows; row += 4) {
       const float4 v = ptx::load_shared_v4(src + row * kPanelRowBytes + (piece ^ row % 8) * 16);
-      if (row < num_rows && column < num_columns) {
-        *reinterpret_cast<float4*>(dst + row * row_bytes + column * gemm::kElementBytes) = v;
+      if (row < num_rows && in_slab < num_columns) {
+        char* const to = dst + row * row_bytes + (out_column + in_slab) * gemm::kElementBytes;
+        *reinterpret_cast<float4*>(to) = v;
       }
     }
   }
@@ -131,7 +136,7 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   const int column = (chunks.first(chunk) + tile.n) * tile_columns;
   const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
   const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
-  return {num_rows, first_row, column, tile.expert * p.n + column, chunk, tile.expert};
+  return {num_rows, first_row, column, tile.expert * p.n + column, chunk};
 }
 
 template <class Element, int kConfig, class Rows>
@@ -156,10 +161,11 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, call, memory);
   }
   if (threadIdx.x == 0) {
-    constexpr int kLoaders = Rows::kInOrder ? 1 : 32;  // threads
+    constexpr int kGatherers = Rows::kInOrder ? 0 : 64;  // threads
+    constexpr int kStorers = Rows::kInOrder ? 32 : 0, kMath = Rows::kInOrder ? 4 : 128;
     ptx::prefetch_tensor_map(&params.weight);
-    smem.init(/*cluster_size=*/1, /*sharers=*/1, Rows::kInOrder ? 1 : kLoaders + 1);
-    queue.init(kLoaders + gemm::kNumMathWarpgroups * (32 + 4));
+    smem.init(/*cluster_size=*/1, /*sharers=*/1, /*loaders=*/1 + kGatherers);
+    queue.init(/*readers=*/1 + kGatherers + gemm::kNumMathWarpgroups * (kStorers + kMath));
   }
   // Behind this, all threads have asked which call it is.
   __syncthreads();
@@ -172,66 +178,27 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   if (warp < 4) {
     ptx::setmaxnreg_dec<kGroupedProducerRegisters>();
     if (warp == 0) {
-      const int lane = ptx::lane(), ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
-      typename Shared::Stages ring;
-      JobReader jobs;
-      // One thread: the part of a stage that comes by TMA, as many bytes.
-      const auto load = [&](const Job& job, int kb, uint32_t bytes) {
-        const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
+      if (ptx::lane() == 0) {
+        const int ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
         const int second_column =
             params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
-        ptx::mbarrier_arrive_expect_tx(full, bytes);
-        if constexpr (Rows::kInOrder) {
-          ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, job.first_row);
-        }
-        ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.weight_row);
-        ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
-                         job.weight_row + second_column);
-      };
-      constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
-
-      if constexpr (Rows::kInOrder) {
-        // Rows after the expert's last one are loaded too, and dropped in the end.
-        if (lane == 0) {
-          for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
-            jobs.give_back(queue);
-            for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-              if (kb == ask_at) ptx::mbarrier_arrive(queue.wanted());
-              ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-              load(job, kb, Shared::kABytes + kBBytes);
-            }
-          }
-        }
-      } else {
-        // Eight threads for the 128 bytes of a row and a k-block; four rows at a time.
-        const int piece = lane % 8, row_in_four = lane / 8;
-        const int row_bytes = params.k * gemm::kElementBytes;
-        const Sources sources = Rows::sources(params.rows, call);
-        const char* const first = sources.first + piece * 16;
-        const char* const second = sources.second + piece * 16;
+        constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
+        typename Shared::Stages ring;
+        JobReader jobs;
         for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
-          const char* rows[kBlockM / 4];
-#pragma unroll
-          for (int i = 0; i < kBlockM / 4; ++i) {
-            const int place = jobs.place(queue, i * 4 + row_in_four);
-            rows[i] = (place >= 0 ? first + static_cast<int64_t>(place) * row_bytes
-                                  : second + static_cast<int64_t>(~place) * row_bytes);
-          }
           jobs.give_back(queue);
           for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-            if (kb == ask_at && lane == 0) ptx::mbarrier_arrive(queue.wanted());
+            if (kb == ask_at) ptx::mbarrier_arrive(queue.wanted());
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-            if (lane == 0) load(job, kb, kBBytes);
-            const bool valid = kb * 128 + piece * 16 < row_bytes;
-            const int offset = valid ? kb * 128 : 0;
-            const uint32_t a = smem.a(ring.index) + row_in_four * 128;
-#pragma unroll
-            for (int i = 0; i < kBlockM / 4; ++i) {
-              // Row i * 4 + row_in_four of the tile; its number within eight rows says how it is swizzled.
-              const uint32_t dst = a + i * 512 + (piece ^ (i % 2 * 4 + row_in_four)) * 16;
-              ptx::copy_async_16(dst, rows[i] + offset, valid);
+            const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
+            ptx::mbarrier_arrive_expect_tx(full, Rows::kInOrder ? Shared::kABytes + kBBytes : kBBytes);
+            if constexpr (Rows::kInOrder) {
+              // Rows after the expert's last one are loaded too, and dropped in the end.
+              ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, job.first_row);
             }
-            ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
+            ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.weight_row);
+            ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
+                             job.weight_row + second_column);
           }
         }
       }
@@ -255,7 +222,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if (index < num_tiles) job = look_up(params, num_tile_rows, tile_columns, index);
         jobs.wait_for_room(queue);
         if constexpr (!Rows::kInOrder) {
-          // A row that is not there is loaded as the last one that is, and dropped in the end.
+          // The place of a row that there is not is read by nobody.
           const int last_row = job.first_row + job.num_rows - 1;
 #pragma unroll
           for (int row = 0; row < kBlockM; row += 32) {
@@ -264,7 +231,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             ptx::store_shared(queue.place(jobs.cursor.index, row + lane), place);
           }
           if constexpr (Rows::kArrive) {
-            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, job.expert, last_row))
+            const int expert = job.weight_row / params.n;
+            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, expert, last_row))
               smem.set_failed();
           }
         }
@@ -275,21 +243,52 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       if constexpr (Rows::kArrive) {
         if (lane == 0) Rows::end(params.rows, call);  // while the last tiles are computed
       }
+    } else if constexpr (!Rows::kInOrder) {
+      // Eight threads for the 128 bytes of a row and a k-block; four rows at a time. Rows that there are not stay what
+      // they were, and what is computed from them is dropped: to load the last one again in their place, one line many
+      // times over, is slow (docs/design/moe.md).
+      constexpr int kEach = kBlockM / 2 / 4;
+      const int piece = ptx::lane() % 8, row_in_four = ptx::lane() / 8;
+      const int first_row = (warp - 2) * (kBlockM / 2) + row_in_four;
+      const int row_bytes = params.k * gemm::kElementBytes;
+      const Sources sources = Rows::sources(params.rows, call);
+      const char* const first = sources.first + piece * 16;
+      const char* const second = sources.second + piece * 16;
+      typename Shared::Stages ring;
+      JobReader jobs;
+      for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
+        const char* rows[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const int place = jobs.place(queue, first_row + i * 4);
+          rows[i] = (place >= 0 ? first + static_cast<int64_t>(place) * row_bytes
+                                : second + static_cast<int64_t>(~place) * row_bytes);
+        }
+        jobs.give_back(queue);
+        for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+          const bool valid = kb * 128 + piece * 16 < row_bytes;
+          const int offset = valid ? kb * 128 : 0;
+          const uint32_t a = smem.a(ring.index) + first_row * 128;
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) {
+            // The number of the row within eight says how it is swizzled.
+            const uint32_t dst = a + i * 512 + (piece ^ (i % 2 * 4 + row_in_four)) * 16;
+            if (first_row + i * 4 < job.num_rows) ptx::copy_async_16(dst, rows[i] + offset, valid);
+          }
+          ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
+        }
+      }
     } else {
       const int warpgroup = warp - 2;
       typename Shared::Slabs slabs;
       JobReader jobs;
       for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
         jobs.give_back(queue);
-        const int first = job.first_row + warpgroup * 64, num_rows = job.num_rows - warpgroup * 64;
         for (int column = 0; column < tile_columns; column += kTile.slab_n, slabs.advance()) {
-          const int out_column = job.first_column + column;
-          const int num_columns = min(tile_columns - column, params.out_columns - out_column);
-          const int64_t row_bytes = static_cast<int64_t>(params.out_columns) * gemm::kElementBytes;
-          char* dst = static_cast<char*>(params.out) + first * row_bytes + out_column * gemm::kElementBytes;
           ptx::mbarrier_wait(smem.slab_full(warpgroup, slabs.index), slabs.phase);
-          store_staged_rows<kTile.slab_n>(smem.slab(warpgroup, slabs.index), dst, row_bytes, num_rows,
-                                          num_columns);
+          store_staged_rows<kTile.slab_n, 64>(params, job, tile_columns, smem.slab(warpgroup, slabs.index),
+                                              warpgroup * 64, column);
           __syncwarp();
           if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.slab_empty(warpgroup, slabs.index));
         }
@@ -307,10 +306,24 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     typename Shared::Stages ring;
     typename Shared::Slabs slabs;
     JobReader jobs;
-    while (jobs.more(queue)) {
-      int held = 0;  // the stage whose wgmmas may still be running
+    for (;;) {
+      [[maybe_unused]] Job job;
+      if constexpr (Rows::kInOrder) {
+        if (!jobs.more(queue)) break;
+      } else {
+        job = jobs.read(queue);
+        jobs.give_back(queue);
+        if (job.num_rows == 0) break;
+      }
+      int held = -1;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+        // If the next k-block is not here yet, the stage of the last one is not held until it is.
+        if (held >= 0 && !ptx::mbarrier_test(smem.full(ring.index), ring.phase)) {
+          cute::warpgroup_wait<0>();
+          if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
+          held = -1;
+        }
         // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them: wgmma
         // needs no fence here. One for the async proxy would wait for the wgmmas that still run: 411 TFLOP/s, not 650.
         ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
@@ -323,7 +336,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         }
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
-        if (kb > 0 && ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
+        if (held >= 0 && ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
         held = ring.index;
       }
       cute::warpgroup_wait<0>();
@@ -343,13 +356,24 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       for (int first_chunk = 0; first_chunk < kBlockN / gemm::kChunkN; first_chunk += kSlabChunks) {
         if (first_chunk * gemm::kChunkN >= tile_columns) break;
         const uint32_t slab = smem.slab(warpgroup, slabs.index);
-        ptx::mbarrier_wait(smem.slab_empty(warpgroup, slabs.index), slabs.phase ^ 1);
+        if constexpr (Rows::kInOrder) {
+          ptx::mbarrier_wait(smem.slab_empty(warpgroup, slabs.index), slabs.phase ^ 1);
+        }
 #pragma unroll
         for (int chunk = 0; chunk < kSlabChunks; ++chunk) {
           gemm::stage_rows<64>(slab, chunk, thread,
                                gemm::pack<Element>(&d[(first_chunk + chunk) * gemm::kChunkAccumulators]));
         }
-        ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));
+        if constexpr (Rows::kInOrder) {
+          ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));
+        } else {
+          // A warp's 16 rows of a slab are its own. That all lanes have read the slab before is known here too.
+          static_assert(kTile.slabs > 1);
+          __syncwarp();
+          const int row = warp % 4 * 16;
+          store_staged_rows<kTile.slab_n, 16>(params, job, tile_columns, slab + row * 128,
+                                              warpgroup * 64 + row, first_chunk * gemm::kChunkN);
+        }
         slabs.advance();
       }
     }

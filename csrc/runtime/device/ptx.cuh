@@ -111,6 +111,19 @@ __device__ __forceinline__ void store_async_cluster(uint32_t address, uint32_t v
       "r"(value), "r"(bar), "r"(cta)
       : "memory");
 }
+// Whether the phase is over, for all lanes of a warp alike.
+__device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t phase) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(bar), "r"(phase)
+      : "memory");
+  return __all_sync(~0u, done != 0);
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred done;\n"
