@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if (index < num_tiles) job = look_up(params, num_tile_rows, tile_columns, index);
         jobs.wait_for_room(queue);
         if constexpr (!Rows::kInOrder) {
-          // The place of a row that there is not is read by nobody.
+          // Nothing is loaded from the place of a row that there is not.
           const int last_row = job.first_row + job.num_rows - 1;
 #pragma unroll
           for (int row = 0; row < kBlockM; row += 32) {
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       int held = -1;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-        // If the next k-block is not here yet, the stage of the last one is not held until it is.
+        // While the next k-block is on its way, the stage of the last one shall be loaded again.
         if (held >= 0 && !ptx::mbarrier_test(smem.full(ring.index), ring.phase)) {
           cute::warpgroup_wait<0>();
           if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));

@@ -109,6 +109,8 @@ def test_tokens_leave_once_and_in_the_order_of_experts(
             signals = [(s, part) for s in range(len(ends)) for part in range(order.parts)]
             assert order.units == [(s, part, peer) for s, part in signals for peer in peers]
             assert [order.signal(*signal) for signal in signals] == list(range(order.signals))
+            if max_tokens * len(peers) >= 256:
+                assert len(order.units) >= 32, "each of 16 CTAs that send has two"
 
 
 def test_shares_are_about_as_large() -> None:

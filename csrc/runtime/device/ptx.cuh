@@ -111,6 +111,7 @@ __device__ __forceinline__ void store_async_cluster(uint32_t address, uint32_t v
       "r"(value), "r"(bar), "r"(cta)
       : "memory");
 }
+
 // Whether the phase is over, for all lanes of a warp alike.
 __device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t phase) {
   uint32_t done;
