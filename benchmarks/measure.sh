@@ -57,5 +57,7 @@ fi
 if has moe; then
   bench 300 moe moe_layer0 moe_layer1 --imbalance 0.032 --model mixtral-8x7b --model qwen3-235b
   bench 300 moe-large moe_layer0 moe_layer1 --imbalance 0.032 --model flux-demo --model deepseek-v3
+  bench 120 moe-ctas moe_ctas --imbalance 0 --ep 1 --model mixtral-8x7b --model qwen3-235b
+  bench 120 moe_route moe_route --imbalance 0.032
 fi
 exit "$failed"

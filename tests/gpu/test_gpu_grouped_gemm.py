@@ -65,6 +65,17 @@ def test_any_number_of_sms(num_sms: int) -> None:
     assert torch.equal(out, grouped.reference(x, weight, offsets, rows))
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rows_of_the_tile_before_do_not_matter(config: int) -> None:
+    """One CTA computes a full tile of NaNs, then a tile of three rows whose other rows nobody loads."""
+    x, weight, offsets, rows = inputs([128, 3], 264, 1608, torch.bfloat16, 4)
+    x[rows[:128].long()] = float("nan")
+    out = torch.empty(131, 264, dtype=torch.bfloat16, device="cuda")
+    grouped.launch(x, weight, offsets, rows, None, out, config, 1)
+    assert out[:128].isnan().all()
+    assert torch.equal(out[128:], grouped.reference(x, weight, offsets, rows)[128:])
+
+
 def test_replays_in_a_graph_with_other_offsets() -> None:
     x, weight, offsets, rows = inputs([260, 130, 0, 9], 264, 200, torch.bfloat16, 3)
     flux.grouped_gemm(x, weight, offsets, rows=rows)
