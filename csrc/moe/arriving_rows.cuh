@@ -20,10 +20,9 @@ struct ArrivingRows {
     SendOrder order;
     const char* x;
     int row_bytes;
-    const int32_t* rows;  // [max_rows]: source * max_tokens + slot row
-    const int32_t* sent;  // [ep_size][max_tokens]: slot row of each own token at a slice
-    const int32_t*
-        firsts;  // [ep_size][max_tokens]: the first expert of a slice that chose each own token, or -1
+    const int32_t* rows;    // [max_rows]: source * max_tokens + slot row
+    const int32_t* sent;    // [ep_size][max_tokens]: slot row of each own token at a slice
+    const int32_t* firsts;  // [ep_size][max_tokens]: first expert of a slice that chose each own token, or -1
     int num_pushers;
   };
   using Call = sync::Call;
