@@ -4,12 +4,16 @@
 #
 #   benchmarks/measure.sh OUT [PART...]      parts: verify gpu dist dense decode moe; default: all
 #
-# Result files and logs go to OUT. FLUX_COMMIT names the commit where there is no git. Exit status: how many parts failed.
+# Result files and logs go to OUT. flux must be importable by $PYTHON, or else python3. FLUX_COMMIT names the commit where
+# there is no git. Exit status: how many parts failed.
 set -u
 out=${1:?usage: benchmarks/measure.sh OUT [PART...]}
 shift
 parts=" ${*:-verify gpu dist dense decode moe} "
+python=${PYTHON:-python3}
 mkdir -p "$out"
+out=$(cd "$out" && pwd) # before leaving the folder that a relative path is meant from
+cd "$(dirname "$0")/.." || exit
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 failed=0
 
@@ -25,17 +29,20 @@ run() {
 bench() {
   local seconds=$1 name=$2
   shift 2
-  run "$seconds" "$name" python3 -m flux bench "$@" --json "$out/$name-tp$gpus.json"
+  run "$seconds" "$name" "$python" -m flux bench "$@" --json "$out/$name-tp$gpus.json"
 }
 has() { [[ $parts == *" $1 "* ]]; }
 
-if has verify; then run 180 verify python3 -m flux verify --json "$out/verify.json"; fi
+if has verify; then
+  run 60 doctor "$python" -m flux doctor --json "$out/doctor.json"
+  run 180 verify "$python" -m flux verify --json "$out/verify.json"
+fi
 if has gpu; then # side by side: they take one GPU each
   files=(tests/gpu/test_gpu_*.py)
   for ((i = 0; i < ${#files[@]}; i++)); do
     name=$(basename "${files[i]}" .py)
     CUDA_VISIBLE_DEVICES=$((i % (gpus > 0 ? gpus : 1))) OMP_NUM_THREADS=8 \
-      timeout -k 5 400 python3 -m pytest -q "${files[i]}" >"$out/$name.log" 2>&1 &
+      timeout -k 5 400 "$python" -m pytest -q "${files[i]}" >"$out/$name.log" 2>&1 &
   done
   wait
   for file in "${files[@]}"; do
@@ -45,8 +52,9 @@ if has gpu; then # side by side: they take one GPU each
     echo "$name: $last"
   done
 fi
-if has dist; then run 600 dist python3 -m pytest -q -x tests/dist; fi
+if has dist; then run 600 dist "$python" -m pytest -q -x tests/dist; fi
 if has dense; then
+  CUDA_VISIBLE_DEVICES=0 bench 300 gemm gemm --tp "$gpus"
   bench 300 gemm_rs gemm_rs
   bench 300 ag_gemm ag_gemm
 fi
