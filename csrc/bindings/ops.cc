@@ -94,10 +94,11 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                    current_stream(x));
 }
 
-void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t mode) {
+void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   gemm_ar::all_reduce(matrix(x), matrix(out), dtype_of(x), symm_buffer_at(symm_buffer),
-                      static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
+                      static_cast<int>(num_sms), static_cast<runtime::Exchange::Mode>(mode),
+                      current_stream(x));
 }
 
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,

@@ -47,11 +47,12 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   // Each vector is read before the sum is written over it.
   product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
   gemm::gemm(product, stream);
-  launch_sum({params, out}, args.dtype, num_sms, stream);
+  launch_sum({params, out, 0}, args.dtype, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
-                const runtime::SymmBuffer& symm, runtime::Exchange::Mode mode, cudaStream_t stream) {
+                const runtime::SymmBuffer& symm, int num_sms, runtime::Exchange::Mode mode,
+                cudaStream_t stream) {
   FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
   const runtime::Exchange exchange = checked_exchange(x.rows, x.columns, symm, mode);
   const bool scatters = mode == runtime::Exchange::Mode::kScatter;
@@ -59,16 +60,14 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({{symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data}, dtype,
-             runtime::num_sms(), stream);
+  launch_sum({{symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data, 0}, dtype,
+             num_sms > 0 ? num_sms : runtime::num_sms(), stream);
 }
 
 void prepare() {
   gemm::SwapAbKernels<gemm::ExchangeOutput>::on_current_device();
   prepare_tiles();
-  cudaFuncAttributes attributes;
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
+  prepare_sum();
 }
 
 }  // namespace flux::gemm_ar

@@ -20,9 +20,10 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
              runtime::Exchange::Mode mode, cudaStream_t stream);
 
 // out = sum over ranks of x, or of a scatter this rank's rows of it; both contiguous. The whole sum may be
-// written over x.
+// written over x. num_sms: SMs to use, 0: all of the device's.
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
-                const runtime::SymmBuffer& symm, runtime::Exchange::Mode mode, cudaStream_t stream);
+                const runtime::SymmBuffer& symm, int num_sms, runtime::Exchange::Mode mode,
+                cudaStream_t stream);
 
 // Loads every kernel of this folder.
 void prepare();

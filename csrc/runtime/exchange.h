@@ -7,7 +7,8 @@
 //   scatter    rows are dealt to ranks: each rank sends every row to its owner, who sums and keeps it
 //
 // An exchange area on each rank holds what ranks contributed, one slot a source (its own included, so that
-// nothing is special about it), and after the slots, where there are any, the sums that owners have sent.
+// nothing is special about it; only a sum without a GEMM reads its own part where it lies), and after the slots,
+// where there are any, the sums that owners have sent.
 #pragma once
 
 #include <cstdint>
@@ -73,6 +74,11 @@ inline Exchange::Mode all_reduce_mode(int m, int n, int world_size) {
   constexpr double kLinkBytesPerUs = 310e3;
   constexpr double kHopUs = 1.7;  // a store to a peer, and its poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
+  // Two ranks send as much either way. A sum by itself, which has one row, touches local memory less often two-shot: of
+  // 1.5, 3 and 6 MiB 8.0, 12.6 and 21.4 us, and not 7.9, 12.8 and 22.8; behind a GEMM it is no sooner
+  // (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json).
+  constexpr double kAloneTwoShotBytes = 2.5e6;
+  if (world_size == 2 && m == 1 && bytes >= kAloneTwoShotBytes) return Exchange::Mode::kTwoShot;
   const double one_shot = bytes * (world_size - 1);
   const double two_shot = 2 * bytes * (world_size - 1) / world_size;
   return one_shot <= two_shot + kHopUs * kLinkBytesPerUs ? Exchange::Mode::kOneShot

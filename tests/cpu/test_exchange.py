@@ -57,6 +57,8 @@ def test_small_sums_take_one_shot_and_large_ones_two() -> None:
     assert core.all_reduce_mode(1024, 8192, 2) == core.ExchangeMode.ONE_SHOT, (
         "two ranks send as much either way"
     )
+    alone = [core.all_reduce_mode(1, elements, 2) for elements in (8, 1 << 20, 1 << 21, 1 << 24)]
+    assert alone == [core.ExchangeMode.ONE_SHOT] * 2 + [core.ExchangeMode.TWO_SHOT] * 2
 
 
 @pytest.mark.parametrize(("m", "n", "world_size"), [(0, 8, 2), (1, 12, 2), (3, 8, 2), (1, 8, 9)])

@@ -134,7 +134,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, 0.0)
     assert (shifted == 5).all()
     _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), x, total)
-    assert told[3] == (x, total, 77, 0)
+    assert told[3] == (x, total, 77, 0, 0)
 
 
 X, W, B = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6)

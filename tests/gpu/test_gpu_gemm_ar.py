@@ -161,11 +161,8 @@ def test_residual_and_norm(mode: int, dtype: torch.dtype, m: int, config: int) -
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 def test_all_reduce(world_size: int, mode: int) -> None:
     ranks = EmulatedRanks(world_size)
-    # Eight launches of the last must fit on a GPU at once, and of 33 rows they do not.
-    shapes = [(1, 8), (7, 1000), (33 if world_size < 8 else 27, 2048)]
-    # Several vectors for each thread. More than two such launches do not fit on a GPU at once.
-    shapes += [(277, 4000)] if world_size == 2 else []
-    for m, n in shapes:
+    # The last with many threads, and several vectors for each of them.
+    for m, n in [(1, 8), (7, 1000), (33, 2048), (277, 4000)]:
         # Multiples of 2**rank below 2**(rank + 1): a missing or doubled one changes every element.
         xs = [torch.full((m, n), float(2**rank), device="cuda").bfloat16() for rank in range(world_size)]
         xs[0][:, ::3] = 0

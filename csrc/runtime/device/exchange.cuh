@@ -16,6 +16,14 @@ using runtime::Exchange;
 using runtime::kAbsent;
 using runtime::kMaxWorldSize;
 
+// Each rank starts with another one.
+template <class Use>
+__device__ __forceinline__ void for_each_peer(const runtime::SymmBuffer& symm, Use use) {
+  for (int i = 1; i < symm.world_size; ++i) {
+    use(symm.rank + i < symm.world_size ? symm.rank + i : symm.rank + i - symm.world_size);
+  }
+}
+
 __device__ __forceinline__ bool is_whole(const uint4& v) {
   return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
 }
@@ -66,16 +74,20 @@ __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const syn
   return v;
 }
 
-// What ranks contributed at one place. For the rank that sums it.
+// What ranks contributed at one place, for the rank that sums it. Its own part is in its slot as well, or at `own`, if
+// that is not null.
 template <int kSources>
 struct Parts {
   uint4 of[kSources];  // as they were when they were asked for
 
-  // The first kSources.
-  __device__ __forceinline__ void ask(const char* base, int64_t slot_bytes, int world_size) {
+  // `count` of kSources ranks, from `first` on.
+  __device__ __forceinline__ void ask(const char* base, int64_t slot_bytes, int count, int first = 0,
+                                      int rank = 0, const uint4* own = nullptr) {
 #pragma unroll
-    for (int source = 0; source < kSources; ++source) {
-      if (source < world_size) of[source] = ptx::load_relaxed_sys(base + source * slot_bytes);
+    for (int i = 0; i < kSources; ++i) {
+      if (i < count) {
+        of[i] = own != nullptr && first + i == rank ? *own : ptx::load_relaxed_sys(base + i * slot_bytes);
+      }
     }
   }
 
@@ -83,17 +95,20 @@ struct Parts {
   template <class Pair>
   __device__ __forceinline__ void take_sum(const runtime::SymmBuffer& symm, const sync::Call& call,
                                            char* base, int64_t slot_bytes, uint32_t op, int row,
-                                           float (&sum)[Exchange::kVector]) {
+                                           float (&sum)[Exchange::kVector], const uint4* own = nullptr) {
 #pragma unroll
     for (int i = 0; i < Exchange::kVector; ++i) sum[i] = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < symm.world_size; first += kSources, base += kSources * slot_bytes) {
-      if (first > 0) ask(base, slot_bytes, symm.world_size - first);
+      if (first > 0) ask(base, slot_bytes, symm.world_size - first, first, symm.rank, own);
 #pragma unroll
       for (int i = 0; i < kSources; ++i) {
         if (first + i >= symm.world_size) break;
-        const uint4 v = take(symm, call, base + i * slot_bytes, of[i],
-                             {op, static_cast<uint32_t>(first + i), static_cast<uint32_t>(row)});
+        uint4 v = of[i];
+        if (own == nullptr || first + i != symm.rank) {
+          v = take(symm, call, base + i * slot_bytes, v,
+                   {op, static_cast<uint32_t>(first + i), static_cast<uint32_t>(row)});
+        }
         const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int word = 0; word < 4; ++word) {

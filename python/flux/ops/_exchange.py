@@ -67,7 +67,7 @@ def run_fused(
     """The exchange by itself: out = the sum of all ranks' x [m, n], or this rank's rows of it."""
     if isinstance(workspace, CudaWorkspace):
         x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
-        _kernel(x, target, workspace.enter(plan), plan.mode)
+        _kernel(x, target, workspace.enter(plan), 0, plan.mode)
         if target is not out:
             out.copy_(target)
         return

@@ -81,7 +81,7 @@ library.define(
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out) -> ()"
 )
 # Of a scatter, mode 2, out is one rank's share of the rows.
-library.define("_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int mode) -> ()")
+library.define("_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, int mode) -> ()")
 # Gathering kernels: copy engines signal every chunk_rows rows. reuse: one more weight for the rows
 # that the launch before has gathered, which _collect writes to a tensor of the user.
 library.define(

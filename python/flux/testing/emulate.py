@@ -307,7 +307,8 @@ class EmulatedRanks:
         outs = self._empty(xs[0], m, n)
 
         def launch(rank: int) -> None:
-            torch.ops.flux._all_reduce(xs[rank], outs[rank], self._stored.address(rank), mode)
+            address = self._stored.address(rank)
+            torch.ops.flux._all_reduce(xs[rank], outs[rank], address, self.num_sms, mode)
 
         self._launch(launch, join, absent)
         return outs
@@ -324,7 +325,8 @@ class EmulatedRanks:
         outs = self._empty(xs[0], m // self.world_size, n)
 
         def launch(rank: int) -> None:
-            torch.ops.flux._all_reduce(xs[rank], outs[rank], self._stored.address(rank), mode)
+            address = self._stored.address(rank)
+            torch.ops.flux._all_reduce(xs[rank], outs[rank], address, self.num_sms, mode)
 
         self._launch(launch, join, absent)
         return outs
