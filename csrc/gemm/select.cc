@@ -49,6 +49,12 @@ constexpr double kAloneUs = 0.7;          // without a partner
 constexpr double kWideUs = 1.2;
 constexpr double kWideRowUs = 0.005;   // the same, for each row
 constexpr double kUnusedSwapAb = 0.2;  // exponent
+// But for pairs and up to 16 rows at most so much, if the SMs of the last round can take in all that memory gives: with
+// a long K they have it for themselves. 1 and 16 rows of 12288 x 24576 take 142 and 146 us in pairs, 146 and 148 in
+// clusters of eight, of which fewer SMs are left without a tile
+// (benchmarks/results/tuning/2026-11-22-long-k-1xH200.json).
+constexpr double kMaxUnusedUs = 4.0;
+constexpr int kMaxUnusedRows = 16;
 // CTAs of a cluster share a group of SMs, and what is left over in each holds none: so much of the SMs has room for
 // clusters of four or eight. Pairs fit everywhere.
 constexpr double kWideRoom = 15.0 / 16;
@@ -183,7 +189,11 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split) {
   const double cta_us = ceil_div(tiles, clusters) * (k_blocks * block_us + meet_us);
   // SMs without a tile leave some of the memory's speed unused.
   const double slots = static_cast<double>(ceil_div(tiles, clusters)) * p.num_sms / split;
-  return kSwapAbLaunchUs + std::max(cta_us, memory_us(p) * std::pow(slots / tiles, kUnusedSwapAb) + meet_us);
+  double unused_us = memory_us(p) * (std::pow(slots / tiles, kUnusedSwapAb) - 1.0);
+  const int last_round = (tiles - 1) % clusters + 1;
+  const bool saturates = last_round * split * kSmBytesPerUs >= kMemoryBytesPerUs;
+  if (split == 2 && tile.rows <= kMaxUnusedRows && saturates) unused_us = std::min(unused_us, kMaxUnusedUs);
+  return kSwapAbLaunchUs + std::max(cta_us, memory_us(p) + unused_us + meet_us);
 }
 
 void consider_swap_ab(const Problem& p, Choice& best) {
