@@ -20,7 +20,7 @@ constexpr int kClosingThreads = 32;  // a warp that closes the call
 struct SumParams {
   gemm::ExchangeParams exchange;
   const void* x;
-  int row;  // elements, of the matrix that is summed: of `bias`
+  int row;  // elements of a row, with which `bias` repeats
 };
 
 // A user's NaN may look like a vector that has not arrived; there are others.
