@@ -2,11 +2,7 @@
 // two launches.
 #pragma once
 
-#include <algorithm>
-
 #include "gemm/finish.cuh"
-#include "gemm_ar/gemm_ar.h"
-#include "runtime/check.h"
 
 namespace flux::gemm_ar {
 
@@ -133,32 +129,6 @@ __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 2)
     exchange::contribute(p.symm, p.exchange, call, i / row_vectors, i % row_vectors * kVector, v);
   }
   gemm::finish<Element, kNormThreads>(p, call, threadIdx.x);
-}
-
-inline void launch_sum(SumParams params, runtime::DType dtype, int num_sms, cudaStream_t stream) {
-  runtime::Exchange& x = params.exchange.exchange;
-  const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = params.exchange.finish.norm_weight;
-  const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
-  params.row = x.n;
-  if (!norms && x.mode != runtime::Exchange::Mode::kScatter) {
-    x = runtime::make_exchange(1, x.m * x.n, x.world_size, x.mode);
-  }
-  const bool many = vectors > static_cast<int64_t>(num_sms) * kFewThreads;
-  const int threads = norms ? kNormThreads : many ? kManyThreads : kFewThreads;
-  const int ctas = static_cast<int>(std::min<int64_t>(num_sms, (vectors + threads - 1) / threads));
-  const auto kernel = norms ? (is_bfloat16 ? sum_and_norm<__nv_bfloat16> : sum_and_norm<__half>)
-                            : (is_bfloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>);
-  kernel<<<ctas, threads + kClosingThreads, 0, stream>>>(params);
-  FLUX_CUDA_CHECK(cudaGetLastError());
-}
-
-// Loads the kernels, which the capture of a graph may forbid.
-inline void prepare_sum() {
-  cudaFuncAttributes attributes;
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_and_norm<__nv_bfloat16>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_and_norm<__half>));
 }
 
 }  // namespace flux::gemm_ar

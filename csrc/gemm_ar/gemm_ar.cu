@@ -1,7 +1,10 @@
+#include <algorithm>
+
 #include "gemm/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_ar/gemm_ar_tiles.h"
+#include "runtime/check.h"
 
 namespace flux::gemm_ar {
 namespace {
@@ -18,6 +21,32 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
       runtime::make_exchange(static_cast<int>(m), static_cast<int>(n), symm.world_size, mode);
   FLUX_CHECK(exchange.bytes() <= symm.exchange_bytes, exchange.bytes(), symm.exchange_bytes);
   return exchange;
+}
+
+void launch_sum(SumParams params, runtime::DType dtype, int num_sms, cudaStream_t stream) {
+  runtime::Exchange& x = params.exchange.exchange;
+  const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = params.exchange.finish.norm_weight;
+  const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
+  params.row = x.n;
+  if (!norms && x.mode != runtime::Exchange::Mode::kScatter) {
+    x = runtime::make_exchange(1, x.m * x.n, x.world_size, x.mode);
+  }
+  const bool many = vectors > static_cast<int64_t>(num_sms) * kFewThreads;
+  const int threads = norms ? kNormThreads : many ? kManyThreads : kFewThreads;
+  const int ctas = static_cast<int>(std::min<int64_t>(num_sms, (vectors + threads - 1) / threads));
+  const auto kernel = norms ? (is_bfloat16 ? sum_and_norm<__nv_bfloat16> : sum_and_norm<__half>)
+                            : (is_bfloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>);
+  kernel<<<ctas, threads + kClosingThreads, 0, stream>>>(params);
+  FLUX_CUDA_CHECK(cudaGetLastError());
+}
+
+// Loads the kernels, which the capture of a graph may forbid.
+void prepare_sum() {
+  cudaFuncAttributes attributes;
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_and_norm<__nv_bfloat16>));
+  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_and_norm<__half>));
 }
 
 }  // namespace

@@ -11,6 +11,10 @@
 #define __device__
 #define __forceinline__ inline
 #define __noinline__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static  // of code that is compiled here, and not run
 #define FLUX_DEVICE inline
 
 struct alignas(16) uint4 {
@@ -21,6 +25,10 @@ struct alignas(16) int4 {
 };
 struct alignas(16) float4 {
   float x, y, z, w;
+};
+
+struct float2 {
+  float x, y;
 };
 
 struct Dim {
@@ -61,6 +69,9 @@ inline uint32_t __ballot_sync(uint32_t, bool there) {
   warp.barrier.arrive_and_wait();
   return bits;
 }
+// Only for code that is compiled here, and not run.
+float __shfl_xor_sync(uint32_t, float, int);
+float rsqrtf(float);
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 
 // Atomics below order everything, which ThreadSanitizer understands; fences it does not.

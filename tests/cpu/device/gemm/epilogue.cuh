@@ -15,6 +15,11 @@ inline float from_bits(uint16_t bits) { return std::bit_cast<float>(static_cast<
 inline uint16_t to_bits(float number) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(number) >> 16); }
 
 template <class Element>
+struct Pair {
+  static float2 widen(uint32_t bits) { return {from_bits(bits & 0xFFFF), from_bits(bits >> 16)}; }
+};
+
+template <class Element>
 void widen(const uint4& v, float (&f)[kVector]) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
   for (int i = 0; i < 4; ++i) {

@@ -37,4 +37,18 @@ inline uint32_t load_acquire_sys(const uint32_t* address) {
 }
 inline uint32_t load_relaxed(const uint32_t* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 
+// Vectors whose words say by themselves that they are there (runtime/device/exchange.cuh). No word orders another.
+inline void store_relaxed_sys(char* address, const uint4& v) {
+  auto* const words = reinterpret_cast<uint32_t*>(address);
+  const uint32_t values[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; ++i) __atomic_store_n(words + i, values[i], __ATOMIC_RELAXED);
+}
+inline uint4 load_relaxed_sys(const char* address) {
+  std::this_thread::yield();
+  const auto* const words = reinterpret_cast<const uint32_t*>(address);
+  uint32_t values[4];
+  for (int i = 0; i < 4; ++i) values[i] = __atomic_load_n(words + i, __ATOMIC_RELAXED);
+  return {values[0], values[1], values[2], values[3]};
+}
+
 }  // namespace flux::ptx
