@@ -23,11 +23,12 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
   return exchange;
 }
 
-void launch_sum(SumParams params, runtime::DType dtype, int num_sms, cudaStream_t stream) {
+void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtime::DType dtype, int num_sms,
+                cudaStream_t stream) {
+  SumParams params = {exchange, matrix, exchange.exchange.n};
   runtime::Exchange& x = params.exchange.exchange;
-  const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = params.exchange.finish.norm_weight;
+  const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = exchange.finish.norm_weight;
   const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
-  params.row = x.n;
   if (!norms && x.mode != runtime::Exchange::Mode::kScatter) {
     x = runtime::make_exchange(1, x.m * x.n, x.world_size, x.mode);
   }
@@ -76,7 +77,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   // Each vector is read before the sum is written over it.
   product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
   gemm::gemm(product, stream);
-  launch_sum({params, out, 0}, args.dtype, num_sms, stream);
+  launch_sum(params, out, args.dtype, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
@@ -89,7 +90,7 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({{symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data, 0}, dtype,
+  launch_sum({symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data, dtype,
              num_sms > 0 ? num_sms : runtime::num_sms(), stream);
 }
 

@@ -302,16 +302,7 @@ class EmulatedRanks:
         self, xs: Sequence[torch.Tensor], *, mode: int, join: bool = True, absent: Collection[int] = ()
     ) -> list[torch.Tensor]:
         """AllReduce of all ranks at once: for every rank the sum of all `xs` [m, n]."""
-        m, n = xs[0].shape
-        self._stored.reserve_exchange(self._exchange(m, n, mode))
-        outs = self._empty(xs[0], m, n)
-
-        def launch(rank: int) -> None:
-            address = self._stored.address(rank)
-            torch.ops.flux._all_reduce(xs[rank], outs[rank], address, self.num_sms, mode)
-
-        self._launch(launch, join, absent)
-        return outs
+        return self._sum(xs, xs[0].shape[0], mode, join, absent)
 
     def reduce_scatter(
         self, xs: Sequence[torch.Tensor], *, join: bool = True, absent: Collection[int] = ()
@@ -319,10 +310,16 @@ class EmulatedRanks:
         """ReduceScatter of all ranks at once: for every rank its [m / world_size, n] of the sum of all `xs`
         [m, n].
         """
-        m, n = xs[0].shape
         mode = int(_native.core.ExchangeMode.SCATTER)
+        return self._sum(xs, xs[0].shape[0] // self.world_size, mode, join, absent)
+
+    def _sum(
+        self, xs: Sequence[torch.Tensor], rows: int, mode: int, join: bool, absent: Collection[int]
+    ) -> list[torch.Tensor]:
+        """The sum of all `xs` [m, n], of which every rank gets so many rows."""
+        m, n = xs[0].shape
         self._stored.reserve_exchange(self._exchange(m, n, mode))
-        outs = self._empty(xs[0], m // self.world_size, n)
+        outs = self._empty(xs[0], rows, n)
 
         def launch(rank: int) -> None:
             address = self._stored.address(rank)

@@ -3,7 +3,7 @@
 // sum of all.
 #include "gemm_ar/all_reduce.cuh"
 
-#include "moe_ranks.h"
+#include "launch.h"
 
 namespace {
 
@@ -39,35 +39,30 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
     }
     for (Summer& other : ranks) other.symm.peers[rank] = reinterpret_cast<uint64_t>(r.buffer.data());
   }
-  std::vector<char> exact(world_size, 1);
-  std::vector<std::thread> hosts;
-  for (int rank = 0; rank < world_size; ++rank) {
-    hosts.emplace_back([&, rank] {
-      std::vector<uint4> x(elements / 8), result(elements / 8);
-      uint4* const out = in_place ? x.data() : result.data();
-      for (int call = 0; call < kCalls; ++call) {
-        auto* const numbers = reinterpret_cast<uint16_t*>(x.data());
-        for (int i = 0; i < elements; ++i) numbers[i] = flux::gemm::to_bits(part(call, rank, i));
-        flux::gemm_ar::SumParams params = {{ranks[rank].symm, exchange, {}, 5}, x.data(), elements};
-        params.exchange.finish.out = out;
-        launch([&](void*) { flux::gemm_ar::sum_over_ranks<uint16_t>(params); });
-        const int count = scatters ? elements / world_size : elements;
-        for (int i = 0; i < count; ++i) {
-          float sum = 0;
-          for (int source = 0; source < world_size; ++source) {
-            sum += part(call, source, scatters ? rank * count + i : i);
-          }
-          exact[rank] &= reinterpret_cast<const uint16_t*>(out)[i] == flux::gemm::to_bits(sum);
+  const bool exact = for_all_ranks(world_size, [&](int rank) {
+    std::vector<uint4> x(elements / 8), result(elements / 8);
+    uint4* const out = in_place ? x.data() : result.data();
+    bool right = true;
+    for (int call = 0; call < kCalls; ++call) {
+      auto* const numbers = reinterpret_cast<uint16_t*>(x.data());
+      for (int i = 0; i < elements; ++i) numbers[i] = flux::gemm::to_bits(part(call, rank, i));
+      flux::gemm_ar::SumParams params = {{ranks[rank].symm, exchange, {}, 5}, x.data(), elements};
+      params.exchange.finish.out = out;
+      launch([&](void*) { flux::gemm_ar::sum_over_ranks<uint16_t>(params); });
+      const int count = scatters ? elements / world_size : elements;
+      for (int i = 0; i < count; ++i) {
+        float sum = 0;
+        for (int source = 0; source < world_size; ++source) {
+          sum += part(call, source, scatters ? rank * count + i : i);
         }
+        right &= reinterpret_cast<const uint16_t*>(out)[i] == flux::gemm::to_bits(sum);
       }
-    });
-  }
-  for (std::thread& host : hosts) host.join();
-  for (int rank = 0; rank < world_size; ++rank) {
-    if (!exact[rank]) std::printf("rank %d of %d wrong, mode %d\n", rank, world_size, static_cast<int>(mode));
-    if (!exact[rank]) return false;
-  }
-  return true;
+    }
+    return right;
+  });
+  if (!exact)
+    std::printf("wrong: %d ranks, mode %d, %d elements\n", world_size, static_cast<int>(mode), elements);
+  return exact;
 }
 
 }  // namespace

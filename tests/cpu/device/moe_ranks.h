@@ -1,12 +1,10 @@
 // The ranks of a mixture of experts in one process, with a routing, for programs that run both layers' device code.
 #pragma once
 
-#include <cstdio>
-#include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
+#include "launch.h"
 #include "moe/routing.h"
 #include "runtime/device/sync.cuh"
 
@@ -75,46 +73,10 @@ inline std::vector<Rank> make_ranks(const Case& c, const std::vector<int32_t>& i
   return ranks;
 }
 
-// What main() returns, with so many threads in each of so many CTAs; body() -> whether all was right.
-template <class Body>
-int run_program(int threads, int ctas, const Body& body) {
-  blockDim.x = threads;
-  gridDim.x = ctas;
-  const bool exact = body();
-  if (exact) std::printf("all exact\n");
-  return exact ? 0 : 1;
-}
-
-// Runs body(shared memory) in every thread of all CTAs, as a launch does.
-template <class Body>
-void launch(const Body& body) {
-  const int threads = static_cast<int>(blockDim.x), ctas = static_cast<int>(gridDim.x);
-  std::vector<std::unique_ptr<Cta>> grid;
-  for (int i = 0; i < ctas; ++i) grid.push_back(std::make_unique<Cta>(threads));
-  std::vector<std::vector<uint4>> shared(ctas, std::vector<uint4>(1 << 12));
-  std::vector<std::thread> all;
-  for (int i = 0; i < ctas * threads; ++i) {
-    all.emplace_back([&, i] {
-      blockIdx.x = i / threads;
-      threadIdx.x = i % threads;
-      cta = grid[blockIdx.x].get();
-      body(static_cast<void*>(shared[blockIdx.x].data()));
-    });
-  }
-  for (std::thread& thread : all) thread.join();
-}
-
-// Each rank runs its calls in a thread of the host of its own; body(rank) -> whether all was right.
+// As for_all_ranks, and says which case was wrong.
 template <class Body>
 bool run_ranks(std::vector<Rank>& ranks, const char* what, const Case& c, const Body& body) {
-  std::vector<char> exact(ranks.size());
-  std::vector<std::thread> hosts;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    hosts.emplace_back([&, rank] { exact[rank] = body(static_cast<int>(rank)); });
-  }
-  for (std::thread& host : hosts) host.join();
-  bool all = true;
-  for (const char good : exact) all &= good != 0;
+  const bool all = for_all_ranks(static_cast<int>(ranks.size()), body);
   if (!all) {
     std::printf("%s wrong: %d ranks, ep_size %d, %d experts, %d tokens\n", what, c.world_size, c.ep_size,
                 c.num_experts, c.max_tokens);
