@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const TileOrder& order = params.order;
   const int cta = static_cast<int>(ptx::cluster_cta_rank());
   const int cluster_size = order.cluster_size();
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp();
   const int split = Store::kSplitsK ? cluster_size : 1;
   const int sharers = Store::kSplitsK ? 1 : cluster_size;  // of loads
   const Part part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
@@ -77,92 +77,94 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0 && ptx::lane() == 0) {
-      const int step = gridDim.x / cluster_size, last = order.num_clusters();
-      typename Shared::Stages ring;
-      TileQueueReader<Shared> queue;
-      TileQueueWriter<Shared> next_tile;
-      uint32_t* const counter = Store::tile_counter(params.store);
-      // The draw takes as long as a k-block or two: it is on its way while those are loaded.
-      const int draw_at = part.num_blocks > 2 ? part.num_blocks - 2 : 0;
-      uint32_t own_phase = 0;
-      const auto draw = [&](int index) {
-        return counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : index;
-      };
-      const auto pass_on = [&](int index) {
-        if (cta != 0) return queue.next(smem, true);
-        next_tile.put(smem, cluster_size, index);
-        return index;
-      };
-      int next = cta == 0 ? draw(blockIdx.x / cluster_size) : 0;
-      for (int index = pass_on(next); index < last; index = pass_on(next)) {
-        const Tile tile = order.at(index, cta);
-        const Source x = Store::source(params, call, tile);
-        const int column = tile.n * kBlockN;
-        if constexpr (Store::kGathers) {
-          if (!Store::admit(params.store, call, tile)) smem.set_failed();
-        }
-        // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
-        const bool waits = Store::kReduces && Store::is_local(params.store, tile);
-        // Unrolled, both loops over K would only be longer.
-#pragma unroll 1
-        for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
-          if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
-          const int k = (part.first_block + kb) * kBlockK;
-          const uint32_t full = smem.full(ring.index);
-          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(full, params.stage_bytes);
-          load_a(x.map, smem.a(ring.index), full, k, x.row, cta, order.cluster == Cluster::kPairN);
-          load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, k, column, cta,
-                                   order.cluster == Cluster::kPairM);
-        }
-        if (waits && cta == 0) {
-          ptx::mbarrier_wait(smem.arrived(), own_phase);
-          own_phase ^= 1;
-          next = draw(index + step);
-        }
-      }
-      ptx::let_next_kernel_start();
-      Store::end(params.store, call);
-      if (cluster_size > 1) {
-        // Until the others' last arrivals at barriers of this CTA have come. Once it has left, they would hit those of
-        // the next launch.
-        for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
-          ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-        }
-        if (cta == 0) next_tile.drain(smem);
-      }
-    } else if (warp <= kNumMathWarpgroups && ptx::lane() == 0) {
-      const int warpgroup = warp - 1;
-      const int last = order.num_clusters();
-      typename Shared::Pieces pieces;
-      const int last_wave = order.num_remote_clusters() - static_cast<int>(gridDim.x) / cluster_size;
-      SlabRing<Shared> slabs;
-      TileQueueReader<Shared> queue;
-      for (int index = queue.next(smem, true); index < last; index = queue.next(smem, true)) {
-        const Tile tile = order.at(index, cta);
-        if (Store::kExchanges || !tile.valid) continue;
-        const bool local = Store::is_local(params.store, tile);
-        if (local) Store::fetch(params.store, call, tile, warpgroup, smem, pieces);
-        for (int chunk = part.first_chunk; chunk < part.end_chunk; chunk += kSlabChunks) {
-          const int num_chunks = kChunks - chunk < kSlabChunks ? kChunks - chunk : kSlabChunks;
-          const uint32_t slab = slabs.wait_full(smem, warpgroup);
-          if (local) {
-            store_panels<panel_n(kTile)>(&params.d, slab, tile.m * kBlockM + warpgroup * 64,
-                                         tile.n * kBlockN + chunk * kChunkN, num_chunks * kChunkN,
-                                         params.rows_per_shard, params.n, Store::kGathers ? tile.shard : 0);
-          } else {
-            Store::send(params.store, call, tile, index >= last_wave, warpgroup, chunk, num_chunks, slab);
+    if (ptx::elect_one()) {
+      if (warp == 0) {
+        const int step = gridDim.x / cluster_size, last = order.num_clusters();
+        typename Shared::Stages ring;
+        TileQueueReader<Shared> queue;
+        TileQueueWriter<Shared> next_tile;
+        uint32_t* const counter = Store::tile_counter(params.store);
+        // The draw takes as long as a k-block or two: it is on its way while those are loaded.
+        const int draw_at = part.num_blocks > 2 ? part.num_blocks - 2 : 0;
+        uint32_t own_phase = 0;
+        const auto draw = [&](int index) {
+          return counter != nullptr ? static_cast<int>(atomicAdd(counter, 1u)) : index;
+        };
+        const auto pass_on = [&](int index) {
+          if (cta != 0) return queue.next(smem);
+          next_tile.put(smem, cluster_size, index);
+          return index;
+        };
+        int next = cta == 0 ? draw(blockIdx.x / cluster_size) : 0;
+        for (int index = pass_on(next); index < last; index = pass_on(next)) {
+          const Tile tile = order.at(index, cta);
+          const Source x = Store::source(params, call, tile);
+          const int column = tile.n * kBlockN;
+          if constexpr (Store::kGathers) {
+            if (!Store::admit(params.store, call, tile)) smem.set_failed();
           }
-          slabs.commit(smem, warpgroup);
+          // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
+          const bool waits = Store::kReduces && Store::is_local(params.store, tile);
+          // Unrolled, both loops over K would only be longer.
+#pragma unroll 1
+          for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
+            if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
+            const int k = (part.first_block + kb) * kBlockK;
+            const uint32_t full = smem.full(ring.index);
+            ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+            ptx::mbarrier_arrive_expect_tx(full, params.stage_bytes);
+            load_a(x.map, smem.a(ring.index), full, k, x.row, cta, order.cluster == Cluster::kPairN);
+            load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, k, column, cta,
+                                     order.cluster == Cluster::kPairM);
+          }
+          if (waits && cta == 0) {
+            ptx::mbarrier_wait(smem.arrived(), own_phase);
+            own_phase ^= 1;
+            next = draw(index + step);
+          }
         }
-        slabs.drain(smem, warpgroup);
-        if (!local) {
-          ptx::bulk_wait_complete();
-          Store::publish(params.store, call, tile, warpgroup);
+        ptx::let_next_kernel_start();
+        Store::end(params.store, call);
+        if (cluster_size > 1) {
+          // Until the others' last arrivals at barriers of this CTA have come. Once it has left, they would hit those of
+          // the next launch.
+          for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
+            ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
+          }
+          if (cta == 0) next_tile.drain(smem);
         }
+      } else if (warp <= kNumMathWarpgroups) {
+        const int warpgroup = warp - 1;
+        const int last = order.num_clusters();
+        typename Shared::Pieces pieces;
+        const int last_wave = order.num_remote_clusters() - static_cast<int>(gridDim.x) / cluster_size;
+        SlabRing<Shared> slabs;
+        TileQueueReader<Shared> queue;
+        for (int index = queue.next(smem); index < last; index = queue.next(smem)) {
+          const Tile tile = order.at(index, cta);
+          if (Store::kExchanges || !tile.valid) continue;
+          const bool local = Store::is_local(params.store, tile);
+          if (local) Store::fetch(params.store, call, tile, warpgroup, smem, pieces);
+          for (int chunk = part.first_chunk; chunk < part.end_chunk; chunk += kSlabChunks) {
+            const int num_chunks = kChunks - chunk < kSlabChunks ? kChunks - chunk : kSlabChunks;
+            const uint32_t slab = slabs.wait_full(smem, warpgroup);
+            if (local) {
+              store_panels<panel_n(kTile)>(&params.d, slab, tile.m * kBlockM + warpgroup * 64,
+                                           tile.n * kBlockN + chunk * kChunkN, num_chunks * kChunkN,
+                                           params.rows_per_shard, params.n, Store::kGathers ? tile.shard : 0);
+            } else {
+              Store::send(params.store, call, tile, index >= last_wave, warpgroup, chunk, num_chunks, slab);
+            }
+            slabs.commit(smem, warpgroup);
+          }
+          slabs.drain(smem, warpgroup);
+          if (!local) {
+            ptx::bulk_wait_complete();
+            Store::publish(params.store, call, tile, warpgroup);
+          }
+        }
+        ptx::bulk_wait_read<0>();  // what is written will be there when the launch is over
       }
-      ptx::bulk_wait_read<0>();  // what is written will be there when the launch is over
     }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
@@ -176,11 +178,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     typename Shared::Slabs slabs;
 
     TileQueueReader<Shared> queue;
-    const bool arrives = ptx::lane() == 0;
     // Whose loads fill the stages of this CTA: its own, and those of a partner.
     const bool releases = static_cast<int>(ptx::lane()) < sharers;
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
-    for (int index = queue.next(smem, arrives); index < last; index = queue.next(smem, arrives)) {
+    for (int index = queue.next_for_warp(smem); index < last; index = queue.next_for_warp(smem)) {
       const Tile tile = order.at(index, cta);
 
       int held = 0;  // the stage whose wgmmas may still be running

@@ -24,14 +24,21 @@ template <class Smem>
 struct TileQueueReader {
   RingCursor<kTileQueue> cursor;
 
-  // Called by all lanes of a warp that participates, or by its only active thread, lane 0. The thread that
-  // gives the entry back is the one that has read it, so that racecheck can follow.
-  __device__ __forceinline__ int next(const Smem& smem, bool arrives) {
+  // For one thread.
+  __device__ __forceinline__ int next(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
-    int index = 0;
-    if (arrives) index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
-    index = __shfl_sync(__activemask(), index, 0);
-    if (arrives) ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
+    const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
+    ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
+    cursor.advance();
+    return index;
+  }
+  // For all lanes of a warp, of which one reads. It also gives the entry back, so that racecheck can follow.
+  __device__ __forceinline__ int next_for_warp(const Smem& smem) {
+    ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
+    const bool reads = ptx::lane() == 0;
+    int index = reads ? static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index))) : 0;
+    index = __shfl_sync(~0u, index, 0);
+    if (reads) ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
     cursor.advance();
     return index;
   }

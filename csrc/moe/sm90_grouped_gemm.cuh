@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   extern __shared__ uint8_t raw_smem[];
   const Shared smem(raw_smem);
   const JobQueue queue = {(smem.end() + 7) & ~7u};
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp();
   [[maybe_unused]] const auto call = Rows::begin(params.rows);
   if constexpr (Rows::kArrive) {
     // Memory that TMA never writes, so that no fence is needed between it and the pusher.
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   if (warp < 4) {
     ptx::setmaxnreg_dec<kGroupedProducerRegisters>();
     if (warp == 0) {
-      if (ptx::lane() == 0) {
+      if (ptx::elect_one()) {
         const int ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
         const int second_column =
             params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
@@ -187,6 +187,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         JobReader jobs;
         for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
           jobs.give_back(queue);
+#pragma unroll 1
           for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
             if (kb == ask_at) ptx::mbarrier_arrive(queue.wanted());
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);

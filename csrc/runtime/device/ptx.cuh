@@ -15,6 +15,22 @@ __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
 
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x & 31; }
 
+// For all lanes of a warp: true in one of them, not always the first. Behind a comparison of lanes the compiler does
+// not know that there is only one thread, and makes a loop over threads of every TMA instruction, at 80 cycles each.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred one;\n"
+      "elect.sync _|one, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, one;\n}"
+      : "=r"(elected));
+  return elected != 0;
+}
+// Of the CTA; the compiler knows that all threads of a warp have the same.
+__device__ __forceinline__ int warp() {
+  return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
+}
+
 __device__ __forceinline__ uint32_t cluster_cta_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -302,12 +318,27 @@ __device__ __forceinline__ float4 load_shared_v4(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 // Four 8x8 matrices of 16-bit elements, held as wgmma leaves them, to rows whose addresses the 32 lanes
 // supply.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c,
                                             uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
                "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+// Two of them, transposed; lanes 0 to 15 supply the addresses.
+__device__ __forceinline__ void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(a),
+               "r"(b)
                : "memory");
 }
 
