@@ -133,7 +133,7 @@ gemm::Choice select(const gemm::Problem& problem, int config) {
 }
 
 std::string choice_name(const gemm::Choice& choice) {
-  return choice.swaps_ab() ? gemm::swap_ab_name(choice.config, choice.split)
+  return choice.swaps_ab() ? gemm::swap_ab_name(choice.config, choice.split, choice.group_m)
                            : tile_name(gemm::kTileConfigs[choice.config]);
 }
 

@@ -35,8 +35,8 @@ class SwapAbKernels {
 
   // Clusters that can be resident at once: CTAs of a cluster share a group of SMs, and groups differ in size.
   int resident_clusters(SwapAbKernel<Output> kernel, const cudaLaunchConfig_t& launch, int config,
-                        int split) {
-    std::atomic<int>& known = resident_[config][split];
+                        int cluster_size) {
+    std::atomic<int>& known = resident_[config][cluster_size];
     int count = known.load(std::memory_order_relaxed);
     if (count == 0) {
       FLUX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &launch));
@@ -82,20 +82,24 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   const SwapAbKernel<Output> kernel = kernels.get(args.dtype, args.transpose_weight, tile.id);
 
   SwapAbParams<Output> params;
-  params.weight = args.transpose_weight ? make_tensor_map(args.weight, args.dtype, 64, kBlockK)
-                                        : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN);
+  const int sharers = choice.group_m, cluster_size = choice.split * sharers;
+  FLUX_CHECK(sharers == 1 || (sharers == 2 && choice.split == 1), sharers, choice.split);
+  params.weight = args.transpose_weight
+                      ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / sharers)
+                      : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN / sharers);
   // Rows that are not there take TMA longer than those that are.
   params.box_rows = std::min(args.m(), tile.rows);
   params.x = make_tensor_map(args.x, args.dtype, kBlockK, params.box_rows);
   params.m = args.m();
   params.n = args.n();
   params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
+  params.shares_weight = sharers > 1;
   params.output = output;
   FLUX_CHECK(choice.split <= params.k_blocks, choice.split, params.k_blocks);
 
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = choice.split;
+  attributes[0].val.clusterDim.x = cluster_size;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   // The kernel begins while the stream's kernel before it still runs, and waits where it needs that one's results.
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -106,12 +110,12 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 1;
-  config.gridDim = choice.split;
-  const int resident = kernels.resident_clusters(kernel, config, tile.id, choice.split);
-  const int num_tiles = (args.m() + tile.rows - 1) / tile.rows * ((args.n() + kSwapAbN - 1) / kSwapAbN);
-  const int clusters = std::min({num_tiles, resident, num_sms / choice.split});
-  FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, choice.split);
-  config.gridDim = clusters * choice.split;
+  config.gridDim = cluster_size;
+  const int resident = kernels.resident_clusters(kernel, config, tile.id, cluster_size);
+  const int num_tiles = ceil_div(args.m(), tile.rows * sharers) * ceil_div(args.n(), kSwapAbN);
+  const int clusters = std::min({num_tiles, resident, num_sms / cluster_size});
+  FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, cluster_size);
+  config.gridDim = clusters * cluster_size;
   config.numAttrs = 2;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }

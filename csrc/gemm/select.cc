@@ -33,28 +33,22 @@ constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running G
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
 
-// For few rows, with weights from memory: fitted to eight weights, 16 to 128 rows and every split, on one GPU.
-constexpr int kMaxSwapAbRows = 128;
+// For few rows, with weights from memory: fitted to fifteen weights, 1 to 256 rows and every tile and cluster, on one
+// GPU (benchmarks/results/tuning/2026-11-22-few-rows-2-1xH200.json).
+constexpr int kMaxSwapAbRows = 256;
 constexpr int kAlwaysSwapAbRows = 32;
 constexpr double kSmallLaunchUs = 3.5;
-constexpr double kSwapAbLaunchUs = 1.5;
-constexpr double kMemoryBytesPerUs = 4.0e6;
-constexpr double kSmBytesPerUs = 95e3;    // what one SM can take in
-constexpr double kSwapAbMathUs = 0.0030;  // of a k-block, for each row
-constexpr double kMeetUs = 0.8;           // of partial tiles in distributed shared memory
-constexpr double kMeetRowUs = 0.023;      // the same, for each row
-constexpr double kAloneUs = 0.7;          // without a partner
-// For each doubling of a cluster beyond two CTAs. The times are fitted best without, but weights whose tiles take rounds
-// are then split in eight.
-constexpr double kWideUs = 1.2;
-constexpr double kWideRowUs = 0.005;   // the same, for each row
-constexpr double kUnusedSwapAb = 0.2;  // exponent
-// But for pairs and up to 16 rows at most so much, if the SMs of the last round can take in all that memory gives: with
-// a long K they have it for themselves. 1 and 16 rows of 12288 x 24576 take 142 and 146 us in pairs, 146 and 148 in
-// clusters of eight, of which fewer SMs are left without a tile
-// (benchmarks/results/tuning/2026-11-22-long-k-1xH200.json).
-constexpr double kMaxUnusedUs = 4.0;
-constexpr int kMaxUnusedRows = 16;
+constexpr double kMemoryBytesPerUs = 4.0e6;  // to ordinary tiles
+constexpr double kSwapAbLaunchUs = 2.5;
+constexpr double kSwapAbMemoryBytesPerUs = 3.95e6;
+constexpr double kSwapAbBlockUs = 0.1285;  // of a k-block, whatever the height
+constexpr double kSwapAbRowUs = 0.00056;   // the same, for each row
+constexpr double kL2BytesPerUs = 11.2e6;   // to all SMs
+constexpr double kSwapAbTileUs = 0.15;     // between two mainloops
+constexpr double kMeetUs = 0.41;           // of partial tiles in distributed shared memory
+constexpr double kMeetRowUs = 0.0118;      // the same, for each row
+constexpr double kWideUs = 0.6;            // for each doubling of a cluster beyond two CTAs
+constexpr double kUnusedSwapAb = 0.236;    // exponent
 // CTAs of a cluster share a group of SMs, and what is left over in each holds none: so much of the SMs has room for
 // clusters of four or eight. Pairs fit everywhere.
 constexpr double kWideRoom = 15.0 / 16;
@@ -66,7 +60,7 @@ constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 4.0;
 constexpr double kSumBytesPerUs = 1.0e6;
 
-// Of the weight, which nothing holds in a cache.
+// Of the weight, which nothing holds in a cache, to ordinary tiles.
 double memory_us(const Problem& p) {
   return static_cast<double>(p.n) * p.k * kElementBytes / kMemoryBytesPerUs;
 }
@@ -170,46 +164,54 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   return time_us + kAddUs;
 }
 
-std::string swap_ab_name(int config, int split) {
+std::string swap_ab_name(int config, int split, int sharers) {
   return "swap-ab " + std::to_string(kSwapAbN) + "x" +
-         std::to_string(kSwapAbConfigs[config - kFirstSwapAb].rows) + " split " + std::to_string(split);
+         std::to_string(kSwapAbConfigs[config - kFirstSwapAb].rows) + " split " + std::to_string(split) +
+         (sharers > 1 ? " pair" : "");
 }
 
 namespace {
 
-double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split) {
-  const int tiles = ceil_div(p.m, tile.rows) * ceil_div(p.n, kSwapAbN);
-  const int clusters = std::max(1, static_cast<int>(p.num_sms * (split > 2 ? kWideRoom : 1.0)) / split);
+double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, int sharers) {
+  const int cluster_size = split * sharers;
+  const int tiles = ceil_div(p.m, tile.rows * sharers) * ceil_div(p.n, kSwapAbN);  // of a cluster
+  const double room = cluster_size > 2 ? kWideRoom : 1.0;
+  const int clusters = std::max(1, static_cast<int>(p.num_sms * room) / cluster_size);
+  const int rounds = ceil_div(tiles, clusters);
   const int k_blocks = ceil_div(ceil_div(p.k, kBlockK), split);
-  const double block_us = std::max(swap_ab_stage_bytes(tile) / kSmBytesPerUs, kSwapAbMathUs * tile.rows);
-  // A CTA that does not split K adds nothing up, but passes its tile through the same memory.
-  double meet_us = kTileUs + (kMeetUs + kMeetRowUs * tile.rows) * (split > 1 ? 1.0 : 0.5);
-  if (split == 1) meet_us += kAloneUs;
-  if (split > 2) meet_us += (kWideUs + kWideRowUs * tile.rows) * std::log2(split / 2);
-  const double cta_us = ceil_div(tiles, clusters) * (k_blocks * block_us + meet_us);
+  const int rows_bytes = std::min(p.m, tile.rows) * kBlockK * kElementBytes;
+  const double l2_bytes = static_cast<double>(kSwapAbWeightBytes) / sharers + rows_bytes;
+  const double block_us = std::max(kSwapAbBlockUs + kSwapAbRowUs * tile.rows,
+                                   std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs);
+  double end_us = kSwapAbTileUs;
+  if (split > 1) end_us += kMeetUs + kMeetRowUs * tile.rows;
+  if (cluster_size > 2) end_us += kWideUs * std::log2(cluster_size / 2);
   // SMs without a tile leave some of the memory's speed unused.
-  const double slots = static_cast<double>(ceil_div(tiles, clusters)) * p.num_sms / split;
-  double unused_us = memory_us(p) * (std::pow(slots / tiles, kUnusedSwapAb) - 1.0);
-  const int last_round = (tiles - 1) % clusters + 1;
-  const bool saturates = last_round * split * kSmBytesPerUs >= kMemoryBytesPerUs;
-  if (split == 2 && tile.rows <= kMaxUnusedRows && saturates) unused_us = std::min(unused_us, kMaxUnusedUs);
-  return kSwapAbLaunchUs + std::max(cta_us, memory_us(p) + unused_us + meet_us);
+  const double unused =
+      std::pow(static_cast<double>(rounds) * p.num_sms / cluster_size / tiles, kUnusedSwapAb);
+  const double memory_us = static_cast<double>(p.n) * p.k * kElementBytes / kSwapAbMemoryBytesPerUs;
+  return kSwapAbLaunchUs + std::max(rounds * (k_blocks * block_us + end_us), memory_us * unused + end_us);
 }
 
 void consider_swap_ab(const Problem& p, Choice& best) {
-  // The lowest tile that holds all rows: of higher ones more is read for nothing.
-  const auto* tile = std::find_if(std::begin(kSwapAbConfigs), std::end(kSwapAbConfigs) - 1,
-                                  [&](const SwapAbConfig& c) { return c.rows >= p.m; });
-  const int max_split = std::min({kMaxSplit, p.num_sms, ceil_div(p.k, kBlockK)});
-  for (int split = 1; split <= max_split; split *= 2) {
-    const double time_us = swap_ab_time_us(p, *tile, split);
-    best.candidates.emplace_back(swap_ab_name(kFirstSwapAb + tile->id, split), time_us);
-    if (time_us < best.time_us) {
-      best.config = kFirstSwapAb + tile->id;
-      best.cluster = Cluster::kNone;
-      best.split = split;
-      best.time_us = time_us;
+  const auto consider = [&](const SwapAbConfig& tile, int split, int sharers) {
+    const double time_us = swap_ab_time_us(p, tile, split, sharers);
+    best.candidates.emplace_back(swap_ab_name(kFirstSwapAb + tile.id, split, sharers), time_us);
+    if (time_us >= best.time_us) return;
+    best.config = kFirstSwapAb + tile.id;
+    best.cluster = Cluster::kNone;
+    best.group_m = sharers;
+    best.split = split;
+    best.time_us = time_us;
+  };
+  for (const SwapAbConfig& tile : kSwapAbConfigs) {
+    if (p.m <= tile.rows) {
+      const int max_split = std::min({kMaxSplit, p.num_sms, ceil_div(p.k, kBlockK)});
+      for (int split = 1; split <= max_split; split *= 2) consider(tile, split, 1);
+      break;  // of higher tiles more would be read for nothing
     }
+    // Two CTAs that each fetch the weight take a quarter longer for a k-block.
+    if (p.m <= 2 * tile.rows && p.num_sms >= 2) consider(tile, 1, 2);
   }
 }
 
@@ -226,7 +228,13 @@ Choice select(const Problem& p, int packed_choice) {
   const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
   const int fixed_group_m = fixed ? packed_choice >> 16 : 0;
   if (fixed_config >= kFirstSwapAb && fixed) {
-    return {fixed_config, Cluster::kNone, 1, 0.0, "fixed", {}, std::max(1, fixed_cluster)};
+    return {fixed_config,
+            Cluster::kNone,
+            std::max(1, fixed_group_m),
+            0.0,
+            "fixed",
+            {},
+            std::max(1, fixed_cluster)};
   }
   // What a plan made before: on the path of every launch, so nothing is scored or named.
   if (fixed && fixed_cluster > 0 && fixed_group_m > 0) {

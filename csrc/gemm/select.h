@@ -23,7 +23,7 @@ struct Problem {
 struct Choice {
   int config;
   Cluster cluster;
-  int group_m;
+  int group_m;     // of a swap-AB tile the CTAs that share its weight
   double time_us;  // the model's guess
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
@@ -35,7 +35,7 @@ struct Choice {
 bool sums_in_launch(const TileConfig& tile, Cluster cluster);
 
 std::string config_name(int config, Cluster cluster);
-std::string swap_ab_name(int config, int split);
+std::string swap_ab_name(int config, int split, int sharers);
 
 // Time of a k-block of a tile, for which so many KB of operands come from the L2, in microseconds.
 double k_block_us(int block_n, double kbytes);
@@ -44,7 +44,8 @@ double k_block_us(int block_n, double kbytes);
 double model_time_us(const Problem& problem, int config, Cluster cluster);
 
 // For tests and sweeps: a choice as one integer, as the low-level ops take it. 0 for cluster or group_m
-// leaves that part to the model, -1 leaves everything. Of a swap-AB tile the split stands for the cluster.
+// leaves that part to the model, -1 leaves everything. Of a swap-AB tile the split stands for the cluster, and the
+// number of CTAs that share the weight for group_m.
 constexpr int pack_choice(int config, int cluster, int group_m) {
   return config | cluster << 8 | group_m << 16;
 }

@@ -1,7 +1,7 @@
 // Tiles for few rows of x, the weight on wgmma's side of 64 rows: D^T = W * x^T. A tile is kSwapAbN columns of
-// the result and up to 8..128 rows of x, whatever of them are there. Such a GEMM takes as long as its weight
-// takes to arrive from memory, so all SMs must fetch it: a cluster of CTAs splits K, and adds up through
-// distributed shared memory.
+// the result and up to 16..128 rows of x, whatever of them are there. Such a GEMM takes as long as its weight
+// takes to arrive from memory, so all SMs must fetch it. Where tiles are fewer than SMs, a cluster of CTAs splits
+// K, and adds up through distributed shared memory; where rows fill two tiles, a pair may fetch the weight together.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace flux::gemm {
 
-constexpr int kSwapAbN = 128;
-constexpr int kMaxSplit = 8;  // CTAs of a cluster; powers of two
+constexpr int kSwapAbN = 64;
+constexpr int kMaxSplit = 8;  // CTAs that share a tile's K; powers of two
 // Ids of tile shapes in a packed choice (select.h): from here on these.
 constexpr int kFirstSwapAb = 64;
 
@@ -23,11 +23,10 @@ struct SwapAbConfig {
 
 //    id  rows  stages
 #define FLUX_FOR_EACH_SWAP_AB(X) \
-  X(0, 8, 12)                    \
-  X(1, 16, 11)                   \
-  X(2, 32, 9)                    \
-  X(3, 64, 6)                    \
-  X(4, 128, 4)
+  X(0, 16, 20)                   \
+  X(1, 32, 16)                   \
+  X(2, 64, 11)                   \
+  X(3, 128, 7)
 
 constexpr SwapAbConfig kSwapAbConfigs[] = {
 #define FLUX_SWAP_AB_ROW(id, rows, stages) {id, rows, stages},
@@ -36,9 +35,9 @@ constexpr SwapAbConfig kSwapAbConfigs[] = {
 };
 constexpr int kNumSwapAbConfigs = sizeof(kSwapAbConfigs) / sizeof(kSwapAbConfigs[0]);
 
-constexpr int swap_ab_weight_bytes() { return kSwapAbN * kBlockK * kElementBytes; }
+constexpr int kSwapAbWeightBytes = kSwapAbN * kBlockK * kElementBytes;
 constexpr int swap_ab_stage_bytes(const SwapAbConfig& c) {
-  return swap_ab_weight_bytes() + c.rows * kBlockK * kElementBytes;
+  return kSwapAbWeightBytes + c.rows * kBlockK * kElementBytes;
 }
 
 // Each CTA of a cluster adds up its share of a tile's columns, at most this many rows at a time. A share

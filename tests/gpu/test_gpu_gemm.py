@@ -68,15 +68,17 @@ def test_every_tile_shape_that_splits_k_over_a_cluster(config: int, transpose_we
 
 @pytest.mark.parametrize("config", range(core.FIRST_SWAP_AB, core.FIRST_SWAP_AB + core.NUM_SWAP_AB))
 @pytest.mark.parametrize("transpose_weight", [False, True])
-def test_every_swap_ab_tile_and_split(config: int, transpose_weight: bool) -> None:
-    for split in (1, 2, 4, 8):
+def test_every_swap_ab_tile_and_cluster(config: int, transpose_weight: bool) -> None:
+    # CTAs of a cluster that split K, and that share the weight.
+    for split, sharers in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2)):
         for number, (m, n, k) in enumerate([(1, 8, 512), (3, 136, 520), (16, 2048, 4096), (300, 1032, 1096)]):
             dtype = DTYPES[(number + split) % 2]
             case = GemmRsCase(m, n, k, 1, dtype, transpose_weight, bias=number % 2 == 0, seed=number)
             x, weight, bias = case.inputs(0, "cuda")
             out, whole = guarded(m, n, dtype)
-            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, config | split << 8, 0)
-            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, split)
+            choice = config | split << 8 | sharers << 16
+            torch.ops.flux._gemm(x, weight, bias, out, transpose_weight, choice, 0)
+            assert torch.equal(out, case.expected(0, "cuda")), (m, n, k, split, sharers)
             assert_untouched(whole)
 
 

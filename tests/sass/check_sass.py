@@ -2,7 +2,8 @@
 
 Needs no GPU, only NVIDIA's cuobjdump and nvdisasm (both on PyPI). Several mistakes compile without an error
 and cost half the speed: an assert() makes ptxas serialise wgmma, relocatable code makes it drop setmaxnreg,
-sm_90 without the "a" has neither wgmma nor TMA, and a register too many spills.
+sm_90 without the "a" has neither wgmma nor TMA, a register too many spills, and a TMA load by a thread that
+was chosen by its lane becomes a loop over threads.
 
   python check_sass.py _C.so [--log build.log]
 """
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+# A load, the line of its encoding, and a jump back for the next thread.
+_TMA_LOOP = re.compile(r"UTMALDG[^\n]*\n[^\n]*\n[^\n]*BRA\.U\.ANY")
 _RESOURCES = re.compile(r"Function (\S+):\s+(REG:.*)")
 _PTXAS_COMPLAINT = re.compile(
     r"\(C7\d{3}\)|Potential Performance Loss|[1-9]\d* bytes (?:spill|stack)|Local memory used"
@@ -34,6 +37,7 @@ class Kernel:
     opcodes: collections.Counter[str]
     registers: int
     stack_bytes: int
+    tma_loops: int
 
     @property
     def is_gemm(self) -> bool:
@@ -44,6 +48,8 @@ class Kernel:
         local = self.opcodes["LDL"] + self.opcodes["STL"]
         if local or self.stack_bytes:
             found.append(f"local memory: {local} loads and stores, {self.stack_bytes} bytes of stack")
+        if self.tma_loops:
+            found.append(f"{self.tma_loops} TMA loads in loops over threads (not behind ptx::elect_one?)")
         if self.is_gemm:
             if not self.opcodes["HGMMA"] + self.opcodes["QGMMA"]:
                 found.append("no wgmma (compiled for sm_90 instead of sm_90a?)")
@@ -91,7 +97,9 @@ def read_kernels(library: Path) -> list[Kernel]:
         name, body = part.split("\n", 1)
         used = resources[name]
         opcodes = collections.Counter(_INSTRUCTION.findall(body))
-        kernels.append(Kernel(name, opcodes, int(used["REG"]), int(used["STACK"])))
+        kernels.append(
+            Kernel(name, opcodes, int(used["REG"]), int(used["STACK"]), len(_TMA_LOOP.findall(body)))
+        )
     return kernels
 
 

@@ -168,7 +168,8 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
 _CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3, " split-2": 4, " split-3": 5}
-_SPLITS = (1, 2, 4, 8)  # of K, over the CTAs of a swap-AB tile
+# Of a swap-AB tile: CTAs that split its K, and that share its weight.
+_SWAP_AB_CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2))
 
 
 def packed_choices(plan: Any) -> list[tuple[str, int]]:
@@ -180,8 +181,8 @@ def packed_choices(plan: Any) -> list[tuple[str, int]]:
         for suffix, cluster in _CLUSTERS.items()
     }
     for tile in range(core.NUM_SWAP_AB):
-        for split in _SPLITS:
-            choice = core.FIRST_SWAP_AB + tile | split << 8
+        for split, sharers in _SWAP_AB_CLUSTERS:
+            choice = core.FIRST_SWAP_AB + tile | split << 8 | sharers << 16
             known[core.select_gemm(1, 8, 8, False, 1, choice).name] = choice
     return [(name, known[name]) for name, _ in plan.candidates if name in known]
 
