@@ -52,18 +52,21 @@ constexpr double kUnusedSwapAb = 0.236;    // exponent
 // CTAs of a cluster share a group of SMs, and what is left over in each holds none: so much of the SMs has room for
 // clusters of four or eight. Pairs fit everywhere.
 constexpr double kWideRoom = 15.0 / 16;
-// Of a sum over ranks, beyond one that is part of a swap-AB GEMM: as part of an ordinary GEMM, and in a launch of its
-// own. Set by hand, so that of six weights and 64 to 256 rows on two GPUs the right tiles are chosen
-// (docs/design/decode.md).
+// Of a sum over ranks, beyond one that is part of a swap-AB GEMM with one tile a CTA: as part of another GEMM, and in a
+// launch of its own. Set by hand, so that of five weights and 32 to 256 rows on two GPUs the right tiles are chosen
+// (benchmarks/results/tuning/2026-11-22-gemm_ar-launches-tp2-2xH200.json).
 constexpr double kOwnSumUs = 1.0;
 constexpr double kOwnSumBytesPerUs = 2.0e6;
-constexpr double kSumUs = 4.0;
-constexpr double kSumBytesPerUs = 1.0e6;
+constexpr double kSumUs = 2.2;
+constexpr double kSumBytesPerUs = 3.0e6;
 
 // Of the weight, which nothing holds in a cache, to ordinary tiles.
 double memory_us(const Problem& p) {
   return static_cast<double>(p.n) * p.k * kElementBytes / kMemoryBytesPerUs;
 }
+
+double sum_bytes(const Problem& p) { return static_cast<double>(kElementBytes) * p.m * p.n; }
+double own_sum_us(const Problem& p) { return kOwnSumUs + sum_bytes(p) / kOwnSumBytesPerUs; }
 
 constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
                                  Cluster::kSplit3};
@@ -146,9 +149,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     const double unused = std::sqrt(waves * slots * order.cluster_size() / useful_ctas);
     time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
     if (!p.all_reduced) return time_us;
-    const double sum_bytes = static_cast<double>(kElementBytes) * p.m * p.n;
-    return time_us + (sums_in_launch(tile, cluster) ? kOwnSumUs + sum_bytes / kOwnSumBytesPerUs
-                                                    : kSumUs + sum_bytes / kSumBytesPerUs);
+    return time_us + (sums_in_launch(tile, cluster) ? own_sum_us(p) : kSumUs + sum_bytes(p) / kSumBytesPerUs);
   }
 
   // What must leave over the link, then this rank's own share of the tiles.
@@ -190,7 +191,9 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   const double unused =
       std::pow(static_cast<double>(rounds) * p.num_sms / cluster_size / tiles, kUnusedSwapAb);
   const double memory_us = static_cast<double>(p.n) * p.k * kElementBytes / kSwapAbMemoryBytesPerUs;
-  return kSwapAbLaunchUs + std::max(rounds * (k_blocks * block_us + end_us), memory_us * unused + end_us);
+  const double sum_us = p.all_reduced && rounds > 1 ? own_sum_us(p) : 0.0;
+  return kSwapAbLaunchUs + std::max(rounds * (k_blocks * block_us + end_us), memory_us * unused + end_us) +
+         sum_us;
 }
 
 void consider_swap_ab(const Problem& p, Choice& best) {

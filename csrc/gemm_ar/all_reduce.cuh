@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
   const gemm::ExchangeParams& p = params.exchange;
   const runtime::Exchange& x = p.exchange;
+  ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(p.symm);
   __syncthreads();  // all threads know the call
   const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 2)
     sum_and_norm(const __grid_constant__ SumParams params) {
   constexpr int kVector = runtime::Exchange::kVector;
   const gemm::ExchangeParams& p = params.exchange;
+  ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(p.symm);
   __syncthreads();  // all threads know the call
   if (threadIdx.x >= kNormThreads) {

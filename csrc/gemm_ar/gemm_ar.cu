@@ -37,8 +37,17 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   const int ctas = static_cast<int>(std::min<int64_t>(num_sms, (vectors + threads - 1) / threads));
   const auto kernel = norms ? (is_bfloat16 ? sum_and_norm<__nv_bfloat16> : sum_and_norm<__half>)
                             : (is_bfloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>);
-  kernel<<<ctas, threads + kClosingThreads, 0, stream>>>(params);
-  FLUX_CUDA_CHECK(cudaGetLastError());
+  // The kernel comes onto the GPU while the stream's kernel before it still runs, and waits for that one's results.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ctas;
+  config.blockDim = threads + kClosingThreads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 // Loads the kernels, which the capture of a graph may forbid.

@@ -24,6 +24,7 @@ inline bool named_barrier_and(int id, int, bool condition) {
   return all;
 }
 inline void fence_proxy_async() {}
+inline void wait_for_earlier_kernels() {}
 inline void store_release_sys(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
