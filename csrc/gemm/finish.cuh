@@ -203,11 +203,10 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     };
     s.template for_each_sum<1, 4>(
         first, step, x.m * own_vectors, where, [&](int, const Place& at, const uint4& v) {
-          for (int j = 1; j <= x.world_size && !call.aborted; ++j) {
-            const int next = s.symm.rank + j;
-            const int peer = next < x.world_size ? next : next - x.world_size;
-            ptx::store_relaxed_sys(s.symm.exchange(peer, call.epoch) + x.result(at.row, at.column), v);
-          }
+          if (call.aborted) return;
+          exchange::for_each_rank(s.symm, [&](int rank) {
+            ptx::store_relaxed_sys(s.symm.exchange(rank, call.epoch) + x.result(at.row, at.column), v);
+          });
         });
   }
   if (s.f.norm_weight != nullptr) {

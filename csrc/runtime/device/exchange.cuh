@@ -16,12 +16,17 @@ using runtime::Exchange;
 using runtime::kAbsent;
 using runtime::kMaxWorldSize;
 
-// Each rank starts with another one.
+// Each rank starts with another one, and comes to itself last.
 template <class Use>
-__device__ __forceinline__ void for_each_peer(const runtime::SymmBuffer& symm, Use use) {
-  for (int i = 1; i < symm.world_size; ++i) {
+__device__ __forceinline__ void for_each_rank(const runtime::SymmBuffer& symm, Use use,
+                                              bool itself_too = true) {
+  for (int i = 1; i < symm.world_size + itself_too; ++i) {
     use(symm.rank + i < symm.world_size ? symm.rank + i : symm.rank + i - symm.world_size);
   }
+}
+template <class Use>
+__device__ __forceinline__ void for_each_peer(const runtime::SymmBuffer& symm, Use use) {
+  for_each_rank(symm, use, /*itself_too=*/false);
 }
 
 __device__ __forceinline__ bool is_whole(const uint4& v) {
@@ -40,10 +45,7 @@ __device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, cons
     return;
   }
   const int64_t offset = x.contribution(symm.rank, 0, row, column);
-  for (int i = 1; i <= x.world_size; ++i) {  // each rank starts with another peer
-    const int peer = symm.rank + i < x.world_size ? symm.rank + i : symm.rank + i - x.world_size;
-    ptx::store_relaxed_sys(symm.exchange(peer, call.epoch) + offset, v);
-  }
+  for_each_rank(symm, [&](int rank) { ptx::store_relaxed_sys(symm.exchange(rank, call.epoch) + offset, v); });
 }
 
 // Polls a vector that was not whole when it was read, until it is, or the deadline has passed here or elsewhere
