@@ -116,7 +116,8 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   const int clusters = std::min({num_tiles, resident, num_sms / cluster_size});
   FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, cluster_size);
   config.gridDim = clusters * cluster_size;
-  config.numAttrs = 2;
+  // Not where it was given a part of the SMs: it must not take others meanwhile.
+  config.numAttrs = num_sms < runtime::num_sms() ? 1 : 2;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 

@@ -46,7 +46,7 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   config.blockDim = threads + kClosingThreads;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = num_sms < runtime::num_sms() ? 0 : 1;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 
