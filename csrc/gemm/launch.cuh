@@ -132,12 +132,9 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = order.cluster_size();
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  // The kernel may come onto the GPU while the stream's kernel before it still runs: it waits for that one's
-  // results itself. Not where ranks wait for each other: what waits must not keep SMs from what is waited for. And not
-  // where the launch was given a part of the SMs: it must not take others meanwhile.
+  attributes[1] = runtime::early_start();
+  // What waits for peers must not keep SMs from what is waited for.
   constexpr bool kWaitsForPeers = Store::kGathers || Store::kReduces;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   const int wanted = std::max(order.num_clusters(), min_ctas / order.cluster_size());
   // Clusters that split K have one tile each; one that finds no room starts when another is done.
@@ -147,7 +144,7 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   config.dynamicSmemBytes = smem_bytes(tile);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = kWaitsForPeers || num_sms < runtime::num_sms() ? 1 : 2;
+  config.numAttrs = !kWaitsForPeers && runtime::may_start_early(num_sms) ? 2 : 1;
   FLUX_CHECK(num_sms >= order.cluster_size(), num_sms, order.cluster_size());
   FLUX_CHECK(Store::kSplitsK == (order.split() > 1), "not the kernel for", order.split(), "parts of K");
   FLUX_CHECK(params.k_blocks >= order.split(), params.k_blocks, order.split());

@@ -101,9 +101,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = cluster_size;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  // The kernel begins while the stream's kernel before it still runs, and waits where it needs that one's results.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1] = runtime::early_start();
   cudaLaunchConfig_t config = {};
   config.blockDim = kSwapAbThreads;
   config.dynamicSmemBytes = swap_ab_smem_bytes(tile);
@@ -116,8 +114,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   const int clusters = std::min({num_tiles, resident, num_sms / cluster_size});
   FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, cluster_size);
   config.gridDim = clusters * cluster_size;
-  // Not where it was given a part of the SMs: it must not take others meanwhile.
-  config.numAttrs = num_sms < runtime::num_sms() ? 1 : 2;
+  config.numAttrs = runtime::may_start_early(num_sms) ? 2 : 1;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 

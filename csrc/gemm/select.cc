@@ -60,9 +60,9 @@ constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 2.2;
 constexpr double kSumBytesPerUs = 3.0e6;
 
-// Of the weight, which nothing holds in a cache, to ordinary tiles.
-double memory_us(const Problem& p) {
-  return static_cast<double>(p.n) * p.k * kElementBytes / kMemoryBytesPerUs;
+// Of the weight, which nothing holds in a cache.
+double memory_us(const Problem& p, double bytes_per_us) {
+  return static_cast<double>(p.n) * p.k * kElementBytes / bytes_per_us;
 }
 
 double sum_bytes(const Problem& p) { return static_cast<double>(kElementBytes) * p.m * p.n; }
@@ -147,7 +147,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   if (!sends) {
     // SMs without a tile leave some of the memory's speed unused.
     const double unused = std::sqrt(waves * slots * order.cluster_size() / useful_ctas);
-    time_us = std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p) * unused + meet_us);
+    time_us =
+        std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p, kMemoryBytesPerUs) * unused + meet_us);
     if (!p.all_reduced) return time_us;
     return time_us + (sums_in_launch(tile, cluster) ? own_sum_us(p) : kSumUs + sum_bytes(p) / kSumBytesPerUs);
   }
@@ -190,9 +191,10 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   // SMs without a tile leave some of the memory's speed unused.
   const double unused =
       std::pow(static_cast<double>(rounds) * p.num_sms / cluster_size / tiles, kUnusedSwapAb);
-  const double memory_us = static_cast<double>(p.n) * p.k * kElementBytes / kSwapAbMemoryBytesPerUs;
   const double sum_us = p.all_reduced && rounds > 1 ? own_sum_us(p) : 0.0;
-  return kSwapAbLaunchUs + std::max(rounds * (k_blocks * block_us + end_us), memory_us * unused + end_us) +
+  return kSwapAbLaunchUs +
+         std::max(rounds * (k_blocks * block_us + end_us),
+                  memory_us(p, kSwapAbMemoryBytesPerUs) * unused + end_us) +
          sum_us;
 }
 

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           const int row = i / kVectors, column = i % kVectors * kVector;
           if (first_column + column >= params.n) continue;
           Output::store(params.output, call, first_row + row, first_column + column,
-                        ptx::load_shared_vector(partials + row * kRowBytes + column * kElementBytes));
+                        ptx::load_shared_v4(partials + row * kRowBytes + column * kElementBytes));
         }
         continue;
       }
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           float sum[kVector] = {};
           for (int source = 0; source < split; ++source) {
             const uint32_t address = partials + source * share_bytes + 4 * (row * row_floats + column);
-            const float4 low = ptx::load_shared_v4(address), high = ptx::load_shared_v4(address + 16);
+            const float4 low = ptx::load_shared_floats(address), high = ptx::load_shared_floats(address + 16);
             const float part_sum[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
             for (int j = 0; j < kVector; ++j) sum[j] += part_sum[j];

@@ -98,7 +98,7 @@ struct Meeting {
 #pragma unroll
       for (int i = 0; i < kSums / 4; ++i) {
         if (part.first_chunk + i / 2 >= part.end_chunk) break;
-        const float4 v = ptx::load_shared_v4(from + i * (kPartBytes / 2));
+        const float4 v = ptx::load_shared_floats(from + i * (kPartBytes / 2));
         sums[4 * i] += v.x;
         sums[4 * i + 1] += v.y;
         sums[4 * i + 2] += v.z;

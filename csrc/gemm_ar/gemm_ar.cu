@@ -37,16 +37,13 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   const int ctas = static_cast<int>(std::min<int64_t>(num_sms, (vectors + threads - 1) / threads));
   const auto kernel = norms ? (is_bfloat16 ? sum_and_norm<__nv_bfloat16> : sum_and_norm<__half>)
                             : (is_bfloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>);
-  // The kernel comes onto the GPU while the stream's kernel before it still runs, and waits for that one's results.
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attribute = runtime::early_start();
   cudaLaunchConfig_t config = {};
   config.gridDim = ctas;
   config.blockDim = threads + kClosingThreads;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = num_sms < runtime::num_sms() ? 0 : 1;
+  config.numAttrs = runtime::may_start_early(num_sms) ? 1 : 0;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 

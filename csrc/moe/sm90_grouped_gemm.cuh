@@ -118,7 +118,7 @@ FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job,
     const uint32_t src = staged + panel * 64 * kPanelRowBytes;
 #pragma unroll 4
     for (int row = lane / 8; row < kRows; row += 4) {
-      const float4 v = ptx::load_shared_v4(src + row * kPanelRowBytes + (piece ^ row % 8) * 16);
+      const float4 v = ptx::load_shared_floats(src + row * kPanelRowBytes + (piece ^ row % 8) * 16);
       if (row < num_rows && in_slab < num_columns) {
         char* const to = dst + row * row_bytes + (out_column + in_slab) * gemm::kElementBytes;
         *reinterpret_cast<float4*>(to) = v;

@@ -13,6 +13,17 @@ namespace flux::runtime {
 int num_sms();                            // of the current device; cached
 void* driver_function(const char* name);  // cuXxx entry point, or an error that says which driver it needs
 
+// Programmatic dependent launch: the kernel comes onto the GPU while the stream's kernel before it still runs, and waits
+// for that one's results where it needs them (ptx::wait_for_earlier_kernels).
+inline cudaLaunchAttribute early_start() {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+// Not where the launch was given a part of the SMs: it must not take others meanwhile.
+inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
+
 // Does something once on each device; make it a static object.
 class OncePerDevice {
  public:

@@ -309,22 +309,17 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
-__device__ __forceinline__ float4 load_shared_v4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
+__device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address)
                : "memory");
   return v;
+}
+__device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
+  const uint4 v = load_shared_v4(address);
+  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
 // Four 8x8 matrices of 16-bit elements, held as wgmma leaves them, to rows whose addresses the 32 lanes
