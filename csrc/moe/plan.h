@@ -65,9 +65,11 @@ struct Layout {
   FLUX_HD static int blocks_of(int slot_rows, int block_rows) {
     return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
-  // Few enough that what is left to sum when the last tile is done keeps all SMs busy.
+  // Few enough that what is left to sum when the last tile is done keeps all SMs busy: a chunk has 128 blocks of a peer
+  // and as many own ones, an SM sums three at a time. With 32, layer 1 took 1.03 to 1.11 times as long for 2048 tokens
+  // on two GPUs, with 256 no less (benchmarks/results/tuning/2026-11-23-moe-units-tp2-2xH200.json).
   FLUX_HD static int block_rows(int max_tokens) {
-    constexpr int kFewest = 8, kBlocks = 32;
+    constexpr int kFewest = 8, kBlocks = 128;
     int rows = kFewest;
     while (rows < kBlockRows && rows * kBlocks < max_tokens) rows *= 2;
     return rows;
