@@ -2,8 +2,8 @@
 // GEMM and its communication run separately.
 #include <algorithm>
 
-#include "moe/combine.cuh"
 #include "moe/moe.h"
+#include "moe/products.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
 
@@ -12,26 +12,33 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kCtasPerSm = 8;
+constexpr int kChoices = 4;  // whose loads are in flight together
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ Products products, int64_t tokens, int columns, uint4* out) {
   for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
-    const auto choose = [&](int, int first) {
-      Choices choices;
-#pragma unroll
-      for (int i = 0; i < kChoices; ++i) {
-        const int64_t choice = token * products.top_k + first + i;
-        const bool chosen = first + i < products.top_k;
-        choices.positions[i] = chosen ? __ldg(products.positions + choice) : -1;
-        choices.weights[i] = chosen && choices.positions[i] >= 0 ? __ldg(products.weights + choice) : 0;
-      }
-      return choices;
-    };
     for (int column = threadIdx.x * kVector; column < columns; column += kThreads * kVector) {
-      float sum[1][kVector];
-      sum_choices<Element, 1>(products, {column}, products.top_k, choose, sum);
-      out[(token * columns + column) / kVector] = gemm::round<Element>(sum[0]);
+      float sum[kVector] = {};
+#pragma unroll 1
+      for (int first = 0; first < products.top_k; first += kChoices) {
+        uint4 values[kChoices];
+        float weights[kChoices];
+#pragma unroll
+        for (int i = 0; i < kChoices; ++i) {
+          const int64_t choice = token * products.top_k + first + i;
+          const int position = first + i < products.top_k ? __ldg(products.positions + choice) : -1;
+          values[i] = {0, 0, 0, 0};
+          weights[i] = 0;
+          if (position < 0) continue;
+          weights[i] = __ldg(products.weights + choice);
+          const char* const row = products.rows + position * products.row_bytes;
+          values[i] = *reinterpret_cast<const uint4*>(row + column * sizeof(Element));
+        }
+#pragma unroll
+        for (int i = 0; i < kChoices; ++i) add_choice<Element>(values[i], weights[i], sum);
+      }
+      out[(token * columns + column) / kVector] = gemm::round<Element>(sum);
     }
   }
 }

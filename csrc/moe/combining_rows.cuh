@@ -3,13 +3,14 @@
 // each own token the same, and what peers have sent for it, in rank order.
 //
 // Each warpgroup does that by itself, in units of a block of tokens. It first puts into shared memory where the rows of
-// these tokens lie, so that the loads of what is summed wait for nothing.
+// these tokens lie, so that the copies of what is summed wait for nothing. A thread has those of its next vectors under
+// way while it adds one up.
 //
 // A call ends only after the first block of every peer's first chunk, needed or not (arriving_rows.cuh says why).
 #pragma once
 
-#include "moe/combine.cuh"
 #include "moe/plan.h"
+#include "moe/products.cuh"
 #include "runtime/device/sync.cuh"
 
 namespace flux::moe {
@@ -50,7 +51,8 @@ struct CombiningRows {
   template <class Element>
   FLUX_DEVICE static void combine(const Params& p, const Call& call, int num_tile_rows, void* memory) {
     const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-    Block& block = static_cast<Block*>(memory)[group];
+    Copies& copies = static_cast<Group*>(memory)[group].copies;
+    Block& block = static_cast<Group*>(memory)[group].block;
     const int barrier = 1 + group, rank = p.symm.rank;
     const CommOrder order = {p.layout.world_size, rank, p.blocks, p.chunks.count()};
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
@@ -75,9 +77,9 @@ struct CombiningRows {
       // The next unit is on its way while this one is summed.
       const int next = thread == 0 ? draw() : 0;
       if (own) {
-        sum<Element>(p, call, block, unit, rows, whole, thread);
+        sum<Element>(p, call, block, copies, unit, rows, whole, thread);
       } else if (whole) {
-        send<Element>(p, call, block, unit, rows, thread);
+        send<Element>(p, call, block, copies, unit, rows, thread);
       }
       if (thread == 0) block.drawn = next;
       ptx::named_barrier_sync(barrier, kGroupThreads);
@@ -98,10 +100,11 @@ struct CombiningRows {
  private:
   static constexpr int kGroupThreads = 128;
   static constexpr int kAnnouncer = 96;  // of another warp than the thread that draws
-  // Vectors that a thread sums at a time: with four choices each, 256 bytes in flight, by which some tens of SMs
-  // keep up with the others' tiles.
-  static constexpr int kEach = 4;
   static constexpr int kNoRow = -1;
+  // A thread adds up one vector after the other, each in batches of up to kBatch that it is the sum of, and has the next
+  // kAhead - 1 batches under way.
+  static constexpr int kAhead = 4, kBatch = 8;
+  using Copies = uint4[kAhead][kBatch][kGroupThreads];
 
   // What a warpgroup knows of the tokens of its unit.
   struct alignas(16) Block {
@@ -111,7 +114,16 @@ struct CombiningRows {
     int slot_rows[kBlockRows][runtime::kMaxWorldSize];  // own tokens: of what each source has sent, or kNoRow
     int drawn;                                          // the next unit
   };
+  struct Group {
+    Copies copies;
+    Block block;
+  };
 
+ public:
+  // Of shared memory, for all warpgroups of a CTA.
+  static constexpr int kCombineBytes = (1 + gemm::kNumMathWarpgroups) * sizeof(Group);
+
+ private:
   struct Columns {
     int first, vectors;
   };
@@ -194,109 +206,122 @@ struct CombiningRows {
     return here;
   }
 
-  // Calls visit(rows, columns, sums) for this thread's share of the block, kEach vectors at a time; those whose row is
-  // kNoRow are none.
+  // Calls visit(row, column, sum, parts) for each vector of the block that falls to this thread: the weighted sum of its
+  // choices and, of own tokens, what peers have sent, in rank order, kGroupThreads vectors apart.
   template <class Element, class Visit>
-  FLUX_DEVICE static void for_each_sum(const Params& p, const Block& block, const CommUnit& unit, int rows,
-                                       int thread, const Visit& visit) {
+  FLUX_DEVICE static void for_each_sum(const Params& p, const Call& call, const Block& block, Copies& copies,
+                                       const CommUnit& unit, int rows, int thread, const Visit& visit) {
     const Columns columns = CombiningRows::columns(p, unit.chunk);
-    const int num_vectors = rows * columns.vectors;
-#pragma unroll 1
-    for (int first = thread; first < num_vectors; first += kEach * kGroupThreads) {
-      int at[kEach], row[kEach], most = 0;
+    const int vectors = rows * columns.vectors, rank = p.symm.rank;
+    const int peers = unit.peer == rank ? p.layout.world_size - 1 : 0;
+    // The last batch of a vector has what peers have sent, and room for so many choices.
+    const int last_choices = kBatch - peers;
+    const int batches = 1 + max(0, ceil_div(p.products.top_k - last_choices, kBatch));
+
+    struct Cursor {
+      int vector, batch, slot;
+    };
+    const auto advance = [&](Cursor& cursor) {
+      cursor.slot = (cursor.slot + 1) % kAhead;
+      if (++cursor.batch < batches) return;
+      cursor.batch = 0;
+      cursor.vector += kGroupThreads;
+    };
+    struct Batch {
+      int row, column, first_choice, choices;
+      bool last;
+    };
+    const auto batch_at = [&](const Cursor& cursor) -> Batch {
+      const int row = cursor.vector / columns.vectors, first = cursor.batch * kBatch;
+      const bool last = cursor.batch + 1 == batches;
+      return {row, columns.first + (cursor.vector - row * columns.vectors) * kVector, first,
+              min(block.counts[row] - first, last ? last_choices : kBatch), last};
+    };
+
+    Cursor asked = {thread, 0, 0}, summed = asked;
+    const auto ask = [&] {
+      if (asked.vector < vectors) {
+        const Batch batch = batch_at(asked);
+        auto& to = copies[asked.slot];
+        const int64_t offset = static_cast<int64_t>(batch.column) * gemm::kElementBytes;
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        const int i = first + e * kGroupThreads;
-        row[e] = i < num_vectors ? i / columns.vectors : kNoRow;
-        at[e] = columns.first + (i - row[e] * columns.vectors) * kVector;
-        if (row[e] >= 0) most = max(most, block.counts[row[e]]);
+        for (int i = 0; i < kBatch; ++i) {
+          if (i >= batch.choices) break;
+          const int64_t position = block.positions[batch.row][batch.first_choice + i];
+          const char* const row = p.products.rows + position * p.products.row_bytes;
+          ptx::copy_async_16(ptx::smem_addr(&to[i][thread]), row + offset, true);
+        }
+        for (int i = 0; batch.last && i < peers; ++i) {
+          const int source = i < rank ? i : i + 1, found = block.slot_rows[batch.row][source];
+          if (found < 0) continue;
+          const char* const row = slot_row(p, call, rank, source, found);
+          ptx::copy_async_16(ptx::smem_addr(&to[last_choices + i][thread]), row + offset, true);
+        }
+        advance(asked);
       }
-      const auto choose = [&](int e, int choice) {
-        Choices none = {{kNoRow, kNoRow, kNoRow, kNoRow}, {}};
-        if (row[e] < 0) return none;
-        const int4 positions = *reinterpret_cast<const int4*>(&block.positions[row[e]][choice]);
-        const float4 weights = *reinterpret_cast<const float4*>(&block.weights[row[e]][choice]);
-        return Choices{{positions.x, positions.y, positions.z, positions.w},
-                       {weights.x, weights.y, weights.z, weights.w}};
-      };
-      float sums[kEach][kVector];
-      sum_choices<Element>(p.products, at, most, choose, sums);
-      visit(row, at, sums);
+      ptx::copy_async_commit();
+    };
+#pragma unroll 1
+    for (int i = 0; i < kAhead - 1; ++i) ask();
+    float total[kVector];
+#pragma unroll 1
+    for (; summed.vector < vectors; advance(summed)) {
+      ask();
+      ptx::copy_async_wait<kAhead - 1>();
+      const Batch batch = batch_at(summed);
+      const auto& here = copies[summed.slot];
+      if (summed.batch == 0) {
+#pragma unroll
+        for (float& t : total) t = 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (i >= batch.choices) break;
+        add_choice<Element>(here[i][thread], block.weights[batch.row][batch.first_choice + i], total);
+      }
+      if (batch.last) visit(batch.row, batch.column, total, &here[last_choices][thread]);
     }
   }
 
   template <class Element>
-  FLUX_DEVICE static void send(const Params& p, const Call& call, const Block& block, const CommUnit& unit,
-                               int rows, int thread) {
+  FLUX_DEVICE static void send(const Params& p, const Call& call, const Block& block, Copies& copies,
+                               const CommUnit& unit, int rows, int thread) {
     char* const slots = slot_row(p, call, unit.peer, p.symm.rank, unit.block * p.block_rows);
-    for_each_sum<Element>(
-        p, block, unit, rows, thread,
-        [&](const int (&row)[kEach], const int (&column)[kEach], const float (&sums)[kEach][kVector]) {
-#pragma unroll
-          for (int e = 0; e < kEach; ++e) {
-            if (row[e] < 0) continue;
-            const int64_t at = static_cast<int64_t>(row[e]) * p.n + column[e];
-            *reinterpret_cast<uint4*>(slots + at * gemm::kElementBytes) = gemm::round<Element>(sums[e]);
-          }
-        });
+    const auto visit = [&](int row, int column, const float (&sum)[kVector], const uint4*) {
+      const int64_t at = static_cast<int64_t>(row) * p.n + column;
+      *reinterpret_cast<uint4*>(slots + at * gemm::kElementBytes) = gemm::round<Element>(sum);
+    };
+    for_each_sum<Element>(p, call, block, copies, unit, rows, thread, visit);
   }
 
   template <class Element>
-  FLUX_DEVICE static void sum(const Params& p, const Call& call, const Block& block, const CommUnit& unit,
-                              int rows, bool whole, int thread) {
-    constexpr int kPeers = 3;  // at a time
-    const int rank = p.symm.rank, peers = p.layout.world_size - 1;
+  FLUX_DEVICE static void sum(const Params& p, const Call& call, const Block& block, Copies& copies,
+                              const CommUnit& unit, int rows, bool whole, int thread) {
     char* const out = static_cast<char*>(p.out) +
                       static_cast<int64_t>(unit.block) * p.block_rows * p.n * gemm::kElementBytes;
-    for_each_sum<Element>(
-        p, block, unit, rows, thread,
-        [&](const int (&row)[kEach], const int (&column)[kEach], const float (&own)[kEach][kVector]) {
-          float total[kEach][kVector] = {};
-          const auto add_own = [&] {
-#pragma unroll
-            for (int e = 0; e < kEach; ++e) {
-#pragma unroll
-              for (int j = 0; j < kVector; ++j) total[e][j] += own[e][j];
-            }
-          };
+    const auto visit = [&](int row, int column, const float (&own)[kVector], const uint4* parts) {
+      float total[kVector] = {};
 #pragma unroll 1
-          for (int first = 0; first < peers; first += kPeers) {
-            uint4 parts[kEach][kPeers];
+      for (int source = 0; source < p.layout.world_size; ++source) {
+        float part[kVector];
+        if (source == p.symm.rank) {
 #pragma unroll
-            for (int e = 0; e < kEach; ++e) {
+          for (int j = 0; j < kVector; ++j) part[j] = own[j];
+        } else {
+          const uint4& sent = *parts;
+          parts += kGroupThreads;
+          if (block.slot_rows[row][source] < 0) continue;
+          gemm::widen<Element>(sent, part);
+        }
 #pragma unroll
-              for (int i = 0; i < kPeers; ++i) {
-                const int source = first + i < rank ? first + i : first + i + 1;
-                parts[e][i] = {0, 0, 0, 0};
-                if (row[e] < 0 || first + i >= peers) continue;
-                const int found = block.slot_rows[row[e]][source];
-                if (found < 0) continue;
-                const char* src = slot_row(p, call, rank, source, found);
-                parts[e][i] = __ldcg(reinterpret_cast<const uint4*>(src + column[e] * gemm::kElementBytes));
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < kPeers; ++i) {
-              if (first + i == rank && rank < peers) add_own();
-#pragma unroll
-              for (int e = 0; e < kEach; ++e) {
-                float part[kVector];
-                gemm::widen<Element>(parts[e][i], part);
-#pragma unroll
-                for (int j = 0; j < kVector; ++j) total[e][j] += part[j];
-              }
-            }
-          }
-          if (rank == peers) add_own();
-#pragma unroll
-          for (int e = 0; e < kEach; ++e) {
-            if (row[e] < 0) continue;
-            const int64_t at = static_cast<int64_t>(row[e]) * p.n + column[e];
-            // The host will raise; until then nobody shall mistake what was summed for a result.
-            const uint4 result = whole ? gemm::round<Element>(total[e]) : uint4{~0u, ~0u, ~0u, ~0u};
-            *reinterpret_cast<uint4*>(out + at * gemm::kElementBytes) = result;
-          }
-        });
+        for (int j = 0; j < kVector; ++j) total[j] += part[j];
+      }
+      const int64_t at = static_cast<int64_t>(row) * p.n + column;
+      // The host will raise; until then nobody shall mistake what was summed for a result.
+      const uint4 result = whole ? gemm::round<Element>(total) : uint4{~0u, ~0u, ~0u, ~0u};
+      *reinterpret_cast<uint4*>(out + at * gemm::kElementBytes) = result;
+    };
+    for_each_sum<Element>(p, call, block, copies, unit, rows, thread, visit);
   }
 };
 

@@ -387,6 +387,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     } else {
       ptx::setmaxnreg_dec<kGroupedLaunchRegisters>();
     }
+    static_assert(Rows::kCombineBytes <= kTile.stages * Shared::kStageBytes + gemm::staging_bytes(kTile));
     Rows::template combine<Element>(params.rows, call, num_tile_rows, raw_smem);
     __syncthreads();
     if (threadIdx.x == 0) Rows::end(params.rows, call);

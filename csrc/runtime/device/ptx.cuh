@@ -184,8 +184,8 @@ __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t sr
                : "memory");
 }
 
-// 16 bytes to shared memory, as this thread's; zeros if not `valid`. Part of what the next
-// mbarrier_arrive_after_copies waits for.
+// 16 bytes to shared memory, as this thread's; zeros if not `valid`. Part of the group that the thread commits next, and
+// of what the next mbarrier_arrive_after_copies waits for.
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
@@ -194,6 +194,13 @@ __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, boo
 // Arrives once all of this thread's copies before it have landed.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but this thread's newest kPending groups have landed, for this thread to read.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // A contiguous run of bytes (a multiple of 16) from shared memory to any global address, also a peer's.

@@ -3,7 +3,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstring>
+#include <deque>
 #include <thread>
+#include <vector>
 
 namespace flux::ptx {
 
@@ -24,6 +27,37 @@ inline bool named_barrier_and(int id, int, bool condition) {
   return all;
 }
 inline void fence_proxy_async() {}
+
+// Copies of every other group land as soon as they may, those of the others as late: when somebody waits for them.
+struct Copy {
+  char* to;
+  const void* from;
+};
+inline thread_local std::vector<Copy> copies;              // of the group that is committed next
+inline thread_local std::deque<std::vector<Copy>> groups;  // under way
+inline uint32_t smem_addr(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - cta->shared);
+}
+inline thread_local bool at_once = false;
+inline void copy_async_16(uint32_t dst, const void* src, bool) {
+  char* const to = cta->shared + dst;
+  if (at_once) {
+    std::memcpy(to, src, 16);
+  } else {
+    copies.push_back({to, src});
+  }
+}
+inline void copy_async_commit() {
+  at_once = !at_once;
+  groups.push_back(std::move(copies));
+  copies.clear();
+}
+template <int kPending>
+void copy_async_wait() {
+  for (; groups.size() > kPending; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
+  }
+}
 inline void wait_for_earlier_kernels() {}
 inline void store_release_sys(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);

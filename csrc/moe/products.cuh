@@ -1,0 +1,27 @@
+// What a rank's experts have computed, and how a token's rows of it are summed: for layer 1, and by itself in combine.cu.
+#pragma once
+
+#include "gemm/epilogue.cuh"
+
+namespace flux::moe {
+
+using gemm::kVector;
+
+struct Products {
+  const char* rows;
+  int64_t row_bytes;
+  const int32_t* positions;  // [token][top_k]: row of each choice, -1 if its expert is elsewhere
+  const float* weights;      // [token][top_k]
+  int top_k;
+};
+
+// Eight columns of one more choice.
+template <class Element>
+__device__ __forceinline__ void add_choice(const uint4& values, float weight, float (&sum)[kVector]) {
+  float terms[kVector];
+  gemm::widen<Element>(values, terms);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) sum[j] += weight * terms[j];
+}
+
+}  // namespace flux::moe
