@@ -104,6 +104,7 @@ struct CombiningRows {
   // A thread adds up one vector after the other, each in batches of up to kBatch that it is the sum of, and has the next
   // kAhead - 1 batches under way.
   static constexpr int kAhead = 4, kBatch = 8;
+  static_assert(runtime::kMaxWorldSize - 1 <= kBatch);  // what all peers have sent is in one batch
   using Copies = uint4[kAhead][kBatch][kGroupThreads];
 
   // What a warpgroup knows of the tokens of its unit.

@@ -2,7 +2,6 @@
 // everything else (test_device_code.py), so that ThreadSanitizer sees what a GPU's threads would do to each other.
 #pragma once
 
-#include <atomic>
 #include <barrier>
 #include <bit>
 #include <cstdint>
@@ -51,7 +50,7 @@ struct Cta {
   std::barrier<> all;
   std::vector<std::unique_ptr<Warp>> warps;
   Named named[16];
-  std::atomic<char*> shared = nullptr;
+  std::vector<uint4> shared = std::vector<uint4>(1 << 14);  // 256 KB, as an SM has
 
   explicit Cta(int threads) : all(threads) {
     for (int i = 0; i < threads; i += 32) warps.push_back(std::make_unique<Warp>());

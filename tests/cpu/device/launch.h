@@ -22,15 +22,13 @@ void launch(const Body& body) {
   const int threads = static_cast<int>(blockDim.x), ctas = static_cast<int>(gridDim.x);
   std::vector<std::unique_ptr<Cta>> grid;
   for (int i = 0; i < ctas; ++i) grid.push_back(std::make_unique<Cta>(threads));
-  std::vector<std::vector<uint4>> shared(ctas, std::vector<uint4>(1 << 14));  // 256 KB, as an SM has
   std::vector<std::thread> all;
   for (int i = 0; i < ctas * threads; ++i) {
     all.emplace_back([&, i] {
       blockIdx.x = i / threads;
       threadIdx.x = i % threads;
       cta = grid[blockIdx.x].get();
-      cta->shared = reinterpret_cast<char*>(shared[blockIdx.x].data());
-      body(static_cast<void*>(cta->shared.load()));
+      body(static_cast<void*>(cta->shared.data()));
     });
   }
   for (std::thread& thread : all) thread.join();

@@ -35,12 +35,13 @@ struct Copy {
 };
 inline thread_local std::vector<Copy> copies;              // of the group that is committed next
 inline thread_local std::deque<std::vector<Copy>> groups;  // under way
+inline char* shared_memory() { return reinterpret_cast<char*>(cta->shared.data()); }
 inline uint32_t smem_addr(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const char*>(pointer) - cta->shared);
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - shared_memory());
 }
 inline thread_local bool at_once = false;
 inline void copy_async_16(uint32_t dst, const void* src, bool) {
-  char* const to = cta->shared + dst;
+  char* const to = shared_memory() + dst;
   if (at_once) {
     std::memcpy(to, src, 16);
   } else {
