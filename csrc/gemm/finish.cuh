@@ -24,6 +24,7 @@ struct ExchangeParams {
   Exchange exchange;
   Finish finish;
   uint32_t op;
+  int rows_at_once;  // in which ranks send vectors, evenly spaced: who sums follows, and finds that they are there
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
@@ -194,33 +195,37 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   const Exchange& x = s.x;
   const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
   const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
-  const int first_row = x.first_row(s.symm.rank), row_vectors = x.n / kVector;
+  const int row_vectors = x.n / kVector;
+  const auto row_in_order = [&](int i) {
+    return p.rows_at_once == 1 ? i : i % p.rows_at_once * (x.m / p.rows_at_once) + i / p.rows_at_once;
+  };
 
   if (two_shot) {
-    const int own_vectors = x.columns_of(s.symm.rank) / kVector;
+    const int own_vectors = x.columns_of(s.symm.rank) / kVector, count = x.m * own_vectors;
     const auto where = [&](int i) -> Place {
-      return {i / own_vectors, x.first_column(s.symm.rank) + i % own_vectors * kVector};
+      return {row_in_order(i / own_vectors), x.first_column(s.symm.rank) + i % own_vectors * kVector};
     };
-    s.template for_each_sum<1, 4>(
-        first, step, x.m * own_vectors, where, [&](int, const Place& at, const uint4& v) {
-          if (call.aborted) return;
-          exchange::for_each_rank(s.symm, [&](int rank) {
-            ptx::store_relaxed_sys(s.symm.exchange(rank, call.epoch) + x.result(at.row, at.column), v);
-          });
-        });
+    s.template for_each_sum<1, 4>(first, step, count, where, [&](int, const Place& at, const uint4& v) {
+      if (call.aborted) return;
+      exchange::for_each_rank(s.symm, [&](int rank) {
+        ptx::store_relaxed_sys(s.symm.exchange(rank, call.epoch) + x.result(at.row, at.column), v);
+      });
+    });
   }
   if (s.f.norm_weight != nullptr) {
     // A CTA takes whole rows, so that their means need no meeting of CTAs.
-    for (int row = blockIdx.x; row < x.slot_rows(); row += gridDim.x) {
-      finish_row<Element, kThreads>(s, row, thread, scratch);
+    for (int i = blockIdx.x; i < x.m; i += gridDim.x) {
+      finish_row<Element, kThreads>(s, row_in_order(i), thread, scratch);
     }
     return;
   }
-  const auto where = [&](int i) -> Place { return {first_row + i / row_vectors, i % row_vectors * kVector}; };
-  const auto use = [&](int i, const Place&, const uint4& v) {
-    *const_cast<uint4*>(vector_at(s.f.out, static_cast<int64_t>(i) * kVector)) = v;
+  const int count = x.m * row_vectors;
+  const auto where = [&](int i) -> Place {
+    return {row_in_order(i / row_vectors), i % row_vectors * kVector};
   };
-  const int count = x.slot_rows() * row_vectors;
+  const auto use = [&](int, const Place& at, const uint4& v) {
+    *const_cast<uint4*>(vector_at(s.f.out, s.element(at))) = v;
+  };
   if (two_shot) {
     s.template for_each_result<1>(first, step, count, where, use);
   } else {

@@ -23,6 +23,17 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
   return exchange;
 }
 
+// Tiles that are one above the other send at the same time, and of an ordinary one both warpgroups do.
+int rows_at_once(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms) {
+  const bool swaps_ab = choice.swaps_ab();
+  const int height = swaps_ab ? gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows : gemm::kBlockM;
+  const int width = swaps_ab ? gemm::kSwapAbN : gemm::kTileConfigs[choice.config].block_n;
+  const int tiles = gemm::ceil_div(args.m(), height) * gemm::ceil_div(args.n(), width);
+  const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
+  // Where rows do not come out even sums wait longer, and where CTAs have several tiles this gained nothing.
+  return args.m() % at_once == 0 && tiles <= num_sms ? at_once : 1;
+}
+
 void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtime::DType dtype, int num_sms,
                 cudaStream_t stream) {
   SumParams params = {exchange, matrix, exchange.exchange.n};
@@ -69,7 +80,8 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
                                  1,        num_sms,  false,    /*all_reduced=*/true};
   const gemm::Choice choice = gemm::select(problem, args.config);
-  const gemm::ExchangeParams params = {symm, exchange, finish, kGemmArId};
+  const gemm::ExchangeParams params = {symm, exchange, finish, kGemmArId,
+                                       rows_at_once(args, choice, num_sms)};
   if (choice.swaps_ab()) {
     gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
     return;
@@ -83,7 +95,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   // Each vector is read before the sum is written over it.
   product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
   gemm::gemm(product, stream);
-  launch_sum(params, out, args.dtype, num_sms, stream);
+  launch_sum({symm, exchange, finish, kGemmArId, 1}, out, args.dtype, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
@@ -96,7 +108,7 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data, dtype,
+  launch_sum({symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId, 1}, x.data, dtype,
              num_sms > 0 ? num_sms : runtime::num_sms(), stream);
 }
 
