@@ -92,10 +92,10 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   params.x = make_tensor_map(args.x, args.dtype, kBlockK, params.box_rows);
   params.m = args.m();
   params.n = args.n();
-  params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
+  params.stage_blocks = ceil_div(args.k(), kBlockK * tile.k_blocks);
   params.shares_weight = sharers > 1;
   params.output = output;
-  FLUX_CHECK(choice.split <= params.k_blocks, choice.split, params.k_blocks);
+  FLUX_CHECK(choice.split <= params.stage_blocks, choice.split, params.stage_blocks);
 
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;

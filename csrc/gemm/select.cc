@@ -34,28 +34,36 @@ constexpr double kArrivalUs = 2.0;         // from the last store to the owner's
 constexpr double kAddUs = 5.0;
 
 // For few rows, with weights from memory: fitted to fifteen weights, 1 to 256 rows and every tile and cluster, on one
-// GPU (benchmarks/results/tuning/2026-11-22-few-rows-2-1xH200.json).
+// GPU (benchmarks/results/tuning/2026-11-23-few-rows-1xH200.json).
 constexpr int kMaxSwapAbRows = 256;
 constexpr int kAlwaysSwapAbRows = 32;
 constexpr double kSmallLaunchUs = 3.5;
 constexpr double kMemoryBytesPerUs = 4.0e6;  // to ordinary tiles
-constexpr double kSwapAbLaunchUs = 2.25;  // fitted alone 2.5; the choice beside ordinary tiles is better so
-constexpr double kSwapAbMemoryBytesPerUs = 3.95e6;
-constexpr double kSwapAbBlockUs = 0.1285;  // of a k-block, whatever the height
-constexpr double kSwapAbRowUs = 0.00056;   // the same, for each row
-constexpr double kL2BytesPerUs = 11.2e6;   // to all SMs
-constexpr double kSwapAbTileUs = 0.15;     // between two mainloops
-constexpr double kMeetUs = 0.41;           // of partial tiles in distributed shared memory
-constexpr double kMeetRowUs = 0.0118;      // the same, for each row
-constexpr double kWideUs = 0.6;            // for each doubling of a cluster beyond two CTAs
-constexpr double kUnusedSwapAb = 0.236;    // exponent
+constexpr double kSwapAbLaunchUs = 1.8;
+constexpr double kSwapAbMemoryBytesPerUs = 4.14e6;
+// Of a k-block, where a stage has one or two: in whatever tile, for each row of it, and what is lost of the memory's
+// speed where SMs have no tile (an exponent).
+struct SwapAbBlock {
+  double us, row_us, unused;
+};
+constexpr SwapAbBlock kSingleBlock = {0.097, 0.0009, 0.175};
+constexpr SwapAbBlock kTwoBlocks = {0.0834, 0.0011, 0.056};
+constexpr double kTwoBlocksMemory = 1.015;  // times as long, with two of them in the lowest tile
+constexpr double kPairMemory = 1.16;        // the same, where a pair fetches the weight together
+constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
+constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
+constexpr double kMeetRowUs = 0.016;        // of partial tiles in distributed shared memory, for each row
+constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
 // CTAs of a cluster share a group of SMs, and what is left over in each holds none: so much of the SMs has room for
 // clusters of four or eight. Pairs fit everywhere.
 constexpr double kWideRoom = 15.0 / 16;
-// Of a sum over ranks, beyond one that is part of a swap-AB GEMM with one tile a CTA: as part of another GEMM, and in a
-// launch of its own. Set by hand, so that of five weights and 32 to 256 rows on two GPUs the right tiles are chosen
-// (benchmarks/results/tuning/2026-11-22-gemm_ar-launches-tp2-2xH200.json).
-constexpr double kOwnSumUs = 1.0;
+// Of a sum over ranks behind a GEMM: a trip, and the bytes that are not sent while other tiles, or other rows of split
+// tiles, are computed. More, where it is part of an ordinary GEMM, or has a launch of its own. Set by hand, so that of
+// five weights and 1 to 256 rows on two GPUs the right tiles are chosen (docs/design/cost-model.md).
+constexpr double kExchangeUs = 1.7;
+constexpr double kExchangeBytesPerUs = 0.36e6;
+constexpr double kLeftByRounds = 0.7, kLeftByMeetings = 0.4;
+constexpr double kOwnSumUs = 0.5;
 constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 2.2;
 constexpr double kSumBytesPerUs = 3.0e6;
@@ -66,7 +74,9 @@ double memory_us(const Problem& p, double bytes_per_us) {
 }
 
 double sum_bytes(const Problem& p) { return static_cast<double>(kElementBytes) * p.m * p.n; }
-double own_sum_us(const Problem& p) { return kOwnSumUs + sum_bytes(p) / kOwnSumBytesPerUs; }
+double exchange_us(const Problem& p, double left) {
+  return kExchangeUs + left * sum_bytes(p) / kExchangeBytesPerUs;
+}
 
 constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
                                  Cluster::kSplit3};
@@ -150,7 +160,9 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     time_us =
         std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p, kMemoryBytesPerUs) * unused + meet_us);
     if (!p.all_reduced) return time_us;
-    return time_us + (sums_in_launch(tile, cluster) ? own_sum_us(p) : kSumUs + sum_bytes(p) / kSumBytesPerUs);
+    const double sum_us = sums_in_launch(tile, cluster) ? kOwnSumUs + sum_bytes(p) / kOwnSumBytesPerUs
+                                                        : kSumUs + sum_bytes(p) / kSumBytesPerUs;
+    return time_us + exchange_us(p, 1.0) + sum_us;
   }
 
   // What must leave over the link, then this rank's own share of the tiles.
@@ -167,9 +179,9 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
 }
 
 std::string swap_ab_name(int config, int split, int sharers) {
-  return "swap-ab " + std::to_string(kSwapAbN) + "x" +
-         std::to_string(kSwapAbConfigs[config - kFirstSwapAb].rows) + " split " + std::to_string(split) +
-         (sharers > 1 ? " pair" : "");
+  const SwapAbConfig& tile = kSwapAbConfigs[config - kFirstSwapAb];
+  return "swap-ab " + std::to_string(kSwapAbN) + "x" + std::to_string(tile.rows) + "x" +
+         std::to_string(tile.stages) + " split " + std::to_string(split) + (sharers > 1 ? " pair" : "");
 }
 
 namespace {
@@ -180,22 +192,26 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   const double room = cluster_size > 2 ? kWideRoom : 1.0;
   const int clusters = std::max(1, static_cast<int>(p.num_sms * room) / cluster_size);
   const int rounds = ceil_div(tiles, clusters);
-  const int k_blocks = ceil_div(ceil_div(p.k, kBlockK), split);
+  const SwapAbBlock& block = tile.k_blocks > 1 ? kTwoBlocks : kSingleBlock;
+  const int k_blocks = ceil_div(ceil_div(p.k, kBlockK * tile.k_blocks), split) * tile.k_blocks;
   const int rows_bytes = std::min(p.m, tile.rows) * kBlockK * kElementBytes;
   const double l2_bytes = static_cast<double>(kSwapAbWeightBytes) / sharers + rows_bytes;
-  const double block_us = std::max(kSwapAbBlockUs + kSwapAbRowUs * tile.rows,
-                                   std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs);
+  const double l2_us = std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs;
   double end_us = kSwapAbTileUs;
-  if (split > 1) end_us += kMeetUs + kMeetRowUs * tile.rows;
+  if (split > 1) end_us += kMeetRowUs * tile.rows;
   if (cluster_size > 2) end_us += kWideUs * std::log2(cluster_size / 2);
-  // SMs without a tile leave some of the memory's speed unused.
   const double unused =
-      std::pow(static_cast<double>(rounds) * p.num_sms / cluster_size / tiles, kUnusedSwapAb);
-  const double sum_us = p.all_reduced && rounds > 1 ? own_sum_us(p) : 0.0;
-  return kSwapAbLaunchUs +
-         std::max(rounds * (k_blocks * block_us + end_us),
-                  memory_us(p, kSwapAbMemoryBytesPerUs) * unused + end_us) +
-         sum_us;
+      std::pow(static_cast<double>(rounds) * p.num_sms / cluster_size / tiles, block.unused);
+  double weight_us = memory_us(p, kSwapAbMemoryBytesPerUs) * unused;
+  if (sharers > 1) weight_us *= kPairMemory;
+  if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
+  // Loads go on while a tile ends.
+  const double math_us = rounds * (k_blocks * (block.us + block.row_us * tile.rows) + end_us);
+  const double load_us = std::max(rounds * k_blocks * l2_us, weight_us) + end_us;
+  const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);
+  if (!p.all_reduced) return time_us;
+  const bool meets_twice = split > 1 && tile.rows > swap_ab_meeting_rows(tile);
+  return time_us + exchange_us(p, meets_twice ? kLeftByMeetings : rounds > 1 ? kLeftByRounds : 1.0);
 }
 
 void consider_swap_ab(const Problem& p, Choice& best) {
@@ -209,14 +225,17 @@ void consider_swap_ab(const Problem& p, Choice& best) {
     best.split = split;
     best.time_us = time_us;
   };
+  int enough = 0;  // rows of the lowest tile that holds all: of higher ones more would be read for nothing
   for (const SwapAbConfig& tile : kSwapAbConfigs) {
     if (p.m <= tile.rows) {
-      const int max_split = std::min({kMaxSplit, p.num_sms, ceil_div(p.k, kBlockK)});
+      if (enough == 0) enough = tile.rows;
+      if (tile.rows > enough) break;
+      const int max_split = std::min({kMaxSplit, p.num_sms, ceil_div(p.k, kBlockK * tile.k_blocks)});
       for (int split = 1; split <= max_split; split *= 2) consider(tile, split, 1);
-      break;  // of higher tiles more would be read for nothing
+    } else if (p.m <= 2 * tile.rows && p.num_sms >= 2 && tile.in_pairs) {
+      // Two CTAs that each fetch the weight take a quarter longer for a k-block.
+      consider(tile, 1, 2);
     }
-    // Two CTAs that each fetch the weight take a quarter longer for a k-block.
-    if (p.m <= 2 * tile.rows && p.num_sms >= 2) consider(tile, 1, 2);
   }
 }
 

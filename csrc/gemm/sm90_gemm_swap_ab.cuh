@@ -1,8 +1,9 @@
 // The kernel for few rows: D^T = W * x^T, a cluster of CTAs for each tile, each with its part of K (swap_ab.h).
 //
-//   math     warpgroup 0            wgmma on all of a tile
-//   summing  warpgroups 0 and 1     give the tile away; if K is split, its partial sums in fp32 to the CTAs of the
-//                                   cluster, each of which adds up a share and gives that away
+//   math     warpgroup 0            wgmma on all of a tile, which it leaves in shared memory
+//   giving   warpgroup 1            gives the tile away, while the other one computes the next; of a CTA's last tile both
+//                                   do. If K is split, partial sums in fp32 go to the CTAs of the cluster, each of which
+//                                   adds up a share and gives that away
 //   loader   warp 8, one thread     TMA loads of W and x into a ring of stages
 //
 // A second warpgroup that multiplied half of the rows would fetch all columns from shared memory once more: 128 rows of
@@ -14,7 +15,7 @@
 //   begin(params) -> Call
 //   bias(params)                                      to add to the product, or null
 //   store(params, call, row, column, v)               eight columns of a row of the local product
-//   finish<Element>(params, call)                     the summing threads, after all tiles
+//   finish<Element>(params, call)                     both warpgroups, after all tiles
 //   end(params, call)                                 one thread of each CTA, when all have begun
 #pragma once
 
@@ -27,15 +28,15 @@
 namespace flux::gemm {
 
 constexpr int kSwapAbMathThreads = 128;
-constexpr int kSwapAbSummingThreads = 256;
-constexpr int kSwapAbThreads = kSwapAbSummingThreads + 32;
+constexpr int kSwapAbBothThreads = 256;  // that multiply or give
+constexpr int kSwapAbThreads = kSwapAbBothThreads + 32;
 
 template <class Output>
 struct SwapAbParams {
   CUtensorMap weight, x;
   int m, n;
   int box_rows;        // of x in a stage: all of them if there is one tile of rows, else the tile's
-  int k_blocks;        // at least one for each part
+  int stage_blocks;    // K in stages; at least one for each part
   bool shares_weight;  // the cluster, instead of splitting K: a pair, one below the other, each fetches half
   typename Output::Params output;
 };
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     sm90_gemm_swap_ab(const __grid_constant__ SwapAbParams<Output> params) {
   constexpr SwapAbConfig kTile = kSwapAbConfigs[kConfig];
   constexpr int kRows = kTile.rows;
+  constexpr int kRowsBytes = swap_ab_rows_bytes(kTile);
   constexpr int kStageBytes = swap_ab_stage_bytes(kTile);
   constexpr int kMeetingRows = swap_ab_meeting_rows(kTile);
   constexpr int kVector = Exchange::kVector;
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       ptx::mbarrier_init(empty(stage), kSwapAbMathThreads / 32 * sharers);
     }
     ptx::mbarrier_init(partials_full, 1);
-    ptx::mbarrier_init(partials_empty, kSwapAbSummingThreads / 32 * split);
+    ptx::mbarrier_init(partials_empty, kSwapAbBothThreads / 32 * max(split - 1, 1));
     ptx::fence_mbarrier_init();
   }
   // Barriers must be ready before another CTA counts on them.
@@ -86,10 +88,10 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const int num_tiles = m_tiles * ceil_div(params.n, kSwapAbN);
   const int first_tile = blockIdx.x / cluster_size, step = gridDim.x / cluster_size;
   const auto row_of = [&](int tile) { return (tile % m_tiles * sharers + row_in_cluster) * kRows; };
-  const int first_block = params.k_blocks * part / split;
-  const int num_blocks = params.k_blocks * (part + 1) / split - first_block;
+  const int first_block = params.stage_blocks * part / split;
+  const int num_blocks = params.stage_blocks * (part + 1) / split - first_block;
 
-  if (warp == kSwapAbSummingThreads / 32) {
+  if (warp == kSwapAbBothThreads / 32) {
     if (ptx::elect_one()) {
       // Rows of one column tile follow each other: the weight comes from memory once, then from the L2.
       Stages ring;
@@ -97,12 +99,18 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         const int column = tile / m_tiles * kSwapAbN, row = row_of(tile);
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
-          const int k = (first_block + block) * kBlockK;
-          const uint32_t bar = full(ring.index), dst = stages + ring.index * kStageBytes;
+          const uint32_t bar = full(ring.index);
           ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(bar, kSwapAbWeightBytes + params.box_rows * 128);
-          load_b<kMajorW, kSwapAbN>(&params.weight, dst, bar, k, column, cta, sharers > 1);
-          ptx::tma_load_2d(&params.x, dst + kSwapAbWeightBytes, bar, k, row);
+          ptx::mbarrier_arrive_expect_tx(bar, kTile.k_blocks * (kSwapAbWeightBytes + params.box_rows * 128));
+#pragma unroll
+          for (int i = 0; i < kTile.k_blocks; ++i) {
+            const int k = ((first_block + block) * kTile.k_blocks + i) * kBlockK;
+            const uint32_t dst = stages + ring.index * kStageBytes;
+            load_b<kMajorW, kSwapAbN>(&params.weight, dst + i * kSwapAbWeightBytes, bar, k, column, cta,
+                                      sharers > 1);
+            ptx::tma_load_2d(&params.x, dst + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes, bar, k,
+                             row);
+          }
         }
       }
       Output::end(params.output, call);
@@ -127,12 +135,16 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       for (int block = 0; multiplies && block < num_blocks; ++block, ring.advance()) {
         ptx::mbarrier_wait(full(ring.index), ring.phase);
         const uint32_t w = stages + ring.index * kStageBytes;
-        const uint64_t a = make_b_descriptor<kMajorW>(w);
-        const uint64_t b = make_descriptor(w + kSwapAbWeightBytes, 0, 1024);
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int k = 0; k < kBlockK / 16; ++k) {
-          Mma::step(a + k * (kBStepBytes<kMajorW> >> 4), b + k * (32 >> 4), d, block > 0 || k > 0);
+        for (int i = 0; i < kTile.k_blocks; ++i) {
+          const uint64_t a = make_b_descriptor<kMajorW>(w + i * kSwapAbWeightBytes);
+          const uint64_t b =
+              make_descriptor(w + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes, 0, 1024);
+#pragma unroll
+          for (int k = 0; k < kBlockK / 16; ++k) {
+            Mma::step(a + k * (kBStepBytes<kMajorW> >> 4), b + k * (32 >> 4), d, block + i + k > 0);
+          }
         }
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
@@ -157,15 +169,19 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           }
         }
       }
+      const auto both_warpgroups = [] { ptx::named_barrier_sync(1, kSwapAbBothThreads); };
+      const bool is_last = tile + step >= num_tiles;
+      const bool gives = is_last || !multiplies;
+      const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;
+      const int giver = static_cast<int>(threadIdx.x) - (kSwapAbBothThreads - givers);
       if (split == 1) {
         // Rounded, and turned so that the columns of a row lie side by side.
         constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // rows begin in different banks
         constexpr int kVectors = kSwapAbN / kVector;
-        if (tile != first_tile)
-          ptx::named_barrier_sync(1, kSwapAbSummingThreads);  // the last tile has been read
+        if (tile != first_tile) both_warpgroups();  // the last tile has been given away
         if (multiplies) {
           const uint32_t address =
-              partials + lane % 8 * kRowBytes + (warp_column + lane / 8 % 2 * 8) * kElementBytes;
+              staged + lane % 8 * kRowBytes + (warp_column + lane / 8 % 2 * 8) * kElementBytes;
 #pragma unroll
           for (int block = 0; block < kRows / 8; ++block) {
             ptx::stmatrix_x2_transposed(
@@ -174,14 +190,15 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
                 Pair<Element>::round(d[block * 4 + 2] + bias[1], d[block * 4 + 3] + bias[1]));
           }
         }
-        ptx::named_barrier_sync(1, kSwapAbSummingThreads);
+        both_warpgroups();
+        if (!gives) continue;
         const int vectors = min(params.m - first_row, kRows) * kVectors;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < vectors; i += kSwapAbSummingThreads) {
+        for (int i = giver; i < vectors; i += givers) {
           const int row = i / kVectors, column = i % kVectors * kVector;
           if (first_column + column >= params.n) continue;
           Output::store(params.output, call, first_row + row, first_column + column,
-                        ptx::load_shared_v4(partials + row * kRowBytes + column * kElementBytes));
+                        ptx::load_shared_v4(staged + row * kRowBytes + column * kElementBytes));
         }
         continue;
       }
@@ -191,53 +208,59 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       const uint32_t share_bytes = 4 * kMeetingRows * row_floats;
 #pragma unroll
       for (int meeting = 0; meeting < kRows / kMeetingRows; ++meeting, meetings.advance()) {
-        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, (split - 1) * share_bytes);
-        ptx::mbarrier_wait(partials_empty, meetings.phase ^ 1);
+        if (tile != first_tile || meeting > 0) both_warpgroups();  // the last sums have been given away
+        if (multiplies) {
+          ptx::mbarrier_wait(partials_empty, meetings.phase ^ 1);
+          if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, (split - 1) * share_bytes);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!multiplies) break;
-          const int column = warp_column + half * 8 + lane / 4;
-          const int owner = column / share;
-          const uint32_t address = (owner == part ? partials : staged) + owner * share_bytes +
-                                   4 * (lane % 4 * 2 * row_floats + column % share);
+          for (int half = 0; half < 2; ++half) {
+            const int column = warp_column + half * 8 + lane / 4;
+            const int owner = column / share;
+            const uint32_t address = (owner == part ? partials : staged) + owner * share_bytes +
+                                     4 * (lane % 4 * 2 * row_floats + column % share);
 #pragma unroll
-          for (int block = 0; block < kMeetingRows / 8; ++block) {
+            for (int block = 0; block < kMeetingRows / 8; ++block) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              ptx::store_shared(
-                  address + 4 * (block * 8 + i) * row_floats,
-                  __float_as_uint(d[(meeting * kMeetingRows / 8 + block) * 4 + half * 2 + i] + bias[half]));
+              for (int i = 0; i < 2; ++i) {
+                ptx::store_shared(
+                    address + 4 * (block * 8 + i) * row_floats,
+                    __float_as_uint(d[(meeting * kMeetingRows / 8 + block) * 4 + half * 2 + i] + bias[half]));
+              }
+            }
+          }
+          ptx::fence_proxy_async_smem();
+        }
+        both_warpgroups();
+        if (gives) {
+          const int other = static_cast<int>(threadIdx.x) - kSwapAbMathThreads;
+          if (other >= 0 && other < split && other != part) {
+            ptx::bulk_copy_cluster(partials + part * share_bytes, staged + other * share_bytes, share_bytes,
+                                   partials_full, other);
+          }
+          ptx::mbarrier_wait(partials_full, meetings.phase);
+          const int vectors = share / kVector, begin = first_row + meeting * kMeetingRows;
+          const int rows = min(params.m - begin, kMeetingRows);
+          for (int i = giver; i < rows * vectors; i += givers) {
+            const int row = i / vectors, column = i % vectors * kVector;
+            float sum[kVector] = {};
+            for (int source = 0; source < split; ++source) {
+              const uint32_t address = partials + source * share_bytes + 4 * (row * row_floats + column);
+              const float4 low = ptx::load_shared_floats(address),
+                           high = ptx::load_shared_floats(address + 16);
+              const float part_sum[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+              for (int j = 0; j < kVector; ++j) sum[j] += part_sum[j];
+            }
+            const int out_column = first_column + part * share + column;
+            if (out_column < params.n) {
+              Output::store(params.output, call, begin + row, out_column, round<Element>(sum));
             }
           }
         }
-        ptx::fence_proxy_async_smem();
-        ptx::named_barrier_sync(1, kSwapAbSummingThreads);
-        if (threadIdx.x < split && threadIdx.x != part) {
-          ptx::bulk_copy_cluster(partials + part * share_bytes, staged + threadIdx.x * share_bytes,
-                                 share_bytes, partials_full, threadIdx.x);
-        }
-        ptx::mbarrier_wait(partials_full, meetings.phase);
-        const int vectors = share / kVector, begin = first_row + meeting * kMeetingRows;
-        const int rows = min(params.m - begin, kMeetingRows);
-        for (int i = threadIdx.x; i < rows * vectors; i += kSwapAbSummingThreads) {
-          const int row = i / vectors, column = i % vectors * kVector;
-          float sum[kVector] = {};
-          for (int source = 0; source < split; ++source) {
-            const uint32_t address = partials + source * share_bytes + 4 * (row * row_floats + column);
-            const float4 low = ptx::load_shared_floats(address), high = ptx::load_shared_floats(address + 16);
-            const float part_sum[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) sum[j] += part_sum[j];
-          }
-          const int out_column = first_column + part * share + column;
-          if (out_column < params.n) {
-            Output::store(params.output, call, begin + row, out_column, round<Element>(sum));
-          }
-        }
         // After the last meeting nobody asks, and nothing is left that another CTA would have to wait for.
-        if (tile + step >= num_tiles && meeting + 1 == kRows / kMeetingRows) break;
+        if (is_last && meeting + 1 == kRows / kMeetingRows) break;
         __syncwarp();
-        if (lane < split) ptx::mbarrier_arrive_cluster(partials_empty, lane);
+        if (lane < split && lane != part) ptx::mbarrier_arrive_cluster(partials_empty, lane);
       }
     }
     Output::template finish<Element>(params.output, call);
@@ -279,7 +302,7 @@ struct ExchangeOutput {
   }
   template <class Element>
   FLUX_DEVICE static void finish(const Params& p, const Call& call) {
-    gemm::finish<Element, kSwapAbSummingThreads>(p, call, threadIdx.x);
+    gemm::finish<Element, kSwapAbBothThreads>(p, call, threadIdx.x);
   }
   FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 };

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 import flux
+from flux._native import core
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks
@@ -27,6 +28,14 @@ def main() -> None:
     result = torch.empty(129, 264, dtype=x.dtype, device="cuda")
     torch.ops.flux._gemm(x, weight, bias, result, False, 5 | SPLIT_BY_3 << 8, 0)
     assert torch.equal(result, split.expected(0, "cuda")), split
+    # Four SMs: each cluster gives a swap-AB tile away while it computes the next.
+    for rows, tile, parts, sharers in ((12, 1, 1, 1), (12, 0, 2, 1), (150, 5, 2, 1), (150, 3, 1, 2)):
+        several = GemmRsCase(rows, 520, 520, 1, bias=True)
+        x, weight, bias = several.inputs(0, "cuda")
+        result = torch.empty(rows, 520, dtype=x.dtype, device="cuda")
+        choice = core.FIRST_SWAP_AB + tile | parts << 8 | sharers << 16
+        torch.ops.flux._gemm(x, weight, bias, result, False, choice, 4)
+        assert torch.equal(result, several.expected(0, "cuda")), (several, tile)
     summed = GemmRsCase(132, 264, 264, 2, bias=True)
     ranks = EmulatedRanks(2, timeout_s=60.0)
     for case, config in (

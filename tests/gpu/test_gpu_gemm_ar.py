@@ -18,6 +18,8 @@ from flux.testing.emulate import EmulatedRanks
 DTYPES = [torch.bfloat16, torch.float16]
 ONE_SHOT, TWO_SHOT = 0, 1
 SHAPES = [(1, 8, 8), (1, 4096, 256), (5, 136, 72), (16, 1024, 512), (64, 520, 264), (130, 264, 520)]
+# Several tiles for each CTA, which gives one away while it computes the next.
+SEVERAL_TILES = [(1, 8200, 264), (192, 2056, 520)]
 
 
 def gpu_inputs(case: GemmRsCase) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
@@ -41,9 +43,9 @@ def assert_exact(ranks: EmulatedRanks, case: GemmRsCase, mode: int, config: int 
 def test_every_swap_ab_tile(world_size: int, mode: int) -> None:
     ranks = EmulatedRanks(world_size)
     for tile in range(core.NUM_SWAP_AB):
-        for number, (m, n, k) in enumerate(SHAPES):
+        for number, (m, n, k) in enumerate(SHAPES + SEVERAL_TILES):
             split = [1, 2, 4][(tile + number) % 3]
-            if split > -(-k // 64) or split * world_size > 16:
+            if split > -(-k // 128) or split * world_size > 16:
                 split = 1
             case = GemmRsCase(
                 m, n, k, world_size, DTYPES[number % 2], number % 2 == 1, bias=number % 3 == 0, seed=tile
