@@ -30,6 +30,7 @@ namespace flux::gemm {
 constexpr int kSwapAbMathThreads = 128;
 constexpr int kSwapAbBothThreads = 256;  // that multiply or give
 constexpr int kSwapAbThreads = kSwapAbBothThreads + 32;
+constexpr int kBoth = 1, kAsked = 2;  // named barriers
 
 template <class Output>
 struct SwapAbParams {
@@ -79,10 +80,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   }
   // Barriers must be ready before another CTA counts on them.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
-  ptx::wait_for_earlier_kernels();
-  // All threads have asked which call it is before one of them closes it.
-  const auto call = Output::begin(params.output);
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
 
   const int m_tiles = ceil_div(params.m, kRows * sharers);
   const int num_tiles = m_tiles * ceil_div(params.n, kSwapAbN);
@@ -113,9 +112,16 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           }
         }
       }
-      Output::end(params.output, call);
+      ptx::let_next_kernel_start();
     }
+    __syncwarp();
+    ptx::named_barrier_sync(kAsked, kSwapAbThreads);
+    if (ptx::elect_one()) Output::end(params.output, Output::begin(params.output));
   } else {
+    // Which call it is takes a trip to memory. Nobody waits for that before the first weights are on their way, and the
+    // call is closed when all have asked.
+    const auto call = Output::begin(params.output);
+    ptx::named_barrier_arrive(kAsked, kSwapAbThreads);
     using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
     const bool multiplies = threadIdx.x < kSwapAbMathThreads;
     const int lane = ptx::lane();
@@ -169,7 +175,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           }
         }
       }
-      const auto both_warpgroups = [] { ptx::named_barrier_sync(1, kSwapAbBothThreads); };
+      const auto both_warpgroups = [] { ptx::named_barrier_sync(kBoth, kSwapAbBothThreads); };
       const bool is_last = tile + step >= num_tiles;
       const bool gives = is_last || !multiplies;
       const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;
@@ -264,7 +270,6 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       }
     }
     Output::template finish<Element>(params.output, call);
-    ptx::let_next_kernel_start();
   }
 
   __syncthreads();

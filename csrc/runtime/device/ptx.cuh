@@ -64,7 +64,12 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; true in all threads if `condition` holds in all of them.
+// As one of those threads, without waiting for the others.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Of all of them; true in all threads if `condition` holds in all of them.
 __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool condition) {
   uint32_t all;
   asm volatile(
