@@ -20,11 +20,11 @@ struct SwapAbConfig {
   int rows;      // of x
   int k_blocks;  // of a stage
   int stages;
-  bool in_pairs;  // worth considering: pairs of the others were slower wherever they were measured
+  bool in_pairs;  // worth considering: pairs of the others were slower for most weights
 };
 
 // Two k-blocks a stage are waited for once, and consumed sooner. Where the memory alone sets the pace one k-block is
-// better for a single row, by 1 to 4 %, and so are fewer stages than fit: 8 instead of 20 gained up to 2 %
+// better for a single row, by 1 to 4 %, and so are fewer stages than fit: 8 instead of 20 gained 1 to 3 %
 // (docs/design/decode.md).
 //    id  rows  k-blocks  stages  in pairs
 #define FLUX_FOR_EACH_SWAP_AB(X) \
