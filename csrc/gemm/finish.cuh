@@ -79,8 +79,8 @@ struct Summing {
         op(p.op),
         here(symm.exchange(symm.rank, call.epoch)) {}
 
-  // Sums of the vectors begin, begin + stride and so on below `count`: where(i) says where one lies, use(i, place, its
-  // sum) takes it. A thread asks for all that kBatch of them are made of, of each for kSources contributions, before
+  // Sums of the vectors begin, begin + stride and so on below `count`: where(i) says where one lies, use(place, its sum)
+  // takes it. A thread asks for all that kBatch of them are made of, of each for kSources contributions, before
   // it waits for the first: every answer takes as long. But code takes long too, where it runs once.
   template <int kBatch, int kSources, class Where, class Use>
   FLUX_DEVICE void for_each_sum(int begin, int stride, int count, Where where, Use use) const {
@@ -108,7 +108,7 @@ struct Summing {
         parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, op, at.row, total);
         if (f.bias != nullptr) add<Element>(bias[b], total);
         if (f.residual != nullptr) add<Element>(residual[b], total);
-        use(i, at, round<Element>(total));
+        use(at, round<Element>(total));
       }
     }
   }
@@ -131,7 +131,7 @@ struct Summing {
         if (i >= count) break;
         const Place at = where(i);
         const uint32_t owner = x.owner(at.row, at.column);
-        use(i, at,
+        use(at,
             exchange::take(symm, call, address(at), found[b], {op, owner, static_cast<uint32_t>(at.row)}));
       }
     }
@@ -149,7 +149,7 @@ FLUX_DEVICE void finish_row(const Summing<Element>& s, int row, int thread, floa
   const int vectors = s.x.n / kVector;
   const auto where = [&](int i) -> Place { return {row, i * kVector}; };
   float squares = 0.0f;
-  const auto use = [&](int, const Place& at, const uint4& v) {
+  const auto use = [&](const Place& at, const uint4& v) {
     *const_cast<uint4*>(vector_at(s.f.sum_out, s.element(at))) = v;
     float values[kVector];
     widen<Element>(v, values);
@@ -205,7 +205,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     const auto where = [&](int i) -> Place {
       return {row_in_order(i / own_vectors), x.first_column(s.symm.rank) + i % own_vectors * kVector};
     };
-    s.template for_each_sum<1, 4>(first, step, count, where, [&](int, const Place& at, const uint4& v) {
+    s.template for_each_sum<1, 4>(first, step, count, where, [&](const Place& at, const uint4& v) {
       if (call.aborted) return;
       exchange::for_each_rank(s.symm, [&](int rank) {
         ptx::store_relaxed_sys(s.symm.exchange(rank, call.epoch) + x.result(at.row, at.column), v);
@@ -223,7 +223,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   const auto where = [&](int i) -> Place {
     return {row_in_order(i / row_vectors), i % row_vectors * kVector};
   };
-  const auto use = [&](int, const Place& at, const uint4& v) {
+  const auto use = [&](const Place& at, const uint4& v) {
     *const_cast<uint4*>(vector_at(s.f.out, s.element(at))) = v;
   };
   if (two_shot) {

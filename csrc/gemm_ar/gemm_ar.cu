@@ -72,6 +72,7 @@ void prepare_sum() {
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream) {
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  FLUX_CHECK(mode != runtime::Exchange::Mode::kScatter, args.m());
   const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
   FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
   void* const out = const_cast<void*>(args.out.data);
