@@ -24,7 +24,7 @@ struct ExchangeParams {
   Exchange exchange;
   Finish finish;
   uint32_t op;
-  int rows_at_once;  // in which ranks send vectors, evenly spaced: who sums follows, and finds that they are there
+  int rows_at_once = 1;  // that ranks send, evenly spaced: who sums follows, and finds that they are there
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {

@@ -92,7 +92,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   params.x = make_tensor_map(args.x, args.dtype, kBlockK, params.box_rows);
   params.m = args.m();
   params.n = args.n();
-  params.stage_blocks = ceil_div(args.k(), kBlockK * tile.k_blocks);
+  params.stage_blocks = swap_ab_stage_blocks(tile, args.k());
   params.shares_weight = sharers > 1;
   params.output = output;
   FLUX_CHECK(choice.split <= params.stage_blocks, choice.split, params.stage_blocks);

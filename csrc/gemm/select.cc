@@ -193,7 +193,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   const int clusters = std::max(1, static_cast<int>(p.num_sms * room) / cluster_size);
   const int rounds = ceil_div(tiles, clusters);
   const SwapAbBlock& block = tile.k_blocks > 1 ? kTwoBlocks : kSingleBlock;
-  const int k_blocks = ceil_div(ceil_div(p.k, kBlockK * tile.k_blocks), split) * tile.k_blocks;
+  const int k_blocks = ceil_div(swap_ab_stage_blocks(tile, p.k), split) * tile.k_blocks;
   const int rows_bytes = std::min(p.m, tile.rows) * kBlockK * kElementBytes;
   const double l2_bytes = static_cast<double>(kSwapAbWeightBytes) / sharers + rows_bytes;
   const double l2_us = std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs;
@@ -230,7 +230,7 @@ void consider_swap_ab(const Problem& p, Choice& best) {
     if (p.m <= tile.rows) {
       if (enough == 0) enough = tile.rows;
       if (tile.rows > enough) break;
-      const int max_split = std::min({kMaxSplit, p.num_sms, ceil_div(p.k, kBlockK * tile.k_blocks)});
+      const int max_split = std::min({kMaxSplit, p.num_sms, swap_ab_stage_blocks(tile, p.k)});
       for (int split = 1; split <= max_split; split *= 2) consider(tile, split, 1);
     } else if (p.m <= 2 * tile.rows && p.num_sms >= 2 && tile.in_pairs) {
       // Two CTAs that each fetch the weight take a quarter longer for a k-block.

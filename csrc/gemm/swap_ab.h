@@ -47,6 +47,8 @@ constexpr int swap_ab_rows_bytes(const SwapAbConfig& c) { return c.rows * kBlock
 constexpr int swap_ab_stage_bytes(const SwapAbConfig& c) {
   return c.k_blocks * (kSwapAbWeightBytes + swap_ab_rows_bytes(c));
 }
+// Of how many stages K is: K can be split into as many parts, no more.
+FLUX_HD int swap_ab_stage_blocks(const SwapAbConfig& c, int k) { return ceil_div(k, kBlockK * c.k_blocks); }
 
 // Each CTA of a cluster adds up its share of a tile's columns, at most this many rows at a time. A share
 // is of each row `columns` floats, and four more, so that the eight rows that a warp writes at once lie in

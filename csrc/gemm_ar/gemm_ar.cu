@@ -37,6 +37,7 @@ int rows_at_once(const gemm::GemmArgs& args, const gemm::Choice& choice, int num
 void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtime::DType dtype, int num_sms,
                 cudaStream_t stream) {
   SumParams params = {exchange, matrix, exchange.exchange.n};
+  params.exchange.rows_at_once = 1;  // these kernels send the matrix from its first row to its last
   runtime::Exchange& x = params.exchange.exchange;
   const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = exchange.finish.norm_weight;
   const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
@@ -96,7 +97,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   // Each vector is read before the sum is written over it.
   product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
   gemm::gemm(product, stream);
-  launch_sum({symm, exchange, finish, kGemmArId, 1}, out, args.dtype, num_sms, stream);
+  launch_sum(params, out, args.dtype, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
@@ -109,7 +110,7 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId, 1}, x.data, dtype,
+  launch_sum({symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data, dtype,
              num_sms > 0 ? num_sms : runtime::num_sms(), stream);
 }
 

@@ -243,17 +243,19 @@ def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:
 
 def test_tiles_for_few_rows_are_those_that_were_measured_to_be_the_best() -> None:
     measured = json.loads((TUNING / "2026-11-23-few-rows-1xH200.json").read_text())["shapes"]
-    losses, long_k, against_cublas = [], [], []
+    losses, long_k, against_cublas = [], {}, []
     for shape in measured:
         choice = core.select_gemm(shape["m"], shape["n"], shape["k"], False, 132)
         chosen, best = shape["flux"][choice.candidates[0][0]], min(shape["flux"].values())
         losses.append(chosen / best)
         against_cublas.append(shape["cublas"] / chosen)
         if shape["k"] == 24576:
-            long_k.append(losses[-1])
+            long_k[shape["m"]] = losses[-1]
     assert len(losses) == 90
-    assert max(losses) < 1.05
-    assert len(long_k) == 6 and max(long_k) < 1.045, "the last round of a long K has the memory for itself"
+    assert max(losses) < 1.04
+    # 256 rows are for ordinary tiles, single or in pairs: which is sooner differs from run to run.
+    assert len(long_k) == 6 and long_k.pop(256) < 1.02
+    assert max(long_k.values()) < 1.01, "the last round of a long K has the memory for itself"
     assert math.prod(losses) ** (1 / len(losses)) < 1.005
     assert math.prod(against_cublas) ** (1 / len(losses)) > 1.02
 
