@@ -300,6 +300,13 @@ void bind_selection(py::module_& m) {
 
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
   m.attr("NUM_SWAP_AB") = gemm::kNumSwapAbConfigs;
+  m.def(
+      "swap_ab_stage_blocks",
+      [](int tile, int k) {
+        check_range("tile", tile, 0, gemm::kNumSwapAbConfigs - 1);
+        return gemm::swap_ab_stage_blocks(gemm::kSwapAbConfigs[tile], k);
+      },
+      py::arg("tile"), py::arg("k"), "Into how many parts k can be split at most.");
 
   py::class_<gemm::Choice>(m, "Choice", "What the cost model chose, and what else it considered.")
       .def_readonly("config", &gemm::Choice::config)

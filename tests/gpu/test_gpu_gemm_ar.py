@@ -45,7 +45,7 @@ def test_every_swap_ab_tile(world_size: int, mode: int) -> None:
     for tile in range(core.NUM_SWAP_AB):
         for number, (m, n, k) in enumerate(SHAPES + SEVERAL_TILES):
             split = [1, 2, 4][(tile + number) % 3]
-            if split > -(-k // 128) or split * world_size > 16:
+            if split > core.swap_ab_stage_blocks(tile, k) or split * world_size > 16:
                 split = 1
             case = GemmRsCase(
                 m, n, k, world_size, DTYPES[number % 2], number % 2 == 1, bias=number % 3 == 0, seed=tile
