@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(p.symm);
   __syncthreads();  // all threads know the call
+  ptx::let_next_kernel_start();
   const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
   if (thread >= threads) {
     if (thread == threads) sync::end_call(p.symm, call.epoch);
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 2)
   ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(p.symm);
   __syncthreads();  // all threads know the call
+  ptx::let_next_kernel_start();
   if (threadIdx.x >= kNormThreads) {
     if (threadIdx.x == kNormThreads) sync::end_call(p.symm, call.epoch);
     return;
