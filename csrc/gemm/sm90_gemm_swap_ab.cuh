@@ -177,9 +177,9 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       }
       const auto both_warpgroups = [] { ptx::named_barrier_sync(kBoth, kSwapAbBothThreads); };
       const bool is_last = tile + step >= num_tiles;
+      const bool gives = is_last || !multiplies;
       const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;
       const int giver = static_cast<int>(threadIdx.x) - (kSwapAbBothThreads - givers);
-      const bool gives = giver >= 0;
       if (split == 1) {
         // Rounded, and turned so that the columns of a row lie side by side.
         constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // rows begin in different banks

@@ -75,8 +75,9 @@ inline Exchange::Mode all_reduce_mode(int m, int n, int world_size) {
   constexpr double kHopUs = 1.7;  // a store to a peer, and its poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
   // Two ranks send as much either way. A sum by itself, which has one row, touches local memory less often two-shot: of
-  // 1.5, 3 and 6 MiB 8.0, 12.6 and 21.4 us, and not 7.9, 12.8 and 22.8; behind a GEMM it is no sooner
-  // (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json).
+  // 1.5, 3 and 6 MiB 8.0, 12.6 and 21.4 us, and not 7.9, 12.8 and 22.8; in the launch of a GEMM it is no sooner
+  // (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json). Behind one, 8 MiB take 3 to 5 us less
+  // (benchmarks/results/tuning/2026-11-23-sum-launches-tp2-2xH200.json).
   constexpr double kAloneTwoShotBytes = 2.5e6;
   if (world_size == 2 && m == 1 && bytes >= kAloneTwoShotBytes) return Exchange::Mode::kTwoShot;
   const double one_shot = bytes * (world_size - 1);

@@ -59,10 +59,11 @@ def plan_gemm_ar(
         reason += f", and m = {m} cannot be dealt to {world_size} ranks"
         return Plan(*common, False, _BY_TORCH, reason)
     choice = _native.core.select_gemm_ar(m, n, k, transpose_weight, num_sms or CPU_NUM_SMS)
-    exchange = _exchanged(device_type, m, n, dtype, world_size, transport)
+    two_launches = device_type == "cuda" and not choice.sums_in_launch
+    exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=two_launches)
     reason += f"; {exchange.pop('reason')}"
     if device_type == "cuda":
-        reason += f"; {'one launch' if choice.sums_in_launch else 'two launches: GEMM, sum'}"
+        reason += f"; {'two launches: GEMM, sum' if two_launches else 'one launch'}"
     return Plan(*common, True, **(chosen(choice, reason) | exchange))
 
 
@@ -137,12 +138,23 @@ PLANNERS["reduce_scatter"] = plan_reduce_scatter
 
 
 def _exchanged(
-    device_type: str, m: int, n: int, dtype: torch.dtype, world_size: int, transport: str
+    device_type: str,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    world_size: int,
+    transport: str,
+    *,
+    alone: bool = False,
 ) -> dict[str, Any]:
-    """How ranks sum a matrix [m, n], why so, and the room that it needs."""
+    """How ranks sum a matrix [m, n], why so, and the room that it needs.
+
+    `alone`: by a kernel that does nothing else, for which the matrix is a single row.
+    """
     modes = _native.core.ExchangeMode
     padded = round_up(n, VECTOR)
-    mode = _native.core.all_reduce_mode(m, padded, world_size)
+    rows = 1 if alone else m
+    mode = _native.core.all_reduce_mode(rows, m * padded // rows, world_size)
     name, other = "one-shot", "two-shot"
     if mode == modes.TWO_SHOT:
         name, other = other, name
