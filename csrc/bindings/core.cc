@@ -238,6 +238,11 @@ runtime::Exchange exchange(int m, int n, int world_size, runtime::Exchange::Mode
   return runtime::make_exchange(m, n, world_size, mode);
 }
 
+runtime::Exchange row_exchange(int m, int n, int world_size, runtime::Exchange::Mode mode) {
+  exchange(m, n, world_size, mode);  // for its checks
+  return runtime::make_row_exchange(m, n, world_size, mode);
+}
+
 // ---- module -----------------------------------------------------------------------------------------------
 
 void bind_atomics(py::module_& m) {
@@ -417,6 +422,8 @@ void bind_exchange(py::module_& m) {
       .def("result", &Exchange::result, py::arg("row"), py::arg("column"),
            "Byte offset, in every rank's area, of a sum that its owner sends.");
   m.def("exchange", &exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"));
+  m.def("row_exchange", &row_exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"),
+        "Of the same matrix as one row, of which two-shot owners get whole rows of the matrix.");
   m.def("all_reduce_mode", &runtime::all_reduce_mode, py::arg("m"), py::arg("n"), py::arg("world_size"),
         "One-shot or two-shot, whichever should be done sooner.");
 }

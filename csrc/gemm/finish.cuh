@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gemm/epilogue.cuh"
+#include "gemm/smem.cuh"
 #include "runtime/device/exchange.cuh"
 
 namespace flux::gemm {
@@ -142,53 +143,77 @@ struct Summing {
   }
 };
 
-// kThreads threads of a CTA: sums a row of the matrix, and applies RMSNorm to it.
+// RMSNorm of rows, one after the other, by kThreads threads of a CTA: each takes its vectors of a row, then all write what
+// becomes of it. Sums and weight wait in shared memory, as far as there is room: a trip to the L2 is a large part of what
+// a row takes.
 template <class Element, int kThreads>
-FLUX_DEVICE void finish_row(const Summing<Element>& s, int row, int thread, float* scratch) {
-  constexpr int kVector = Exchange::kVector, kBatch = 2;
-  const int vectors = s.x.n / kVector;
-  const auto where = [&](int i) -> Place { return {row, i * kVector}; };
+struct RowNorm {
+  static constexpr int kVector = Exchange::kVector;
+
+  const Finish& f;
+  const int n, vectors, thread;
+  float* const scratch;
+  uint4* kept = nullptr;
+  const uint4* weight;
   float squares = 0.0f;
-  const auto use = [&](const Place& at, const uint4& v) {
-    *const_cast<uint4*>(vector_at(s.f.sum_out, s.element(at))) = v;
+
+  // All of the threads, before they take the first row.
+  FLUX_DEVICE RowNorm(const Finish& f, int n, int thread, float* scratch, const SpareMemory& spare)
+      : f(f),
+        n(n),
+        vectors(n / kVector),
+        thread(thread),
+        scratch(scratch),
+        weight(vector_at(f.norm_weight, 0)) {
+    ptx::named_barrier_sync(1, kThreads);  // nobody reads anymore what lies there
+    const int room = spare.bytes / static_cast<int>(sizeof(uint4));
+    auto* const memory = static_cast<uint4*>(__cvta_shared_to_generic(spare.begin));
+    if (vectors <= room) kept = memory;
+    if (2 * vectors > room) return;
+    for (int i = thread; i < vectors; i += kThreads) {
+      ptx::copy_async_16(spare.begin + (vectors + i) * sizeof(uint4), weight + i, true);
+    }
+    ptx::copy_async_commit();
+    weight = memory + vectors;
+  }
+
+  // A vector of the sum; of these a thread takes its own, kThreads apart.
+  FLUX_DEVICE void take(int row, int vector, const uint4& v) {
+    sums(row)[vector] = v;
+    if (kept != nullptr) kept[vector] = v;
     float values[kVector];
     widen<Element>(v, values);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) squares += values[i] * values[i];
-  };
-  if (s.x.mode == Exchange::Mode::kTwoShot) {
-    s.template for_each_result<kBatch>(thread, kThreads, vectors, where, use);
-  } else {
-    s.template for_each_sum<kBatch, 4>(thread, kThreads, vectors, where, use);
   }
-  const float scale = rsqrtf(sum_over_cta<kThreads>(squares, thread, scratch) / s.x.n + s.f.eps);
+
+  FLUX_DEVICE void write(int row) {
+    const float scale = rsqrtf(sum_over_cta<kThreads>(squares, thread, scratch) / n + f.eps);
+    squares = 0.0f;
+    const uint4* const from = kept != nullptr ? kept : sums(row);
+    ptx::copy_async_wait<0>();
 #pragma unroll 1
-  for (int begin = thread; begin < vectors; begin += kBatch * kThreads) {
-    uint4 sums[kBatch], weights[kBatch];
+    for (int i = thread; i < vectors; i += kThreads) {
+      float values[kVector], weights[kVector];
+      widen<Element>(from[i], values);
+      widen<Element>(weight[i], weights);
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = begin + b * kThreads;
-      if (i >= vectors) break;
-      sums[b] = *vector_at(s.f.sum_out, s.element(where(i)));
-      weights[b] = *vector_at(s.f.norm_weight, i * kVector);
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = begin + b * kThreads;
-      if (i >= vectors) break;
-      float values[kVector], weight[kVector];
-      widen<Element>(sums[b], values);
-      widen<Element>(weights[b], weight);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) values[j] *= scale * weight[j];
-      *const_cast<uint4*>(vector_at(s.f.out, s.element(where(i)))) = round<Element>(values);
+      for (int j = 0; j < kVector; ++j) values[j] *= scale * weights[j];
+      row_of(f.out, row)[i] = round<Element>(values);
     }
   }
-}
+
+ private:
+  FLUX_DEVICE uint4* row_of(void* matrix, int row) const {
+    return static_cast<uint4*>(matrix) + static_cast<int64_t>(row) * vectors;
+  }
+  FLUX_DEVICE uint4* sums(int row) const { return row_of(f.sum_out, row); }
+};
 
 // kThreads threads of every CTA of the launch, each with its number.
 template <class Element, int kThreads>
-FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread) {
+FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread,
+                        const SpareMemory& spare) {
   constexpr int kVector = Exchange::kVector;
   __shared__ float scratch[kThreads / 32];
   const Summing<Element> s(p, call);
@@ -214,8 +239,18 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   }
   if (s.f.norm_weight != nullptr) {
     // A CTA takes whole rows, so that their means need no meeting of CTAs.
+    if (blockIdx.x >= x.m) return;
+    RowNorm<Element, kThreads> norm(s.f, x.n, thread, scratch, spare);
     for (int i = blockIdx.x; i < x.m; i += gridDim.x) {
-      finish_row<Element, kThreads>(s, row_in_order(i), thread, scratch);
+      const int row = row_in_order(i);
+      const auto where = [&](int vector) -> Place { return {row, vector * kVector}; };
+      const auto take = [&](const Place& at, const uint4& v) { norm.take(row, at.column / kVector, v); };
+      if (two_shot) {
+        s.template for_each_result<2>(thread, kThreads, row_vectors, where, take);
+      } else {
+        s.template for_each_sum<2, 4>(thread, kThreads, row_vectors, where, take);
+      }
+      norm.write(row);
     }
     return;
   }

@@ -38,7 +38,7 @@
 // where kExchanges, by the math threads, and instead of all that storers do:
 //   contribute(params, call, tile, smem, warpgroup, thread, first_chunk, end_chunk, sums)
 //                            half a tile, or of a split one those chunks of it: each row goes to whoever sums it
-//   finish(params, call, thread)
+//   finish(params, call, thread, spare)
 //                            after all tiles
 //
 // A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements],

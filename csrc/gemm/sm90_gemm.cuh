@@ -262,7 +262,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
     if constexpr (Store::kExchanges) {
-      Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128);
+      // Sums that this CTA sends to others of its cluster may still be read.
+      constexpr int kSent = Store::kSplitsK ? Meeting<Shared, Part>::kOwnBytes : 0;
+      const SpareMemory spare = {smem.base + kSent, kTile.stages * Shared::kStageBytes - kSent};
+      Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128, spare);
     }
   }
 

@@ -15,7 +15,7 @@
 //   begin(params) -> Call
 //   bias(params)                                      to add to the product, or null
 //   store(params, call, row, column, v)               eight columns of a row of the local product
-//   finish<Element>(params, call)                     both warpgroups, after all tiles
+//   finish<Element>(params, call, spare)              both warpgroups, after all tiles
 //   end(params, call)                                 one thread of each CTA, when all have begun
 #pragma once
 
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         if (lane < split && lane != part) ptx::mbarrier_arrive_cluster(partials_empty, lane);
       }
     }
-    Output::template finish<Element>(params.output, call);
+    Output::template finish<Element>(params.output, call, SpareMemory{stages, kTile.stages * kStageBytes});
   }
 
   __syncthreads();
@@ -292,7 +292,7 @@ struct LocalOutput {
     *const_cast<uint4*>(vector_at(p.out, row * p.row_stride + column)) = v;
   }
   template <class Element>
-  FLUX_DEVICE static void finish(const Params&, const Call&) {}
+  FLUX_DEVICE static void finish(const Params&, const Call&, const SpareMemory&) {}
   FLUX_DEVICE static void end(const Params&, const Call&) {}
 };
 
@@ -306,8 +306,8 @@ struct ExchangeOutput {
     exchange::contribute(p.symm, p.exchange, call, row, column, v);
   }
   template <class Element>
-  FLUX_DEVICE static void finish(const Params& p, const Call& call) {
-    gemm::finish<Element, kSwapAbBothThreads>(p, call, threadIdx.x);
+  FLUX_DEVICE static void finish(const Params& p, const Call& call, const SpareMemory& spare) {
+    gemm::finish<Element, kSwapAbBothThreads>(p, call, threadIdx.x, spare);
   }
   FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 };

@@ -10,8 +10,9 @@ namespace flux::gemm_ar {
 // instead of 352, sums of 1.5, 3 and 6 MiB of two GPUs take 7.8, 12.7 and 22.5 us and not 8.0, 13.3 and 24.6, and one of
 // 24 KiB 3.2 and not 2.9 (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json).
 constexpr int kFewThreads = 352, kManyThreads = 704;
-constexpr int kNormThreads = 224;
-constexpr int kClosingThreads = 32;  // a warp that closes the call
+constexpr int kNormThreads = 512;
+constexpr int kClosingThreads = 32;    // a warp that closes the call
+constexpr int kNormMemory = 48 << 10;  // for a row and the norm's weight
 
 struct SumParams {
   gemm::ExchangeParams exchange;
@@ -27,46 +28,52 @@ FLUX_DEVICE uint4 presentable(uint4 v) {
   return v;
 }
 
-// As one row of vectors, of which each rank sums all (one-shot) or a shard. This rank's own part is read where it lies,
-// and where x is also the result, by the thread that then writes there.
+// A matrix as one row of vectors, of which each rank sums all (one-shot) or a shard. This rank's own part is read where it
+// lies, and where x is also the result, by the thread that then writes there.
 template <class Element>
-__global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
-    sum_over_ranks(const __grid_constant__ SumParams params) {
-  constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
-  const gemm::ExchangeParams& p = params.exchange;
-  const runtime::Exchange& x = p.exchange;
-  ptx::wait_for_earlier_kernels();
-  const sync::Call call = sync::begin_call(p.symm);
-  __syncthreads();  // all threads know the call
-  ptx::let_next_kernel_start();
-  const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
-  if (thread >= threads) {
-    if (thread == threads) sync::end_call(p.symm, call.epoch);
-    return;
-  }
-  const int first = blockIdx.x * threads + thread, step = gridDim.x * threads;
-  const int rank = p.symm.rank, vectors = x.m * (x.n / kVector);
-  const int64_t results = x.contribution_bytes(), slot_bytes = results / x.world_size;
-  const int shard = static_cast<int>(slot_bytes / kBytes);
-  const bool one_shot = x.mode == runtime::Exchange::Mode::kOneShot;
-  const bool two_shot = x.mode == runtime::Exchange::Mode::kTwoShot;
-  const auto shard_begin = [&](int owner) { return one_shot ? 0 : owner * shard; };
-  const auto shard_size = [&](int owner) { return min(max(vectors - shard_begin(owner), 0), shard); };
-  const auto area = [&](int peer) { return p.symm.exchange(peer, call.epoch); };
-  const auto* const mine = static_cast<const uint4*>(params.x);
-  auto* const out = static_cast<uint4*>(p.finish.out);
-  // Behind a call that ran out of time nothing is sent: a late peer may not have read what lies there.
-  const bool sends = !call.aborted;
+struct FlatSum {
+  static constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
 
-  if (one_shot && sends) {
+  const gemm::ExchangeParams& p;
+  const sync::Call call;
+  const uint4* const mine;
+  const int row, rank, vectors, shard;
+  const int64_t results, slot_bytes;
+  const bool one_shot, two_shot;
+  // Behind a call that ran out of time nothing is sent: a late peer may not have read what lies there.
+  const bool sends;
+
+  FLUX_DEVICE FlatSum(const SumParams& params, const sync::Call& call)
+      : p(params.exchange),
+        call(call),
+        mine(static_cast<const uint4*>(params.x)),
+        row(params.row),
+        rank(p.symm.rank),
+        vectors(p.exchange.m * (p.exchange.n / kVector)),
+        shard(static_cast<int>(p.exchange.contribution_bytes() / p.exchange.world_size / kBytes)),
+        results(p.exchange.contribution_bytes()),
+        slot_bytes(results / p.exchange.world_size),
+        one_shot(p.exchange.mode == runtime::Exchange::Mode::kOneShot),
+        two_shot(p.exchange.mode == runtime::Exchange::Mode::kTwoShot),
+        sends(!call.aborted) {}
+
+  FLUX_DEVICE int shard_begin(int owner) const { return one_shot ? 0 : owner * shard; }
+  FLUX_DEVICE int shard_size(int owner) const { return min(max(vectors - shard_begin(owner), 0), shard); }
+  FLUX_DEVICE char* area(int peer) const { return p.symm.exchange(peer, call.epoch); }
+
+  // Vectors first, first + step and so on of what others sum.
+  FLUX_DEVICE void send(int first, int step) const {
+    if (!sends) return;
+    if (one_shot) {
 #pragma unroll 1
-    for (int i = first; i < vectors; i += step) {
-      const uint4 v = presentable(mine[i]);
-      exchange::for_each_peer(p.symm, [&](int peer) {
-        ptx::store_relaxed_sys(area(peer) + rank * slot_bytes + static_cast<int64_t>(i) * kBytes, v);
-      });
+      for (int i = first; i < vectors; i += step) {
+        const uint4 v = presentable(mine[i]);
+        exchange::for_each_peer(p.symm, [&](int peer) {
+          ptx::store_relaxed_sys(area(peer) + rank * slot_bytes + static_cast<int64_t>(i) * kBytes, v);
+        });
+      }
+      return;
     }
-  } else if (sends) {
     exchange::for_each_peer(p.symm, [&](int peer) {
       char* const slot = area(peer) + rank * slot_bytes;
       const uint4* const part = mine + shard_begin(peer);
@@ -78,16 +85,16 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
     });
   }
 
-  const int begin = shard_begin(rank), count = shard_size(rank);
-#pragma unroll 1
-  for (int i = first; i < count; i += step) {
+  // The sum of a vector of this rank's shard, also for the others.
+  FLUX_DEVICE uint4 sum(int i) const {
     exchange::Parts<4> parts;
     uint4 bias, residual;
     char* const at = area(rank) + static_cast<int64_t>(i) * kBytes;
-    const uint4* const own = mine + begin + i;
-    parts.ask(at, slot_bytes, x.world_size, 0, rank, own);
-    if (p.finish.bias != nullptr) bias = *gemm::vector_at(p.finish.bias, (begin + i) * kVector % params.row);
-    if (p.finish.residual != nullptr) residual = static_cast<const uint4*>(p.finish.residual)[begin + i];
+    const int in_matrix = shard_begin(rank) + i;
+    const uint4* const own = mine + in_matrix;
+    parts.ask(at, slot_bytes, p.exchange.world_size, 0, rank, own);
+    if (p.finish.bias != nullptr) bias = *gemm::vector_at(p.finish.bias, in_matrix * kVector % row);
+    if (p.finish.residual != nullptr) residual = static_cast<const uint4*>(p.finish.residual)[in_matrix];
     float total[kVector];
     parts.template take_sum<gemm::Pair<Element>>(p.symm, call, at, slot_bytes, p.op, 0, total, own);
     if (p.finish.bias != nullptr) gemm::add<Element>(bias, total);
@@ -95,44 +102,84 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
     const uint4 v = gemm::round<Element>(total);
     if (two_shot && sends) {
       exchange::for_each_peer(p.symm, [&](int peer) {
-        ptx::store_relaxed_sys(area(peer) + results + static_cast<int64_t>(begin + i) * kBytes, v);
+        ptx::store_relaxed_sys(area(peer) + results + static_cast<int64_t>(in_matrix) * kBytes, v);
       });
     }
-    out[two_shot ? begin + i : i] = v;  // a scatter's result has only this rank's part
+    return v;
   }
-  if (!two_shot) return;
-  exchange::for_each_peer(p.symm, [&](int owner) {
-    const int theirs = shard_begin(owner), count = shard_size(owner);
+
+  // Two-shot: what the owner has sent of that vector of the matrix.
+  FLUX_DEVICE uint4 result(int owner, int in_matrix) const {
+    char* const at = area(rank) + results + static_cast<int64_t>(in_matrix) * kBytes;
+    return exchange::take(p.symm, call, at, ptx::load_relaxed_sys(at),
+                          {p.op, static_cast<uint32_t>(owner), 0});
+  }
+};
+
+// Asks which call it is; what the closing warp of a CTA has to do, it then does.
+FLUX_DEVICE sync::Call begin_sum(const runtime::SymmBuffer& symm) {
+  ptx::wait_for_earlier_kernels();
+  const sync::Call call = sync::begin_call(symm);
+  __syncthreads();  // all threads know the call
+  ptx::let_next_kernel_start();
+  if (threadIdx.x == blockDim.x - kClosingThreads) sync::end_call(symm, call.epoch);
+  return call;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
+    sum_over_ranks(const __grid_constant__ SumParams params) {
+  const sync::Call call = begin_sum(params.exchange.symm);
+  const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
+  if (thread >= threads) return;
+  const FlatSum<Element> flat(params, call);
+  auto* const out = static_cast<uint4*>(params.exchange.finish.out);
+  const int first = blockIdx.x * threads + thread, step = gridDim.x * threads;
+
+  flat.send(first, step);
+  const int begin = flat.shard_begin(flat.rank), count = flat.shard_size(flat.rank);
 #pragma unroll 1
-    for (int i = first; i < count; i += step) {
-      char* const at = area(rank) + results + static_cast<int64_t>(theirs + i) * kBytes;
-      out[theirs + i] = exchange::take(p.symm, call, at, ptx::load_relaxed_sys(at),
-                                       {p.op, static_cast<uint32_t>(owner), 0});
-    }
+  for (int i = first; i < count; i += step) {
+    out[flat.two_shot ? begin + i : i] = flat.sum(i);  // a scatter's result has only this rank's part
+  }
+  if (!flat.two_shot) return;
+  exchange::for_each_peer(params.exchange.symm, [&](int owner) {
+    const int theirs = flat.shard_begin(owner), count = flat.shard_size(owner);
+#pragma unroll 1
+    for (int i = first; i < count; i += step) out[theirs + i] = flat.result(owner, theirs + i);
   });
 }
 
-// The same with RMSNorm, row by row.
+// The same with RMSNorm. Shards are of whole rows, and a CTA takes a row at a time.
 template <class Element>
-__global__ void __launch_bounds__(kNormThreads + kClosingThreads, 2)
+__global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
     sum_and_norm(const __grid_constant__ SumParams params) {
-  constexpr int kVector = runtime::Exchange::kVector;
-  const gemm::ExchangeParams& p = params.exchange;
-  ptx::wait_for_earlier_kernels();
-  const sync::Call call = sync::begin_call(p.symm);
-  __syncthreads();  // all threads know the call
-  ptx::let_next_kernel_start();
-  if (threadIdx.x >= kNormThreads) {
-    if (threadIdx.x == kNormThreads) sync::end_call(p.symm, call.epoch);
-    return;
-  }
-  const int row_vectors = p.exchange.n / kVector;
-  const int first = blockIdx.x * kNormThreads + threadIdx.x, step = gridDim.x * kNormThreads;
-  for (int i = first; i < p.exchange.m * row_vectors; i += step) {
-    const uint4 v = presentable(*gemm::vector_at(params.x, static_cast<int64_t>(i) * kVector));
-    exchange::contribute(p.symm, p.exchange, call, i / row_vectors, i % row_vectors * kVector, v);
-  }
-  gemm::finish<Element, kNormThreads>(p, call, threadIdx.x);
+  extern __shared__ uint4 row_memory[];
+  __shared__ float scratch[kNormThreads / 32];
+  const sync::Call call = begin_sum(params.exchange.symm);
+  const int thread = threadIdx.x;
+  if (thread >= kNormThreads) return;
+  const FlatSum<Element> flat(params, call);
+  const int row_vectors = params.row / flat.kVector;
+
+  flat.send(blockIdx.x * kNormThreads + thread, gridDim.x * kNormThreads);
+  gemm::RowNorm<Element, kNormThreads> norm(params.exchange.finish, params.row, thread, scratch,
+                                            {ptx::smem_addr(row_memory), kNormMemory});
+  const auto for_each_row = [&](int owner, auto vector) {
+    const int first = flat.shard_begin(owner) / row_vectors, count = flat.shard_size(owner) / row_vectors;
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+#pragma unroll 1
+      for (int j = thread; j < row_vectors; j += kNormThreads) {
+        norm.take(first + i, j, vector(i * row_vectors + j));
+      }
+      norm.write(first + i);
+    }
+  };
+  for_each_row(flat.rank, [&](int i) { return flat.sum(i); });
+  if (!flat.two_shot) return;
+  exchange::for_each_peer(params.exchange.symm, [&](int owner) {
+    for_each_row(owner, [&](int i) { return flat.result(owner, flat.shard_begin(owner) + i); });
+  });
 }
 
 }  // namespace flux::gemm_ar

@@ -53,8 +53,9 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
   }
 
   template <class Element>
-  FLUX_DEVICE static void finish(const Params& p, const Call& call, int thread) {
-    gemm::finish<Element, kThreads>(p, call, thread);
+  FLUX_DEVICE static void finish(const Params& p, const Call& call, int thread,
+                                 const gemm::SpareMemory& spare) {
+    gemm::finish<Element, kThreads>(p, call, thread, spare);
   }
 };
 

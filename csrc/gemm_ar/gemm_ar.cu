@@ -41,7 +41,10 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   runtime::Exchange& x = params.exchange.exchange;
   const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = exchange.finish.norm_weight;
   const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
-  if (!norms && x.mode != runtime::Exchange::Mode::kScatter) {
+  if (norms) {
+    x = runtime::make_row_exchange(x.m, x.n, x.world_size, x.mode);
+    FLUX_CHECK(x.bytes() <= exchange.symm.exchange_bytes, x.bytes(), exchange.symm.exchange_bytes);
+  } else if (x.mode != runtime::Exchange::Mode::kScatter) {
     x = runtime::make_exchange(1, x.m * x.n, x.world_size, x.mode);
   }
   const bool many = vectors > static_cast<int64_t>(num_sms) * kFewThreads;
@@ -53,6 +56,7 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   cudaLaunchConfig_t config = {};
   config.gridDim = ctas;
   config.blockDim = threads + kClosingThreads;
+  config.dynamicSmemBytes = norms ? kNormMemory : 0;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = runtime::may_start_early(num_sms) ? 1 : 0;

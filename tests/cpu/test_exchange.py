@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from flux._native import core
+from flux.comm.workspace import round_up
 
 MODES = [core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT, core.ExchangeMode.SCATTER]
 
@@ -48,6 +49,18 @@ def test_two_shot_deals_all_columns() -> None:
     for n, world_size in itertools.product((8, 16, 40, 1032), (1, 2, 3, 8)):
         exchange = core.exchange(3, n, world_size, core.ExchangeMode.TWO_SHOT)
         assert sum(exchange.columns_of(rank) for rank in range(world_size)) == n
+
+
+@pytest.mark.parametrize("mode", [core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT])
+def test_whole_rows_are_dealt_to_ranks(mode: core.ExchangeMode) -> None:
+    for m, n, world_size in itertools.product((1, 5, 8), (8, 136), (1, 2, 3, 8)):
+        dealt = core.row_exchange(m, n, world_size, mode)
+        sizes = [dealt.columns_of(rank) for rank in range(world_size)]
+        if mode == core.ExchangeMode.TWO_SHOT:
+            assert all(size % n == 0 for size in sizes) and sum(sizes) == m * n
+            assert max(sizes) == -(-m // world_size) * n
+        room = core.exchange(round_up(m, world_size), n, world_size, mode)
+        assert dealt.bytes <= room.bytes, "what plans reserve"
 
 
 def test_small_sums_take_one_shot_and_large_ones_two() -> None:

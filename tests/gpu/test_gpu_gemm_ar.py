@@ -135,15 +135,31 @@ def test_graph_replay(mode: int) -> None:
 
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 @pytest.mark.parametrize("dtype", DTYPES)
-# In a swap-AB tile, and in ordinary ones.
-@pytest.mark.parametrize(("m", "config"), [(9, -1), (140, 5 | 1 << 8), (140, 9 | 1 << 8)])
-def test_residual_and_norm(mode: int, dtype: torch.dtype, m: int, config: int) -> None:
-    ranks = EmulatedRanks(2)
-    case = GemmRsCase(m, 1032, 264, 2, dtype, bias=True)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("m", "n", "config"),
+    [
+        # In a swap-AB tile, in ordinary ones, of which two CTAs may share one, and in two launches.
+        (9, 1032, -1),
+        (140, 1032, 5 | 1 << 8),
+        (140, 1032, 5 | 4 << 8),
+        (140, 1032, 9 | 1 << 8),
+        (140, 1032, 0 | 1 << 8),
+        # Rows that fit into a CTA's memory, but not with the norm's weight, and rows that do not.
+        (4, 13312, 0 | 1 << 8),
+        (5, 25600, 0 | 1 << 8),
+        (2, 65536, -1),
+    ],
+)
+def test_residual_and_norm(
+    mode: int, dtype: torch.dtype, world_size: int, m: int, n: int, config: int
+) -> None:
+    ranks = EmulatedRanks(world_size)
+    case = GemmRsCase(m, n, 264, world_size, dtype, bias=True)
     xs, weights, bias = gpu_inputs(case)
     # Small even integers: the sum of all is still exact in the type.
-    residual = (torch.arange(m * 1032, device="cuda").view(m, 1032) % 5 * 2 - 4).to(dtype)
-    norm_weight = torch.linspace(0.5, 1.5, 1032, device="cuda").to(dtype)
+    residual = (torch.arange(m * n, device="cuda").view(m, n) % 5 * 2 - 4).to(dtype)
+    norm_weight = torch.linspace(0.5, 1.5, n, device="cuda").to(dtype)
     results = ranks.gemm_ar(
         xs, weights, bias, mode=mode, residual=residual, norm_weight=norm_weight, config=config
     )
@@ -151,13 +167,13 @@ def test_residual_and_norm(mode: int, dtype: torch.dtype, m: int, config: int) -
     ranks.check()
     total = case.expected_sum("cuda").double() + residual.double()
     norm = total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6) * norm_weight.double()
-    for rank in range(2):
-        assert torch.equal(results[2 + rank].double(), total.to(dtype).double())
-        assert torch.equal(plain[rank], results[2 + rank])
-        # One rounding, and the error of an fp32 sum of 1032 squares, which is far below it.
+    for rank in range(world_size):
+        assert torch.equal(results[world_size + rank].double(), total.to(dtype).double())
+        assert torch.equal(plain[rank], results[world_size + rank])
+        # One rounding, and the error of an fp32 sum of squares, which is far below it.
         limit = torch.finfo(dtype).eps * norm.abs() + 1e-7
         assert ((results[rank].double() - norm).abs() <= limit).all()
-    assert torch.equal(results[0], results[1])
+        assert torch.equal(results[rank], results[0])
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

@@ -149,14 +149,18 @@ def _exchanged(
 ) -> dict[str, Any]:
     """How ranks sum a matrix [m, n], why so, and the room that it needs.
 
-    `alone`: by a kernel that does nothing else, for which the matrix is a single row.
+    `alone`: by a kernel that does nothing else, to which the matrix is one row, or which deals out its rows.
     """
-    modes = _native.core.ExchangeMode
+    core = _native.core
     padded = round_up(n, VECTOR)
-    rows = 1 if alone else m
-    mode = _native.core.all_reduce_mode(rows, m * padded // rows, world_size)
+    rows = m
+    if alone:
+        mode = core.all_reduce_mode(1, m * padded, world_size)
+        rows = round_up(m, world_size)
+    else:
+        mode = core.all_reduce_mode(m, padded, world_size)
     name, other = "one-shot", "two-shot"
-    if mode == modes.TWO_SHOT:
+    if mode == core.ExchangeMode.TWO_SHOT:
         name, other = other, name
     payload = m * padded * dtype.itemsize / 2**10
     sent = {
@@ -167,7 +171,7 @@ def _exchanged(
         "transport": f"{transport}, {name}",
         "reason": f"{name} sends {sent[name]}, {other} would send {sent[other]}",
         "mode": int(mode),
-        **_room(device_type, _native.core.exchange(m, padded, world_size, mode).bytes, world_size, dtype),
+        **_room(device_type, core.exchange(rows, padded, world_size, mode).bytes, world_size, dtype),
     }
 
 
@@ -198,6 +202,7 @@ def exchange_room(
             one_shot = middle
         else:
             too_many = middle
-    # Two-shot: contributions, of which shares are rounded up too, and results.
-    elements = max(one_shot * VECTOR * world_size, 2 * most + edge * world_size)
+    # Two-shot: contributions, of which shares are rounded up too, and results; and rows for all ranks alike.
+    dealt = 2 * world_size * (max_n + VECTOR + VECTOR * world_size)
+    elements = max(one_shot * VECTOR * world_size, 2 * most + edge * world_size + dealt)
     return _room(device_type, 2 * elements, world_size, dtype)
