@@ -50,9 +50,9 @@ struct FlatSum {
         row(params.row),
         rank(p.symm.rank),
         vectors(p.exchange.m * (p.exchange.n / kVector)),
-        shard(static_cast<int>(p.exchange.contribution_bytes() / p.exchange.world_size / kBytes)),
+        shard(p.exchange.slot_rows() * (p.exchange.slot_columns() / kVector)),
         results(p.exchange.contribution_bytes()),
-        slot_bytes(results / p.exchange.world_size),
+        slot_bytes(static_cast<int64_t>(shard) * kBytes),
         one_shot(p.exchange.mode == runtime::Exchange::Mode::kOneShot),
         two_shot(p.exchange.mode == runtime::Exchange::Mode::kTwoShot),
         sends(!call.aborted) {}

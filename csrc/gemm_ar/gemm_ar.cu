@@ -34,8 +34,23 @@ int rows_at_once(const gemm::GemmArgs& args, const gemm::Choice& choice, int num
   return args.m() % at_once == 0 && tiles <= num_sms ? at_once : 1;
 }
 
+// Loads the kernels, which the capture of a graph may forbid.
+void prepare_sum() {
+  static runtime::OncePerDevice once;
+  once([] {
+    cudaFuncAttributes attributes;
+    FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
+    FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
+    for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
+      FLUX_CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
+    }
+  });
+}
+
 void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtime::DType dtype, int num_sms,
                 cudaStream_t stream) {
+  prepare_sum();
   SumParams params = {exchange, matrix, exchange.exchange.n};
   params.exchange.rows_at_once = 1;  // these kernels send the matrix from its first row to its last
   runtime::Exchange& x = params.exchange.exchange;
@@ -63,14 +78,6 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-// Loads the kernels, which the capture of a graph may forbid.
-void prepare_sum() {
-  cudaFuncAttributes attributes;
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_and_norm<__nv_bfloat16>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_and_norm<__half>));
-}
 
 }  // namespace
 
