@@ -61,27 +61,25 @@ struct FlatSum {
   FLUX_DEVICE int shard_size(int owner) const { return min(max(vectors - shard_begin(owner), 0), shard); }
   FLUX_DEVICE char* area(int peer) const { return p.symm.exchange(peer, call.epoch); }
 
-  // Vectors first, first + step and so on of what others sum.
-  FLUX_DEVICE void send(int first, int step) const {
+  // To whoever sums it. for_each(owner, use) does use(i) with the caller's vectors i of an owner's shard.
+  template <class ForEach>
+  FLUX_DEVICE void send(ForEach for_each) const {
     if (!sends) return;
     if (one_shot) {
-#pragma unroll 1
-      for (int i = first; i < vectors; i += step) {
+      for_each(rank, [&](int i) {
         const uint4 v = presentable(mine[i]);
         exchange::for_each_peer(p.symm, [&](int peer) {
           ptx::store_relaxed_sys(area(peer) + rank * slot_bytes + static_cast<int64_t>(i) * kBytes, v);
         });
-      }
+      });
       return;
     }
     exchange::for_each_peer(p.symm, [&](int peer) {
       char* const slot = area(peer) + rank * slot_bytes;
       const uint4* const part = mine + shard_begin(peer);
-      const int count = shard_size(peer);
-#pragma unroll 1
-      for (int i = first; i < count; i += step) {
+      for_each(peer, [&](int i) {
         ptx::store_relaxed_sys(slot + static_cast<int64_t>(i) * kBytes, presentable(part[i]));
-      }
+      });
     });
   }
 
@@ -108,9 +106,9 @@ struct FlatSum {
     return v;
   }
 
-  // Two-shot: what the owner has sent of that vector of the matrix.
-  FLUX_DEVICE uint4 result(int owner, int in_matrix) const {
-    char* const at = area(rank) + results + static_cast<int64_t>(in_matrix) * kBytes;
+  // Two-shot: of a vector of another rank's shard, which has sent it.
+  FLUX_DEVICE uint4 result(int owner, int i) const {
+    char* const at = area(rank) + results + static_cast<int64_t>(shard_begin(owner) + i) * kBytes;
     return exchange::take(p.symm, call, at, ptx::load_relaxed_sys(at),
                           {p.op, static_cast<uint32_t>(owner), 0});
   }
@@ -133,24 +131,25 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
   if (thread >= threads) return;
   const FlatSum<Element> flat(params, call);
-  auto* const out = static_cast<uint4*>(params.exchange.finish.out);
-  const int first = blockIdx.x * threads + thread, step = gridDim.x * threads;
-
-  flat.send(first, step);
-  const int begin = flat.shard_begin(flat.rank), count = flat.shard_size(flat.rank);
+  const auto for_each = [&](int owner, auto use) {
+    const int count = flat.shard_size(owner);
 #pragma unroll 1
-  for (int i = first; i < count; i += step) {
-    out[flat.two_shot ? begin + i : i] = flat.sum(i);  // a scatter's result has only this rank's part
-  }
+    for (int i = blockIdx.x * threads + thread; i < count; i += gridDim.x * threads) use(i);
+  };
+
+  flat.send(for_each);
+  auto* const out = static_cast<uint4*>(params.exchange.finish.out);
+  const int begin =
+      flat.two_shot ? flat.shard_begin(flat.rank) : 0;  // a scatter's result has only this rank's part
+  for_each(flat.rank, [&](int i) { out[begin + i] = flat.sum(i); });
   if (!flat.two_shot) return;
   exchange::for_each_peer(params.exchange.symm, [&](int owner) {
-    const int theirs = flat.shard_begin(owner), count = flat.shard_size(owner);
-#pragma unroll 1
-    for (int i = first; i < count; i += step) out[theirs + i] = flat.result(owner, theirs + i);
+    const int begin = flat.shard_begin(owner);
+    for_each(owner, [&](int i) { out[begin + i] = flat.result(owner, i); });
   });
 }
 
-// The same with RMSNorm. Shards are of whole rows, and a CTA takes a row at a time.
+// The same with RMSNorm. Shards are of whole rows, and a CTA takes a row at a time: it sends those that it later writes.
 template <class Element>
 __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
     sum_and_norm(const __grid_constant__ SumParams params) {
@@ -161,25 +160,30 @@ __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
   if (thread >= kNormThreads) return;
   const FlatSum<Element> flat(params, call);
   const int row_vectors = params.row / flat.kVector;
-
-  flat.send(blockIdx.x * kNormThreads + thread, gridDim.x * kNormThreads);
-  gemm::RowNorm<Element, kNormThreads> norm(params.exchange.finish, params.row, thread, scratch,
-                                            {ptx::smem_addr(row_memory), kNormMemory});
-  const auto for_each_row = [&](int owner, auto vector) {
-    const int first = flat.shard_begin(owner) / row_vectors, count = flat.shard_size(owner) / row_vectors;
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+  const auto for_each_row = [&](int owner, auto use, auto end_row) {
+    const int count = flat.shard_size(owner) / row_vectors;
+    for (int row = blockIdx.x; row < count; row += gridDim.x) {
 #pragma unroll 1
-      for (int j = thread; j < row_vectors; j += kNormThreads) {
-        norm.take(first + i, j, vector(i * row_vectors + j));
-      }
-      norm.write(first + i);
+      for (int i = thread; i < row_vectors; i += kNormThreads) use(row, i);
+      end_row(row);
     }
   };
-  for_each_row(flat.rank, [&](int i) { return flat.sum(i); });
-  if (!flat.two_shot) return;
-  exchange::for_each_peer(params.exchange.symm, [&](int owner) {
-    for_each_row(owner, [&](int i) { return flat.result(owner, flat.shard_begin(owner) + i); });
+  flat.send([&](int owner, auto use) {
+    for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
+
+  gemm::RowNorm<Element, kNormThreads> norm(params.exchange.finish, params.row, thread, scratch,
+                                            {ptx::smem_addr(row_memory), kNormMemory});
+  const auto normalise = [&](int owner, auto vector) {
+    const int first = flat.shard_begin(owner) / row_vectors;
+    for_each_row(
+        owner, [&](int row, int i) { norm.take(first + row, i, vector(row * row_vectors + i)); },
+        [&](int row) { norm.write(first + row); });
+  };
+  normalise(flat.rank, [&](int i) { return flat.sum(i); });
+  if (!flat.two_shot) return;
+  exchange::for_each_peer(params.exchange.symm,
+                          [&](int owner) { normalise(owner, [&](int i) { return flat.result(owner, i); }); });
 }
 
 }  // namespace flux::gemm_ar

@@ -42,8 +42,7 @@ void prepare_sum() {
     FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
     FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
     for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
-      FLUX_CUDA_CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
+      FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
     }
   });
 }
@@ -77,7 +76,6 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   config.numAttrs = runtime::may_start_early(num_sms) ? 1 : 0;
   FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
-
 
 }  // namespace
 

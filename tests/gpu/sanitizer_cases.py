@@ -42,12 +42,14 @@ def main() -> None:
         (GemmRsCase(12, 264, 264, 2, bias=True), CHOSEN),
         (summed, 9 | ALONE << 8),
         (summed, 5 | SPLIT_BY_2 << 8),
+        (summed, 0 | ALONE << 8),  # two launches
     ):
         inputs = [case.inputs(rank, "cuda") for rank in range(2)]
+        xs, weights, bias = [x for x, _, _ in inputs], [w for _, w, _ in inputs], inputs[0][2]
         for mode in (0, 1):
-            results = ranks.gemm_ar(
-                [x for x, _, _ in inputs], [w for _, w, _ in inputs], inputs[0][2], mode=mode, config=config
-            )
+            results = ranks.gemm_ar(xs, weights, bias, mode=mode, config=config)
+            ones = torch.ones_like(weights[0][:, 0])
+            results += ranks.gemm_ar(xs, weights, bias, mode=mode, config=config, norm_weight=ones)[2:]
             ranks.check()
             for rank, result in enumerate(results):
                 assert torch.equal(result, case.expected_sum("cuda")), (rank, case, mode, config)

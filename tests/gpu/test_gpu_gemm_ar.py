@@ -145,6 +145,8 @@ def test_graph_replay(mode: int) -> None:
         (140, 1032, 5 | 4 << 8),
         (140, 1032, 9 | 1 << 8),
         (140, 1032, 0 | 1 << 8),
+        # Several rows for each CTA, which writes norms where others might still read products.
+        (1025, 4104, 0 | 1 << 8),
         # Rows that fit into a CTA's memory, but not with the norm's weight, and rows that do not.
         (4, 13312, 0 | 1 << 8),
         (5, 25600, 0 | 1 << 8),
