@@ -1,0 +1,35 @@
+"""The sweep of AllReduce, up to the launch that needs a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from flux.bench.cases import all_reduce
+from flux.bench.cases.common import Context
+from flux.bench.suites import Problem
+from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan_ar import plan_all_reduce
+
+
+def test_the_sweep_gives_the_kernel_all_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    monkeypatch.setattr(workspace, "enter", lambda plan: 77, raising=False)
+    plan = plan_all_reduce("cuda", 1, 512, 0, torch.bfloat16, False, 2, None, 132, "links")
+    monkeypatch.setattr(all_reduce.registry, "get", lambda group, device, op: workspace)
+    monkeypatch.setattr(all_reduce, "workspace_plan", lambda *arguments: plan)
+    launched: list[str] = []
+
+    def graphed(name: str, role: str, step: Any, weights: list[torch.Tensor], context: Context) -> Any:
+        # A launch with too few arguments would be a RuntimeError of the schema.
+        with pytest.raises(NotImplementedError, match="_all_reduce"):
+            step(weights[0])
+        launched.append(name)
+
+    monkeypatch.setattr(all_reduce, "graphed", graphed)
+    context = Context(0, 2, 2, torch.device("cpu"), torch.bfloat16, mock.Mock())
+    all_reduce.sweep(Problem("all_reduce", "custom", "all_reduce", 8, 64, 32), context)
+    assert sorted(launched) == ["one-shot", "plan", "two-shot"]
