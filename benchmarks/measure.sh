@@ -60,6 +60,7 @@ if has dense; then
 fi
 if has decode; then
   bench 300 gemm_ar gemm_ar --suite decode
+  bench 300 gemm_ar_norm gemm_ar_norm --suite decode
   bench 120 all_reduce all_reduce --suite decode
 fi
 if has moe; then

@@ -144,8 +144,7 @@ struct Summing {
 };
 
 // RMSNorm of rows, one after the other, by kThreads threads of a CTA: each takes its vectors of a row, then all write what
-// becomes of it. Sums and weight wait in shared memory, as far as there is room: a trip to the L2 is a large part of what
-// a row takes.
+// becomes of it. Sums and weight wait in shared memory, as far as there is room, and are not fetched again.
 template <class Element, int kThreads>
 struct RowNorm {
   static constexpr int kVector = Exchange::kVector;

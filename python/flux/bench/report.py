@@ -21,6 +21,7 @@ BARS = {
     "gemm_rs": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
     "ag_gemm": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
     "gemm_ar": Bar(row=1.0, geomean=1.25),
+    "gemm_ar_norm": Bar(row=1.0),
     "all_reduce": Bar(row=1.0),
     "moe_route": Bar(row=1.0),
     "moe_layer0": Bar(row=1.0, geomean=1.30, geomean_tp=4),

@@ -115,7 +115,9 @@ def choose(
         raise ValueError("bench: --world and --tp expected to be at least 1")
     tp = tp or world
     # The main job leaves out what is measured on models: it has its own names.
-    shapes = [op for op, spec in OPS.items() if spec.rows is None and (gpus or spec.collective)]
+    shapes = [
+        op for op, spec in OPS.items() if spec.rows is None and not spec.by_name and (gpus or spec.collective)
+    ]
     ops = ops or shapes
     chosen = None
     if len(of_models) < len(ops):
@@ -155,8 +157,9 @@ def command(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Ops: {', '.join(op for op, spec in OPS.items() if spec.rows is None)}. Default: all; on "
-            f"CPUs the collective ones. Of models: {', '.join(FAMILIES)}, or one part: "
+            help=f"Ops: {', '.join(op for op, spec in OPS.items() if spec.rows is None)}. Default: all but "
+            f"{', '.join(op for op, spec in OPS.items() if spec.by_name)}; on CPUs the collective ones. "
+            f"Of models: {', '.join(FAMILIES)}, or one part: "
             f"{', '.join(op for op, spec in OPS.items() if spec.rows)}."
         ),
     ] = None,

@@ -6,7 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flux.bench.cases import ag_gemm, all_reduce, e2e, gemm, gemm_ar, gemm_rs, layer, moe, moe_ctas
+from flux.bench.cases import (
+    ag_gemm,
+    all_reduce,
+    e2e,
+    gemm,
+    gemm_ar,
+    gemm_ar_norm,
+    gemm_rs,
+    layer,
+    moe,
+    moe_ctas,
+)
 from flux.bench.cases.common import Context, Prepared
 from flux.bench.suites import Problem, Request
 
@@ -23,6 +34,7 @@ class OpSpec:
     prepare: the candidates of one row, ready to be timed.
     sweep: the op with every tile shape there is (--all-configs); None where it has no such choice.
     rows: the rows of an op that is measured on models and not on the shapes of a suite.
+    by_name: whether it is measured only where somebody asks for it.
     """
 
     patterns: tuple[str, ...]
@@ -33,6 +45,7 @@ class OpSpec:
     sweep: Callable[[Problem, Context], Prepared] | None
     deals_rows: bool = True
     rows: Callable[[Request], list[Problem]] | None = None
+    by_name: bool = False
 
 
 def _of_models(case: Any, deals_rows: bool = True) -> OpSpec:
@@ -44,6 +57,16 @@ OPS: dict[str, OpSpec] = {
     "ag_gemm": OpSpec(("ag_gemm",), "ag_gemm", True, ag_gemm.check, ag_gemm.prepare, ag_gemm.sweep),
     "gemm_ar": OpSpec(
         ("gemm_ar",), "gemm_ar", True, gemm_ar.check, gemm_ar.prepare, gemm_ar.sweep, deals_rows=False
+    ),
+    "gemm_ar_norm": OpSpec(
+        ("gemm_ar",),
+        "gemm_ar",
+        True,
+        gemm_ar_norm.check,
+        gemm_ar_norm.prepare,
+        None,
+        deals_rows=False,
+        by_name=True,
     ),
     "all_reduce": OpSpec(
         ("all_reduce",),

@@ -48,11 +48,13 @@ def symm_mem_all_reduce(
     produce: Callable[[torch.Tensor, torch.Tensor], object],
     weights: list[torch.Tensor],
     context: Context,
+    use: Callable[[torch.Tensor], object] = lambda total: None,
 ) -> tuple[list[Candidate], list[str]]:
     """PyTorch's all-reduces of symmetric memory as peers, and notes on those that cannot run.
 
     Args:
         produce: ``produce(weight, partial)`` writes what is to be summed to `partial` [m, n].
+        use: what is done with the sum.
     """
     group = context.group
     assert group is not None
@@ -72,11 +74,13 @@ def symm_mem_all_reduce(
         partial = symmetric()
         produce(weight, partial)
         _symm_mem.one_shot_all_reduce_out(partial, "sum", name, memory["total"])
+        use(memory["total"])
 
     def two_shot(weight: torch.Tensor) -> None:
         partial = symmetric()
         produce(weight, partial)
         _symm_mem.two_shot_all_reduce_(partial, "sum", name)
+        use(partial)
 
     candidates, notes = [], []
     for label, step in (("one-shot", one_shot), ("two-shot", two_shot)):
