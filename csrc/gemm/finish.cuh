@@ -237,7 +237,8 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     });
   }
   if (s.f.norm_weight != nullptr) {
-    // A CTA takes whole rows, so that their means need no meeting of CTAs.
+    // A CTA takes whole rows, so that their means need no meeting of CTAs. Two vectors at a time: with one calls
+    // take 1.6 % longer, with four as long (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-tp2-2xH200.json).
     if (blockIdx.x >= x.m) return;
     RowNorm<Element, kThreads> norm(s.f, x.n, thread, scratch, spare);
     for (int i = blockIdx.x; i < x.m; i += gridDim.x) {

@@ -114,7 +114,7 @@ struct FlatSum {
   }
 };
 
-// Asks which call it is; what the closing warp of a CTA has to do, it then does.
+// Asks which call it is. The closing warp then closes it, while the others sum.
 FLUX_DEVICE sync::Call begin_sum(const runtime::SymmBuffer& symm) {
   ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(symm);

@@ -69,8 +69,8 @@ inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode)
   return {m, n, world_size, mode, shard};
 }
 
-// A matrix as one row, of which a two-shot owner gets whole rows of the matrix. Takes as much room as a matrix with rows
-// for all ranks alike.
+// A matrix as one row, of which a two-shot owner gets whole rows of the matrix. Fits where a matrix fits that has as many
+// rows for each rank.
 inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
   Exchange exchange = make_exchange(1, m * n, world_size, mode);
   if (mode == Exchange::Mode::kTwoShot) exchange.shard = (m + world_size - 1) / world_size * n;
