@@ -4,7 +4,6 @@
 #pragma once
 
 #include "gemm/epilogue.cuh"
-#include "gemm/smem.cuh"
 #include "runtime/device/exchange.cuh"
 
 namespace flux::gemm {

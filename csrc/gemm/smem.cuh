@@ -130,12 +130,6 @@ struct Smem {
   __device__ uint32_t barrier(int index) const { return slab(kNumMathWarpgroups, 0) + index * 8; }
 };
 
-// Memory of stages that will not be filled again.
-struct SpareMemory {
-  uint32_t begin;
-  int bytes;
-};
-
 // A storer's view of its warpgroup's slabs: takes them in order, gives each back once its bulk copies have
 // read it.
 template <class Smem>

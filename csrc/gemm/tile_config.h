@@ -91,6 +91,12 @@ constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
 // than that is for.
 constexpr bool supports_exchange(const TileConfig& c) { return c.block_n <= 128; }
 
+// Shared memory, from an address on, that a launch no longer needs for its tiles.
+struct SpareMemory {
+  uint32_t begin;
+  int bytes;
+};
+
 // Width of the panels a finished tile is stored in; 64 columns are one 128-byte swizzle row.
 constexpr int panel_n(const TileConfig& c) {
   return c.block_n % 64 == 0 ? 64 : c.block_n % 32 == 0 ? 32 : 16;

@@ -150,21 +150,18 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
 }
 
 // The same with RMSNorm. Shards are of whole rows, and a CTA takes a row at a time: it sends those that it later writes.
-template <class Element>
-__global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
-    sum_and_norm(const __grid_constant__ SumParams params) {
-  extern __shared__ uint4 row_memory[];
-  __shared__ float scratch[kNormThreads / 32];
+template <class Element, int kThreads>
+FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory, float* scratch) {
   const sync::Call call = begin_sum(params.exchange.symm);
   const int thread = threadIdx.x;
-  if (thread >= kNormThreads) return;
+  if (thread >= kThreads) return;
   const FlatSum<Element> flat(params, call);
   const int row_vectors = params.row / flat.kVector;
   const auto for_each_row = [&](int owner, auto use, auto end_row) {
     const int count = flat.shard_size(owner) / row_vectors;
     for (int row = blockIdx.x; row < count; row += gridDim.x) {
 #pragma unroll 1
-      for (int i = thread; i < row_vectors; i += kNormThreads) use(row, i);
+      for (int i = thread; i < row_vectors; i += kThreads) use(row, i);
       end_row(row);
     }
   };
@@ -172,8 +169,7 @@ __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
     for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
 
-  gemm::RowNorm<Element, kNormThreads> norm(params.exchange.finish, params.row, thread, scratch,
-                                            {ptx::smem_addr(row_memory), kNormMemory});
+  gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, params.row, thread, scratch, memory);
   const auto normalise = [&](int owner, auto vector) {
     const int first = flat.shard_begin(owner) / row_vectors;
     for_each_row(
@@ -184,6 +180,14 @@ __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
   if (!flat.two_shot) return;
   exchange::for_each_peer(params.exchange.symm,
                           [&](int owner) { normalise(owner, [&](int i) { return flat.result(owner, i); }); });
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
+    sum_and_norm(const __grid_constant__ SumParams params) {
+  extern __shared__ uint4 row_memory[];
+  __shared__ float scratch[kNormThreads / 32];
+  sum_and_norm_rows<Element, kNormThreads>(params, {ptx::smem_addr(row_memory), kNormMemory}, scratch);
 }
 
 }  // namespace flux::gemm_ar

@@ -1,6 +1,6 @@
 // AllReduce and ReduceScatter by the device code of csrc/gemm_ar/all_reduce.cuh: CTAs of several ranks send each other
-// vectors and sum them, also where the result is written over what is summed. Prints "all exact" if every rank has the
-// sum of all.
+// vectors and sum them, also where the result, or its norm, is written over what is summed. Prints "all exact" if every
+// rank has the sum of all.
 #include "gemm_ar/all_reduce.cuh"
 
 #include "launch.h"
@@ -10,6 +10,7 @@ namespace {
 using flux::runtime::Exchange;
 
 constexpr int kSummers = 32, kCtas = 2, kCalls = 4;
+constexpr int kNormers = 128;  // threads that meet at a named barrier
 
 // Multiples of 2**rank below 2**(rank + 2): one that is missing or doubled shows.
 float part(int call, int rank, int i) { return static_cast<float>((1 + (i / 8 + i + call) % 3) << rank); }
@@ -20,16 +21,12 @@ struct Summer {
   std::vector<uint4> buffer;
 };
 
-bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
-  const bool scatters = mode == Exchange::Mode::kScatter;
-  const Exchange exchange =
-      scatters ? flux::runtime::make_exchange(world_size, elements / world_size, world_size, mode)
-               : flux::runtime::make_exchange(1, elements, world_size, mode);
-  std::vector<Summer> ranks(world_size);
-  for (int rank = 0; rank < world_size; ++rank) {
+std::vector<Summer> make_ranks(const Exchange& exchange) {
+  std::vector<Summer> ranks(exchange.world_size);
+  for (int rank = 0; rank < exchange.world_size; ++rank) {
     Summer& r = ranks[rank];
     r.symm.rank = rank;
-    r.symm.world_size = world_size;
+    r.symm.world_size = exchange.world_size;
     r.symm.exchange_bytes = exchange.bytes();
     r.symm.error = &r.error;
     r.symm.timeout_ns = 60'000'000'000;
@@ -39,6 +36,16 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
     }
     for (Summer& other : ranks) other.symm.peers[rank] = reinterpret_cast<uint64_t>(r.buffer.data());
   }
+  return ranks;
+}
+
+bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
+  blockDim.x = kSummers + flux::gemm_ar::kClosingThreads;
+  const bool scatters = mode == Exchange::Mode::kScatter;
+  const Exchange exchange =
+      scatters ? flux::runtime::make_exchange(world_size, elements / world_size, world_size, mode)
+               : flux::runtime::make_exchange(1, elements, world_size, mode);
+  std::vector<Summer> ranks = make_ranks(exchange);
   const bool exact = for_all_ranks(world_size, [&](int rank) {
     std::vector<uint4> x(elements / 8), result(elements / 8);
     uint4* const out = in_place ? x.data() : result.data();
@@ -65,6 +72,56 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
   return exact;
 }
 
+// The norms of rows, over what is summed, with room for so many bytes of each row and of the norm's weight.
+bool run_norm(int world_size, Exchange::Mode mode, int rows, int columns, int room) {
+  blockDim.x = kNormers + flux::gemm_ar::kClosingThreads;
+  const Exchange exchange = flux::runtime::make_row_exchange(rows, columns, world_size, mode);
+  const int elements = rows * columns;
+  std::vector<Summer> ranks = make_ranks(exchange);
+  const bool exact = for_all_ranks(world_size, [&](int rank) {
+    std::vector<uint4> x(elements / 8), sums(elements / 8), weight(columns / 8);
+    for (int i = 0; i < columns; ++i) {
+      reinterpret_cast<uint16_t*>(weight.data())[i] = flux::gemm::to_bits(static_cast<float>(1 + i % 2));
+    }
+    bool right = true;
+    for (int call = 0; call < kCalls; ++call) {
+      auto* const numbers = reinterpret_cast<uint16_t*>(x.data());
+      for (int i = 0; i < elements; ++i) numbers[i] = flux::gemm::to_bits(part(call, rank, i));
+      flux::gemm_ar::SumParams params = {{ranks[rank].symm, exchange, {}, 5}, x.data(), columns};
+      flux::gemm::Finish& finish = params.exchange.finish;
+      finish.out = x.data();
+      finish.sum_out = sums.data();
+      finish.norm_weight = weight.data();
+      constexpr int kScratch = 64;
+      launch([&](void* shared) {
+        const uint32_t begin = flux::ptx::smem_addr(shared) + kScratch;
+        flux::gemm_ar::sum_and_norm_rows<uint16_t, kNormers>(params, {begin, room},
+                                                             static_cast<float*>(shared));
+      });
+      for (int row = 0; row < rows; ++row) {
+        std::vector<float> wanted(columns);
+        float squares = 0;
+        for (int i = 0; i < columns; ++i) {
+          for (int source = 0; source < world_size; ++source) {
+            wanted[i] += part(call, source, row * columns + i);
+          }
+          squares += wanted[i] * wanted[i];
+        }
+        for (int i = 0; i < columns; ++i) {
+          const int at = row * columns + i;
+          right &= reinterpret_cast<const uint16_t*>(sums.data())[at] == flux::gemm::to_bits(wanted[i]);
+          const float norm = wanted[i] / std::sqrt(squares / columns) * static_cast<float>(1 + i % 2);
+          // Bits are cut off here, not rounded: less than one in 2^7.
+          right &= std::abs(flux::gemm::from_bits(numbers[at]) - norm) <= norm / 120;
+        }
+      }
+    }
+    return right;
+  });
+  if (!exact) std::printf("wrong: %d ranks, mode %d, %d rows\n", world_size, static_cast<int>(mode), rows);
+  return exact;
+}
+
 }  // namespace
 
 int main() {
@@ -77,7 +134,12 @@ int main() {
         exact = exact && run(3, Exchange::Mode::kTwoShot, 8 * vectors, in_place);
       }
     }
-    return exact && run(5, Exchange::Mode::kOneShot, 8 * 70, false) &&  // more than are asked at a time
-           run(3, Exchange::Mode::kScatter, 3 * 8 * 90, false);
+    exact = exact && run(5, Exchange::Mode::kOneShot, 8 * 70, false) &&  // more than are asked at a time
+            run(3, Exchange::Mode::kScatter, 3 * 8 * 90, false);
+    // Rows for all ranks alike and not, that fit into the memory with the weight, without it, and not at all.
+    constexpr int kColumns = 8 * 150, kRowBytes = 2 * kColumns;
+    return exact && run_norm(2, Exchange::Mode::kOneShot, 5, kColumns, 2 * kRowBytes) &&
+           run_norm(2, Exchange::Mode::kTwoShot, 5, kColumns, kRowBytes) &&
+           run_norm(3, Exchange::Mode::kTwoShot, 4, kColumns, 0);
   });
 }

@@ -4,6 +4,7 @@
 
 #include <barrier>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -14,7 +15,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // of code that is compiled here, and not run
+#define __shared__  // of code that is compiled here, and not run
 #define FLUX_DEVICE inline
 
 struct alignas(16) uint4 {
@@ -70,9 +71,15 @@ inline uint32_t __ballot_sync(uint32_t, bool there) {
   warp.barrier.arrive_and_wait();
   return bits;
 }
-// Only for code that is compiled here, and not run.
-float __shfl_xor_sync(uint32_t, float, int);
-float rsqrtf(float);
+inline float __shfl_xor_sync(uint32_t, float value, int distance) {
+  Cta::Warp& warp = *cta->warps[threadIdx.x / 32];
+  warp.words[threadIdx.x % 32] = std::bit_cast<uint32_t>(value);
+  warp.barrier.arrive_and_wait();
+  const float other = std::bit_cast<float>(warp.words[threadIdx.x % 32 ^ distance]);
+  warp.barrier.arrive_and_wait();
+  return other;
+}
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 
 // Atomics below order everything, which ThreadSanitizer understands; fences it does not.

@@ -60,6 +60,7 @@ void copy_async_wait() {
   }
 }
 inline void wait_for_earlier_kernels() {}
+inline void let_next_kernel_start() {}
 inline void store_release_sys(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
@@ -88,3 +89,5 @@ inline uint4 load_relaxed_sys(const char* address) {
 }
 
 }  // namespace flux::ptx
+
+inline void* __cvta_shared_to_generic(size_t address) { return flux::ptx::shared_memory() + address; }
