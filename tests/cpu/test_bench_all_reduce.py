@@ -1,4 +1,4 @@
-"""The sweep of AllReduce, up to the launch that needs a GPU."""
+"""The sweep of AllReduce, but for the kernel, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from flux._native import core
 from flux.bench.cases import all_reduce
 from flux.bench.cases.common import Context
 from flux.bench.suites import Problem
@@ -21,15 +22,23 @@ def test_the_sweep_gives_the_kernel_all_that_it_takes(monkeypatch: pytest.Monkey
     plan = plan_all_reduce("cuda", 1, 512, 0, torch.bfloat16, False, 2, None, 132, "links")
     monkeypatch.setattr(all_reduce.registry, "get", lambda group, device, op: workspace)
     monkeypatch.setattr(all_reduce, "workspace_plan", lambda *arguments: plan)
-    launched: list[str] = []
+    launched: dict[str, tuple[Any, ...]] = {}
 
     def graphed(name: str, role: str, step: Any, weights: list[torch.Tensor], context: Context) -> Any:
-        # A launch with too few arguments would be a RuntimeError of the schema.
-        with pytest.raises(NotImplementedError, match="_all_reduce"):
+        def kernel(x: torch.Tensor, out: torch.Tensor, *numbers: int) -> None:
+            launched[name] = (x.shape, out.shape, *numbers)
+
+        with torch.library._scoped_library("flux", "IMPL") as library:
+            library.impl("_all_reduce", kernel, "CPU")
             step(weights[0])
-        launched.append(name)
 
     monkeypatch.setattr(all_reduce, "graphed", graphed)
     context = Context(0, 2, 2, torch.device("cpu"), torch.bfloat16, mock.Mock())
     all_reduce.sweep(Problem("all_reduce", "custom", "all_reduce", 8, 64, 32), context)
-    assert sorted(launched) == ["one-shot", "plan", "two-shot"]
+    given = ((1, 512), (1, 512), 77, 0)  # x, out, the workspace, all SMs; then the mode
+    one_shot, two_shot = int(core.ExchangeMode.ONE_SHOT), int(core.ExchangeMode.TWO_SHOT)
+    assert launched == {
+        "plan": (*given, plan.mode),
+        "one-shot": (*given, one_shot),
+        "two-shot": (*given, two_shot),
+    }

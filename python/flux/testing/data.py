@@ -93,6 +93,10 @@ class GemmRsCase:
             weight = weight.t().contiguous()
         return x, weight, self._bias(device)
 
+    def residual(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """[m, n], the same on all ranks, to add to the sum: small even integers, so that it stays exact."""
+        return (torch.arange(self.m * self.n, device=device).view(self.m, self.n) % 5 * 2 - 4).to(self.dtype)
+
     def _bias(self, device: torch.device | str) -> torch.Tensor | None:
         if not self.bias:
             return None

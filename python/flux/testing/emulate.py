@@ -275,8 +275,8 @@ class EmulatedRanks:
             For every rank its [m, n]; with `norm_weight` first all norms, then all sums.
         """
         m, n = xs[0].shape[0], weights[0].shape[1 if transpose_weight else 0]
-        dealt = -(-m // self.world_size) * self.world_size  # rows, where they are for all ranks alike
-        self._stored.reserve_exchange(self._exchange(dealt, n, mode))
+        # In two launches rows may be dealt, to all ranks alike.
+        self._stored.reserve_exchange(self._exchange(round_up(m, self.world_size), n, mode))
         outs, sums = self._empty(xs[0], m, n), self._empty(xs[0], m, n)
 
         def launch(rank: int) -> None:

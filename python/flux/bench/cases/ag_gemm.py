@@ -13,6 +13,7 @@ from flux.bench.cases.common import (
     Context,
     Prepared,
     async_tp,
+    collectives,
     compare,
     explained,
     first_wrong,
@@ -58,7 +59,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         collect(gathered, x, group=group)
         torch.mm(gathered, weight.t(), out=theirs)
 
-    blas, comm = library(context), "NCCL" if context.cuda else "gloo"
+    blas, comm = library(context), collectives(context)
     candidates = [
         Candidate("flux", "flux", rotating(weights, lambda w: flux.ag_gemm(x, w, group=group, out=ours))),
         Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(full, w.t(), out=theirs))),

@@ -14,6 +14,7 @@ from flux.bench.cases.common import (
     Candidate,
     Context,
     Prepared,
+    collectives,
     compare,
     explained,
     first_wrong,
@@ -56,7 +57,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
     candidates = [
         candidate("flux", "flux", lambda x: flux.all_reduce(x, group=group, out=out)),
-        candidate("NCCL" if context.cuda else "gloo", "peer", lambda _: dist.all_reduce(summed, group=group)),
+        candidate(collectives(context), "peer", lambda _: dist.all_reduce(summed, group=group)),
     ]
     notes: list[str] = []
     if context.cuda:

@@ -63,6 +63,11 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
+def collectives(context: Context) -> str:
+    """Who moves data between ranks in torch on this device."""
+    return "NCCL" if context.cuda else "gloo"
+
+
 def random_operands(m: int, n: int, k: int, context: Context) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """x [m, k] and one weight [n, k], several for decode shapes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from flux.bench.cases.common import (
     Candidate,
     Context,
     Prepared,
+    collectives,
     compare,
     explained,
     first_wrong,
@@ -44,6 +46,34 @@ def check(problem: Problem, context: Context) -> str:
     return first_wrong(results)
 
 
+def unfused(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    product: torch.Tensor,
+    context: Context,
+    use: Callable[[torch.Tensor], object] = lambda total: None,
+) -> tuple[list[Candidate], list[str]]:
+    """The library's GEMM and then an all-reduce: NCCL's, to `product`, and on GPUs those of symmetric memory.
+
+    With notes on those that cannot run. `use`: what is done with the sum.
+    """
+    m, n = product.shape
+
+    def serial(weight: torch.Tensor) -> None:
+        torch.mm(x, weight.t(), out=product)
+        dist.all_reduce(product, group=context.group)
+        use(product)
+
+    blas = library(context)
+    candidates = [graphed(f"{blas}+{collectives(context)}", "serial", serial, weights, context)]
+    if not context.cuda:
+        return candidates, []
+    peers, notes = symm_mem_all_reduce(
+        m, n, f"{blas}+", lambda w, partial: torch.mm(x, w.t(), out=partial), weights, context, use
+    )
+    return candidates + peers, notes
+
+
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
     group = context.group
@@ -56,26 +86,16 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     def candidate(name: str, role: str, step: Step) -> Candidate:
         return graphed(name, role, step, weights, context)
 
-    def serial(weight: torch.Tensor) -> None:
-        torch.mm(x, weight.t(), out=theirs)
-        dist.all_reduce(theirs, group=group)
-
-    blas, comm = library(context), "NCCL" if context.cuda else "gloo"
     candidates = [
         candidate("flux", "flux", lambda w: flux.gemm_ar(x, w, group=group, out=ours)),
-        candidate(blas, "gemm", lambda w: torch.mm(x, w.t(), out=theirs)),
-        candidate(comm, "comm", lambda _: dist.all_reduce(summed, group=group)),
+        candidate(library(context), "gemm", lambda w: torch.mm(x, w.t(), out=theirs)),
+        candidate(collectives(context), "comm", lambda _: dist.all_reduce(summed, group=group)),
         candidate("flux.all_reduce", "comm", lambda _: flux.all_reduce(summed, group=group, out=ours)),
-        candidate(f"{blas}+{comm}", "serial", serial),
     ]
-    notes: list[str] = []
     if context.cuda:
         candidates.insert(2, candidate("flux.gemm", "gemm", lambda w: flux.gemm(x, w, out=own_gemm)))
-        peers, notes = symm_mem_all_reduce(
-            m, n, f"{blas}+", lambda w, partial: torch.mm(x, w.t(), out=partial), weights, context
-        )
-        candidates += peers
-    return Prepared(candidates, explained("gemm_ar", m, n, k, context), notes)
+    others, notes = unfused(x, weights, theirs, context)
+    return Prepared(candidates + others, explained("gemm_ar", m, n, k, context), notes)
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:

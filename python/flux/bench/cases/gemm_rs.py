@@ -14,6 +14,7 @@ from flux.bench.cases.common import (
     Context,
     Prepared,
     async_tp,
+    collectives,
     compare,
     explained,
     first_wrong,
@@ -59,7 +60,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         torch.mm(x, weight.t(), out=full)
         scatter(shard, full, group=group)
 
-    blas, comm = library(context), "NCCL" if context.cuda else "gloo"
+    blas, comm = library(context), collectives(context)
     candidates = [
         Candidate("flux", "flux", rotating(weights, lambda w: flux.gemm_rs(x, w, group=group, out=ours))),
         Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(x, w.t(), out=full))),

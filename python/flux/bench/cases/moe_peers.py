@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux.bench.cases.common import Candidate, Context
+from flux.bench.cases.common import Candidate, Context, collectives
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
 from flux.moe.gemm_gather_rs import weighted_sum
@@ -41,7 +41,7 @@ def route(ids: Tensor, weights: Tensor, experts: int, context: Context) -> Candi
         positions = torch.empty_like(order)
         positions[order] = torch.arange(order.numel(), device=ids.device)
 
-    return Candidate(f"{_name(context)}+sort", "serial", sort)
+    return Candidate(f"{collectives(context)}+sort", "serial", sort)
 
 
 def check_routing(routing: flux.moe.Routing, ids: Tensor, context: Context) -> str:
@@ -70,7 +70,7 @@ def check_routing(routing: flux.moe.Routing, ids: Tensor, context: Context) -> s
 
 
 def layer0(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context) -> list[Candidate]:
-    comm, collect = _name(context), torch_all_gather()
+    comm, collect = collectives(context), torch_all_gather()
     gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
     rows = _used(routing)
     permuted = gathered.index_select(0, rows)
@@ -100,7 +100,7 @@ def layer0(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Contex
 
 
 def layer1(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context) -> list[Candidate]:
-    comm, scatter = _name(context), reduce_scatter()
+    comm, scatter = collectives(context), reduce_scatter()
     partial = x.new_zeros(routing.max_tokens * context.world_size, weight.shape[1])
     total = x.new_empty(routing.max_tokens, weight.shape[1])
     used = x[: _used(routing).numel()]
@@ -195,7 +195,3 @@ class _Parts:
 def _used(routing: flux.moe.Routing) -> Tensor:
     """source * max_tokens + token of each row that there is."""
     return reference.tokens_of_rows(routing.rows, routing.incoming)[: int(routing.offsets[-1])]
-
-
-def _name(context: Context) -> str:
-    return "NCCL" if context.cuda else "gloo"
