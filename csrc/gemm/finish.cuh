@@ -18,6 +18,7 @@ struct Finish {
 };
 
 using runtime::Exchange;
+using runtime::kAbsent;
 
 struct ExchangeParams {
   runtime::SymmBuffer symm;
@@ -58,6 +59,24 @@ FLUX_DEVICE float sum_over_cta(float value, int thread, float* scratch) {
 struct Place {
   int row, column;
 };
+
+// What a CTA has of a row.
+struct RowPart {
+  int index, parts;
+  int first, vectors;
+};
+constexpr int kMaxRowParts = 8;
+
+// Rows are dealt to CTAs, and where these are many, parts of rows, down to a vector for each thread: an SM takes 64 bytes
+// a cycle, and its threads wait for one vector after the other. 8 rows of 8192 columns take 22.6 us so and not 24.5
+// (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-steps-tp2-2xH200.json).
+FLUX_DEVICE RowPart row_part(int rows, int row_vectors, int threads) {
+  const int ctas = min(static_cast<int>(gridDim.x), Exchange::kMeetings / kMaxRowParts);
+  const int parts = max(1, min(min(ctas / rows, kMaxRowParts), ceil_div(row_vectors, threads)));
+  const int index = blockIdx.x % parts, vectors = ceil_div(row_vectors, parts);
+  const int first = index * vectors;
+  return {index, parts, first, min(vectors, row_vectors - first)};
+}
 
 // The part of a launch that sums, as its threads see it.
 template <class Element>
@@ -137,39 +156,71 @@ struct Summing {
     }
   }
 
+  // Of what the CTAs have that share a row, in their order: they send it to each other as ranks send vectors. `scratch`
+  // holds a float for each.
+  template <int kThreads>
+  FLUX_DEVICE float sum_over_parts(float value, int row, const RowPart& part, int thread,
+                                   float* scratch) const {
+    if (part.parts == 1) return value;
+    if (thread < part.parts) {
+      if (thread != part.index) {
+        ptx::store_relaxed_sys(here + x.meeting(row, part.parts, part.index, thread),
+                               {__float_as_uint(value), 0, 0, 0});
+        char* const address = here + x.meeting(row, part.parts, thread, part.index);
+        // The other CTA waits for ranks no longer than `timeout_ns`, and reports which one has not come.
+        const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
+        ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
+        value = __uint_as_float(v.x);
+      }
+      scratch[thread] = value;
+    }
+    ptx::named_barrier_sync(1, kThreads);
+    float total = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < part.parts; ++i) total += scratch[i];
+    return total;
+  }
+
   FLUX_DEVICE int64_t element(const Place& at) const {
     return static_cast<int64_t>(at.row) * x.n + at.column;
   }
 };
 
-// RMSNorm of rows, one after the other, by kThreads threads of a CTA: each takes its vectors of a row, then all write what
-// becomes of it. Sums and weight wait in shared memory, as far as there is room, and are not fetched again.
+// RMSNorm of rows, or of a part of them, one after the other, by kThreads threads of a CTA: each takes its vectors, then
+// all write what becomes of them. Sums and weight wait in shared memory, as far as there is room, and are not fetched again.
 template <class Element, int kThreads>
 struct RowNorm {
   static constexpr int kVector = Exchange::kVector;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kScratchVectors = (kWarps + kMaxRowParts) * sizeof(float) / sizeof(uint4);
+  static_assert((kWarps + kMaxRowParts) * sizeof(float) % sizeof(uint4) == 0);
 
   const Finish& f;
-  const int n, vectors, thread;
-  float* const scratch;
+  const int row_vectors, first, vectors, thread;
+  float* const scratch;  // for each warp a float, and for each part of a row
   uint4* kept = nullptr;
   const uint4* weight;
   float squares = 0.0f;
 
   // All of the threads, before they take the first row.
-  FLUX_DEVICE RowNorm(const Finish& f, int n, int thread, float* scratch, const SpareMemory& spare)
+  FLUX_DEVICE RowNorm(const Finish& f, int row_vectors, const RowPart& part, int thread,
+                      const SpareMemory& spare)
       : f(f),
-        n(n),
-        vectors(n / kVector),
+        row_vectors(row_vectors),
+        first(part.first),
+        vectors(part.vectors),
         thread(thread),
-        scratch(scratch),
-        weight(vector_at(f.norm_weight, 0)) {
+        scratch(static_cast<float*>(__cvta_shared_to_generic(spare.begin))),
+        weight(vector_at(f.norm_weight, 0) + first) {
     ptx::named_barrier_sync(1, kThreads);  // nobody reads anymore what lies there
-    const int room = spare.bytes / static_cast<int>(sizeof(uint4));
-    auto* const memory = static_cast<uint4*>(__cvta_shared_to_generic(spare.begin));
+    constexpr int kBytes = sizeof(uint4);
+    const int room = spare.bytes / kBytes - kScratchVectors;
+    const uint32_t begin = spare.begin + kScratchVectors * kBytes;
+    auto* const memory = static_cast<uint4*>(__cvta_shared_to_generic(begin));
     if (vectors <= room) kept = memory;
     if (2 * vectors > room) return;
     for (int i = thread; i < vectors; i += kThreads) {
-      ptx::copy_async_16(spare.begin + (vectors + i) * sizeof(uint4), weight + i, true);
+      ptx::copy_async_16(begin + (vectors + i) * kBytes, weight + i, true);
     }
     ptx::copy_async_commit();
     weight = memory + vectors;
@@ -185,9 +236,17 @@ struct RowNorm {
     for (int i = 0; i < kVector; ++i) squares += values[i] * values[i];
   }
 
-  FLUX_DEVICE void write(int row) {
-    const float scale = rsqrtf(sum_over_cta<kThreads>(squares, thread, scratch) / n + f.eps);
+  FLUX_DEVICE float* scratch_of_parts() const { return scratch + kWarps; }
+
+  // Of what all threads have taken, who begin anew.
+  FLUX_DEVICE float take_squares() {
+    const float total = sum_over_cta<kThreads>(squares, thread, scratch);
     squares = 0.0f;
+    return total;
+  }
+
+  FLUX_DEVICE void write(int row, float row_squares) {
+    const float scale = rsqrtf(row_squares / (row_vectors * kVector) + f.eps);
     const uint4* const from = kept != nullptr ? kept : sums(row);
     ptx::copy_async_wait<0>();
 #pragma unroll 1
@@ -203,7 +262,7 @@ struct RowNorm {
 
  private:
   FLUX_DEVICE uint4* row_of(void* matrix, int row) const {
-    return static_cast<uint4*>(matrix) + static_cast<int64_t>(row) * vectors;
+    return static_cast<uint4*>(matrix) + static_cast<int64_t>(row) * row_vectors + first;
   }
   FLUX_DEVICE uint4* sums(int row) const { return row_of(f.sum_out, row); }
 };
@@ -213,7 +272,6 @@ template <class Element, int kThreads>
 FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread,
                         const SpareMemory& spare) {
   constexpr int kVector = Exchange::kVector;
-  __shared__ float scratch[kThreads / 32];
   const Summing<Element> s(p, call);
   const Exchange& x = s.x;
   const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
@@ -236,20 +294,25 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     });
   }
   if (s.f.norm_weight != nullptr) {
-    // A CTA takes whole rows, so that their means need no meeting of CTAs. Two vectors at a time: with one calls
-    // take 1.6 % longer, with four as long (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-tp2-2xH200.json).
-    if (blockIdx.x >= x.m) return;
-    RowNorm<Element, kThreads> norm(s.f, x.n, thread, scratch, spare);
-    for (int i = blockIdx.x; i < x.m; i += gridDim.x) {
-      const int row = row_in_order(i);
-      const auto where = [&](int vector) -> Place { return {row, vector * kVector}; };
-      const auto take = [&](const Place& at, const uint4& v) { norm.take(row, at.column / kVector, v); };
+    // Two vectors at a time: with one calls take 1.6 % longer, with four as long
+    // (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-tp2-2xH200.json).
+    const RowPart part = row_part(x.m, row_vectors, kThreads);
+    if (blockIdx.x >= x.m * part.parts) return;
+    RowNorm<Element, kThreads> norm(s.f, row_vectors, part, thread, spare);
+    for (int i = blockIdx.x; i < x.m * part.parts; i += gridDim.x) {
+      const int row = row_in_order(i / part.parts);
+      const auto where = [&](int vector) -> Place { return {row, (part.first + vector) * kVector}; };
+      const auto take = [&](const Place& at, const uint4& v) {
+        norm.take(row, at.column / kVector - part.first, v);
+      };
       if (two_shot) {
-        s.template for_each_result<2>(thread, kThreads, row_vectors, where, take);
+        s.template for_each_result<2>(thread, kThreads, part.vectors, where, take);
       } else {
-        s.template for_each_sum<2, 4>(thread, kThreads, row_vectors, where, take);
+        s.template for_each_sum<2, 4>(thread, kThreads, part.vectors, where, take);
       }
-      norm.write(row);
+      const float squares = norm.take_squares();
+      norm.write(row,
+                 s.template sum_over_parts<kThreads>(squares, row, part, thread, norm.scratch_of_parts()));
     }
     return;
   }

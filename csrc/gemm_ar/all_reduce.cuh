@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
 
 // The same with RMSNorm. Shards are of whole rows, and a CTA takes a row at a time: it sends those that it later writes.
 template <class Element, int kThreads>
-FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory, float* scratch) {
+FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory) {
   const sync::Call call = begin_sum(params.exchange.symm);
   const int thread = threadIdx.x;
   if (thread >= kThreads) return;
@@ -169,12 +169,13 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
     for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
 
-  gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, params.row, thread, scratch, memory);
+  gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, {0, 1, 0, row_vectors}, thread,
+                                        memory);
   const auto normalise = [&](int owner, auto vector) {
     const int first = flat.shard_begin(owner) / row_vectors;
     for_each_row(
         owner, [&](int row, int i) { norm.take(first + row, i, vector(row * row_vectors + i)); },
-        [&](int row) { norm.write(first + row); });
+        [&](int row) { norm.write(first + row, norm.take_squares()); });
   };
   normalise(flat.rank, [&](int i) { return flat.sum(i); });
   if (!flat.two_shot) return;
@@ -186,8 +187,7 @@ template <class Element>
 __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
     sum_and_norm(const __grid_constant__ SumParams params) {
   extern __shared__ uint4 row_memory[];
-  __shared__ float scratch[kNormThreads / 32];
-  sum_and_norm_rows<Element, kNormThreads>(params, {ptx::smem_addr(row_memory), kNormMemory}, scratch);
+  sum_and_norm_rows<Element, kNormThreads>(params, {ptx::smem_addr(row_memory), kNormMemory});
 }
 
 }  // namespace flux::gemm_ar

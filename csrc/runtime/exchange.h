@@ -8,7 +8,8 @@
 //
 // An exchange area on each rank holds what ranks contributed, one slot a source (its own included, so that
 // nothing is special about it; only a sum without a GEMM reads its own part where it lies), and after the slots,
-// where there are any, the sums that owners have sent.
+// where there are any, the sums that owners have sent. At its end CTAs of one rank tell each other about rows that they
+// share.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +28,7 @@ struct Exchange {
 
   static constexpr int kVector = 8;  // elements of 16 bytes
   static constexpr int kElementBytes = 2;
+  static constexpr int kMeetings = 2048;
 
   FLUX_HD int owner(int row, int column) const {
     return mode == Mode::kTwoShot ? column / shard : row / shard;
@@ -52,7 +54,14 @@ struct Exchange {
   FLUX_HD int64_t contribution_bytes() const {
     return static_cast<int64_t>(world_size) * slot_rows() * slot_columns() * kElementBytes;
   }
-  FLUX_HD int64_t bytes() const {
+  // A vector from one to another of the CTAs that have parts of a row; at most kMeetings of them.
+  FLUX_HD int64_t meeting(int row, int parts, int from, int to) const {
+    return sum_bytes() + ((row * parts + from) * parts + to) * kVector * kElementBytes;
+  }
+  FLUX_HD int64_t bytes() const { return sum_bytes() + kMeetings * kVector * kElementBytes; }
+
+ private:
+  FLUX_HD int64_t sum_bytes() const {
     const int64_t results = mode == Mode::kTwoShot ? static_cast<int64_t>(m) * n * kElementBytes : 0;
     return contribution_bytes() + results;
   }

@@ -151,6 +151,9 @@ def test_graph_replay(mode: int) -> None:
         (4, 13312, 0 | 1 << 8),
         (5, 25600, 0 | 1 << 8),
         (2, 65536, -1),
+        # Rows that CTAs share, also unevenly.
+        (1, 4104, -1),
+        (5, 8200, 5 | 1 << 8),
     ],
 )
 def test_residual_and_norm(

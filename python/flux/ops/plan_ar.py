@@ -205,4 +205,6 @@ def exchange_room(
     # Two-shot: contributions, of which shares are rounded up too, and results; and rows for all ranks alike.
     dealt = 2 * world_size * (max_n + VECTOR + VECTOR * world_size)
     elements = max(one_shot * VECTOR * world_size, 2 * most + edge * world_size + dealt)
-    return _room(device_type, 2 * elements, world_size, dtype)
+    # With what every exchange has beside its vectors.
+    smallest = core.exchange(1, VECTOR, world_size, core.ExchangeMode.ONE_SHOT)
+    return _room(device_type, 2 * elements + smallest.bytes, world_size, dtype)

@@ -11,6 +11,7 @@ using flux::runtime::Exchange;
 
 constexpr int kSummers = 32, kCtas = 2, kCalls = 4;
 constexpr int kNormers = 128;  // threads that meet at a named barrier
+constexpr int kScratch = 16 * flux::gemm::RowNorm<uint16_t, kNormers>::kScratchVectors;
 
 // Multiples of 2**rank below 2**(rank + 2): one that is missing or doubled shows.
 float part(int call, int rank, int i) { return static_cast<float>((1 + (i / 8 + i + call) % 3) << rank); }
@@ -72,14 +73,35 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
   return exact;
 }
 
-// The norms of rows, over what is summed, with room for so many bytes of each row and of the norm's weight.
-bool run_norm(int world_size, Exchange::Mode mode, int rows, int columns, int room) {
+// What CTAs do that have computed a product: they send it, and then all sum, whoever has computed what.
+void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* product,
+                     const flux::gemm::SpareMemory& memory) {
+  const auto& [symm, exchange, finish, op, rows_at_once] = params.exchange;
+  const flux::sync::Call call = flux::gemm_ar::begin_sum(symm);
+  const int thread = static_cast<int>(threadIdx.x), row_vectors = exchange.n / 8;
+  if (thread >= kNormers) return;
+  const int step = static_cast<int>(gridDim.x) * kNormers;
+  for (int i = blockIdx.x * kNormers + thread; i < exchange.m * row_vectors; i += step) {
+    flux::exchange::contribute(symm, exchange, call, i / row_vectors, i % row_vectors * 8, product[i]);
+  }
+  flux::gemm::finish<uint16_t, kNormers>(params.exchange, call, thread, memory);
+}
+
+// Where norms are made: of whole rows in a launch of its own, over what is summed; or behind tiles, whose CTAs may share
+// a row.
+enum class Launch { kOwn, kTiles };
+
+// The norms of rows, with room for so many bytes of each row and of the norm's weight.
+bool run_norm(Launch where, int world_size, Exchange::Mode mode, int rows, int columns, int room) {
   blockDim.x = kNormers + flux::gemm_ar::kClosingThreads;
-  const Exchange exchange = flux::runtime::make_row_exchange(rows, columns, world_size, mode);
+  const bool own = where == Launch::kOwn;
+  const Exchange exchange = own ? flux::runtime::make_row_exchange(rows, columns, world_size, mode)
+                                : flux::runtime::make_exchange(rows, columns, world_size, mode);
   const int elements = rows * columns;
   std::vector<Summer> ranks = make_ranks(exchange);
   const bool exact = for_all_ranks(world_size, [&](int rank) {
-    std::vector<uint4> x(elements / 8), sums(elements / 8), weight(columns / 8);
+    std::vector<uint4> x(elements / 8), norms(elements / 8), sums(elements / 8), weight(columns / 8);
+    uint4* const out = own ? x.data() : norms.data();
     for (int i = 0; i < columns; ++i) {
       reinterpret_cast<uint16_t*>(weight.data())[i] = flux::gemm::to_bits(static_cast<float>(1 + i % 2));
     }
@@ -89,14 +111,16 @@ bool run_norm(int world_size, Exchange::Mode mode, int rows, int columns, int ro
       for (int i = 0; i < elements; ++i) numbers[i] = flux::gemm::to_bits(part(call, rank, i));
       flux::gemm_ar::SumParams params = {{ranks[rank].symm, exchange, {}, 5}, x.data(), columns};
       flux::gemm::Finish& finish = params.exchange.finish;
-      finish.out = x.data();
+      finish.out = out;
       finish.sum_out = sums.data();
       finish.norm_weight = weight.data();
-      constexpr int kScratch = 64;
       launch([&](void* shared) {
-        const uint32_t begin = flux::ptx::smem_addr(shared) + kScratch;
-        flux::gemm_ar::sum_and_norm_rows<uint16_t, kNormers>(params, {begin, room},
-                                                             static_cast<float*>(shared));
+        const flux::gemm::SpareMemory memory = {flux::ptx::smem_addr(shared), kScratch + room};
+        if (own) {
+          flux::gemm_ar::sum_and_norm_rows<uint16_t, kNormers>(params, memory);
+        } else {
+          send_and_finish(params, x.data(), memory);
+        }
       });
       for (int row = 0; row < rows; ++row) {
         std::vector<float> wanted(columns);
@@ -112,7 +136,8 @@ bool run_norm(int world_size, Exchange::Mode mode, int rows, int columns, int ro
           right &= reinterpret_cast<const uint16_t*>(sums.data())[at] == flux::gemm::to_bits(wanted[i]);
           const float norm = wanted[i] / std::sqrt(squares / columns) * static_cast<float>(1 + i % 2);
           // Bits are cut off here, not rounded: less than one in 2^7.
-          right &= std::abs(flux::gemm::from_bits(numbers[at]) - norm) <= norm / 120;
+          const float found = flux::gemm::from_bits(reinterpret_cast<const uint16_t*>(out)[at]);
+          right &= std::abs(found - norm) <= norm / 120;
         }
       }
     }
@@ -138,8 +163,13 @@ int main() {
             run(3, Exchange::Mode::kScatter, 3 * 8 * 90, false);
     // Rows for all ranks alike and not, that fit into the memory with the weight, without it, and not at all.
     constexpr int kColumns = 8 * 150, kRowBytes = 2 * kColumns;
-    return exact && run_norm(2, Exchange::Mode::kOneShot, 5, kColumns, 2 * kRowBytes) &&
-           run_norm(2, Exchange::Mode::kTwoShot, 5, kColumns, kRowBytes) &&
-           run_norm(3, Exchange::Mode::kTwoShot, 4, kColumns, 0);
+    for (const Launch where : {Launch::kOwn, Launch::kTiles}) {
+      exact = exact && run_norm(where, 2, Exchange::Mode::kOneShot, 5, kColumns, 2 * kRowBytes) &&
+              run_norm(where, 2, Exchange::Mode::kTwoShot, 5, kColumns, kRowBytes) &&
+              run_norm(where, 3, Exchange::Mode::kTwoShot, 4, kColumns, 0);
+    }
+    // A row that two CTAs share, unevenly.
+    return exact && run_norm(Launch::kTiles, 2, Exchange::Mode::kOneShot, 1, kColumns + 8, 2 * kRowBytes) &&
+           run_norm(Launch::kTiles, 3, Exchange::Mode::kTwoShot, 1, kColumns + 8, 0);
   });
 }

@@ -80,6 +80,8 @@ inline float __shfl_xor_sync(uint32_t, float value, int distance) {
   return other;
 }
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 
 // Atomics below order everything, which ThreadSanitizer understands; fences it does not.
