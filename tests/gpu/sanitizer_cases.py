@@ -40,6 +40,7 @@ def main() -> None:
     ranks = EmulatedRanks(2, timeout_s=60.0)
     for case, config in (
         (GemmRsCase(12, 264, 264, 2, bias=True), CHOSEN),
+        (GemmRsCase(1, 2056, 72, 2, bias=True), CHOSEN),  # two CTAs share the row that is normalised
         (summed, 9 | ALONE << 8),
         (summed, 5 | SPLIT_BY_2 << 8),
         (summed, 0 | ALONE << 8),  # two launches
