@@ -25,25 +25,33 @@ __device__ __forceinline__ uint64_t make_b_descriptor(uint32_t address) {
   return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
 }
 
+// What TMA is told of an operand of a tile. The last tile of rows or columns has boxes of its own, as high as what there
+// is: rows beyond the edge take TMA longer than those before it. What it leaves as it was in a stage only gets into results
+// that are beyond the edge as well.
+struct Boxes {
+  const CUtensorMap* map;
+  int rows;  // of x, or of the weight as [N, K], in a box; of MN-major weights the columns of all boxes
+};
+
 // A pair of CTAs whose tiles have the same columns shares B: each fetches half and multicasts it to both.
 template <Major kMajorB, int kBlockN>
-__device__ __forceinline__ void load_b(const CUtensorMap* map, uint32_t dst, uint32_t full, int k, int column,
+__device__ __forceinline__ void load_b(const Boxes& b, uint32_t dst, uint32_t full, int k, int column,
                                        int cta, bool shared) {
   if constexpr (kMajorB == Major::K) {
     if (!shared) {
-      ptx::tma_load_2d(map, dst, full, k, column);
+      ptx::tma_load_2d(b.map, dst, full, k, column);
     } else {
-      constexpr int kHalf = kBlockN / 2;
-      ptx::tma_load_2d_multicast(map, dst + cta * kHalf * 128, full, k, column + cta * kHalf, 0b11);
+      ptx::tma_load_2d_multicast(b.map, dst + cta * b.rows * 128, full, k, column + cta * b.rows, 0b11);
     }
   } else {
 #pragma unroll
     for (int panel = 0; panel < kBlockN / 64; ++panel) {
+      if (panel * 64 >= b.rows) break;
       if (!shared) {
-        ptx::tma_load_2d(map, dst + panel * kPanelBytes, full, column + panel * 64, k);
+        ptx::tma_load_2d(b.map, dst + panel * kPanelBytes, full, column + panel * 64, k);
       } else {
         constexpr int kHalf = kBlockK / 2;
-        ptx::tma_load_2d_multicast(map, dst + panel * kPanelBytes + cta * kHalf * 128, full,
+        ptx::tma_load_2d_multicast(b.map, dst + panel * kPanelBytes + cta * kHalf * 128, full,
                                    column + panel * 64, k + cta * kHalf, 0b11);
       }
     }
@@ -51,13 +59,12 @@ __device__ __forceinline__ void load_b(const CUtensorMap* map, uint32_t dst, uin
 }
 
 // The same for A and a pair whose tiles have the same rows.
-__device__ __forceinline__ void load_a(const CUtensorMap* map, uint32_t dst, uint32_t full, int k, int row,
-                                       int cta, bool shared) {
+__device__ __forceinline__ void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int row, int cta,
+                                       bool shared) {
   if (!shared) {
-    ptx::tma_load_2d(map, dst, full, k, row);
+    ptx::tma_load_2d(a.map, dst, full, k, row);
   } else {
-    constexpr int kHalf = kBlockM / 2;
-    ptx::tma_load_2d_multicast(map, dst + cta * kHalf * 128, full, k, row + cta * kHalf, 0b11);
+    ptx::tma_load_2d_multicast(a.map, dst + cta * a.rows * 128, full, k, row + cta * a.rows, 0b11);
   }
 }
 

@@ -102,6 +102,13 @@ int resident_clusters(int cluster_size) {
   return count.load(std::memory_order_relaxed);
 }
 
+// Rows of each box that the last tile of an operand is fetched by, where it is cut off: one box for each CTA that
+// shares it. Several begin where the swizzle's pattern of eight rows does.
+inline int last_box(int rows, int tile_rows, int boxes) {
+  const int left = rows % tile_rows;
+  return boxes == 1 ? left : ceil_div(left, 8 * boxes) * 8;
+}
+
 template <class Store>
 void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
             int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
@@ -111,14 +118,19 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   FLUX_CHECK(kernel != nullptr, "no kernel for tile", choice.config, "transposed", args.transpose_weight);
 
   GemmParams<Store> params;
-  // Rows that are not there take TMA longer than those that are.
-  const bool few = args.x.rows < kBlockM && order.world_size == 1 && order.cluster_n() == 1;
-  const int box_rows = few ? static_cast<int>(args.x.rows) : kBlockM / order.cluster_n();
-  params.a = make_tensor_map(args.x, args.dtype, kBlockK, box_rows);
-  params.stage_bytes = stage_bytes(tile) - (few ? (kBlockM - box_rows) * kBlockK * kElementBytes : 0);
-  params.b = args.transpose_weight
-                 ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / order.cluster_m())
-                 : make_tensor_map(args.weight, args.dtype, kBlockK, tile.block_n / order.cluster_m());
+  params.a = make_tensor_map(args.x, args.dtype, kBlockK, kBlockM / order.cluster_n());
+  params.last_rows = last_box(rows_per_shard, kBlockM, order.cluster_n());
+  if (params.last_rows > 0) params.last_a = make_tensor_map(args.x, args.dtype, kBlockK, params.last_rows);
+  if (args.transpose_weight) {
+    params.b = params.last_b = make_tensor_map(args.weight, args.dtype, 64, kBlockK / order.cluster_m());
+    params.last_columns = ceil_div(args.n() % tile.block_n, 64) * 64;
+  } else {
+    params.b = make_tensor_map(args.weight, args.dtype, kBlockK, tile.block_n / order.cluster_m());
+    params.last_columns = last_box(args.n(), tile.block_n, order.cluster_m());
+    if (params.last_columns > 0) {
+      params.last_b = make_tensor_map(args.weight, args.dtype, kBlockK, params.last_columns);
+    }
+  }
   params.d = make_sharded_tensor_map(args.out, args.dtype, panel_n(tile), 64,
                                      static_cast<int>(args.out.rows / rows_per_shard));
   params.order = order;

@@ -87,9 +87,9 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   params.weight = args.transpose_weight
                       ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / sharers)
                       : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN / sharers);
-  // Rows that are not there take TMA longer than those that are.
-  params.box_rows = std::min(args.m(), tile.rows);
-  params.x = make_tensor_map(args.x, args.dtype, kBlockK, params.box_rows);
+  params.x = make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
+  const int last_rows = args.m() % tile.rows;
+  params.last_x = last_rows > 0 ? make_tensor_map(args.x, args.dtype, kBlockK, last_rows) : params.x;
   params.m = args.m();
   params.n = args.n();
   params.stage_blocks = swap_ab_stage_blocks(tile, args.k());

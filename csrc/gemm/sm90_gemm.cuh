@@ -30,10 +30,11 @@ constexpr int kMathRegisters = 208;
 template <class Store>
 struct GemmParams {
   CUtensorMap a, b, d;
+  CUtensorMap last_a, last_b;  // of the last tile of a shard's rows, and of columns
   TileOrder order;
   int rows_per_shard;
   int k_blocks;
-  int stage_bytes;  // that arrive
+  int last_rows, last_columns;  // Boxes::rows of these, or 0: it is like the others
   int n;
   const void* bias;  // [n] or null
   typename Store::Params store;
@@ -66,6 +67,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::prefetch_tensor_map(&params.a);
     ptx::prefetch_tensor_map(&params.b);
     ptx::prefetch_tensor_map(&params.d);
+    if (params.last_rows > 0) ptx::prefetch_tensor_map(&params.last_a);
+    if (params.last_columns > 0) ptx::prefetch_tensor_map(&params.last_b);
     smem.init(cluster_size, sharers, /*loaders=*/1);
   }
   // Barriers must be ready before a partner arrives on them.
@@ -103,6 +106,14 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           if constexpr (Store::kGathers) {
             if (!Store::admit(params.store, call, tile)) smem.set_failed();
           }
+          // What was gathered goes on behind a shard's last row.
+          const bool ends_x = tile.m == order.m_tiles - 1 && params.last_rows > 0 && x.map == &params.a;
+          const bool ends_weight = tile.n == order.n_tiles - 1 && params.last_columns > 0;
+          const int a_boxes = order.cluster_n(), b_boxes = kMajorB == Major::K ? order.cluster_m() : 1;
+          const Boxes a = ends_x ? Boxes{&params.last_a, params.last_rows} : Boxes{x.map, kBlockM / a_boxes};
+          const Boxes b =
+              ends_weight ? Boxes{&params.last_b, params.last_columns} : Boxes{&params.b, kBlockN / b_boxes};
+          const int stage_bytes = (a.rows * a_boxes + b.rows * b_boxes) * kBlockK * kElementBytes;
           // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
           const bool waits = Store::kReduces && Store::is_local(params.store, tile);
           // Unrolled, both loops over K would only be longer.
@@ -112,9 +123,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
             const int k = (part.first_block + kb) * kBlockK;
             const uint32_t full = smem.full(ring.index);
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
-            ptx::mbarrier_arrive_expect_tx(full, params.stage_bytes);
-            load_a(x.map, smem.a(ring.index), full, k, x.row, cta, order.cluster == Cluster::kPairN);
-            load_b<kMajorB, kBlockN>(&params.b, smem.b(ring.index), full, k, column, cta,
+            ptx::mbarrier_arrive_expect_tx(full, stage_bytes);
+            load_a(a, smem.a(ring.index), full, k, x.row, cta, order.cluster == Cluster::kPairN);
+            load_b<kMajorB, kBlockN>(b, smem.b(ring.index), full, k, column, cta,
                                      order.cluster == Cluster::kPairM);
           }
           if (waits && cta == 0) {

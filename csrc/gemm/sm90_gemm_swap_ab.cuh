@@ -35,8 +35,8 @@ constexpr int kBoth = 1, kAsked = 2;  // named barriers
 template <class Output>
 struct SwapAbParams {
   CUtensorMap weight, x;
+  CUtensorMap last_x;  // of the last tile of rows, whose boxes are as high as there are rows
   int m, n;
-  int box_rows;        // of x in a stage: all of them if there is one tile of rows, else the tile's
   int stage_blocks;    // K in stages; at least one for each part
   bool shares_weight;  // the cluster, instead of splitting K: a pair, one below the other, each fetches half
   typename Output::Params output;
@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.weight);
     ptx::prefetch_tensor_map(&params.x);
+    ptx::prefetch_tensor_map(&params.last_x);
     for (int stage = 0; stage < kTile.stages; ++stage) {
       ptx::mbarrier_init(full(stage), 1);
       ptx::mbarrier_init(empty(stage), kSwapAbMathThreads / 32 * sharers);
@@ -93,22 +94,25 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   if (warp == kSwapAbBothThreads / 32) {
     if (ptx::elect_one()) {
       // Rows of one column tile follow each other: the weight comes from memory once, then from the L2.
+      const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const int column = tile / m_tiles * kSwapAbN, row = row_of(tile);
+        // The second CTA of a pair may have none.
+        const int rows = max(min(params.m - row, kRows), 0);
+        const CUtensorMap* const x = rows < kRows ? &params.last_x : &params.x;
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
           const uint32_t bar = full(ring.index);
           ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(bar, kTile.k_blocks * (kSwapAbWeightBytes + params.box_rows * 128));
+          ptx::mbarrier_arrive_expect_tx(bar, kTile.k_blocks * (kSwapAbWeightBytes + rows * 128));
 #pragma unroll
           for (int i = 0; i < kTile.k_blocks; ++i) {
             const int k = ((first_block + block) * kTile.k_blocks + i) * kBlockK;
             const uint32_t dst = stages + ring.index * kStageBytes;
-            load_b<kMajorW, kSwapAbN>(&params.weight, dst + i * kSwapAbWeightBytes, bar, k, column, cta,
-                                      sharers > 1);
-            ptx::tma_load_2d(&params.x, dst + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes, bar, k,
-                             row);
+            load_b<kMajorW, kSwapAbN>(weight, dst + i * kSwapAbWeightBytes, bar, k, column, cta, sharers > 1);
+            const uint32_t x_dst = dst + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes;
+            if (rows > 0) ptx::tma_load_2d(x, x_dst, bar, k, row);
           }
         }
       }
@@ -183,6 +187,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       if (split == 1) {
         // Rounded, and turned so that the columns of a row lie side by side.
         constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // rows begin in different banks
+        static_assert(kRows * kRowBytes <= 2 * swap_ab_meeting_bytes(kTile));
         constexpr int kVectors = kSwapAbN / kVector;
         if (tile != first_tile) both_warpgroups();  // the last tile has been given away
         if (multiplies) {

@@ -85,6 +85,31 @@ def test_every_swap_ab_tile_and_cluster(config: int, transpose_weight: bool) -> 
             assert_untouched(whole)
 
 
+@pytest.mark.parametrize("transpose_weight", [False, True])
+def test_nothing_that_stages_held_before_gets_into_a_result(transpose_weight: bool) -> None:
+    # Rows and columns beyond the edge are not fetched: what is computed there is of the call before, here NaN.
+    n = 8192
+    nan = torch.full((n, 520), torch.nan, dtype=torch.bfloat16, device="cuda")
+    ordinary = [t.id | cluster << 8 for t in core.tile_configs() for cluster in CLUSTERS]
+    swap_ab = [core.FIRST_SWAP_AB + i | split << 8 for i in range(core.NUM_SWAP_AB) for split in (1, 2)]
+    pairs = [core.FIRST_SWAP_AB + i | 1 << 8 | 2 << 16 for i in range(core.NUM_SWAP_AB)]
+    for choice in ordinary + swap_ab + pairs:
+        config = choice & 0xFF
+        if config < core.FIRST_SWAP_AB and transpose_weight:
+            if not core.tile_configs()[config].supports_transposed_weight:
+                continue  # has no such kernel
+        for m, columns in ((130, 1032), (150, 200), (260, 1048)):
+            weight = nan.t() if transpose_weight else nan
+            spoilt = torch.empty(384, n, dtype=nan.dtype, device="cuda")
+            torch.ops.flux._gemm(nan[:384], weight.contiguous(), None, spoilt, transpose_weight, choice, 0)
+            case = GemmRsCase(m, columns, 520, 1, torch.bfloat16, transpose_weight, seed=m)
+            x, weight, _ = case.inputs(0, "cuda")
+            out, whole = guarded(m, columns, case.dtype)
+            torch.ops.flux._gemm(x, weight, None, out, transpose_weight, choice, 0)
+            assert torch.equal(out, case.expected(0, "cuda")), (m, columns, choice)
+            assert_untouched(whole)
+
+
 def test_a_bias_and_a_row_that_lie_where_the_kernels_cannot_read_them() -> None:
     case = GemmRsCase(1, 136, 72, 1, bias=True)
     x, weight, bias = case.inputs(0, "cuda")
