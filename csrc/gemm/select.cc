@@ -205,9 +205,10 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   double weight_us = memory_us(p, kSwapAbMemoryBytesPerUs) * unused;
   if (sharers > 1) weight_us *= kPairMemory;
   if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
-  // Loads go on while a tile ends.
+  // Loads go on while a tile ends, but not for as long as three meetings take.
+  const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
   const double math_us = rounds * (k_blocks * (block.us + block.row_us * tile.rows) + end_us);
-  const double load_us = std::max(rounds * k_blocks * l2_us, weight_us) + end_us;
+  const double load_us = std::max(rounds * k_blocks * l2_us, weight_us) + ends * end_us;
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);
   if (!p.all_reduced) return time_us;
   const bool meets_twice = split > 1 && tile.rows > swap_ab_meeting_rows(tile);

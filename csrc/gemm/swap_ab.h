@@ -1,5 +1,5 @@
 // Tiles for few rows of x, the weight on wgmma's side of 64 rows: D^T = W * x^T. A tile is kSwapAbN columns of
-// the result and up to 16..128 rows of x, whatever of them are there. Such a GEMM takes as long as its weight
+// the result and up to 16..192 rows of x, whatever of them are there. Such a GEMM takes as long as its weight
 // takes to arrive from memory, so all SMs must fetch it. Where tiles are fewer than SMs, a cluster of CTAs splits
 // K, and adds up through distributed shared memory; where rows fill two tiles, a pair may fetch the weight together.
 #pragma once
@@ -33,7 +33,8 @@ struct SwapAbConfig {
   X(2, 32, 2, 6, true)           \
   X(3, 64, 1, 11, true)          \
   X(4, 64, 2, 5, false)          \
-  X(5, 128, 1, 7, true)
+  X(5, 128, 1, 7, true)          \
+  X(6, 192, 1, 5, false)
 
 constexpr SwapAbConfig kSwapAbConfigs[] = {
 #define FLUX_SWAP_AB_ROW(id, rows, k_blocks, stages, in_pairs) {id, rows, k_blocks, stages, in_pairs},
