@@ -322,13 +322,8 @@ void bind_selection(py::module_& m) {
             return choice.swaps_ab() ? choice.split : static_cast<int>(choice.cluster);
           },
           "1: none, 2 and 3: pairs, 4 and 5: 2 and 3 CTAs share K; of a swap-AB tile how many do.")
-      .def_property_readonly(
-          "sums_in_launch",
-          [](const gemm::Choice& choice) {
-            return choice.swaps_ab() ||
-                   gemm::sums_in_launch(gemm::kTileConfigs[choice.config], choice.cluster);
-          },
-          "Of GEMM+AllReduce: whether the launch that multiplies also sums over ranks.")
+      .def_readonly("sums_in_launch", &gemm::Choice::sums_in_launch,
+                    "Of GEMM+AllReduce: whether the launch that multiplies also sums over ranks.")
       .def_readonly("group_m", &gemm::Choice::group_m)
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)

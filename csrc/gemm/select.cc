@@ -78,6 +78,15 @@ double exchange_us(const Problem& p, double left) {
   return kExchangeUs + left * sum_bytes(p) / kExchangeBytesPerUs;
 }
 
+// Larger sums are sooner in a launch of their own, which has more threads and does not send itself what it has: 4 MiB by
+// 1.5 us, but 3 MiB are 1.6 to 4 us later (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
+constexpr double kMaxOwnSumBytes = 3.7e6;
+bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
+  // Clusters of three are not all on the GPU at once, and must be where they wait for peers.
+  const bool can = supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
+  return can && sum_bytes(p) <= kMaxOwnSumBytes;
+}
+
 constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
                                  Cluster::kSplit3};
 
@@ -112,11 +121,6 @@ bool worth_sending(const TileConfig& tile) {
 }
 
 }  // namespace
-
-bool sums_in_launch(const TileConfig& tile, Cluster cluster) {
-  // Clusters of three are not all on the GPU at once, and must be where they wait for peers.
-  return supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
-}
 
 std::string config_name(int config, Cluster cluster) {
   const TileConfig& tile = kTileConfigs[config];
@@ -160,8 +164,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     time_us =
         std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p, kMemoryBytesPerUs) * unused + meet_us);
     if (!p.all_reduced) return time_us;
-    const double sum_us = sums_in_launch(tile, cluster) ? kOwnSumUs + sum_bytes(p) / kOwnSumBytesPerUs
-                                                        : kSumUs + sum_bytes(p) / kSumBytesPerUs;
+    const double sum_us = sums_in_launch(p, tile, cluster) ? kOwnSumUs + sum_bytes(p) / kOwnSumBytesPerUs
+                                                           : kSumUs + sum_bytes(p) / kSumBytesPerUs;
     return time_us + exchange_us(p, 1.0) + sum_us;
   }
 
@@ -246,9 +250,7 @@ Choice sorted(Choice choice) {
   return choice;
 }
 
-}  // namespace
-
-Choice select(const Problem& p, int packed_choice) {
+Choice selected(const Problem& p, int packed_choice) {
   const bool fixed = packed_choice >= 0;
   const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
   const int fixed_group_m = fixed ? packed_choice >> 16 : 0;
@@ -293,6 +295,15 @@ Choice select(const Problem& p, int packed_choice) {
   if (best.swaps_ab()) return best;
   best.group_m = fixed_group_m > 0 ? fixed_group_m : best.cluster == Cluster::kPairM ? 8 : 16;
   return best;
+}
+
+}  // namespace
+
+Choice select(const Problem& p, int packed_choice) {
+  Choice choice = selected(p, packed_choice);
+  choice.sums_in_launch =
+      p.all_reduced && (choice.swaps_ab() || sums_in_launch(p, kTileConfigs[choice.config], choice.cluster));
+  return choice;
 }
 
 }  // namespace flux::gemm

@@ -28,11 +28,9 @@ struct Choice {
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
   int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
+  bool sums_in_launch = false;  // where results are summed over ranks: whether the kernel that multiplies does it
   bool swaps_ab() const { return split > 0; }
 };
-
-// Whether an ordinary tile whose results are summed over ranks has a kernel that also sums them.
-bool sums_in_launch(const TileConfig& tile, Cluster cluster);
 
 std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split, int sharers);

@@ -6,7 +6,7 @@
 namespace flux::gemm_ar {
 
 bool sums_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice) {
-  if (!gemm::sums_in_launch(gemm::kTileConfigs[choice.config], choice.cluster)) return false;
+  if (!choice.sums_in_launch) return false;
   const gemm::TileOrder order = gemm::plain_order(args, choice);
   return order.split() == 1 ||
          order.num_clusters() <= gemm::resident_clusters<ExchangeStore<true>>(order.cluster_size());

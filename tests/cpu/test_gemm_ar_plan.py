@@ -57,6 +57,7 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         ({"m": 383, "n": 8192, "k": 4096, "world_size": 2}, True, 1, "; two launches: GEMM, sum"),
         ({"m": 128, "n": 8192, "k": 4096, "world_size": 2}, True, 0, "; one launch"),
         ({"m": 192, "n": 8192, "k": 14336, "world_size": 2}, True, 0, "; one launch"),
+        ({"m": 256, "n": 8192, "k": 14336, "world_size": 2}, True, 1, "; two launches: GEMM, sum"),
         ({"m": 512, "n": 8192, "world_size": 2, "device_type": "cpu", "num_sms": 0}, True, 0, "one-shot"),
         ({"dtype": torch.float32}, False, -1, "not float32"),
         ({"n": 4100}, False, -1, "n = 4100 is not a multiple of 8"),
