@@ -69,7 +69,8 @@ constexpr int kMaxRowParts = 8;
 
 // Rows are dealt to CTAs, and where these are many, parts of rows, down to a vector for each thread: an SM takes 64 bytes
 // a cycle, and its threads wait for one vector after the other. 8 rows of 8192 columns take 22.6 us so and not 24.5
-// (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-steps-tp2-2xH200.json).
+// (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-steps-tp2-2xH200.json). Ranks whose launches differ in CTAs may get
+// sums of squares that differ in the last bit.
 FLUX_DEVICE RowPart row_part(int rows, int row_vectors, int threads) {
   const int ctas = min(static_cast<int>(gridDim.x), Exchange::kMeetings / kMaxRowParts);
   const int parts = max(1, min(min(ctas / rows, kMaxRowParts), ceil_div(row_vectors, threads)));

@@ -67,6 +67,9 @@ constexpr double kOwnSumUs = 0.5;
 constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 2.2;
 constexpr double kSumBytesPerUs = 3.0e6;
+// Larger sums are sooner in a launch of their own, which has more threads and does not send itself what it has: 4 MiB by
+// 1.5 us, but 3 MiB are 1.6 to 4 us later (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
+constexpr double kMaxOwnSumBytes = 3.7e6;
 
 // Of the weight, which nothing holds in a cache.
 double memory_us(const Problem& p, double bytes_per_us) {
@@ -78,9 +81,6 @@ double exchange_us(const Problem& p, double left) {
   return kExchangeUs + left * sum_bytes(p) / kExchangeBytesPerUs;
 }
 
-// Larger sums are sooner in a launch of their own, which has more threads and does not send itself what it has: 4 MiB by
-// 1.5 us, but 3 MiB are 1.6 to 4 us later (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
-constexpr double kMaxOwnSumBytes = 3.7e6;
 bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
   // Clusters of three are not all on the GPU at once, and must be where they wait for peers.
   const bool can = supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;

@@ -28,8 +28,8 @@ struct Choice {
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
   int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
-  bool sums_in_launch =
-      false;  // where results are summed over ranks: whether the kernel that multiplies does it
+  // Where results are summed over ranks: whether the kernel that multiplies does it.
+  bool sums_in_launch = false;
   bool swaps_ab() const { return split > 0; }
 };
 

@@ -169,8 +169,8 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
     for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
 
-  gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, {0, 1, 0, row_vectors}, thread,
-                                        memory);
+  const gemm::RowPart whole = {0, 1, 0, row_vectors};
+  gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, whole, thread, memory);
   const auto normalise = [&](int owner, auto vector) {
     const int first = flat.shard_begin(owner) / row_vectors;
     for_each_row(

@@ -122,6 +122,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: 77, raising=False)
+    monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
     made = plan(m=4, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
     total = torch.zeros(4, 16).bfloat16()
@@ -132,6 +133,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
     assert plain[4:] == (False, 77, made.choice, 0, made.mode, None, None, 0.0, None)
     assert norm[3] is normalised and norm[12] is total and norm[11] == 1e-5
+    assert norm[7] == 114, "CTAs that share rows must be as many on all ranks"
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
     # Written before the residual is read.

@@ -379,6 +379,8 @@ def _fused_cuda(
         readable_if_any(residual),
         readable_if_any(norm_weight),
     )
+    # How CTAs share the rows of a norm depends on how many there are, and must not on the rank.
+    num_sms = 0 if norm_weight is None else workspace.num_sms
     _kernel(
         x,
         weight,
@@ -387,7 +389,7 @@ def _fused_cuda(
         plan.transpose_weight,
         workspace.enter(plan),
         plan.choice,
-        0,
+        num_sms,
         plan.mode,
         residual,
         norm_weight,

@@ -1,6 +1,6 @@
 // AllReduce and ReduceScatter by the device code of csrc/gemm_ar/all_reduce.cuh: CTAs of several ranks send each other
-// vectors and sum them, also where the result, or its norm, is written over what is summed. Prints "all exact" if every
-// rank has the sum of all.
+// vectors and sum them, also where the result, or its norm, is written over what is summed; and norms behind tiles by
+// that of csrc/gemm/finish.cuh. Prints "all exact" if every rank has the sum of all.
 #include "gemm_ar/all_reduce.cuh"
 
 #include "launch.h"
