@@ -18,7 +18,6 @@ struct Finish {
 };
 
 using runtime::Exchange;
-using runtime::kAbsent;
 
 struct ExchangeParams {
   runtime::SymmBuffer symm;
@@ -170,7 +169,7 @@ struct Summing {
         char* const address = here + x.meeting(row, part.parts, thread, part.index);
         // The other CTA waits for ranks no longer than `timeout_ns`, and reports which one has not come.
         const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
-        ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
+        exchange::put_back_absent(address);
         value = __uint_as_float(v.x);
       }
       scratch[thread] = value;

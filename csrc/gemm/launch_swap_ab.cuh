@@ -87,9 +87,10 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   params.weight = args.transpose_weight
                       ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / sharers)
                       : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN / sharers);
-  params.x = make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
   const int last_rows = args.m() % tile.rows;
-  params.last_x = last_rows > 0 ? make_tensor_map(args.x, args.dtype, kBlockK, last_rows) : params.x;
+  params.last_x = make_tensor_map(args.x, args.dtype, kBlockK, last_rows > 0 ? last_rows : tile.rows);
+  const bool alike = last_rows == 0 || args.m() < tile.rows;  // as in most calls: one map less to encode
+  params.x = alike ? params.last_x : make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
   params.m = args.m();
   params.n = args.n();
   params.stage_blocks = swap_ab_stage_blocks(tile, args.k());

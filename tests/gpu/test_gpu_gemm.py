@@ -90,6 +90,8 @@ def test_nothing_that_stages_held_before_gets_into_a_result(transpose_weight: bo
     # Rows and columns beyond the edge are not fetched, and computed from what the last call had there: NaN.
     n = 8192
     nan = torch.full((n, 520), torch.nan, dtype=torch.bfloat16, device="cuda")
+    nan_weight = nan.t().contiguous() if transpose_weight else nan
+    spoilt = torch.empty(384, n, dtype=nan.dtype, device="cuda")
     ordinary = [t.id | cluster << 8 for t in core.tile_configs() for cluster in CLUSTERS]
     swap_ab = [core.FIRST_SWAP_AB + i | split << 8 for i in range(core.NUM_SWAP_AB) for split in (1, 2)]
     pairs = [core.FIRST_SWAP_AB + i | 1 << 8 | 2 << 16 for i in range(core.NUM_SWAP_AB)]
@@ -99,9 +101,7 @@ def test_nothing_that_stages_held_before_gets_into_a_result(transpose_weight: bo
         if is_ordinary and transpose_weight and not core.tile_configs()[config].supports_transposed_weight:
             continue  # has no such kernel
         for m, columns in ((130, 1032), (150, 200), (260, 1048)):
-            weight = nan.t() if transpose_weight else nan
-            spoilt = torch.empty(384, n, dtype=nan.dtype, device="cuda")
-            torch.ops.flux._gemm(nan[:384], weight.contiguous(), None, spoilt, transpose_weight, choice, 0)
+            torch.ops.flux._gemm(nan[:384], nan_weight, None, spoilt, transpose_weight, choice, 0)
             case = GemmRsCase(m, columns, 520, 1, torch.bfloat16, transpose_weight, seed=m)
             x, weight, _ = case.inputs(0, "cuda")
             out, whole = guarded(m, columns, case.dtype)

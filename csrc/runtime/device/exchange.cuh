@@ -62,6 +62,11 @@ inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t time
   return v;
 }
 
+// For the next call that uses this buffer.
+__device__ __forceinline__ void put_back_absent(char* address) {
+  ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
+}
+
 // All ones, which are NaN, if it does not come.
 __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address,
                                       uint4 v, sync::WaitInfo info) {
@@ -72,7 +77,7 @@ __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const syn
       v = {~0u, ~0u, ~0u, ~0u};
     }
   }
-  ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
+  put_back_absent(address);
   return v;
 }
 
