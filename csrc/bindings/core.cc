@@ -23,6 +23,7 @@
 #include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
 #include "runtime/symm_buffer.h"
+#include "runtime/turn.h"
 
 namespace py = pybind11;
 
@@ -266,6 +267,24 @@ void bind_atomics(py::module_& m) {
         "out.");
 }
 
+void bind_turn(py::module_& m) {
+  py::class_<runtime::Turn>(
+      m, "Turn", "A lock that threads get in the order in which they ask; its holder may take it again.")
+      .def(py::init<>())
+      .def("__enter__",
+           [](runtime::Turn& turn) {
+             if (turn.try_acquire()) return;
+             py::gil_scoped_release release;
+             turn.acquire([] {
+               py::gil_scoped_acquire acquire;
+               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+             });
+           })
+      .def("__exit__", [](runtime::Turn& turn, const py::args&) {
+        if (!turn.release()) throw std::runtime_error("this thread does not hold the lock");
+      });
+}
+
 void bind_workspace(py::module_& m) {
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
@@ -430,6 +449,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("VERSION") = FLUX_VERSION;
   m.attr("WHY_NO_KERNELS") = FLUX_BUILD_NOTE;
   bind_atomics(m);
+  bind_turn(m);
   bind_workspace(m);
   bind_selection(m);
   bind_gemm_rs(m);

@@ -64,6 +64,14 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("auto", "off"),
     ),
     Variable(
+        "FLUX_DEBUG",
+        "off",
+        "compare: ranks compare every call, and the contents of tensors that must be equal on all of them; "
+        "slow. Read when a group is first used; one rank's setting counts for all.",
+        "run",
+        _one_of("off", "compare"),
+    ),
+    Variable(
         "FLUX_VLLM",
         "auto",
         "The plugin in vLLM: auto, pass (only compiled models), layer (vLLM's own passes see nothing of it), "

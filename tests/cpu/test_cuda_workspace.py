@@ -77,6 +77,16 @@ def make() -> CudaWorkspace:
     return CudaWorkspace(group, torch.device("cuda", 0), "gemm_rs", meeting)
 
 
+def enter(workspace: CudaWorkspace, plan: Plan) -> int:
+    with workspace.enter(plan) as address:
+        return address
+
+
+def entered(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
+    with all_gather.entered(workspace, plan) as launch:
+        return launch
+
+
 def plan(rows: int) -> Plan:
     return plan_gemm_rs("cuda", 2 * rows, 1024, 512, torch.bfloat16, False, 2, None, 132, "test")
 
@@ -85,18 +95,18 @@ def test_it_grows_when_it_must_and_geometrically(machine: Machine) -> None:
     workspace = make()
     assert (workspace.why_not, workspace.num_sms, machine.allocated) == (None, 132, [])
     small, large, larger = plan(128), plan(4096), plan(4200)
-    address = workspace.enter(small)
+    address = enter(workspace, small)
     assert address == workspace._symm_buffer.address != 0
-    assert workspace.enter(small) == address and len(machine.allocated) == 1
-    workspace.enter(large)
+    assert enter(workspace, small) == address and len(machine.allocated) == 1
+    enter(workspace, large)
     assert workspace._symm_buffer.slot_bytes == workspace.slot_bytes >= large.slot_bytes
     assert workspace._symm_buffer.signal_bytes == workspace.signal_bytes >= large.signal_bytes
-    workspace.enter(larger)
+    enter(workspace, larger)
     assert workspace.slot_bytes >= 3 * large.slot_bytes // 2
     expected = core.HEADER_BYTES + workspace.signal_bytes + 2 * workspace.slot_bytes
     assert machine.allocated[-1] == expected and len(machine.allocated) == 3
     assert workspace.signal_bytes % 4096 == workspace.slot_bytes % 4096 == 0
-    workspace.enter(small)
+    enter(workspace, small)
     assert len(machine.allocated) == 3, "never shrinks"
 
 
@@ -104,16 +114,16 @@ def test_a_capture_cannot_grow_it_but_keeps_what_it_used(machine: Machine) -> No
     workspace = make()
     machine.capturing = True
     with pytest.raises(RuntimeError, match=r"gemm_rs: group 'g' .* Before the capture call flux.reserve"):
-        workspace.enter(plan(128))
+        enter(workspace, plan(128))
     machine.capturing = False
-    workspace.enter(plan(128))
-    workspace.enter(plan(512))
+    enter(workspace, plan(128))
+    enter(workspace, plan(512))
     assert workspace._kept == [], "no graph knows the first buffers"
     machine.capturing = True
-    captured = workspace.enter(plan(512))
+    captured = enter(workspace, plan(512))
     memory = workspace._memory
     machine.capturing = False
-    assert workspace.enter(plan(8192)) != captured
+    assert enter(workspace, plan(8192)) != captured
     assert [kept[0] for kept in workspace._kept] == [memory]
 
 
@@ -121,10 +131,10 @@ def test_calls_on_another_stream_wait_for_the_last_one(machine: Machine) -> None
     workspace = make()
     for stream in (7, 7, 8, 8, 0, 7):
         machine.stream = stream
-        workspace.enter(plan(128))
+        enter(workspace, plan(128))
     assert machine.waits == [(7, 8), (8, 0), (0, 7)]
     machine.capturing, machine.stream = True, 9
-    workspace.enter(plan(128))
+    enter(workspace, plan(128))
     assert len(machine.waits) == 3, "a graph must not wait for work outside of it"
 
 
@@ -139,18 +149,18 @@ def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> N
     assert (small.copied, small.chunk_rows, small.transport) == (False, 0, "pushed")
     assert (large.copied, large.chunk_rows) == (True, 1024)
     assert large.transport == "copy engines; in CUDA graphs pushed"
-    address, epoch, chunk_rows = all_gather.enter(workspace, small)
+    address, epoch, chunk_rows = entered(workspace, small)
     assert (address, epoch, chunk_rows) == (workspace._symm_buffer.address, 0, 0)
-    copied = [all_gather.enter(workspace, large) for _ in range(3)]
+    copied = [entered(workspace, large) for _ in range(3)]
     assert [call[1:] for call in copied] == [(1, 1024), (2, 1024), (3, 1024)]
     assert len({call[0] for call in copied} - {address}) == 1
     machine.capturing = True
     with pytest.raises(RuntimeError, match="ag_gemm: group 'g' .* Before the capture call flux.reserve"):
-        all_gather.enter(workspace, gathering(4096))
+        entered(workspace, gathering(4096))
     machine.capturing = False
-    workspace.enter(large)
+    enter(workspace, large)
     machine.capturing = True
-    assert all_gather.enter(workspace, large) == (workspace._symm_buffer.address, 0, 0)
+    assert entered(workspace, large) == (workspace._symm_buffer.address, 0, 0)
 
 
 def test_a_list_of_weights_is_one_gather_and_several_launches(
@@ -252,11 +262,11 @@ def test_what_a_gather_needs() -> None:
 
 def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> None:
     workspace = make()
-    workspace.enter(plan(128))
+    enter(workspace, plan(128))
     workspace.check("check")
     # code, op, rank, peer, tile, expected, seen
     workspace._error[:7] = torch.tensor([1, 1, 0, 1, 5, 42, 41])
-    for attempt in (lambda: workspace.enter(plan(128)), lambda: workspace.check("check")):
+    for attempt in (lambda: enter(workspace, plan(128)), lambda: workspace.check("check")):
         with pytest.raises(flux.CommTimeoutError) as caught:
             attempt()
         error = caught.value

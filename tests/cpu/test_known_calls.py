@@ -53,6 +53,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _symm_buffer=symm_buffer,
         _address=int(symm_buffer.address),
         _index=0,
+        _launch_turn=core.Turn(),
         _error=error,
         _error_address=error.data_ptr(),
         _error_code=ctypes.c_uint32.from_address(error.data_ptr()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +15,10 @@ from flux.comm import shm, symm_mem
 from flux.comm.group import Meeting
 from flux.comm.workspace import (
     HEADER_BYTES,
+    NOTHING,
     OP_NAMES,
     Call,
+    Same,
     Workspace,
     call_facts,
     compare_calls,
@@ -24,6 +28,9 @@ from flux.errors import CommTimeoutError
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 _why_not: dict[int, str | None] = {}
+# Between ordering a call behind the last one on its GPU and launching it, no other thread may launch there.
+_launch_turns: dict[int, Any] = {}
+_COMPARED: AbstractContextManager[int] = nullcontext(0)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -64,6 +71,7 @@ class CudaWorkspace(Workspace):
     """
 
     _last_streams: ClassVar[dict[int, int]] = {}  # by device: where the last call of any group went
+    _same: Same = NOTHING  # of the call that is being made, for when it must grow
 
     def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
         super().__init__(group, device, op, meeting)
@@ -71,6 +79,7 @@ class CudaWorkspace(Workspace):
         self._symm_buffer: Any = None
         self._address = 0
         self._index = device.index
+        self._launch_turn = _launch_turns.setdefault(device.index, _native.core.Turn())
         self._captured = False
         self._kept: list[Any] = []
         self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
@@ -138,8 +147,20 @@ class CudaWorkspace(Workspace):
         self._meet(op, {})
         return memory, symm_buffer
 
-    def enter(self, call: Call) -> int:
-        """Readies the workspace for a launch on the current stream; returns the address of its SymmBuffer.
+    def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
+        """Compares only with FLUX_DEBUG=compare, and where a call makes the workspace grow: the rest would
+        be a host synchronisation.
+        """
+        self.raise_if_failed()
+        self._same = same
+        if self.compares_contents and not torch.cuda.is_current_stream_capturing():
+            with self.recorded(call.op):
+                compare_calls(call.op, self._meet(call.op, call_facts(call, same, True)))
+        return _COMPARED
+
+    def enter(self, call: Call) -> Launch:
+        """Readies the workspace for a launch on the current stream, to be made inside `with`, which gives the
+        address of its SymmBuffer.
 
         Synchronises only where it must grow.
 
@@ -147,27 +168,20 @@ class CudaWorkspace(Workspace):
             CommTimeoutError: an earlier call on this workspace ran out of time.
             RuntimeError: it would have to grow while a CUDA graph is being captured.
         """
-        self.check(call.op)
-        capturing = torch.cuda.is_current_stream_capturing()
+        self._raise_timeout(call.op)
         if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
             refuse_capture(self.group, call.op)
-            facts = call_facts(call)
+            facts = call_facts(call, self._same, False)
             self.grow(call.signal_bytes, call.slot_bytes, call.op, facts, call.exchange_bytes)
-        if capturing:
-            # The graph keeps using these buffers. Ordering its replays is the user's, as for any graph.
-            self._captured = True
-        else:
-            self._follow_last_call()
-        return self._address
+        return Launch(self, self._address)
 
-    def enter_copy(self, call: Call) -> tuple[int, int]:
-        """The same for a call whose data copy engines move: its SymmBuffer's address, and its epoch."""
-        self.check(call.op)
+    def enter_copy(self, call: Call) -> CopyLaunch:
+        """The same for a call whose data copy engines move; gives its SymmBuffer's address, and its epoch."""
+        self._raise_timeout(call.op)
         if not self._fits_copy(call.signal_bytes, call.slot_bytes):
-            self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, call_facts(call))
-        self._follow_last_call()
-        self._copy_epoch += 1
-        return self._copy_address, self._copy_epoch
+            facts = call_facts(call, self._same, False)
+            self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, facts)
+        return CopyLaunch(self, call.op)
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
         """Collective: makes room for calls of that size, or does nothing where there is room.
@@ -181,12 +195,13 @@ class CudaWorkspace(Workspace):
         """
         if self._fits_copy(signal_bytes, slot_bytes):
             return
-        compare_calls(op, self._meet(op, facts))
-        room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
-        self._copy_region = self._make_region(*room, 0, op)
-        self._copy_address = int(self._copy_region[1].address)
-        self._copy_room = room
-        self._copy_epoch = 0
+        with self.recorded(op):
+            compare_calls(op, self._meet(op, facts))
+            room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
+            self._copy_region = self._make_region(*room, 0, op)
+            self._copy_address = int(self._copy_region[1].address)
+            self._copy_room = room
+            self._copy_epoch = 0
 
     def _fits_copy(self, signal_bytes: int, slot_bytes: int) -> bool:
         return signal_bytes <= self._copy_room[0] and slot_bytes <= self._copy_room[1]
@@ -203,8 +218,15 @@ class CudaWorkspace(Workspace):
             self._last_streams[self._index] = stream
 
     def check(self, op: str) -> None:
-        """Raises CommTimeoutError if a kernel has left a record of a timeout. Does not synchronise."""
+        """Raises what made the workspace unusable, such as a timeout that a kernel has recorded. Does not
+        synchronise.
+        """
         self.raise_if_failed()
+        self._raise_timeout(op)
+
+    def _raise_timeout(self, op: str) -> None:
+        if self.failure is not None:
+            raise self.failure
         if self.why_not is not None or not self._error_code.value:
             return
         op_id, rank, peer, tile, expected, seen = _native.core.read_error(self._error_address)
@@ -217,3 +239,65 @@ class CudaWorkspace(Workspace):
         if self.why_not is None:
             torch.cuda.synchronize(self.device)
         super().release()
+
+
+class Launch:
+    """Around the launch of a call. A graph that captures it goes on using the buffers; the user orders its
+    replays, as for any graph.
+    """
+
+    __slots__ = ("_address", "_workspace")
+
+    def __init__(self, workspace: CudaWorkspace, address: int) -> None:
+        self._workspace = workspace
+        self._address = address
+
+    def __enter__(self) -> int:
+        workspace = self._workspace
+        workspace._launch_turn.__enter__()
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                workspace._captured = True
+            else:
+                workspace._follow_last_call()
+        except BaseException:
+            workspace._launch_turn.__exit__()
+            raise
+        return self._address
+
+    def __exit__(self, *_: object) -> None:
+        self._workspace._launch_turn.__exit__()
+
+
+class CopyLaunch:
+    """Around the launch of a call that copy engines carry. Its epoch is spent once it is given out, so a call
+    that is broken off from then on is recorded.
+    """
+
+    __slots__ = ("_op", "_workspace")
+
+    def __init__(self, workspace: CudaWorkspace, op: str) -> None:
+        self._workspace = workspace
+        self._op = op
+
+    def __enter__(self) -> tuple[int, int]:
+        workspace = self._workspace
+        workspace._launch_turn.__enter__()
+        try:
+            workspace._follow_last_call()
+            workspace._open = self._op
+            workspace._copy_epoch += 1
+        except BaseException:
+            workspace._launch_turn.__exit__()
+            raise
+        return workspace._copy_address, workspace._copy_epoch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        workspace = self._workspace
+        if error is None:
+            workspace._open = None
+        else:
+            workspace._break_off(self._op, error)
+        workspace._launch_turn.__exit__()

@@ -6,8 +6,10 @@ GPU, has a deadline, and knows who is missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,6 +23,9 @@ from flux import _env
 from flux.errors import CommTimeoutError
 
 _c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
+
+# What a rank leaves in the place of its token when it stops waiting for the others to come.
+_GAVE_UP = "gave up"
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | str | None
 
@@ -81,8 +86,8 @@ def group_name(group: GroupLike, op: str) -> str:
 class Meeting:
     """Successive all-to-all exchanges of small facts between the ranks of a group, through its store.
 
-    All ranks must meet in the same order. Keys carry the name of the group's user (CPU or CUDA workspace) and
-    a counter.
+    All ranks must meet in the same order. Keys carry the kind of workspace that the group meets for, and a
+    number that the ranks agree on in begin(): ranks cannot count, as some may have failed more often.
     """
 
     def __init__(self, group: ProcessGroup, tag: str) -> None:
@@ -91,8 +96,50 @@ class Meeting:
         self._world_size = group.size()
         # Groups may share one store (a FileStore given to init_process_group), so the key names the members.
         members = "-".join(str(r) for r in dist.get_process_group_ranks(group))
-        self._prefix = f"flux/{tag}/{group.group_name}/{members}"
+        self._base = f"flux/{tag}/{group.group_name}/{members}"
+        self._prefix = ""
         self._count = 0
+
+    def begin(self, op: str) -> None:
+        """Brings all ranks together: rank 0 waits for everybody's token, and answers each with one number.
+
+        A rank that gives up withdraws its token, so a failure leaves no trace: all may try again.
+
+        Raises:
+            CommTimeoutError: a rank did not come within FLUX_TIMEOUT_S.
+        """
+        token = uuid.uuid4().hex
+        place = f"{self._base}/join"
+        left = _GAVE_UP
+        try:
+            self._set(op, f"{place}/{self._rank}", token)
+            if self._rank == 0:
+                deadline = time.monotonic() + _env.timeout_s()
+                joined = range(1, self._world_size)
+                tokens = [self._wait(op, peer, f"{place}/{peer}", deadline, _is_token) for peer in joined]
+                for peer, theirs in zip(joined, tokens, strict=True):
+                    self._set(op, f"{self._base}/begin/{peer}/{theirs}", token)
+                number = token
+            else:
+                number = self._await_number(op, place, token)
+            left = ""
+        finally:
+            # The store may be what failed.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{place}/{self._rank}", left)
+        self._prefix = f"{self._base}/{number}"
+
+    def _await_number(self, op: str, place: str, token: str) -> str:
+        deadline = time.monotonic() + _env.timeout_s()
+        try:
+            return self._wait(op, 0, f"{self._base}/begin/{self._rank}/{token}", deadline)
+        except CommTimeoutError:
+            # Rank 0 may itself be waiting: name who never came.
+            for peer in range(self._world_size):
+                key = f"{place}/{peer}"
+                if not self._store.check([key]) or not self._store.get(key):
+                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s()) from None
+            raise
 
     def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Gives `facts` to every rank and returns those of all ranks, in rank order.
@@ -112,32 +159,50 @@ class Meeting:
         if wait:
             self._gather(op, "leave", {})
         else:
-            self._store.set(f"{self._prefix}/leave/{self._rank}", "{}")
+            self._set(op, f"{self._prefix}/leave/{self._rank}", "{}")
 
     def _gather(self, op: str, place: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         prefix = f"{self._prefix}/{place}"
-        timeout_s = _env.timeout_s()
-        deadline = time.monotonic() + timeout_s
-        pause_s = 0.0005
-        peer = self._rank
-        result: list[dict[str, Any]] = []
+        deadline = time.monotonic() + _env.timeout_s()
+        self._set(op, f"{prefix}/{self._rank}", json.dumps(facts))
+        peers = range(self._world_size)
+        return [json.loads(self._wait(op, peer, f"{prefix}/{peer}", deadline)) for peer in peers]
+
+    def _set(self, op: str, key: str, value: str) -> None:
         try:
-            self._store.set(f"{prefix}/{self._rank}", json.dumps(facts))
-            for peer in range(self._world_size):
-                key = f"{prefix}/{peer}"
-                # Polling, unlike Store.wait, can be interrupted from the keyboard.
-                while not self._store.check([key]):
-                    if time.monotonic() > deadline:
-                        raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=timeout_s)
-                    time.sleep(pause_s)
-                    pause_s = min(2 * pause_s, 0.02)
-                result.append(json.loads(self._store.get(key)))
+            self._store.set(key, value)
+        except RuntimeError as error:
+            raise self._store_failed(op, self._rank, error) from error
+
+    def _wait(
+        self, op: str, peer: int, key: str, deadline: float, accept: Callable[[str], bool] = bool
+    ) -> str:
+        """The value of a key that `peer` sets, or causes to be set, as soon as it is acceptable."""
+        pause_s = 0.0005
+        try:
+            # Polling, unlike Store.wait, can be interrupted from the keyboard.
+            while True:
+                if self._store.check([key]):
+                    value = str(self._store.get(key).decode())
+                    if accept(value):
+                        return value
+                if time.monotonic() > deadline:
+                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s())
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.02)
         except CommTimeoutError:
             raise
-        except RuntimeError as error:  # the store itself is gone: it lives in one of the job's processes
-            detail = f"The store of the group failed: {error}."
-            raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=timeout_s, detail=detail) from error
-        return result
+        except RuntimeError as error:
+            raise self._store_failed(op, peer, error) from error
+
+    def _store_failed(self, op: str, peer: int, error: RuntimeError) -> CommTimeoutError:
+        # It lives in one of the job's processes.
+        detail = f"The store of the group failed: {error}."
+        return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s(), detail=detail)
+
+
+def _is_token(value: str) -> bool:
+    return value not in ("", _GAVE_UP)
 
 
 def reduce_scatter() -> Callable[..., object]:

@@ -19,6 +19,10 @@ from flux.comm.group import Meeting
 _DIRECTORY = Path("/dev/shm")
 
 
+class NoSharedMemory(RuntimeError):
+    """A rank could not make or map its part. Raised on all ranks alike."""
+
+
 def host_id() -> str:
     """Equal for processes that can share memory: one kernel, one /dev/shm."""
     try:
@@ -63,7 +67,7 @@ class SharedMemory:
             names = [f["path"] for f in facts]
             errors = [f"rank {r}: {f['error']}" for r, f in enumerate(facts) if f["error"]]
             if errors:
-                raise RuntimeError(f"flux.{op}: no shared memory: " + "; ".join(errors))
+                raise NoSharedMemory(f"flux.{op}: no shared memory: " + "; ".join(errors))
             self.views = [own if r == rank else _open(f["path"], nbytes) for r, f in enumerate(facts)]
             meeting.exchange(op, {})
         finally:

@@ -13,8 +13,11 @@ These sizes belong to the workspace, not to a call: they may only grow, together
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,6 +25,7 @@ from torch.distributed import ProcessGroup
 from flux import _env, _native
 from flux._log import log
 from flux.comm.group import Meeting
+from flux.comm.shm import NoSharedMemory
 from flux.errors import CommTimeoutError
 
 HEADER_BYTES: int = _native.core.HEADER_BYTES
@@ -73,9 +77,23 @@ def round_up(value: int, to: int = PAGE_BYTES) -> int:
     return -(-value // to) * to
 
 
-def call_facts(call: Call) -> dict[str, Any]:
-    """What must be equal on all ranks, as JSON can carry it."""
-    return {
+# Arguments of a call, besides its plan, that must be equal on all ranks. Of a tensor it counts whether it is
+# given; with FLUX_DEBUG=compare, its contents count too.
+Same: TypeAlias = Mapping[str, torch.Tensor | float | str | None]
+NOTHING: Same = {}
+
+
+class Disagreement(ValueError):
+    """The ranks of a group made different calls. Raised on all of them alike, so the group remains usable."""
+
+
+# What all ranks raise together, at the same point of the same call.
+ON_ALL_RANKS = (Disagreement, NoSharedMemory)
+
+
+def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
+    """What must be equal on all ranks, as JSON can carry it. contents: include digests of tensors."""
+    facts: dict[str, Any] = {
         "op": call.op,
         "m": call.m,
         "n": call.n,
@@ -84,16 +102,31 @@ def call_facts(call: Call) -> dict[str, Any]:
         "transpose_weight": call.transpose_weight,
         "config": call.config,
     }
+    for name, value in same.items():
+        if value is None or isinstance(value, torch.Tensor):
+            facts[name] = "none" if value is None else "given"
+            if contents and value is not None:
+                facts[f"digest of {name}"] = digest(value)
+        else:
+            facts[name] = value
+    return facts
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Equal for tensors of the same shape, type and bits. Synchronises with the GPU."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    facts = f"{list(tensor.shape)} {tensor.dtype}".encode()
+    return hashlib.sha256(facts + data.numpy().tobytes()).hexdigest()[:16]
 
 
 def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
-    """Raises ValueError, on every rank alike, if the ranks of a group did not make the same call."""
+    """Raises Disagreement, on every rank alike, if the ranks of a group did not make the same call."""
     if any(call != calls[0] for call in calls):
         told = "; ".join(
             f"rank {r}: " + ", ".join(f"{key}={value}" for key, value in call.items())
             for r, call in enumerate(calls)
         )
-        raise ValueError(f"{op}: expected the same call on all ranks of the group, got {told}")
+        raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}")
 
 
 class Workspace(ABC):
@@ -104,9 +137,14 @@ class Workspace(ABC):
         num_sms: streaming multiprocessors of the smallest GPU of the group (CPU: 0).
         plans: what the ops decided per problem, kept here because a plan holds for one group.
         failure: what made the workspace unusable, or None.
+        compares_contents: whether ranks compare what tensors hold (FLUX_DEBUG=compare on any rank).
     """
 
     transport: str  # what carries the tiles, for people to read
+    compares_contents = False
+    # The operator that is changing what peers know of this rank. Still set when the next call comes: the call
+    # before it was broken off half-way, wherever that was.
+    _open: str | None = None
 
     def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
         self.group = group
@@ -120,8 +158,9 @@ class Workspace(ABC):
         self.plans: dict[Any, Any] = {}
         self.failure: Exception | None = None
         self._meeting = meeting
-        facts = meeting.exchange(op, self._facts())
+        facts = meeting.exchange(op, {**self._facts(), "compare": _env.get("FLUX_DEBUG") == "compare"})
         self.num_sms = min(f["num_sms"] for f in facts)
+        self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
         if self.why_not is not None:
             log.warning("group %r on %s runs unfused: %s", group.group_name, device, self.why_not)
@@ -151,10 +190,45 @@ class Workspace(ABC):
     def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
         """Collective: replaces the buffers by fresh ones of that size."""
 
+    @abstractmethod
+    def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
+        """Around a call, fused or not: what is compared with the peers, and recorded if it is broken off.
+
+        Gives the epoch of the call (CPU; on GPUs the device counts).
+        """
+
     def raise_if_failed(self) -> None:
         """Raises what made this workspace unusable, if anything has."""
+        if self.failure is None and self._open is not None:
+            self._break_off(self._open, None)
         if self.failure is not None:
             raise self.failure
+
+    def check(self, op: str) -> None:
+        """The same, in the name of `op`; on GPUs also what a kernel has recorded."""
+        self.raise_if_failed()
+
+    @contextmanager
+    def recorded(self, op: str) -> Iterator[None]:
+        """Around steps that peers take part in: an exception between them makes the workspace unusable,
+        unless all ranks raise it.
+        """
+        outer, self._open = self._open, op
+        try:
+            yield
+        except ON_ALL_RANKS:
+            self._open = outer
+            raise
+        except BaseException as error:
+            self._break_off(op, error)
+            raise
+        self._open = outer
+
+    def _break_off(self, op: str, error: BaseException | None) -> None:
+        if self.failure is None:
+            by = "an exception" if error is None else type(error).__name__
+            self.failure = broken_off(op, self.group, by)
+        self._open = None
 
     def fits(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int = 0) -> bool:
         """Whether a call with these needs can run without growing."""
@@ -176,17 +250,17 @@ class Workspace(ABC):
             ValueError: the ranks do not make the same call.
             CommTimeoutError: a rank did not come.
         """
-        self.raise_if_failed()
         if self.fits(signal_bytes, slot_bytes, exchange_bytes):
             return
-        compare_calls(op, self._meet(op, facts))
-        signal_bytes = grown(self.signal_bytes, signal_bytes)
-        slot_bytes = grown(self.slot_bytes, slot_bytes)
-        exchange_bytes = grown(self.exchange_bytes, exchange_bytes)
-        self._allocate(signal_bytes, slot_bytes, exchange_bytes, op)
-        self.signal_bytes = signal_bytes
-        self.slot_bytes = slot_bytes
-        self.exchange_bytes = exchange_bytes
+        with self.recorded(op):
+            compare_calls(op, self._meet(op, facts))
+            signal_bytes = grown(self.signal_bytes, signal_bytes)
+            slot_bytes = grown(self.slot_bytes, slot_bytes)
+            exchange_bytes = grown(self.exchange_bytes, exchange_bytes)
+            self._allocate(signal_bytes, slot_bytes, exchange_bytes, op)
+            self.signal_bytes = signal_bytes
+            self.slot_bytes = slot_bytes
+            self.exchange_bytes = exchange_bytes
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -197,7 +271,15 @@ class Workspace(ABC):
 
     def release(self) -> None:
         """Waits until no rank uses the buffers any more; after a failure only says that this one does not."""
-        self._meeting.leave("release", wait=self.failure is None)
+        self._meeting.leave("release", wait=self.failure is None and self._open is None)
+
+
+def broken_off(op: str, group: ProcessGroup, by: str) -> RuntimeError:
+    """What later calls raise when one was broken off between its first and its last word to the peers."""
+    return RuntimeError(
+        f"{op}: an earlier call on group {group.group_name!r} was broken off by {by}, and peers may have "
+        "seen half of it; call flux.release(group) on all ranks"
+    )
 
 
 def grown(have: int, need: int) -> int:

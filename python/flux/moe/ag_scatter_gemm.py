@@ -16,8 +16,8 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
-from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch
-from flux.ops import _check, grouped_gemm
+from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch, same_routing
+from flux.ops import _check, _gate, grouped_gemm
 from flux.ops import all_gather as gather
 from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
@@ -48,11 +48,14 @@ def ag_scatter_gemm(
         ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
+    direct = may_skip_layer_dispatch(x, weight, routing)
+    if not direct:
+        _gate.check(_OP, x=x, weight=weight, activation=activation)
     check_routing(_OP, routing, weight, x.device)
     if x.dim() == 2 and x.shape[0] != routing.num_tokens:
         _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
-    call = _eager if may_skip_layer_dispatch(x, weight, routing) else _op
+    call = _eager if direct else _op
     result: torch.Tensor = call(x, weight, routing[:11], *sizes, activation, routing.group_name)
     return result
 
@@ -91,38 +94,38 @@ def _eager(
         return out
     if group.size() == 1:
         return _unfused(x, weight, told, activation)
-    workspace = registry.get(group, x.device, _OP)
-    n, k = weight.shape[1:]
-    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
-    if not plan.fused:
-        return _unfused(x, weight, told, activation)
-    if x.is_cuda:
-        out = x.new_empty(layout.max_rows, columns)
-        activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
-        _kernel(
-            readable(x),
-            readable(weight),
-            routing[:10],
-            ep_size,
-            num_experts,
-            layout.top_k,
-            max_tokens,
-            activation_id,
-            out,
-            cast(CudaWorkspace, workspace).enter(plan),
-            -1,
-            0,
-        )
-        return out
-    out = x.new_zeros(layout.max_rows, columns)
-    shared = cast(CpuWorkspace, workspace)
-    with shared.guarded():
-        epoch = shared.begin(plan)
-        arrivals = _Arrivals(shared, plan, layout, told, epoch, x)
-        _Tiles(layout, told, weight, activation, out).compute(arrivals.wait, arrivals.sources)
-        arrivals.wait_for_all()
-        shared.finish(epoch)
-    return out
+    with registry.turn(group, x.device):
+        workspace = registry.get(group, x.device, _OP)
+        n, k = weight.shape[1:]
+        plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
+        with workspace.calling(plan, {"activation": activation, **same_routing(told)}) as epoch:
+            if not plan.fused:
+                return _unfused(x, weight, told, activation)
+            if isinstance(workspace, CudaWorkspace):
+                out = x.new_empty(layout.max_rows, columns)
+                _launch(x, weight, told, layout, activation, out, plan, workspace)
+                return out
+            out = x.new_zeros(layout.max_rows, columns)
+            arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, told, epoch, x)
+            _Tiles(layout, told, weight, activation, out).compute(arrivals.wait, arrivals.sources)
+            return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    layout: Any,
+    activation: str | None,
+    out: torch.Tensor,
+    plan: MoePlan,
+    workspace: CudaWorkspace,
+) -> None:
+    x, weight = readable(x), readable(weight)  # before the launch, as they may run out of memory
+    sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
+    activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
+    with workspace.enter(plan) as symm_buffer:
+        _kernel(x, weight, routing[:10], *sizes, activation_id, out, symm_buffer, -1, 0)
 
 
 def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None) -> torch.Tensor:
@@ -184,19 +187,13 @@ class _Arrivals:
             share = next(i for i, end in enumerate(self._ends) if expert < end)
             self._wait((share + 1) * self._order.parts)
 
-    def wait_for_all(self) -> None:
-        """Ends a call: only then is it known that every peer has begun it."""
-        self._wait(self._order.signals)
-
     def _wait(self, signals: int) -> None:
         rank = self._layout.rank
-        if self._arrived == 0:
-            self._workspace.agree(self._plan, self._epoch)
         for signal in range(self._arrived, signals):
             for source in range(self._layout.world_size):
                 if source != rank:
                     slot = self._layout.slot_index(source, rank)
-                    self._workspace.wait(_OP, source, slot, signal, self._epoch, signal)
+                    self._workspace.wait(_OP, source, slot, signal, signal)
             self._arrived = signal + 1
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:

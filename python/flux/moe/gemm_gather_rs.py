@@ -17,8 +17,8 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
-from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch
-from flux.ops import _check, grouped_gemm
+from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch, same_routing
+from flux.ops import _check, _gate, grouped_gemm
 from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
 
@@ -45,12 +45,15 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.moe.ag_scatter_gemm.
     """
+    direct = may_skip_layer_dispatch(x, weight, routing)
+    if not direct:
+        _gate.check(_OP, x=x, weight=weight)
     check_routing(_OP, routing, weight, x.device)
     if x.dim() == 2 and x.shape[0] != routing.rows.shape[0]:
         what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"
         _check.fail(_OP, "x", what, f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
-    call = _eager if may_skip_layer_dispatch(x, weight, routing) else _op
+    call = _eager if direct else _op
     result: torch.Tensor = call(x, weight, routing[:11], *sizes, routing.group_name)
     return result
 
@@ -84,21 +87,18 @@ def _eager(
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1:
         return _unfused(x, weight, told)
-    workspace = registry.get(group, x.device, _OP)
-    k = x.shape[1]
-    plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
-    if not plan.fused:
-        return _unfused(x, weight, told)
-    if x.is_cuda:
-        gpu = cast(CudaWorkspace, workspace)
-        return launch(x, weight, routing, num_experts, ep_size, num_tokens, plan, gpu)
-    out = x.new_empty(num_tokens, n)
-    shared = cast(CpuWorkspace, workspace)
-    with shared.guarded():
-        epoch = shared.begin(plan)
-        _Exchange(shared, plan, layout, told, epoch, x, weight, out).run()
-        shared.finish(epoch)
-    return out
+    with registry.turn(group, x.device):
+        workspace = registry.get(group, x.device, _OP)
+        k = x.shape[1]
+        plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
+        with workspace.calling(plan, same_routing(told)) as epoch:
+            if not plan.fused:
+                return _unfused(x, weight, told)
+            if isinstance(workspace, CudaWorkspace):
+                return launch(x, weight, routing, num_experts, ep_size, num_tokens, plan, workspace)
+            out = x.new_empty(num_tokens, n)
+            _Exchange(cast(CpuWorkspace, workspace), plan, layout, told, epoch, x, weight, out).run()
+            return out
 
 
 def launch(
@@ -113,22 +113,11 @@ def launch(
 ) -> torch.Tensor:
     """The kernel."""
     rows, n = x.shape[0], weight.shape[1]
-    out = x.new_empty(num_tokens, n)
-    _kernel(
-        readable(x),
-        readable(weight),
-        routing[:10],
-        routing[10],
-        ep_size,
-        num_experts,
-        x.new_empty(rows, n),
-        out,
-        workspace.enter(plan),
-        plan.tile,
-        plan.chunks[0][1],
-        plan.communication_ctas,
-        0,
-    )
+    # What may run out of memory comes first.
+    x, weight, products, out = readable(x), readable(weight), x.new_empty(rows, n), x.new_empty(num_tokens, n)
+    arguments = (x, weight, routing[:10], routing[10], ep_size, num_experts, products, out)
+    with workspace.enter(plan) as symm_buffer:
+        _kernel(*arguments, symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
     return out
 
 
@@ -184,7 +173,6 @@ class _Exchange:
         self._products = x.new_zeros(layout.max_rows, plan.n)
         self._received = routing.received.tolist()
         self._offsets = routing.offsets.tolist()
-        self._agreed = False
         self._block_rows: int = layout.block_rows(layout.max_tokens)
         self._blocks: int = layout.blocks_of(layout.max_tokens, self._block_rows)
 
@@ -262,11 +250,8 @@ class _Exchange:
         self._out[tokens, columns] = total.to(self._out.dtype)
 
     def _wait(self, source: int, signal: int, block: int) -> None:
-        if not self._agreed:
-            self._workspace.agree(self._plan, self._epoch)
-            self._agreed = True
         slot = self._layout.slot_index(source, self._layout.rank)
-        self._workspace.wait(_OP, source, slot, signal, self._epoch, block)
+        self._workspace.wait(_OP, source, slot, signal, block)
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:
         """What a source sends to an owner [max_tokens, n]."""

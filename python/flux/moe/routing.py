@@ -15,10 +15,10 @@ from flux.comm import cuda, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
-from flux.comm.workspace import MAX_WORLD_SIZE, round_up
+from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, round_up
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M
-from flux.ops import _check
+from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, plan_all_gather
@@ -102,6 +102,8 @@ def route(
         ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
+    sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
+    _gate.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)
     name = group_name(group, _OP)
     if topk_ids.dim() != 2:
         _check.fail(_OP, "topk_ids", "2 dimensions [tokens, k]", f"{topk_ids.dim()}")
@@ -128,11 +130,17 @@ def layout_of(
     return make_layout(group, num_experts, ep_size, routing[_POSITIONS].shape[2], max_tokens)
 
 
+def same_routing(routing: Routing) -> Same:
+    """What must be equal on all ranks of a routing, besides what the plan of a layer says."""
+    top_k = routing.positions.shape[2]
+    return {"experts": routing.num_experts, "top_k": top_k, "routing weights": routing.weights}
+
+
 def may_skip_layer_dispatch(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> bool:
     """Whether a layer may go straight to its implementation, as flux.ops._library.may_skip_dispatch."""
     return (
-        may_skip_dispatch(x, weight)
-        and may_skip_dispatch(routing.rows, routing.weights)
+        isinstance(routing, Routing)
+        and may_skip_dispatch(x, weight, routing.rows, routing.weights)
         and not needs_grad(x, weight, routing.weights)
     )
 
@@ -227,15 +235,15 @@ def _eager(
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
     layout = make_layout(group, num_experts, ep_size, k, max_tokens)
-    if topk_ids.is_cuda:
-        workspace = None
-        if p > 1 and max_tokens > 0:  # else there is nobody to tell, or nothing
-            workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
-        plan = _kernel_plan(layout, topk_ids.device, workspace)
-        if plan.fused:
-            return _by_kernel(workspace, plan, layout, topk_ids, topk_weights, shapes)
-    told = _message(topk_ids, topk_weights, max_tokens)
-    everybody = _exchange(told, group, num_experts, ep_size)
+    with registry.turn(group, topk_ids.device):
+        if topk_ids.is_cuda:
+            workspace = None
+            if p > 1 and max_tokens > 0:  # else there is nobody to tell, or nothing
+                workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
+            plan = _kernel_plan(layout, topk_ids.device, workspace)
+            if plan.fused:
+                return _by_kernel(workspace, plan, layout, topk_ids, topk_weights, shapes)
+        everybody = _exchange(_message(topk_ids, topk_weights, layout), group, layout)
     # One copy makes both contiguous.
     parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
     # To autograd no view: users may change it in place as any other tensor.
@@ -267,32 +275,28 @@ def _by_kernel(
     arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
     all_weights = weights.new_empty(*shapes[_POSITIONS])
     scratch = ids.new_empty(layout.route_scratch_words, dtype=int32)
-    symm_buffer = 0 if workspace is None else workspace.enter(plan)
-    _kernel(
-        ids,
-        weights,
-        arrays,
-        all_weights,
-        scratch,
-        symm_buffer,
-        layout.rank,
-        layout.ep_size,
-        layout.num_experts,
-        BLOCK_M,
-    )
+    sizes = (layout.rank, layout.ep_size, layout.num_experts, BLOCK_M)
+    if workspace is None:
+        _kernel(ids, weights, arrays, all_weights, scratch, 0, *sizes)
+    else:
+        with workspace.calling(plan, NOTHING), workspace.enter(plan) as symm_buffer:
+            _kernel(ids, weights, arrays, all_weights, scratch, symm_buffer, *sizes)
     return [*arrays, all_weights]
 
 
-def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int) -> torch.Tensor:
+def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Any) -> torch.Tensor:
     """What a rank tells the others, float32 [max_tokens, 2 * k]: weights, then the bits of the experts.
 
-    Tokens that the rank does not have are not routed.
+    Tokens that the rank does not have are not routed, nor are numbers that are no expert's.
     """
     tokens, k = topk_ids.shape
-    parts = (topk_weights.float(), topk_ids.int().view(torch.float32))
-    if tokens == max_tokens:
+    # Before they are made 32 bits wide: a larger number would come out as some expert's.
+    known = (topk_ids >= 0) & (topk_ids < layout.num_experts)
+    ids = torch.where(known, topk_ids, -1).int()
+    parts = (topk_weights.float(), ids.view(torch.float32))
+    if tokens == layout.max_tokens:
         return torch.cat(parts, 1)
-    told = parts[0].new_empty(max_tokens, 2 * k)
+    told = parts[0].new_empty(layout.max_tokens, 2 * k)
     torch.cat(parts, 1, out=told[:tokens])
     told[tokens:, :k].zero_()
     told.view(torch.int32)[tokens:, k:].fill_(-1)
@@ -330,30 +334,27 @@ def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _exchange(told: torch.Tensor, group: ProcessGroup, num_experts: int, ep_size: int) -> torch.Tensor:
+def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Tensor:
     """What all ranks told, [p * rows, columns]."""
     if group.size() == 1:
         return told
     if told.is_cuda:
         return gather.all_gather(told, group=group)
-    workspace = registry.get(group, told.device, _OP)
+    workspace = cast(CpuWorkspace, registry.get(group, told.device, _OP))
     m, columns = group.size() * told.shape[0], told.shape[1]
     everybody = told.new_empty(m, columns)
     plan = plan_all_gather(
         "cpu", m, columns, told.dtype, group.size(), workspace.why_not, workspace.transport
     )
-    if not plan.fused:
-        gather.unfused(told, group, everybody)
-        return everybody
     # Under the name of this operator, and with what else ranks must agree on.
-    call = replace(plan, op=_OP, n=num_experts, config=ep_size)
-    shared = cast(CpuWorkspace, workspace)
-    with shared.guarded():
-        epoch = shared.begin(call)
-        arrivals = gather.Arrivals(shared, call, epoch, told)
-        for source in range(group.size()):
-            arrivals.copy_to(everybody, source)
-        shared.finish(epoch)
+    call = replace(plan, op=_OP, n=layout.num_experts, config=layout.ep_size)
+    with workspace.calling(call, NOTHING) as epoch:
+        if plan.fused:
+            arrivals = gather.Arrivals(workspace, call, epoch, told)
+            for source in range(group.size()):
+                arrivals.copy_to(everybody, source)
+        else:
+            gather.unfused(told, group, everybody)
     return everybody
 
 

@@ -17,37 +17,23 @@ def fail(op: str, argument: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
-def no_grad_needed(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    which: str = "",
-) -> None:
-    """Refuses inputs that a backward pass would reach: a call that writes to `out` has none. `which`: as in
-    gemm_args.
-    """
-    for name, tensor in (("x", x), ("weight" + which, weight), ("bias" + which, bias)):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            fail(
-                op,
-                name,
-                "a tensor that needs no gradient (there is no backward pass through out=: leave it away, or "
-                "call it under torch.no_grad())",
-                "requires_grad=True in grad mode",
-            )
-
-
-def no_backward(op: str, **tensors: torch.Tensor | None) -> None:
-    """Refuses inputs that a backward pass would reach, for an operator that has none."""
+def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors: torch.Tensor | None) -> None:
+    """Refuses tensors that a backward pass would reach, in a call that has none."""
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             fail(
                 op,
                 name,
-                "a tensor that needs no gradient (there is no backward pass; call it under torch.no_grad())",
+                f"a tensor that needs no gradient ({why}call it under torch.no_grad())",
                 "requires_grad=True in grad mode",
             )
+
+
+def no_backward_through_out(op: str, **tensors: torch.Tensor | None) -> None:
+    """The same, for a call that writes to `out`."""
+    no_backward(op, "there is no backward pass through out=: leave it away, or ", **tensors)
 
 
 def facts(
@@ -83,6 +69,8 @@ def gemm_args(
     """
     shape = x.shape
     weight_shape = weight.shape
+    if type(transpose_weight) is not bool:
+        raise TypeError(f"{op}: transpose_weight: expected True or False, got {transpose_weight!r}")
     if len(shape) < 2:
         fail(op, "x", "at least 2 dimensions [m, k]", f"{len(shape)}")
     if len(weight_shape) != 2:
@@ -133,9 +121,9 @@ def ag_gemm_facts(
     biases: Sequence[torch.Tensor | None],
     transpose_weight: bool,
 ) -> tuple[Any, ...]:
-    """The same for ag_gemm_args."""
-    if len(weights) == 1 and not biases:
-        return facts(op, x, weights[0], None, transpose_weight)
+    """The same for ag_gemm_args; one bias, which may be None, for each weight."""
+    if len(weights) == 1:
+        return facts(op, x, weights[0], biases[0], transpose_weight)
     of_weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
     of_biases = [None if bias is None else (bias.shape, bias.dtype, bias.device) for bias in biases]
     return op, x.shape, x.dtype, transpose_weight, tuple(of_weights), tuple(of_biases)
@@ -189,11 +177,20 @@ def gemm_ar_args(
     return shape, m, n, k
 
 
-def norm_args(op: str, norm_weight: torch.Tensor, eps: float, n: int, x: torch.Tensor) -> None:
-    """Checks the weight [n] and the epsilon of an RMSNorm."""
+def norm_args(op: str, norm_weight: torch.Tensor | None, eps: float | None, n: int, x: torch.Tensor) -> float:
+    """Checks the weight [n] and the epsilon of an RMSNorm, if there is one; returns the epsilon."""
+    if norm_weight is None:
+        return 0.0
     _like_x(op, "norm_weight", norm_weight, [n], x)
+    eps = norm_eps(eps, x)
     if not eps >= 0.0:
         fail(op, "eps", "a number that is not negative", eps)
+    return eps
+
+
+def norm_eps(eps: float | None, x: torch.Tensor) -> float:
+    """The epsilon of an RMSNorm: None has the meaning that torch.nn.RMSNorm gives it."""
+    return torch.finfo(x.dtype).eps if eps is None else eps
 
 
 def all_reduce_args(op: str, x: torch.Tensor) -> None:
@@ -241,6 +238,63 @@ def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor, which
     _like_x(op, "out" + which, out, shape, x)
     if not out.is_contiguous():
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
+
+
+def output(
+    op: str,
+    out: torch.Tensor | None,
+    shape: list[int],
+    x: torch.Tensor,
+    *others: torch.Tensor | None,
+    may_be: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tensor that a call writes: a fresh one, or `out`, checked. others: inputs besides x; may_be: the
+    input that `out` may be, if it is exactly that.
+    """
+    if out is None:
+        return x.new_empty(*shape)  # separate sizes are read 1 us faster than a list
+    out_arg(op, out, shape, x)
+    separate(op, "out", out, x, *others, may_be=may_be)
+    return out
+
+
+def separate(
+    op: str,
+    name: str,
+    written: torch.Tensor,
+    *others: torch.Tensor | None,
+    may_be: torch.Tensor | None = None,
+) -> None:
+    """Checks that a contiguous tensor that a call writes shares no memory with others that it uses."""
+    for other in others:
+        if other is None or not _share_memory(written, other):
+            continue
+        if may_be is not None and other is may_be and _same_memory(written, other):
+            continue
+        fail(op, name, "memory of its own", "a tensor that overlaps another argument")
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and b.is_contiguous()
+
+
+def _share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a contiguous tensor and another one have an element in common."""
+    if written.device != other.device or written.is_meta or 0 in (written.numel(), other.numel()):
+        return False
+    begin, end = written.data_ptr(), written.data_ptr() + written.nbytes
+    size = other.element_size()
+    reach = sum((n - 1) * stride for n, stride in zip(other.shape, other.stride(), strict=True))
+    first, last = other.data_ptr(), other.data_ptr() + (reach + 1) * size
+    if last <= begin or end <= first:
+        return False
+    if reach + 1 == other.numel():
+        return True
+    # Rows that lie apart: `written` may be in between. Mark every element of the other one, and look.
+    marks = torch.zeros(reach + 1, dtype=torch.bool)
+    marks.as_strided(other.shape, other.stride()).fill_(True)
+    low = max(0, (begin - first) // size)
+    return bool(marks[low : -(-(end - first) // size)].any())
 
 
 def _like_x(op: str, argument: str, tensor: torch.Tensor, shape: list[int], x: torch.Tensor) -> None:

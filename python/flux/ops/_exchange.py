@@ -40,7 +40,7 @@ def sum_over_ranks(
         share = matrix[exchange.rows(owner), exchange.columns(owner)]
         exchange.contribution(owner, rank).copy_(share)
         exchange.signal(owner, _CONTRIBUTION)
-    workspace.agree(plan, epoch)
+    workspace.agree(plan.op)
     mine = exchange.columns(rank)
     total = torch.zeros_like(matrix[exchange.rows(rank), mine], dtype=wide_type(matrix.dtype))
     if total.numel() > 0:
@@ -62,19 +62,17 @@ def sum_over_ranks(
 
 
 def run_fused(
-    workspace: CpuWorkspace | CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor
+    workspace: CpuWorkspace | CudaWorkspace, plan: Plan, epoch: int, x: torch.Tensor, out: torch.Tensor
 ) -> None:
     """The exchange by itself: out = the sum of all ranks' x [m, n], or this rank's rows of it."""
-    if isinstance(workspace, CudaWorkspace):
-        x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
-        _kernel(x, target, workspace.enter(plan), 0, plan.mode)
-        if target is not out:
-            out.copy_(target)
-        return
-    with workspace.guarded():
-        epoch = workspace.begin(plan)
+    if not isinstance(workspace, CudaWorkspace):
         sum_over_ranks(workspace, plan, epoch, x, out)
-        workspace.finish(epoch)
+        return
+    x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
+    with workspace.enter(plan) as symm_buffer:
+        _kernel(x, target, symm_buffer, 0, plan.mode)
+    if target is not out:
+        out.copy_(target)
 
 
 class _Exchange:
@@ -119,7 +117,7 @@ class _Exchange:
         """Waits until `source` has signalled this rank."""
         rank = self._workspace.rank
         if source != rank:
-            self._workspace.wait(self._plan.op, source, _slot(source, rank), word, self._epoch, 0)
+            self._workspace.wait(self._plan.op, source, _slot(source, rank), word, 0)
 
     def _area(self, rank: int, offset: int, rows: int, columns: int) -> torch.Tensor:
         dtype = self._plan.dtype

@@ -131,18 +131,25 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
-def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a call on CUDA tensors may go straight to the implementation, which saves 5 us of host time.
 
-    Not while torch traces or compiles, under a dispatch mode, or with tensor subclasses: those must see the
-    operator.
+    Not while torch traces, compiles or transforms, under a dispatch mode or autocast, nor with anything but
+    plain dense tensors: those must see the operator.
     """
-    for tensor in others:
-        if type(tensor) not in PLAIN_TENSORS:
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in (x, *others):
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_nested or tensor.is_neg():
             return False
     return (
-        not torch.compiler.is_compiling()
+        x is not None
         and x.is_cuda
-        and type(x) in PLAIN_TENSORS
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_any_autocast_enabled()
     )

@@ -15,7 +15,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import Workspace
-from flux.ops import _check
+from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
@@ -109,8 +109,9 @@ def ag_gemm(
         `return_gathered` a pair of that and the gathered x [M, ..., K], a fresh tensor.
 
     Raises:
-        ValueError: an argument does not fit, or needs a gradient in a call with `out`; or, where the ranks
-            notice, they made different calls.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out`; `out` shares memory
+            with an input or another `out`; or, where the ranks notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
@@ -121,16 +122,26 @@ def ag_gemm(
     _check.list_like("ag_gemm", "out", out, count)
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
-    differentiable = needs_grad(x, *weights, *biases)
-    direct = not differentiable and may_skip_dispatch(x, *weights)
-    name = "" if direct else group_name(group, "ag_gemm")
-    if differentiable:
-        for i, tensor in enumerate(() if out is None else weights):
-            of_it = biases[i] if biases else None
-            _check.no_grad_needed("ag_gemm", x, tensor, of_it, f"[{i}]" if many else "")
+    results: Any = None if out is None else list(out) if many else [out]
+    direct = may_skip_dispatch(x, *weights, *biases)
+    if not direct or results is not None:
+        flags = {"transpose_weight": transpose_weight, "return_gathered": return_gathered}
+        _gate.check("ag_gemm", x=x, **flags)
+        lists = {"weight": weights, "bias": biases, "out": results or ()}
+        entries = {
+            f"{name}[{i}]" if many else name: entry
+            for name, tensors in lists.items()
+            for i, entry in enumerate(tensors)
+            if not (name == "bias" and entry is None)
+        }
+        _gate.tensors("ag_gemm", **entries)
+        if results is not None:
+            _check.no_backward_through_out("ag_gemm", x=x, **entries)
+    if needs_grad(x, *weights, *biases):
+        direct = False
         if needs_grad(*biases):
             biases = _without_none(x, weights, biases, transpose_weight)
-    results: Any = None if out is None else list(out) if many else [out]
+    name = "" if direct else group_name(group, "ag_gemm")
     if results is not None and return_gathered:
         p = (resolve_group(group, "ag_gemm") if direct else process_group(name)).size()
         _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
@@ -246,40 +257,67 @@ def _call(
     dispatcher.
     """
     p = group.size()
-    workspace = registry.find(group, x.device)
-    facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
-    known = None if workspace is None else workspace.plans.get(facts)
-    if known is not None:
-        call, plans, shapes, m, ns, k = known
-    else:
-        shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-    if outs is None:
-        outs = [x.new_empty(*shape) for shape in shapes]
-        if return_gathered:
-            outs.append(_new_gathered(x, p))
-    else:
-        _check_outs(x, outs, shapes, return_gathered, p)
-    products, gathered = (outs[:-1], outs[-1]) if return_gathered else (outs, None)
     biases = biases or (None,) * len(weights)
     if p == 1:
+        shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+        outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
         _one_rank(x, weights, biases, transpose_weight, products, gathered, m, ns, k)
-        return list(outs)
-    if known is None:
-        workspace = registry.get(group, x.device, "ag_gemm")
-        call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
-        workspace.plans[facts] = (call, plans, shapes, m, ns, k)
-    x2 = x
-    if x.dim() != 2:
-        x2 = x.reshape(-1, k)
-        products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
-        gathered = None if gathered is None else gathered.view(m, k)
-    if not call.fused:
-        _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
-    elif isinstance(workspace, CudaWorkspace):
-        _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
+        return outs
+    with registry.turn(group, x.device):
+        workspace = registry.find(group, x.device)
+        facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
+        known = None if workspace is None else workspace.plans.get(facts)
+        if known is not None:
+            call, plans, shapes, m, ns, k, given = known
+        else:
+            shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+        outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
+        if workspace is None:
+            workspace = registry.get(group, x.device, "ag_gemm")
+        if known is None:
+            call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
+            # Contents may differ: each rank has its own columns.
+            given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
+            workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
+        x2 = x
+        if x.dim() != 2:
+            x2 = x.reshape(-1, k)
+            products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
+            gathered = None if gathered is None else gathered.view(m, k)
+        with workspace.calling(call, given) as epoch:
+            if not call.fused:
+                _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
+            elif isinstance(workspace, CudaWorkspace):
+                _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
+            else:
+                shared = cast(CpuWorkspace, workspace)
+                _fused_cpu(shared, call, plans, epoch, x2, weights, biases, products, gathered)
+    return outs
+
+
+def _results(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    shapes: list[list[int]],
+    p: int,
+    return_gathered: bool,
+    outs: Tensors | None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+    """What the call writes, checked if it was given: all of it, the products, and the gathered x or None."""
+    if outs is None:
+        results = [x.new_empty(*shape) for shape in shapes]
+        if return_gathered:
+            results.append(_new_gathered(x, p))
     else:
-        _fused_cpu(cast(CpuWorkspace, workspace), call, plans, x2, weights, biases, products, gathered)
-    return list(outs)
+        results = list(outs)
+        _check_outs(x, results, shapes, return_gathered, p)
+        for i, out in enumerate(results):
+            which = f"[{i}]" if len(shapes) > 1 else ""
+            _check.separate("ag_gemm", "out" + which, out, x, *weights, *biases, *results[:i])
+    if return_gathered:
+        return results, results[:-1], results[-1]
+    return results, results, None
 
 
 def _one_rank(
@@ -362,51 +400,38 @@ def _fused_cuda(
         for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True)
     ]
     target = None if gathered is None else writable(gathered)
-    address, epoch, chunk_rows = gather.enter(workspace, call)
-    reuse = False
-    for choice, weight, bias, product in operands:
-        _kernel(
-            x,
-            weight,
-            bias,
-            product,
-            call.transpose_weight,
-            address,
-            choice,
-            0,
-            epoch,
-            chunk_rows,
-            reuse,
-        )
-        reuse = True
+    with gather.entered(workspace, call) as (address, epoch, chunk_rows):
+        reuse = False
+        for choice, weight, bias, product in operands:
+            arguments = (x, weight, bias, product, call.transpose_weight)
+            _kernel(*arguments, address, choice, 0, epoch, chunk_rows, reuse)
+            reuse = True
+        if target is not None:
+            _collect(x, target, address, epoch)
     for (_, _, _, product), out in zip(operands, outs, strict=True):
         if product is not out:
             out.copy_(product)
-    if gathered is not None and target is not None:
-        _collect(x, target, address, epoch)
-        if target is not gathered:
-            gathered.copy_(target)
+    if gathered is not None and target is not None and target is not gathered:
+        gathered.copy_(target)
 
 
 def _fused_cpu(
     workspace: CpuWorkspace,
     call: Plan,
     plans: tuple[Plan, ...],
+    epoch: int,
     x: torch.Tensor,
     weights: Tensors,
     biases: Biases,
     outs: Tensors,
     gathered: torch.Tensor | None,
 ) -> None:
-    with workspace.guarded():
-        epoch = workspace.begin(call)
-        arrivals = gather.Arrivals(workspace, call, epoch, x)
-        for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
-            _compute_tiles(arrivals, workspace.rank, plan, weight, bias, out)
-        if gathered is not None:
-            for source in range(call.world_size):
-                arrivals.copy_to(gathered, source)
-        workspace.finish(epoch)
+    arrivals = gather.Arrivals(workspace, call, epoch, x)
+    for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
+        _compute_tiles(arrivals, workspace.rank, plan, weight, bias, out)
+    if gathered is not None:
+        for source in range(call.world_size):
+            arrivals.copy_to(gathered, source)
 
 
 def _compute_tiles(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,8 +15,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.comm.workspace import Workspace
-from flux.ops import _check
+from flux.comm.workspace import NOTHING, Same, Workspace
+from flux.ops import _check, _gate
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import readable, writable
 from flux.ops.plan import Plan, plan_all_gather
@@ -36,17 +37,19 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         [p * rows, ...] for p ranks: a fresh tensor, or `out`.
 
     Raises:
-        ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
+        TypeError, ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
-    differentiable = needs_grad(x)
-    if not differentiable and may_skip_dispatch(x):
+    direct = may_skip_dispatch(x)
+    if not direct or out is not None:
+        _gate.check("all_gather", x=x, out=out)
+    if out is not None:
+        _check.no_backward_through_out("all_gather", x=x, out=out)
+    if direct and not needs_grad(x):
         return call(x, resolve_group(group, "all_gather"), out)
     name = group_name(group, "all_gather")
     if out is None:
         result: torch.Tensor = _op(x, name)
         return result
-    if differentiable:
-        _check.no_grad_needed("all_gather", x)
     _op_out(x, name, out)
     return out
 
@@ -77,26 +80,26 @@ def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     call(x, process_group(group_name), out)
 
 
-def call(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
-    """all_gather without gradients, and without torch's dispatcher."""
+def call(
+    x: torch.Tensor, group: ProcessGroup, out: torch.Tensor | None = None, also: Same = NOTHING
+) -> torch.Tensor:
+    """all_gather without gradients, and without torch's dispatcher. also: as in gemm_rs."""
     p = group.size()
     shape = _check.all_gather_args("all_gather", x, p)
-    if out is None:
-        out = x.new_empty(*shape)
-    else:
-        _check.out_arg("all_gather", out, shape, x)
+    out = _check.output("all_gather", out, shape, x)
     if p == 1:
         return out.copy_(x)
-    workspace = registry.get(group, x.device, "all_gather")
-    plan = gather_plan(workspace, x)
-    if not plan.fused:
-        unfused(x, group, out)
-        return out
-    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
-    if isinstance(workspace, CudaWorkspace):
-        _fused_cuda(workspace, plan, x2, out2)
-    else:
-        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, out2)
+    with registry.turn(group, x.device):
+        workspace = registry.get(group, x.device, "all_gather")
+        plan = gather_plan(workspace, x)
+        x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
+        with workspace.calling(plan, also) as epoch:
+            if not plan.fused:
+                unfused(x, group, out)
+            elif isinstance(workspace, CudaWorkspace):
+                _fused_cuda(workspace, plan, x2, out2)
+            else:
+                _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, out2)
     return out
 
 
@@ -130,33 +133,33 @@ def torch_all_gather() -> Callable[..., object]:
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def enter(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
-    """Readies a workspace for a gather on the current stream: address of its SymmBuffer, copy_epoch and
-    chunk_rows, as the kernels take them. The call must be launched then: its epoch may be spent.
+@contextmanager
+def entered(workspace: CudaWorkspace, plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """Around the launches of a gather on the current stream. Gives the address of its SymmBuffer, copy_epoch
+    and chunk_rows, as the kernels take them.
     """
     if plan.copied_now():
-        address, epoch = workspace.enter_copy(plan)
-        return address, epoch, plan.chunk_rows
-    return workspace.enter(plan), 0, 0
+        with workspace.enter_copy(plan) as (address, epoch):
+            yield address, epoch, plan.chunk_rows
+    else:
+        with workspace.enter(plan) as address:
+            yield address, 0, 0
 
 
 def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
     x = readable(x)
     target = writable(out)
-    address, epoch, chunk_rows = enter(workspace, plan)
-    _kernel(x, target, address, epoch, chunk_rows, False)
+    with entered(workspace, plan) as launch:
+        _kernel(x, target, *launch, False)
     if target is not out:
         out.copy_(target)
 
 
-def _fused_cpu(workspace: CpuWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
-    with workspace.guarded():
-        epoch = workspace.begin(plan)
-        arrivals = Arrivals(workspace, plan, epoch, x)
-        for step in range(plan.world_size):
-            source = (workspace.rank + step) % plan.world_size
-            arrivals.copy_to(out, source)
-        workspace.finish(epoch)
+def _fused_cpu(workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor, out: torch.Tensor) -> None:
+    arrivals = Arrivals(workspace, plan, epoch, x)
+    for step in range(plan.world_size):
+        source = (workspace.rank + step) % plan.world_size
+        arrivals.copy_to(out, source)
 
 
 class Arrivals:
@@ -167,7 +170,6 @@ class Arrivals:
         self._plan = plan
         self._epoch = epoch
         self._x = x
-        self._agreed = False
         self._layout = _native.core.ag_gemm_layout(plan.m, plan.k, plan.world_size)
         rank = workspace.rank
         for block, rows in enumerate(self._blocks()):
@@ -182,11 +184,8 @@ class Arrivals:
         rows = slice(first, min(first + BLOCK_M, self._layout.rows))
         if source == rank:
             return self._x[rows]
-        if not self._agreed:
-            self._workspace.agree(self._plan, self._epoch)
-            self._agreed = True
         slot = self._layout.slot_index(source, rank)
-        self._workspace.wait(self._plan.op, source, slot, block, self._epoch, block)
+        self._workspace.wait(self._plan.op, source, slot, block, block)
         return self._slot_rows(rank, source, rows)
 
     def copy_to(self, out: torch.Tensor, source: int) -> None:

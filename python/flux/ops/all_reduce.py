@@ -12,7 +12,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.ops import _check
+from flux.comm.workspace import NOTHING
+from flux.ops import _check, _gate
 from flux.ops._exchange import run_fused
 from flux.ops._library import library, may_skip_dispatch
 from flux.ops._tensors import wide_type
@@ -35,14 +36,16 @@ def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         The sum in x's shape and dtype: a fresh tensor, or `out`.
 
     Raises:
-        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
-            they made different calls.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit or needs a gradient in grad mode; `out` shares memory with x
+            without being it; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.gemm_ar.
     """
-    if torch.is_grad_enabled():
-        _check.no_backward("all_reduce", x=x)
-    name = group_name(group, "all_reduce")
     direct = may_skip_dispatch(x)
+    if not direct or out is not None:
+        _gate.check("all_reduce", x=x, out=out)
+    _check.no_backward("all_reduce", x=x, out=out)
+    name = group_name(group, "all_reduce")
     if out is None:
         result: torch.Tensor = (_eager if direct else _op)(x, name)
         return result
@@ -81,22 +84,24 @@ def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     _fake_out(x, group_name, out)
+    _check.separate("all_reduce", "out", out, x, may_be=x)
     _run(x, process_group(group_name), out)
 
 
 def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     if group.size() == 1:
-        if out is not x:
-            out.copy_(x)
+        out.copy_(x)
         return
-    workspace = registry.get(group, x.device, "all_reduce")
-    # One row: shares of columns, as two-shot deals them, are then equal whatever the shape.
-    plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
-    if not plan.fused:
-        unfused(x, group, out)
-        return
-    x2, out2 = x.reshape(1, -1), out.view(1, -1)
-    run_fused(cast(CpuWorkspace | CudaWorkspace, workspace), plan, x2, out2)
+    with registry.turn(group, x.device):
+        workspace = registry.get(group, x.device, "all_reduce")
+        # One row: shares of columns, as two-shot deals them, are then equal whatever the shape.
+        plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
+        with workspace.calling(plan, NOTHING) as epoch:
+            if plan.fused:
+                fused = cast(CpuWorkspace | CudaWorkspace, workspace)
+                run_fused(fused, plan, epoch, x.reshape(1, -1), out.view(1, -1))
+            else:
+                unfused(x, group, out)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flux.comm import cuda
-from flux.ops import _check
+from flux.ops import _check, _gate
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, plan_gemm
@@ -35,12 +35,16 @@ def gemm(
         [..., N] in x's dtype: a fresh tensor, or `out`.
 
     Raises:
-        ValueError: an argument does not fit, or needs a gradient in a call with `out`.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out`; or `out` shares memory
+            with an input.
     """
-    direct = may_skip_dispatch(x, weight)
-    if needs_grad(x, weight, bias):
-        if out is not None:
-            _check.no_grad_needed("gemm", x, weight, bias)
+    direct = may_skip_dispatch(x, weight, bias)
+    if not direct or out is not None:
+        _gate.check("gemm", x=x, weight=weight, bias=bias, transpose_weight=transpose_weight, out=out)
+    if out is not None:
+        _check.no_backward_through_out("gemm", x=x, weight=weight, bias=bias, out=out)
+    elif direct and needs_grad(x, weight, bias):
         direct = False
     if out is None:
         result: torch.Tensor = (_cuda if direct else _op)(x, weight, bias, transpose_weight)
@@ -89,6 +93,7 @@ def _cpu_out(
     out: torch.Tensor,
 ) -> None:
     _fake_out(x, weight, bias, transpose_weight, out)
+    _check.separate("gemm", "out", out, x, weight, bias)
     out.copy_(reference(x, weight, bias, transpose_weight))
 
 
@@ -109,8 +114,7 @@ def _cuda_out(
     out: torch.Tensor,
 ) -> None:
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    _check.out_arg("gemm", out, shape, x)
-    launch(x, weight, bias, transpose_weight, out, m, n, k)
+    launch(x, weight, bias, transpose_weight, _check.output("gemm", out, shape, x, weight, bias), m, n, k)
 
 
 def launch(

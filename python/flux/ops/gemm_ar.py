@@ -12,7 +12,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.ops import _check
+from flux.comm.workspace import Same
+from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs as scatter
@@ -34,7 +35,7 @@ def gemm_ar(
     transpose_weight: bool = False,
     residual: Tensor | None = None,
     norm_weight: None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     out: Tensor | None = None,
 ) -> Tensor: ...
 
@@ -49,7 +50,7 @@ def gemm_ar(
     transpose_weight: bool = False,
     residual: Tensor | None = None,
     norm_weight: Tensor,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     out: None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -63,7 +64,7 @@ def gemm_ar(
     transpose_weight: bool = False,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     out: Tensor | None = None,
 ) -> Any:
     """Sum over ranks of x · weightᵀ, plus bias and residual once, on every rank. A collective.
@@ -80,7 +81,7 @@ def gemm_ar(
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         residual: [..., N], dtype and device of x, the same on all ranks.
         norm_weight: [N], dtype and device of x: also apply RMSNorm with this weight to the rows of the sum.
-        eps: of RMSNorm; nothing without `norm_weight`.
+        eps: of RMSNorm; nothing without `norm_weight`. None: torch.finfo(x.dtype).eps, as torch has it.
         out: contiguous [..., N] to write to; not with `norm_weight`. May be `residual`.
 
     Returns:
@@ -89,24 +90,27 @@ def gemm_ar(
         sum and rounded once, and the sum itself, which is the next residual.
 
     Raises:
-        ValueError: an argument does not fit or needs a gradient in grad mode; or, where the ranks notice,
-            they made different calls.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit or needs a gradient in grad mode; `out` shares memory with an
+            input; or, where the ranks notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
     """
-    if torch.is_grad_enabled():
-        _check.no_backward(
-            "gemm_ar", x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight
-        )
+    direct = may_skip_dispatch(x, weight, bias, residual, norm_weight)
+    tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}
+    if not direct or out is not None:
+        _gate.check("gemm_ar", **tensors, transpose_weight=transpose_weight, eps=eps, out=out)
+    _check.no_backward("gemm_ar", **tensors, out=out)
     if norm_weight is not None and out is not None:
         _check.fail("gemm_ar", "out", "None with norm_weight, which returns two tensors", "a tensor")
-    if may_skip_dispatch(x, weight):
+    if direct:
         pg = resolve_group(group, "gemm_ar")
         total, normalised = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, pg, out)
         return total if normalised is None else (normalised, total)
     name = group_name(group, "gemm_ar")
     if norm_weight is not None:
+        eps = _check.norm_eps(eps, x)
         return _op_norm(x, weight, bias, transpose_weight, residual, norm_weight, eps, name)
     if out is None:
         return _op(x, weight, bias, transpose_weight, residual, name)
@@ -249,50 +253,61 @@ def _call(
     transpose_weight: bool,
     residual: Tensor | None,
     norm_weight: Tensor | None,
-    eps: float,
+    eps: float | None,
     group: ProcessGroup,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum, and the same normalised if there is a norm_weight; without torch's dispatcher."""
-    workspace = registry.find(group, x.device)
-    facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
-    if residual is not None:
-        facts = (*facts, residual.shape, residual.dtype, residual.device)
-    plan: Plan | None = None
-    known = None if workspace is None else workspace.plans.get(facts)
-    if known is not None:
-        plan, shape, m, n, k = known
-    else:
+    if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    if norm_weight is not None:
-        _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-    if out is None:
-        out = x.new_empty(*shape)
-    else:
-        _check.out_arg("gemm_ar", out, shape, x)
-    total, normalised = out, None
-    if len(shape) != 2:
-        x, total = x.reshape(m, k), out.view(m, n)
-        residual = None if residual is None else residual.reshape(m, n)
-    if plan is None and group.size() > 1:
-        workspace = registry.get(group, x.device, "gemm_ar")
-        plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
-        workspace.plans[facts] = (plan, shape, m, n, k)
-    if plan is None:
-        _one_rank(x, weight, bias, transpose_weight, residual, total)
-    elif not plan.fused:
-        _unfused(x, weight, bias, transpose_weight, residual, group, total)
-    elif plan.mode < 0:
-        _composed(x, weight, bias, transpose_weight, residual, group, total)
-    elif isinstance(workspace, CudaWorkspace):
-        normalised = _fused_cuda(workspace, plan, x, weight, bias, residual, total, norm_weight, eps)
-    else:
-        _fused_cpu(cast(CpuWorkspace, workspace), plan, x, weight, bias, residual, total)
+        eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
+        out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
+        total = out.view(m, n)
+        _one_rank(x.reshape(m, k), weight, bias, transpose_weight, _rows(residual, m, n), total)
+        return out, None if norm_weight is None else _normalised(total, norm_weight, eps).view(shape)
+    with registry.turn(group, x.device):
+        workspace = registry.find(group, x.device)
+        facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
+        if residual is not None:
+            facts = (*facts, residual.shape, residual.dtype, residual.device)
+        known = None if workspace is None else workspace.plans.get(facts)
+        if known is not None:
+            plan, shape, m, n, k = known
+        else:
+            shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+        eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
+        out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
+        total, normalised = out, None
+        if len(shape) != 2:
+            x, total, residual = x.reshape(m, k), out.view(m, n), _rows(residual, m, n)
+        if workspace is None:
+            workspace = registry.get(group, x.device, "gemm_ar")
+        if known is None:
+            plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
+            workspace.plans[facts] = (plan, shape, m, n, k)
+        same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+        if plan.fused and plan.mode < 0:
+            _composed(x, weight, bias, transpose_weight, residual, group, total, same)
+        else:
+            with workspace.calling(plan, {"bias": bias, **same}) as epoch:
+                if not plan.fused:
+                    _unfused(x, weight, bias, transpose_weight, residual, group, total)
+                elif isinstance(workspace, CudaWorkspace):
+                    normalised = _fused_cuda(
+                        workspace, plan, x, weight, bias, residual, total, norm_weight, eps
+                    )
+                else:
+                    shared = cast(CpuWorkspace, workspace)
+                    _fused_cpu(shared, plan, epoch, x, weight, bias, residual, total)
     if norm_weight is None:
         return out, None
     if normalised is None:
         normalised = _normalised(total, norm_weight, eps)
     return out, normalised if len(shape) == 2 else normalised.view(shape)
+
+
+def _rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
+    return None if residual is None else residual.reshape(m, n)
 
 
 def _normalised(total: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -348,8 +363,9 @@ def _composed(
     residual: Tensor | None,
     group: ProcessGroup,
     total: Tensor,
+    same: Same,
 ) -> None:
-    shard = scatter.call(x, weight, bias, transpose_weight, group)
+    shard = scatter.call(x, weight, bias, transpose_weight, group, also=same)
     if residual is not None:
         rows = shard.shape[0]
         shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
@@ -381,21 +397,22 @@ def _fused_cuda(
     )
     # How CTAs share the rows of a norm depends on how many there are, and must not on the rank.
     num_sms = 0 if norm_weight is None else workspace.num_sms
-    _kernel(
-        x,
-        weight,
-        bias,
-        target if normalised is None else normalised,
-        plan.transpose_weight,
-        workspace.enter(plan),
-        plan.choice,
-        num_sms,
-        plan.mode,
-        residual,
-        norm_weight,
-        eps,
-        None if normalised is None else target,
-    )
+    with workspace.enter(plan) as symm_buffer:
+        _kernel(
+            x,
+            weight,
+            bias,
+            target if normalised is None else normalised,
+            plan.transpose_weight,
+            symm_buffer,
+            plan.choice,
+            num_sms,
+            plan.mode,
+            residual,
+            norm_weight,
+            eps,
+            None if normalised is None else target,
+        )
     if target is not total:
         total.copy_(target)
     return normalised
@@ -404,18 +421,15 @@ def _fused_cuda(
 def _fused_cpu(
     workspace: CpuWorkspace,
     plan: Plan,
+    epoch: int,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
     total: Tensor,
 ) -> None:
-    with workspace.guarded():
-        epoch = workspace.begin(plan)
-        partial = plain.reference(x, weight, None, plan.transpose_weight)
-        addends = _addends(bias, residual, plan.n)
-        sum_over_ranks(workspace, plan, epoch, partial, total, addends)
-        workspace.finish(epoch)
+    partial = plain.reference(x, weight, None, plan.transpose_weight)
+    sum_over_ranks(workspace, plan, epoch, partial, total, _addends(bias, residual, plan.n))
 
 
 for _device in ("CPU", "CUDA"):

@@ -13,7 +13,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
-from flux.ops import _check
+from flux.comm.workspace import NOTHING, Same
+from flux.ops import _check, _gate
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
@@ -46,21 +47,24 @@ def gemm_rs(
         [M/p, ..., N] in x's dtype: a fresh tensor, or `out`.
 
     Raises:
-        ValueError: an argument does not fit, or needs a gradient in a call with `out`; or, where the ranks
-            notice, they made different calls.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out`; `out` shares memory
+            with an input; or, where the ranks notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
     """
-    differentiable = needs_grad(x, weight, bias)
-    if not differentiable and may_skip_dispatch(x, weight):
+    direct = may_skip_dispatch(x, weight, bias)
+    if not direct or out is not None:
+        _gate.check("gemm_rs", x=x, weight=weight, bias=bias, transpose_weight=transpose_weight, out=out)
+    if out is not None:
+        _check.no_backward_through_out("gemm_rs", x=x, weight=weight, bias=bias, out=out)
+    if direct and not needs_grad(x, weight, bias):
         return call(x, weight, bias, transpose_weight, resolve_group(group, "gemm_rs"), out)
     name = group_name(group, "gemm_rs")
     if out is None:
         result: torch.Tensor = _op(x, weight, bias, transpose_weight, name)
         return result
-    if differentiable:
-        _check.no_grad_needed("gemm_rs", x, weight, bias)
     _op_out(x, weight, bias, transpose_weight, name, out)
     return out
 
@@ -134,37 +138,41 @@ def call(
     transpose_weight: bool,
     group: ProcessGroup,
     out: torch.Tensor | None = None,
+    also: Same = NOTHING,
 ) -> torch.Tensor:
-    """gemm_rs without gradients, and without torch's dispatcher."""
-    workspace = registry.find(group, x.device)
-    facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight)
-    plan: Plan | None = None
-    known = None if workspace is None else workspace.plans.get(facts)
-    if known is not None:
-        plan, shape, m, n, k = known
-    else:
-        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
-    if out is None:
-        out = x.new_empty(*shape)  # separate sizes are read 1 us faster than a list
-    else:
-        _check.out_arg("gemm_rs", out, shape, x)
-    if plan is None:
-        if group.size() == 1:
-            if x.is_cuda:
-                plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
+    """gemm_rs without gradients, and without torch's dispatcher. also: what else ranks must agree on, where
+    this is a part of another operator.
+    """
+    if group.size() == 1:
+        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1)
+        out = _check.output("gemm_rs", out, shape, x, weight, bias)
+        if x.is_cuda:
+            plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
+        else:
+            out.copy_(plain.reference(x, weight, bias, transpose_weight))
+        return out
+    with registry.turn(group, x.device):
+        workspace = registry.find(group, x.device)
+        facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight)
+        known = None if workspace is None else workspace.plans.get(facts)
+        if known is not None:
+            plan, shape, m, n, k = known
+        else:
+            shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
+        out = _check.output("gemm_rs", out, shape, x, weight, bias)
+        if workspace is None:
+            workspace = registry.get(group, x.device, "gemm_rs")
+        if known is None:
+            plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+            workspace.plans[facts] = (plan, shape, m, n, k)
+        x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
+        with workspace.calling(plan, {"bias": bias, **also}) as epoch:
+            if not plan.fused:
+                _unfused(x2, weight, bias, transpose_weight, group, out2)
+            elif isinstance(workspace, CudaWorkspace):
+                fused_cuda(workspace, plan, x2, weight, bias, out2)
             else:
-                out.copy_(plain.reference(x, weight, bias, transpose_weight))
-            return out
-        workspace = registry.get(group, x.device, "gemm_rs")
-        plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
-        workspace.plans[facts] = (plan, shape, m, n, k)
-    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
-    if not plan.fused:
-        _unfused(x2, weight, bias, transpose_weight, group, out2)
-    elif isinstance(workspace, CudaWorkspace):
-        fused_cuda(workspace, plan, x2, weight, bias, out2)
-    else:
-        _fused_cpu(cast(CpuWorkspace, workspace), plan, x2, weight, bias, out2)
+                _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2)
     return out
 
 
@@ -203,45 +211,22 @@ def fused_cuda(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
+    # What may run out of memory comes first.
     target = writable(out)
-    staging, epoch = None, 0
+    x, weight, bias = aligned(x), aligned(weight), readable_if_any(bias)
+    arguments = (x, weight, bias, target, plan.transpose_weight)
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
-        symm_buffer, epoch = workspace.enter_copy(plan)
+        with workspace.enter_copy(plan) as (symm_buffer, epoch):
+            _kernel(*arguments, symm_buffer, plan.choice, 0, epoch, plan.chunks, staging)
     else:
-        symm_buffer = workspace.enter(plan)
-    _kernel(
-        aligned(x),
-        aligned(weight),
-        readable_if_any(bias),
-        target,
-        plan.transpose_weight,
-        symm_buffer,
-        plan.choice,
-        0,
-        epoch,
-        plan.chunks,
-        staging,
-    )
+        with workspace.enter(plan) as symm_buffer:
+            _kernel(*arguments, symm_buffer, plan.choice, 0, 0, plan.chunks, None)
     if target is not out:
         out.copy_(target)
 
 
 def _fused_cpu(
-    workspace: CpuWorkspace,
-    plan: Plan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    with workspace.guarded():
-        epoch = workspace.begin(plan)
-        _exchange_tiles(workspace, plan, epoch, x, weight, bias, out)
-        workspace.finish(epoch)
-
-
-def _exchange_tiles(
     workspace: CpuWorkspace,
     plan: Plan,
     epoch: int,
@@ -266,7 +251,6 @@ def _exchange_tiles(
         area = workspace.slot(owner, epoch, offset, block_m * block_n, x.dtype)
         return area.view(block_m, block_n)[: shape[0], : shape[1]]
 
-    agreed = False
     order = core.gemm_rs_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
     for owner, m_tile, n_tile in order:
         first_row, first_column = m_tile * block_m, n_tile * block_n
@@ -284,14 +268,11 @@ def _exchange_tiles(
                 there[part] = partial[part]
                 workspace.signal(owner, slot, signal, epoch)
             continue
-        if not agreed:
-            workspace.agree(plan, epoch)
-            agreed = True
         total = torch.zeros_like(partial)
         for source in range(p):
             if source != rank:
                 for signal in signals:
-                    workspace.wait(plan.op, source, layout.slot_index(source, rank), signal, epoch, tile)
+                    workspace.wait(plan.op, source, layout.slot_index(source, rank), signal, tile)
             total += partial if source == rank else slot_tile(rank, source, m_tile, n_tile, partial.shape)
         if wide_bias is not None:
             total += wide_bias[columns]

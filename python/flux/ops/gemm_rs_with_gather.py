@@ -12,8 +12,8 @@ import torch
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
-from flux.comm.workspace import Workspace
-from flux.ops import _check
+from flux.comm.workspace import NOTHING, Workspace
+from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops import gemm_rs as scatter
 from flux.ops._library import library, may_skip_dispatch, needs_grad
@@ -44,8 +44,11 @@ def gemm_rs_with_gather(
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
     """
+    direct = may_skip_dispatch(x, weight, rows)
+    if not direct:
+        _gate.check("gemm_rs_with_gather", x=x, weight=weight, rows=rows, transpose_weight=transpose_weight)
+    direct = direct and not needs_grad(x, weight, rows)
     name = group_name(group, "gemm_rs")
-    direct = may_skip_dispatch(x, weight) and may_skip_dispatch(rows) and not needs_grad(x, weight, rows)
     results: Pair = (_eager if direct else _op)(x, weight, transpose_weight, rows, name)
     return results
 
@@ -62,17 +65,20 @@ def _eager(
     x: torch.Tensor, weight: torch.Tensor, transpose_weight: bool, rows: torch.Tensor, group_name: str
 ) -> Pair:
     group = process_group(group_name)
-    if x.is_cuda and group.size() > 1:
-        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
-        workspace = registry.get(group, x.device, "gemm_rs")
-        plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
-        if plans is not None:
-            product = x.new_empty(*shape)
-            out = product.view(-1, n)
-            gathered = _beside(cast(CudaWorkspace, workspace), *plans, x.reshape(m, k), weight, out, rows)
-            return product, gathered
-    product = scatter.gemm_rs(x, weight, group=group_name, transpose_weight=transpose_weight)
-    return product, gather.all_gather(rows, group=group_name)
+    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
+    _check.all_gather_args("all_gather", rows, group.size())
+    with registry.turn(group, x.device):  # two calls, and none of another thread between them
+        if x.is_cuda and group.size() > 1:
+            workspace = cast(CudaWorkspace, registry.get(group, x.device, "gemm_rs"))
+            plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
+            if plans is not None:
+                product = x.new_empty(*shape)
+                out = product.view(-1, n)
+                with workspace.calling(plans[0], NOTHING):
+                    gathered = _beside(workspace, *plans, x.reshape(m, k), weight, out, rows)
+                return product, gathered
+        product = scatter.call(x, weight, None, transpose_weight, group)
+        return product, gather.call(rows, group)
 
 
 def _plans_beside(
@@ -105,10 +111,10 @@ def _beside(
 ) -> torch.Tensor:
     gathered = rows.new_empty(_check.all_gather_args("all_gather", rows, workspace.world_size))
     rows = readable(rows.reshape(-1, gathering.k))
-    symm_buffer, epoch, chunk_rows = gather.enter(workspace, gathering)
-    _begin(rows, symm_buffer, epoch, chunk_rows)
-    scatter.fused_cuda(workspace, scattering, x, weight, None, out)
-    _finish(rows, gathered.view(-1, gathering.k), symm_buffer, epoch, chunk_rows, True)
+    with gather.entered(workspace, gathering) as launch:
+        _begin(rows, *launch)
+        scatter.fused_cuda(workspace, scattering, x, weight, None, out)
+        _finish(rows, gathered.view(-1, gathering.k), *launch, True)
     return gathered
 
 

@@ -9,7 +9,7 @@ import torch
 from flux import _native
 from flux._log import say_once
 from flux.comm import cuda
-from flux.ops import _check
+from flux.ops import _check, _gate
 from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
 
@@ -33,8 +33,10 @@ def grouped_gemm(
     Args:
         x: [M, K], bfloat16, float16, float32 or float64.
         weight: [E, N, K], each expert's as in nn.Linear; dtype and device of x.
-        offsets: int32 [E + 1]. Rows offsets[e] to offsets[e + 1] are expert e's; the first entry is 0.
-        rows: int32 or int64 [R]: result row i is made of x[rows[i]]. None: of x[i].
+        offsets: int32 [E + 1]. Rows offsets[e] to offsets[e + 1] are expert e's; the first entry is 0, none
+            is smaller than the one before, and the last is at most R. Checked on CPUs only.
+        rows: int32 or int64 [R]: result row i is made of x[rows[i]]. None: of x[i]. Checked on CPUs only, for
+            the rows of experts.
         activation: "silu", "gelu" (the exact one), "swiglu" (silu of the first N/2 columns times the last
             N/2), or None.
 
@@ -43,8 +45,10 @@ def grouped_gemm(
         from offsets[E] on hold is not specified.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument does not fit.
     """
+    _gate.check("grouped_gemm", x=x, weight=weight, offsets=offsets, rows=rows, activation=activation)
     result: torch.Tensor = _op(x, weight, offsets, rows, activation)
     return result
 
@@ -62,11 +66,30 @@ def reference(
     shape = _checked(x, weight, offsets, rows, activation)
     wide = wide_type(x.dtype)
     out = x.new_zeros(shape)
-    bounds = offsets.tolist()
+    bounds = _checked_bounds(x, offsets, rows)
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         mine = x[first:last] if rows is None else x[rows[first:last].long()]
         out[first:last] = activate(mine.to(wide) @ weight[expert].to(wide).t(), activation)
     return out
+
+
+def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
+    """The offsets, and whether rows are there: what only the values can say."""
+    op = "grouped_gemm"
+    bounds: list[int] = offsets.tolist()
+    count = x.shape[0] if rows is None else rows.shape[0]
+    if bounds[0] != 0:
+        _check.fail(op, "offsets", "0 as the first entry", bounds[0])
+    for before, after in zip(bounds, bounds[1:], strict=False):
+        if after < before:
+            _check.fail(op, "offsets", "entries that do not decrease", f"{after} after {before}")
+    if bounds[-1] > count:
+        _check.fail(op, "offsets", f"entries up to the {count} rows", bounds[-1])
+    if rows is not None and bounds[-1] > 0:
+        low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
+        if low < 0 or high >= x.shape[0]:
+            _check.fail(op, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
+    return bounds
 
 
 def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:

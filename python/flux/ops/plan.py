@@ -16,7 +16,7 @@ from flux import _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
 from flux.comm.workspace import Workspace, round_up
-from flux.ops import _check
+from flux.ops import _check, _gate
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
 # Of these x is [m, n].
@@ -378,6 +378,7 @@ def explain(
     """
     if op not in OPS:
         _check.fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
+    _gate.check("explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight)
     for name, size in (("m", m), ("n", n), ("k", k)):
         if size < 0:
             _check.fail("explain", name, "a size", size)

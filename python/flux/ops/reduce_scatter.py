@@ -13,7 +13,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.ops import _check
+from flux.comm.workspace import NOTHING
+from flux.ops import _check, _gate
 from flux.ops._exchange import run_fused
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import wide_type
@@ -40,15 +41,18 @@ def reduce_scatter(
         [M/p, ...] in x's dtype: a fresh tensor, or `out`.
 
     Raises:
-        ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit; `out` shares memory with x; or, where the ranks notice, they
+            made different calls.
         CommTimeoutError, RuntimeError: as flux.gemm_rs.
     """
-    name = group_name(group, "reduce_scatter")
     direct = may_skip_dispatch(x)
-    if needs_grad(x):
-        if out is not None:
-            _check.no_grad_needed("reduce_scatter", x)
-        direct = False
+    if not direct or out is not None:
+        _gate.check("reduce_scatter", x=x, out=out)
+    if out is not None:
+        _check.no_backward_through_out("reduce_scatter", x=x, out=out)
+    direct = direct and not needs_grad(x)
+    name = group_name(group, "reduce_scatter")
     if out is None:
         result: torch.Tensor = (_eager if direct else _op)(x, name)
         return result
@@ -86,6 +90,7 @@ def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     _fake_out(x, group_name, out)
+    _check.separate("reduce_scatter", "out", out, x)
     _run(x, process_group(group_name), out)
 
 
@@ -93,14 +98,16 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     if group.size() == 1:
         out.copy_(x)
         return
-    workspace = registry.get(group, x.device, "reduce_scatter")
-    # One row for each rank: only their length must suit the vectors that travel, whatever the shape.
-    plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
-    if not plan.fused:
-        unfused(x, group, out)
-        return
-    x2, out2 = x.reshape(plan.m, plan.n), out.view(1, plan.n)
-    run_fused(cast(CpuWorkspace | CudaWorkspace, workspace), plan, x2, out2)
+    with registry.turn(group, x.device):
+        workspace = registry.get(group, x.device, "reduce_scatter")
+        # One row for each rank: only their length must suit the vectors that travel, whatever the shape.
+        plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
+        with workspace.calling(plan, NOTHING) as epoch:
+            if plan.fused:
+                fused = cast(CpuWorkspace | CudaWorkspace, workspace)
+                run_fused(fused, plan, epoch, x.reshape(plan.m, plan.n), out.view(1, plan.n))
+            else:
+                unfused(x, group, out)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flux.ops import _check
+from flux.ops import _check, _gate
 from flux.ops._library import library
 
 
@@ -41,8 +41,12 @@ def wgrad_accum(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Ten
             16-bit gradients is rounded nowhere else: products and sums are fp32.
 
     Raises:
-        ValueError: an argument does not fit.
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit or needs a gradient in grad mode; or `main_grad` shares memory
+            with another argument.
     """
+    _gate.check("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
+    _check.no_backward("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
     _op(grad_output, x, main_grad)
 
 
@@ -71,15 +75,20 @@ def _fake(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -
             _check.fail(op, name, f"device {x.device}, that of x", tensor.device)
 
 
-def _cpu(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+def _checked(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
     _fake(grad_output, x, main_grad)
+    _check.separate("wgrad_accum", "main_grad", main_grad, grad_output, x)
+
+
+def _cpu(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
+    _checked(grad_output, x, main_grad)
     wide = torch.promote_types(x.dtype, torch.float32)
     a, b = _matrix(grad_output).t(), _matrix(x)
     main_grad.copy_(torch.addmm(main_grad.to(wide), a.to(wide), b.to(wide)))
 
 
 def _cuda(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
-    _fake(grad_output, x, main_grad)
+    _checked(grad_output, x, main_grad)
     a, b = _matrix(grad_output).t(), _matrix(x)
     if main_grad.dtype == x.dtype:
         torch.addmm(main_grad, a, b, out=main_grad)

@@ -10,8 +10,8 @@ from flux import _native
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, resolve_group
-from flux.comm.workspace import round_up
-from flux.ops import _check
+from flux.comm.workspace import Workspace, round_up
+from flux.ops import _check, _gate
 from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
 
@@ -47,6 +47,7 @@ def reserve(
         ValueError: an argument does not fit, or the ranks ask for different sizes.
         CommTimeoutError: a rank did not come.
     """
+    _gate.check("reserve", max_m=max_m, max_n=max_n, max_k=max_k, dtype=dtype, slots=slots)
     for name, size in (("max_m", max_m), ("max_n", max_n), ("max_k", max_k)):
         if size < 1:
             _check.fail("reserve", name, "a positive size", size)
@@ -55,31 +56,46 @@ def reserve(
     if slots != 1:
         _check.fail("reserve", "slots", "1 (this version has one set of buffers for each group)", slots)
     pg = resolve_group(group, "reserve")
-    where = current_device() if device is None else torch.device(device)
+    where = current_device() if device is None else _device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    if pg.size() == 1:
-        return
-    workspace = registry.get(pg, where, "reserve")
+    if pg.size() > 1:
+        with registry.turn(pg, where):
+            _reserve(registry.get(pg, where, "reserve"), max_m, max_n, max_k, dtype)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        _check.fail("reserve", "device", "a torch.device or its name", repr(device))
+    if where.type not in ("cpu", "cuda"):
+        _check.fail("reserve", "device", "the CPU or a CUDA device", where)
+    return where
+
+
+def _reserve(workspace: Workspace, max_m: int, max_n: int, max_k: int, dtype: torch.dtype) -> None:
+    workspace.raise_if_failed()
     if workspace.why_not is not None:
         return
-    m = round_up(max_m, pg.size())
+    p, device_type = workspace.world_size, workspace.device.type
+    m = round_up(max_m, p)
     # A large sum is gathered: gemm_ar is then gemm_rs + all_gather.
     is_large = m * max_n * dtype.itemsize >= COMPOSED_FROM_BYTES
     columns = max(max_k, max_n) if is_large else max_k
-    gathered = ag_gemm_room(m, columns, pg.size(), dtype)
+    gathered = ag_gemm_room(m, columns, p, dtype)
     rooms = [gathered]
     exchange_bytes = 0
     # Sizes that never run fused need no room; others up to them might.
-    if can_run_fused("gemm_rs", device_type=where.type, dtype=dtype, m=8, n=8, k=8)[0]:
-        rooms += [gemm_rs_room(m, max_n, pg.size(), c.id, dtype) for c in _native.core.tile_configs()]
-        exchange = exchange_room(where.type, max_m, max_n, pg.size(), dtype)
+    if can_run_fused("gemm_rs", device_type=device_type, dtype=dtype, m=8, n=8, k=8)[0]:
+        rooms += [gemm_rs_room(m, max_n, p, c.id, dtype) for c in _native.core.tile_configs()]
+        exchange = exchange_room(device_type, max_m, max_n, p, dtype)
         rooms.append((exchange["signal_bytes"], exchange["slot_bytes"]))
         exchange_bytes = exchange["exchange_bytes"]
     call = {"max_m": max_m, "max_n": max_n, "max_k": max_k, "dtype": str(dtype)}
     signal_bytes, slot_bytes = (max(sizes) for sizes in zip(*rooms, strict=True))
     workspace.grow(signal_bytes, slot_bytes, "reserve", call, exchange_bytes)
-    if isinstance(workspace, CudaWorkspace) and m // pg.size() * columns * dtype.itemsize >= COPY_FROM_BYTES:
+    if isinstance(workspace, CudaWorkspace) and m // p * columns * dtype.itemsize >= COPY_FROM_BYTES:
         workspace.reserve_copy(*gathered, "reserve", call)
 
 
@@ -92,11 +108,7 @@ def release(group: GroupLike = None) -> None:
     Raises:
         CommTimeoutError: a rank did not come. The caller's side is freed nevertheless.
     """
-    for workspace in registry.existing(resolve_group(group, "release")):
-        try:
-            workspace.release()
-        finally:
-            registry.drop(workspace)
+    registry.release(resolve_group(group, "release"))
 
 
 def check(group: GroupLike = None) -> None:
@@ -108,7 +120,7 @@ def check(group: GroupLike = None) -> None:
     pg = resolve_group(group, "check")
     if _cuda.is_available() and _cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
+    registry.raise_if_broken(pg)
     for workspace in registry.existing(pg):
-        if isinstance(workspace, CudaWorkspace):
+        with registry.turn(pg, workspace.device):
             workspace.check("check")
-        workspace.raise_if_failed()

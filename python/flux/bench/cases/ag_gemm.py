@@ -102,8 +102,10 @@ def sweep(problem: Problem, context: Context) -> Prepared:
         chosen = replace(plan, config=config & 0xFF)
 
         def launch(weight: torch.Tensor) -> None:
-            address, epoch, chunk_rows = all_gather.enter(workspace, chosen)
-            torch.ops.flux._ag_gemm(x, weight, None, out, False, address, config, 0, epoch, chunk_rows, False)
+            with all_gather.entered(workspace, chosen) as (address, epoch, chunk_rows):
+                torch.ops.flux._ag_gemm(
+                    x, weight, None, out, False, address, config, 0, epoch, chunk_rows, False
+                )
 
         return Candidate(name, role, rotating(weights, launch))
 

@@ -84,7 +84,8 @@ def sweep(problem: Problem, context: Context) -> Prepared:
 
     def run(name: str, role: str, mode: int) -> Candidate:
         def launch(x: torch.Tensor) -> None:
-            torch.ops.flux._all_reduce(x, out, workspace.enter(chosen), 0, mode)
+            with workspace.enter(chosen) as address:
+                torch.ops.flux._all_reduce(x, out, address, 0, mode)
 
         return graphed(name, role, launch, [x], context)
 

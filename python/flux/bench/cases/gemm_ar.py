@@ -120,10 +120,10 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     def run(name: str, role: str, config: int, mode: int) -> Candidate:
         def launch(weight: torch.Tensor) -> None:
             # Exactly what flux.gemm_ar launches, but for config and mode.
-            address = workspace.enter(chosen)
-            torch.ops.flux._gemm_ar(
-                x, weight, None, out, False, address, config, 0, mode, None, None, 0.0, None
-            )
+            with workspace.enter(chosen) as address:
+                torch.ops.flux._gemm_ar(
+                    x, weight, None, out, False, address, config, 0, mode, None, None, 0.0, None
+                )
 
         return graphed(name, role, launch, weights, context)
 
