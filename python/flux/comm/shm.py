@@ -1,26 +1,45 @@
 """POSIX shared memory between the ranks of one host, for CPU tensors.
 
-Every rank makes one file in /dev/shm, everybody maps everybody's, and the names are removed as soon as all
-have: what a crashed process leaves behind is freed by the kernel with the last mapping.
+Every rank creates one segment in /dev/shm and maps those of all ranks. All names are removed as soon as every
+rank has mapped them; from then on the kernel frees the memory with the last mapping.
+
+Segments have names because ranks may run in containers that share /dev/shm and nothing else. A memfd or an
+O_TMPFILE file has none, but peers could open it only as /proc/<pid>/fd/<n>, which takes one pid namespace,
+equal uid and gid, and a dumpable process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import io
 import mmap
 import os
+import re
+import secrets
 import socket
-import uuid
+import stat
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flux.comm.group import Meeting
 
 _DIRECTORY = Path("/dev/shm")
+# The process id is for people who list the directory. flux does not rely on it: in another container the same
+# number is another process.
+_NAME = re.compile(r"flux-[0-9]{1,10}-[0-9a-f]{40}")
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# A segment without a lock is either of a dead process, or so young that its creator is about to lock it.
+_STALE_AFTER_S = 60.0
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
 
 class NoSharedMemory(RuntimeError):
-    """A rank could not make or map its part. Raised on all ranks alike."""
+    """The ranks of a group could not share memory. Raised on all of them, with what each rank reports."""
 
 
 def host_id() -> str:
@@ -40,52 +59,170 @@ def why_not() -> str | None:
 
 
 class SharedMemory:
-    """The same number of zeroed bytes on every rank, mapped by all.
+    """The same number of zeroed bytes on every rank, mapped by all. Making one is a collective.
+
+    An exception, KeyboardInterrupt included, leaves no name, mapping or descriptor behind.
 
     Attributes:
         views: for every rank, its bytes as a uint8 tensor.
         peers: for every rank, the address of its bytes in this process.
         nbytes: bytes per rank.
+
+    Raises:
+        NoSharedMemory: on all ranks, if one of them cannot create its segment or refuses that of a peer.
+        CommTimeoutError: a rank did not come.
     """
 
     def __init__(self, nbytes: int, rank: int, meeting: Meeting, op: str) -> None:
-        path = _DIRECTORY / f"flux-{os.getpid()}-{uuid.uuid4().hex}"
-        error = ""
-        names = [str(path)]
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                # A sparse file would turn a full /dev/shm (64 MB in a default container) into SIGBUS later.
-                os.posix_fallocate(fd, 0, nbytes)
-                own = _map(fd, nbytes)
-            finally:
-                os.close(fd)
-        except OSError as e:
-            error = f"{nbytes} bytes in {_DIRECTORY}: {e}"
-        try:
-            facts = meeting.exchange(op, {"path": str(path), "error": error})
-            names = [f["path"] for f in facts]
-            errors = [f"rank {r}: {f['error']}" for r, f in enumerate(facts) if f["error"]]
-            if errors:
-                raise NoSharedMemory(f"flux.{op}: no shared memory: " + "; ".join(errors))
-            self.views = [own if r == rank else _open(f["path"], nbytes) for r, f in enumerate(facts)]
-            meeting.exchange(op, {})
-        finally:
-            # All of them: a peer that has died since cannot remove its own.
-            for name in names:
-                Path(name).unlink(missing_ok=True)
-        self.peers = [view.data_ptr() for view in self.views]
         self.nbytes = nbytes
+        self.views: list[torch.Tensor] = []
+        names = [f"flux-{os.getpid()}-{secrets.token_hex(20)}"]
+        try:
+            try:
+                try:
+                    self._share(names, rank, meeting, op)
+                finally:
+                    _remove(names)
+            finally:
+                _remove(names)  # again, in case an interrupt broke off the first
+            self.peers = [view.data_ptr() for view in self.views]
+        except BaseException:
+            # Whoever keeps the traceback keeps this object, but not the memory.
+            self.views.clear()
+            raise
+
+    def _share(self, names: list[str], rank: int, meeting: Meeting, op: str) -> None:
+        """Fills `views`. `names` holds this rank's name; those of all ranks are added."""
+        _remove_stale()
+        error, full = "", False
+        try:
+            self.views.append(_create(names[0], self.nbytes))
+        except (OSError, OverflowError) as e:
+            full = isinstance(e, OverflowError) or e.errno in _FULL
+            error = f"{self.nbytes} bytes in {_DIRECTORY}, {_free()} free: {e}"
+        facts = meeting.exchange(op, {"name": names[0], "error": error, "full": full})
+        told = [_name(fact.get("name")) for fact in facts]
+        # All of them: a peer that has died since cannot remove its own.
+        names.extend(name for name in told if name)
+        errors = [
+            _text(fact.get("error")) if name else f"expected a segment's name, got {fact.get('name')!r:.80}"
+            for fact, name in zip(facts, told, strict=True)
+        ]
+        advice = ""
+        if any(fact.get("full") for fact in facts):
+            advice = (
+                f". The {len(facts)} ranks of the group need {len(facts) * self.nbytes} bytes there: "
+                "remove files, or enlarge it (containers: --shm-size)"
+            )
+        _raise_if_any(op, errors, advice)
+
+        error = ""
+        for peer, name in enumerate(names[1:]):
+            if peer != rank and not error:
+                try:
+                    self.views.append(_open(name, self.nbytes))
+                except (OSError, ValueError) as e:
+                    error = f"segment of rank {peer}: {e}"
+        facts = meeting.exchange(op, {"error": error})
+        _raise_if_any(op, [_text(fact.get("error")) for fact in facts])
+        self.views.insert(rank, self.views.pop(0))
 
 
-def _open(path: str, nbytes: int) -> torch.Tensor:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return _map(fd, nbytes)
-    finally:
-        os.close(fd)
+def _name(name: object) -> str | None:
+    """The name of a segment, or None: nothing that leads out of the directory or to a file not flux's."""
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
-def _map(fd: int, nbytes: int) -> torch.Tensor:
+def _text(error: object) -> str:
+    return error if isinstance(error, str) else f"expected an error message, got {error!r:.80}"
+
+
+def _raise_if_any(op: str, errors: list[str], advice: str = "") -> None:
+    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if told:
+        raise NoSharedMemory(f"flux.{op}: no shared memory: " + "; ".join(told) + advice)
+
+
+def _create(name: str, nbytes: int) -> torch.Tensor:
+    """A new segment, mapped and locked."""
+    with _file(name, _FLAGS | os.O_CREAT | os.O_EXCL) as file:
+        # The mapping holds the lock too, so it lasts as long as the segment is in use, in whatever container.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink != 1:
+            raise OSError(errno.ESTALE, "removed before it could be locked", name)
+        # A sparse file would turn a full /dev/shm (64 MB in a default container) into SIGBUS later.
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return _map(file, nbytes)
+
+
+def _open(name: str, nbytes: int) -> torch.Tensor:
+    """A peer's segment, mapped.
+
+    Raises:
+        ValueError: what has this name is not a private segment of `nbytes` bytes.
+    """
+    with _file(name, _FLAGS) as file:
+        # Of the open file, not of its path: that could name another file by now.
+        found = os.fstat(file.fileno())
+        checks: tuple[tuple[str, Any, Any], ...] = (
+            ("type", "regular file", _type(found.st_mode)),
+            ("owner", f"uid {os.geteuid()}", f"uid {found.st_uid}"),
+            ("access of others", "none", oct(found.st_mode & 0o077) if found.st_mode & 0o077 else "none"),
+            ("links", 1, found.st_nlink),
+            ("bytes", nbytes, found.st_size),
+        )
+        for what, expected, got in checks:
+            if got != expected:
+                raise ValueError(f"{what}: expected {expected}, got {got}")
+        return _map(file, nbytes)
+
+
+def _type(mode: int) -> str:
+    return "regular file" if stat.S_ISREG(mode) else f"file of type {stat.filemode(mode)[0]}"
+
+
+def _file(name: str, flags: int) -> io.FileIO:
+    # Inside map() no signal handler runs, so none comes between opening the descriptor and owning it.
+    (file,) = map(io.FileIO, map(os.open, [_DIRECTORY / name], [flags], [0o600]), ["r+"])
+    return file
+
+
+def _map(file: io.FileIO, nbytes: int) -> torch.Tensor:
     # The tensor keeps the mapping alive.
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+
+def _free() -> str:
+    try:
+        found = os.statvfs(_DIRECTORY)
+    except OSError as e:
+        return f"unknown ({e.strerror})"
+    return str(found.f_bavail * found.f_frsize)
+
+
+def _remove(names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(_DIRECTORY / name)
+
+
+def _remove_stale() -> None:
+    """Removes this user's segments whose processes were killed before they could remove them."""
+    with contextlib.suppress(OSError), os.scandir(_DIRECTORY) as entries:
+        for entry in entries:
+            if _name(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_stale(entry)
+
+
+def _remove_if_stale(entry: os.DirEntry[str]) -> None:
+    def removable(found: os.stat_result) -> bool:
+        old = time.time() - found.st_mtime > _STALE_AFTER_S
+        return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and old
+
+    if not removable(entry.stat(follow_symlinks=False)):  # opening a file of somebody else may have effects
+        return
+    with _file(entry.name, _FLAGS) as file:
+        if removable(os.fstat(file.fileno())):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its creator lives
+            os.unlink(_DIRECTORY / entry.name)
