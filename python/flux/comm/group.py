@@ -26,6 +26,8 @@ _c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
 
 # What a rank leaves in the place of its token when it stops waiting for the others to come.
 _GAVE_UP = "gave up"
+# Of what a rank says in a meeting: sizes, reasons and names, so far at most some KiB.
+_MAX_FACTS_BYTES = 1 << 16
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | str | None
 
@@ -146,6 +148,7 @@ class Meeting:
 
         Raises:
             CommTimeoutError: a rank did not come within FLUX_TIMEOUT_S.
+            RuntimeError: what the store holds in the place of a rank's facts is none.
         """
         self._count += 1
         return self._gather(op, str(self._count), facts)
@@ -166,7 +169,8 @@ class Meeting:
         deadline = time.monotonic() + _env.timeout_s()
         self._set(op, f"{prefix}/{self._rank}", json.dumps(facts))
         peers = range(self._world_size)
-        return [json.loads(self._wait(op, peer, f"{prefix}/{peer}", deadline)) for peer in peers]
+        values = [self._wait(op, peer, f"{prefix}/{peer}", deadline) for peer in peers]
+        return [_parse(op, peer, value) for peer, value in zip(peers, values, strict=True)]
 
     def _set(self, op: str, key: str, value: str) -> None:
         try:
@@ -175,7 +179,7 @@ class Meeting:
             raise self._store_failed(op, self._rank, error) from error
 
     def _wait(
-        self, op: str, peer: int, key: str, deadline: float, accept: Callable[[str], bool] = bool
+        self, op: str, peer: int, key: str, deadline: float, accept: Callable[[str], bool] | None = None
     ) -> str:
         """The value of a key that `peer` sets, or causes to be set, as soon as it is acceptable."""
         pause_s = 0.0005
@@ -183,8 +187,8 @@ class Meeting:
             # Polling, unlike Store.wait, can be interrupted from the keyboard.
             while True:
                 if self._store.check([key]):
-                    value = str(self._store.get(key).decode())
-                    if accept(value):
+                    value = str(self._store.get(key).decode(errors="replace"))
+                    if accept is None or accept(value):
                         return value
                 if time.monotonic() > deadline:
                     raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s())
@@ -203,6 +207,20 @@ class Meeting:
 
 def _is_token(value: str) -> bool:
     return value not in ("", _GAVE_UP)
+
+
+def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
+    """The facts of a rank. Whoever reaches the store can write there, so this is not taken for granted."""
+    facts = None
+    if len(value) <= _MAX_FACTS_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            facts = json.loads(value)
+    if not isinstance(facts, dict):
+        raise RuntimeError(
+            f"flux.{op}: meeting: expected the facts of rank {peer}, a JSON object of at most "
+            f"{_MAX_FACTS_BYTES} bytes, got {len(value)} bytes that begin with {value[:60]!r}"
+        )
+    return facts
 
 
 def reduce_scatter() -> Callable[..., object]:
