@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ag_gemm/plan.h"
@@ -267,22 +268,59 @@ void bind_atomics(py::module_& m) {
         "out.");
 }
 
-void bind_turn(py::module_& m) {
-  py::class_<runtime::Turn>(
-      m, "Turn", "A lock that threads get in the order in which they ask; its holder may take it again.")
-      .def(py::init<>())
-      .def("__enter__",
-           [](runtime::Turn& turn) {
-             if (turn.try_acquire()) return;
-             py::gil_scoped_release release;
-             turn.acquire([] {
-               py::gil_scoped_acquire acquire;
-               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-             });
-           })
-      .def("__exit__", [](runtime::Turn& turn, const py::args&) {
-        if (!turn.release()) throw std::runtime_error("this thread does not hold the lock");
+// Threads' turns on a group, and whether one of their calls was broken off after it had told peers of itself. In
+// C++, because here no exception can come between the end of a call and the note that it has ended.
+class CallTurn {
+ public:
+  explicit CallTurn(py::object refusals) : refusals_(std::move(refusals)) {}
+
+  py::object call(const py::function& fn, const py::args& args) {
+    if (!turn_.try_acquire()) {
+      py::gil_scoped_release release;
+      turn_.acquire([] {
+        py::gil_scoped_acquire acquire;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       });
+    }
+    const bool outermost = turn_.depth() == 1;
+    if (outermost) open_ = false;
+    try {
+      py::object result = fn(*args);
+      if (outermost) open_ = false;
+      turn_.release();
+      return result;
+    } catch (py::error_already_set& error) {
+      if (outermost && open_ && !error.matches(refusals_))
+        broken_by_ = error.type().attr("__name__").cast<std::string>();
+      if (outermost) open_ = false;
+      turn_.release();
+      throw;
+    }
+  }
+
+  void open() { open_ = true; }
+  const std::optional<std::string>& broken_by() const { return broken_by_; }
+  void forget() { broken_by_.reset(); }
+
+ private:
+  runtime::Turn turn_;
+  py::object refusals_;
+  bool open_ = false;  // peers have heard of the call that is being made
+  std::optional<std::string> broken_by_;
+};
+
+void bind_turn(py::module_& m) {
+  py::class_<CallTurn>(m, "CallTurn",
+                       "The calls of a process on one group: one after the other, in order of arrival.")
+      .def(py::init<py::object>(), py::arg("refusals"),
+           "refusals: types of exceptions that all ranks raise together, which break nothing off.")
+      .def("call", &CallTurn::call, py::arg("fn"),
+           "fn(*args), when no other thread is inside a call. A call may be made of others.")
+      .def("open", &CallTurn::open,
+           "From here to its end, an exception breaks the call off: peers have heard of it.")
+      .def_property_readonly("broken_by", &CallTurn::broken_by,
+                             "Name of the exception that broke a call off, or None.")
+      .def("forget", &CallTurn::forget, "Forgets what broke a call off.");
 }
 
 void bind_workspace(py::module_& m) {

@@ -1,5 +1,5 @@
-// A lock that host threads get in the order in which they ask, and that its holder may take again. Calls on one
-// group must not overtake each other: the peers serve them in that order.
+// A lock that host threads get in the order in which they ask, and that its holder may take again: calls on one
+// group must not overtake each other, as the peers serve them in that order.
 #pragma once
 
 #include <chrono>
@@ -44,13 +44,15 @@ class Turn {
     take();
   }
 
-  // Returns false, and changes nothing, if this thread does not hold the lock.
+  // Of the holder only. Returns whether it has given the lock away, which it may have taken several times.
   bool release() {
     const std::lock_guard lock(mutex_);
-    if (depth_ == 0 || holder_ != std::this_thread::get_id()) return false;
-    if (--depth_ == 0) changed_.notify_all();
+    if (--depth_ > 0) return false;
+    changed_.notify_all();
     return true;
   }
+
+  int depth() const { return depth_; }  // of the holder only
 
  private:
   void take() {

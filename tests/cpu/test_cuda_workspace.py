@@ -74,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 def make() -> CudaWorkspace:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2, group_name="g")
     meeting: Any = Echo()
-    return CudaWorkspace(group, torch.device("cuda", 0), "gemm_rs", meeting)
+    return CudaWorkspace(group, torch.device("cuda", 0), "gemm_rs", meeting, core.CallTurn(()))
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> int:
@@ -263,10 +263,10 @@ def test_what_a_gather_needs() -> None:
 def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> None:
     workspace = make()
     enter(workspace, plan(128))
-    workspace.check("check")
+    workspace.check()
     # code, op, rank, peer, tile, expected, seen
     workspace._error[:7] = torch.tensor([1, 1, 0, 1, 5, 42, 41])
-    for attempt in (lambda: enter(workspace, plan(128)), lambda: workspace.check("check")):
+    for attempt in (lambda: enter(workspace, plan(128)), lambda: workspace.check()):
         with pytest.raises(flux.CommTimeoutError) as caught:
             attempt()
         error = caught.value

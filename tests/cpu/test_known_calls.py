@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +54,8 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _symm_buffer=symm_buffer,
         _address=int(symm_buffer.address),
         _index=0,
-        _launch_turn=core.Turn(),
+        _launch_lock=threading.RLock(),
+        turn=registry.turn(group, DEVICE),
         _error=error,
         _error_address=error.data_ptr(),
         _error_code=ctypes.c_uint32.from_address(error.data_ptr()),
@@ -75,6 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(CudaWorkspace, "_last_streams", {})
     monkeypatch.setattr(registry, "_workspaces", {})
+    monkeypatch.setattr(registry, "_turns", {})
     yield told
 
 

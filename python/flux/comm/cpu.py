@@ -41,8 +41,10 @@ class CpuWorkspace(Workspace):
     _ENTRY_BYTES = 4096
     _MAX_TOLD = _ENTRY_BYTES - 8
 
-    def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
-        super().__init__(group, device, op, meeting)
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
+    ) -> None:
+        super().__init__(group, device, op, meeting, turn)
         self._epoch = 0
         self._told = b""  # facts of the call that is being made
         self._agreed = False  # whether all peers have begun it
@@ -93,15 +95,16 @@ class CpuWorkspace(Workspace):
             yield 0
             return
         facts = call_facts(call, same, self.compares_contents)
-        with self.recorded(call.op):
-            try:
-                self._begin(call, facts)
-                yield self._next_epoch
+        try:
+            self._begin(call, facts)
+            if not call.fused:  # torch's collectives may do anything where ranks differ
                 self.agree(call.op)
-            except ON_ALL_RANKS:
-                self._finish()
-                raise
+            yield self._next_epoch
+            self.agree(call.op)
+        except ON_ALL_RANKS:
             self._finish()
+            raise
+        self._finish()
 
     @property
     def _next_epoch(self) -> int:
@@ -112,6 +115,7 @@ class CpuWorkspace(Workspace):
         if len(self._told) > self._MAX_TOLD:
             short = {"op": call.op, "digest": hashlib.sha256(self._told).hexdigest()}
             self._told = json.dumps(short).encode()
+        self.turn.open()
         self._announce()
         if call.signal_bytes <= self.signal_bytes and call.slot_bytes <= self.slot_bytes:
             return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ from flux.errors import CommTimeoutError
 _cuda: Any = torch.cuda  # parts of it are not typed
 _why_not: dict[int, str | None] = {}
 # Between ordering a call behind the last one on its GPU and launching it, no other thread may launch there.
-_launch_turns: dict[int, Any] = {}
+_launch_locks: dict[int, threading.RLock] = {}
 _COMPARED: AbstractContextManager[int] = nullcontext(0)
 
 
@@ -73,13 +73,15 @@ class CudaWorkspace(Workspace):
     _last_streams: ClassVar[dict[int, int]] = {}  # by device: where the last call of any group went
     _same: Same = NOTHING  # of the call that is being made, for when it must grow
 
-    def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
-        super().__init__(group, device, op, meeting)
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
+    ) -> None:
+        super().__init__(group, device, op, meeting, turn)
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
         self._index = device.index
-        self._launch_turn = _launch_turns.setdefault(device.index, _native.core.Turn())
+        self._launch_lock = _launch_locks.setdefault(device.index, threading.RLock())
         self._captured = False
         self._kept: list[Any] = []
         self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
@@ -154,8 +156,8 @@ class CudaWorkspace(Workspace):
         self.raise_if_failed()
         self._same = same
         if self.compares_contents and not torch.cuda.is_current_stream_capturing():
-            with self.recorded(call.op):
-                compare_calls(call.op, self._meet(call.op, call_facts(call, same, True)))
+            self.turn.open()
+            compare_calls(call.op, self._meet(call.op, call_facts(call, same, True)))
         return _COMPARED
 
     def enter(self, call: Call) -> Launch:
@@ -181,7 +183,7 @@ class CudaWorkspace(Workspace):
         if not self._fits_copy(call.signal_bytes, call.slot_bytes):
             facts = call_facts(call, self._same, False)
             self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, facts)
-        return CopyLaunch(self, call.op)
+        return CopyLaunch(self)
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
         """Collective: makes room for calls of that size, or does nothing where there is room.
@@ -195,13 +197,13 @@ class CudaWorkspace(Workspace):
         """
         if self._fits_copy(signal_bytes, slot_bytes):
             return
-        with self.recorded(op):
-            compare_calls(op, self._meet(op, facts))
-            room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
-            self._copy_region = self._make_region(*room, 0, op)
-            self._copy_address = int(self._copy_region[1].address)
-            self._copy_room = room
-            self._copy_epoch = 0
+        self.turn.open()
+        compare_calls(op, self._meet(op, facts))
+        room = (grown(self._copy_room[0], signal_bytes), grown(self._copy_room[1], slot_bytes))
+        self._copy_region = self._make_region(*room, 0, op)
+        self._copy_address = int(self._copy_region[1].address)
+        self._copy_room = room
+        self._copy_epoch = 0
 
     def _fits_copy(self, signal_bytes: int, slot_bytes: int) -> bool:
         return signal_bytes <= self._copy_room[0] and slot_bytes <= self._copy_room[1]
@@ -217,12 +219,12 @@ class CudaWorkspace(Workspace):
                 torch.cuda.current_stream(self.device).wait_event(event)
             self._last_streams[self._index] = stream
 
-    def check(self, op: str) -> None:
+    def check(self) -> None:
         """Raises what made the workspace unusable, such as a timeout that a kernel has recorded. Does not
         synchronise.
         """
         self.raise_if_failed()
-        self._raise_timeout(op)
+        self._raise_timeout("check")
 
     def _raise_timeout(self, op: str) -> None:
         if self.failure is not None:
@@ -254,50 +256,41 @@ class Launch:
 
     def __enter__(self) -> int:
         workspace = self._workspace
-        workspace._launch_turn.__enter__()
+        workspace._launch_lock.acquire()
         try:
             if torch.cuda.is_current_stream_capturing():
                 workspace._captured = True
             else:
                 workspace._follow_last_call()
+            workspace.turn.open()
         except BaseException:
-            workspace._launch_turn.__exit__()
+            workspace._launch_lock.release()
             raise
         return self._address
 
     def __exit__(self, *_: object) -> None:
-        self._workspace._launch_turn.__exit__()
+        self._workspace._launch_lock.release()
 
 
 class CopyLaunch:
-    """Around the launch of a call that copy engines carry. Its epoch is spent once it is given out, so a call
-    that is broken off from then on is recorded.
-    """
+    """Around the launch of a call that copy engines carry. Its epoch is spent once it is given out."""
 
-    __slots__ = ("_op", "_workspace")
+    __slots__ = ("_workspace",)
 
-    def __init__(self, workspace: CudaWorkspace, op: str) -> None:
+    def __init__(self, workspace: CudaWorkspace) -> None:
         self._workspace = workspace
-        self._op = op
 
     def __enter__(self) -> tuple[int, int]:
         workspace = self._workspace
-        workspace._launch_turn.__enter__()
+        workspace._launch_lock.acquire()
         try:
             workspace._follow_last_call()
-            workspace._open = self._op
+            workspace.turn.open()
             workspace._copy_epoch += 1
         except BaseException:
-            workspace._launch_turn.__exit__()
+            workspace._launch_lock.release()
             raise
         return workspace._copy_address, workspace._copy_epoch
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        workspace = self._workspace
-        if error is None:
-            workspace._open = None
-        else:
-            workspace._break_off(self._op, error)
-        workspace._launch_turn.__exit__()
+    def __exit__(self, *_: object) -> None:
+        self._workspace._launch_lock.release()

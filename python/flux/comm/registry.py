@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -16,22 +18,30 @@ from flux.comm.group import Meeting
 from flux.comm.workspace import ON_ALL_RANKS, Workspace, broken_off
 from flux.errors import CommTimeoutError
 
+T = TypeVar("T")
 Key = tuple[ProcessGroup, torch.device]
 
 _workspaces: dict[Key, Workspace] = {}
-# First calls that were broken off after the ranks had met: what later calls raise, and the meeting to leave.
-_broken: dict[Key, tuple[BaseException, Meeting]] = {}
 _turns: dict[Key, Any] = {}
+# First calls that were broken off when the ranks had met: where they met, and whom they waited for in vain.
+_unfinished: dict[Key, tuple[Meeting, CommTimeoutError | None]] = {}
+
+
+def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any) -> T:
+    """fn(*arguments), a whole call on a group. Threads make them one after the other, in order of arrival.
+    One that is broken off when peers have heard of it makes the group refuse all further calls.
+
+    All ranks must make a group's calls in the same order, which is the callers' responsibility.
+    """
+    if group.size() == 1:
+        return fn(*arguments)
+    return turn(group, device).call(fn, *arguments)  # type: ignore[no-any-return]
 
 
 def turn(group: ProcessGroup, device: torch.device) -> Any:
-    """A lock: threads of this process make their calls on a group one after the other, in order of arrival.
-
-    All ranks must make a group's calls in the same order; that is the callers' responsibility. Held by a call
-    from the look-up of its workspace to its end (on GPUs: to its launch). A call may be made of others.
-    """
+    """The turns of a group on a device; of GPUs without a number, the current one."""
     found = _turns.get((group, device))
-    return _turns.setdefault((group, device), _native.core.Turn()) if found is None else found
+    return _turns.setdefault((group, device), _native.core.CallTurn(ON_ALL_RANKS)) if found is None else found
 
 
 def get(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
@@ -41,35 +51,41 @@ def get(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
 
 
 def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
-    key = (group, device)
-    if key in _broken:
-        raise _broken[key][0]
     if device.type == "cuda":
         refuse_capture(group, op)
+    key, its_turn = (group, device), turn(group, device)
+    _raise_if_unfinished(key)
+    _forget_destroyed_groups()
     atexit.unregister(_workspaces.clear)
     # Before the interpreter tears down what destructors of GPU memory need.
     atexit.register(_workspaces.clear)
-    _forget_destroyed_groups()
     meeting = Meeting(group, device.type)
     meeting.begin(op)
-    # From here on peers count on this rank: the entry stays if anything goes wrong, whatever it is.
-    _broken[key] = (broken_off(op, group, "an exception"), meeting)
+    _unfinished[key] = (meeting, None)
+    its_turn.open()
+    kind = CudaWorkspace if device.type == "cuda" else CpuWorkspace
     try:
-        kind = CudaWorkspace if device.type == "cuda" else CpuWorkspace
-        _workspaces[key] = kind(group, device, op, meeting)
+        _workspaces[key] = kind(group, device, op, meeting, its_turn)
+    except CommTimeoutError as error:
+        _unfinished[key] = (meeting, error)
+        raise
     except ON_ALL_RANKS:
-        del _broken[key]
+        del _unfinished[key]
         raise
-    except BaseException as error:
-        lost = isinstance(error, CommTimeoutError)
-        _broken[key] = (error if lost else broken_off(op, group, type(error).__name__), meeting)
-        raise
-    del _broken[key]
+    del _unfinished[key]
     return _workspaces[key]
 
 
+def _raise_if_unfinished(key: Key) -> None:
+    lost = _unfinished[key][1] if key in _unfinished else None
+    if lost is not None:
+        raise lost
+    if turn(*key).broken_by is not None:
+        raise broken_off(key[0], turn(*key).broken_by)
+
+
 def _forget_destroyed_groups() -> None:
-    for kept in (_workspaces, _broken, _turns):
+    for kept in (_workspaces, _unfinished, _turns):
         for key in [key for key in kept if key[0] not in c10d._world.pg_map]:
             del kept[key]
 
@@ -84,20 +100,28 @@ def existing(group: ProcessGroup) -> list[Workspace]:
     return [workspace for (owner, _), workspace in _workspaces.items() if owner is group]
 
 
-def raise_if_broken(group: ProcessGroup) -> None:
-    """Raises what broke off the making of a workspace of a group, if anything did."""
-    for (owner, _), (error, _) in _broken.items():
-        if owner is group:
-            raise error
+def check(group: ProcessGroup) -> None:
+    """Raises what makes a group's workspaces unusable, if anything does: see flux.check."""
+    for key in [key for key in _turns if key[0] is group]:
+        workspace = _workspaces.get(key)
+        ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check
+        turn(*key).call(ask)
 
 
 def release(group: ProcessGroup) -> None:
     """Frees the workspaces of a group and forgets failures: see flux.release."""
-    for key in [key for key in _broken if key[0] is group]:
-        _broken.pop(key)[1].leave("release", wait=False)
-    for workspace in existing(group):
-        with turn(group, workspace.device):
-            try:
-                workspace.release()
-            finally:
-                _workspaces.pop((group, workspace.device), None)
+    for key in [key for key in _turns if key[0] is group]:
+        turn(*key).call(_release, key)
+
+
+def _release(key: Key) -> None:
+    workspace = _workspaces.get(key)
+    try:
+        if workspace is not None:
+            workspace.release()
+        elif key in _unfinished:
+            _unfinished[key][0].leave("release", wait=False)
+    finally:
+        _workspaces.pop(key, None)
+        _unfinished.pop(key, None)
+        turn(*key).forget()

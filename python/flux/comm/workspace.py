@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
 
 from flux import _env, _native
-from flux._log import log
+from flux._log import say_once
 from flux.comm.group import Meeting
 from flux.comm.shm import NoSharedMemory
 from flux.errors import CommTimeoutError
@@ -65,6 +65,8 @@ class Call(Protocol):
     @property
     def config(self) -> int: ...
     @property
+    def fused(self) -> bool: ...
+    @property
     def signal_bytes(self) -> int: ...
     @property
     def slot_bytes(self) -> int: ...
@@ -87,7 +89,7 @@ class Disagreement(ValueError):
     """The ranks of a group made different calls. Raised on all of them alike, so the group remains usable."""
 
 
-# What all ranks raise together, at the same point of the same call.
+# What all ranks raise together, at the same point of the same call, so that it is not broken off.
 ON_ALL_RANKS = (Disagreement, NoSharedMemory)
 
 
@@ -137,16 +139,16 @@ class Workspace(ABC):
         num_sms: streaming multiprocessors of the smallest GPU of the group (CPU: 0).
         plans: what the ops decided per problem, kept here because a plan holds for one group.
         failure: what made the workspace unusable, or None.
+        turn: in which calls are made, and which knows whether one was broken off.
         compares_contents: whether ranks compare what tensors hold (FLUX_DEBUG=compare on any rank).
     """
 
     transport: str  # what carries the tiles, for people to read
     compares_contents = False
-    # The operator that is changing what peers know of this rank. Still set when the next call comes: the call
-    # before it was broken off half-way, wherever that was.
-    _open: str | None = None
 
-    def __init__(self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
+    ) -> None:
         self.group = group
         self.device = device
         self.rank = group.rank()
@@ -157,13 +159,14 @@ class Workspace(ABC):
         self.exchange_bytes = 0
         self.plans: dict[Any, Any] = {}
         self.failure: Exception | None = None
+        self.turn = turn
         self._meeting = meeting
         facts = meeting.exchange(op, {**self._facts(), "compare": _env.get("FLUX_DEBUG") == "compare"})
         self.num_sms = min(f["num_sms"] for f in facts)
         self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
         if self.why_not is not None:
-            log.warning("group %r on %s runs unfused: %s", group.group_name, device, self.why_not)
+            say_once(f"group {group.group_name!r} on {device} runs unfused: {self.why_not}")
 
     def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
         if self.world_size > MAX_WORLD_SIZE:
@@ -192,43 +195,21 @@ class Workspace(ABC):
 
     @abstractmethod
     def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Around a call, fused or not: what is compared with the peers, and recorded if it is broken off.
+        """Around a call, fused or not: what is compared with the peers.
 
         Gives the epoch of the call (CPU; on GPUs the device counts).
         """
 
     def raise_if_failed(self) -> None:
         """Raises what made this workspace unusable, if anything has."""
-        if self.failure is None and self._open is not None:
-            self._break_off(self._open, None)
         if self.failure is not None:
             raise self.failure
+        if self.turn.broken_by is not None:
+            raise broken_off(self.group, self.turn.broken_by)
 
-    def check(self, op: str) -> None:
-        """The same, in the name of `op`; on GPUs also what a kernel has recorded."""
+    def check(self) -> None:
+        """The same; on GPUs also what a kernel has recorded."""
         self.raise_if_failed()
-
-    @contextmanager
-    def recorded(self, op: str) -> Iterator[None]:
-        """Around steps that peers take part in: an exception between them makes the workspace unusable,
-        unless all ranks raise it.
-        """
-        outer, self._open = self._open, op
-        try:
-            yield
-        except ON_ALL_RANKS:
-            self._open = outer
-            raise
-        except BaseException as error:
-            self._break_off(op, error)
-            raise
-        self._open = outer
-
-    def _break_off(self, op: str, error: BaseException | None) -> None:
-        if self.failure is None:
-            by = "an exception" if error is None else type(error).__name__
-            self.failure = broken_off(op, self.group, by)
-        self._open = None
 
     def fits(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int = 0) -> bool:
         """Whether a call with these needs can run without growing."""
@@ -241,7 +222,7 @@ class Workspace(ABC):
     def grow(
         self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any], exchange_bytes: int = 0
     ) -> None:
-        """Collective: makes room for a call, or does nothing where there is room.
+        """Collective: makes room for a call, or does nothing where there is room. Opens the call.
 
         Args:
             facts: what is called; must be equal on all ranks.
@@ -252,15 +233,15 @@ class Workspace(ABC):
         """
         if self.fits(signal_bytes, slot_bytes, exchange_bytes):
             return
-        with self.recorded(op):
-            compare_calls(op, self._meet(op, facts))
-            signal_bytes = grown(self.signal_bytes, signal_bytes)
-            slot_bytes = grown(self.slot_bytes, slot_bytes)
-            exchange_bytes = grown(self.exchange_bytes, exchange_bytes)
-            self._allocate(signal_bytes, slot_bytes, exchange_bytes, op)
-            self.signal_bytes = signal_bytes
-            self.slot_bytes = slot_bytes
-            self.exchange_bytes = exchange_bytes
+        self.turn.open()
+        compare_calls(op, self._meet(op, facts))
+        signal_bytes = grown(self.signal_bytes, signal_bytes)
+        slot_bytes = grown(self.slot_bytes, slot_bytes)
+        exchange_bytes = grown(self.exchange_bytes, exchange_bytes)
+        self._allocate(signal_bytes, slot_bytes, exchange_bytes, op)
+        self.signal_bytes = signal_bytes
+        self.slot_bytes = slot_bytes
+        self.exchange_bytes = exchange_bytes
 
     def _meet(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -271,13 +252,13 @@ class Workspace(ABC):
 
     def release(self) -> None:
         """Waits until no rank uses the buffers any more; after a failure only says that this one does not."""
-        self._meeting.leave("release", wait=self.failure is None and self._open is None)
+        self._meeting.leave("release", wait=self.failure is None and self.turn.broken_by is None)
 
 
-def broken_off(op: str, group: ProcessGroup, by: str) -> RuntimeError:
-    """What later calls raise when one was broken off between its first and its last word to the peers."""
+def broken_off(group: ProcessGroup, by: str) -> RuntimeError:
+    """What calls raise after one that was broken off when peers had heard of it."""
     return RuntimeError(
-        f"{op}: an earlier call on group {group.group_name!r} was broken off by {by}, and peers may have "
+        f"flux: an earlier call on group {group.group_name!r} was broken off by {by}, and peers may have "
         "seen half of it; call flux.release(group) on all ranks"
     )
 

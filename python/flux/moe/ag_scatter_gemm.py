@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux.comm import registry
@@ -15,11 +16,19 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.moe import reference
-from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
-from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch, same_routing
+from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
+from flux.moe.routing import (
+    Routing,
+    check_experts,
+    check_routing,
+    layout_of,
+    may_skip_layer_dispatch,
+    plan_of,
+    same_routing,
+)
 from flux.ops import _check, _gate, grouped_gemm
 from flux.ops import all_gather as gather
-from flux.ops._library import library
+from flux.ops._library import dispatch, library
 from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.ag_scatter_gemm"
@@ -51,13 +60,14 @@ def ag_scatter_gemm(
     direct = may_skip_layer_dispatch(x, weight, routing)
     if not direct:
         _gate.check(_OP, x=x, weight=weight, activation=activation)
-    check_routing(_OP, routing, weight, x.device)
+        check_routing(_OP, routing, x.device)
+    check_experts(_OP, routing, weight)
     if x.dim() == 2 and x.shape[0] != routing.num_tokens:
         _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
-    call = _eager if direct else _op
-    result: torch.Tensor = call(x, weight, routing[:11], *sizes, activation, routing.group_name)
-    return result
+    fn = _eager if direct else _op
+    arguments = (x, weight, routing[:11], *sizes, activation, routing.group_name)
+    return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments))
 
 
 def _fake(
@@ -94,21 +104,32 @@ def _eager(
         return out
     if group.size() == 1:
         return _unfused(x, weight, told, activation)
-    with registry.turn(group, x.device):
-        workspace = registry.get(group, x.device, _OP)
-        n, k = weight.shape[1:]
-        plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
-        with workspace.calling(plan, {"activation": activation, **same_routing(told)}) as epoch:
-            if not plan.fused:
-                return _unfused(x, weight, told, activation)
-            if isinstance(workspace, CudaWorkspace):
-                out = x.new_empty(layout.max_rows, columns)
-                _launch(x, weight, told, layout, activation, out, plan, workspace)
-                return out
-            out = x.new_zeros(layout.max_rows, columns)
-            arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, told, epoch, x)
-            _Tiles(layout, told, weight, activation, out).compute(arrivals.wait, arrivals.sources)
+    arguments = (x, weight, told, layout, activation, columns, group)
+    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+
+
+def _among_ranks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    layout: Any,
+    activation: str | None,
+    columns: int,
+    group: ProcessGroup,
+) -> torch.Tensor:
+    workspace = registry.get(group, x.device, _OP)
+    plan = plan_of(workspace, _OP, weight, routing)
+    with workspace.calling(plan, {"activation": activation, **same_routing(routing)}) as epoch:
+        if not plan.fused:
+            return _unfused(x, weight, routing, activation)
+        if isinstance(workspace, CudaWorkspace):
+            out = x.new_empty(layout.max_rows, columns)
+            _launch(x, weight, routing, layout, activation, out, plan, workspace)
             return out
+        out = x.new_zeros(layout.max_rows, columns)
+        arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, x)
+        _Tiles(layout, routing, weight, activation, out).compute(arrivals.wait, arrivals.sources)
+        return out
 
 
 def _launch(

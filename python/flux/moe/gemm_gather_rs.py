@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux.comm import cuda, registry
@@ -16,10 +17,18 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.moe import reference
-from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan, plan_layer
-from flux.moe.routing import Routing, check_routing, layout_of, may_skip_layer_dispatch, same_routing
+from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
+from flux.moe.routing import (
+    Routing,
+    check_experts,
+    check_routing,
+    layout_of,
+    may_skip_layer_dispatch,
+    plan_of,
+    same_routing,
+)
 from flux.ops import _check, _gate, grouped_gemm
-from flux.ops._library import library
+from flux.ops._library import dispatch, library
 from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.gemm_gather_rs"
@@ -48,14 +57,15 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
     direct = may_skip_layer_dispatch(x, weight, routing)
     if not direct:
         _gate.check(_OP, x=x, weight=weight)
-    check_routing(_OP, routing, weight, x.device)
+        check_routing(_OP, routing, x.device)
+    check_experts(_OP, routing, weight)
     if x.dim() == 2 and x.shape[0] != routing.rows.shape[0]:
         what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"
         _check.fail(_OP, "x", what, f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
-    call = _eager if direct else _op
-    result: torch.Tensor = call(x, weight, routing[:11], *sizes, routing.group_name)
-    return result
+    fn = _eager if direct else _op
+    arguments = (x, weight, routing[:11], *sizes, routing.group_name)
+    return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments))
 
 
 def _fake(
@@ -81,41 +91,44 @@ def _eager(
     num_tokens: int,
     group_name: str,
 ) -> torch.Tensor:
-    n = grouped_gemm.expert_weight(_OP, x, weight, None)
+    grouped_gemm.expert_weight(_OP, x, weight, None)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     group = process_group(group_name)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1:
         return _unfused(x, weight, told)
-    with registry.turn(group, x.device):
-        workspace = registry.get(group, x.device, _OP)
-        k = x.shape[1]
-        plan = plan_layer(workspace, _OP, max_tokens, n, k, x.dtype, layout.top_k, ep_size, weight.shape[0])
-        with workspace.calling(plan, same_routing(told)) as epoch:
-            if not plan.fused:
-                return _unfused(x, weight, told)
-            if isinstance(workspace, CudaWorkspace):
-                return launch(x, weight, routing, num_experts, ep_size, num_tokens, plan, workspace)
-            out = x.new_empty(num_tokens, n)
-            _Exchange(cast(CpuWorkspace, workspace), plan, layout, told, epoch, x, weight, out).run()
-            return out
+    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, layout, group)
+
+
+def _among_ranks(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, layout: Any, group: ProcessGroup
+) -> torch.Tensor:
+    n = weight.shape[1]
+    workspace = registry.get(group, x.device, _OP)
+    plan = plan_of(workspace, _OP, weight, routing)
+    with workspace.calling(plan, same_routing(routing)) as epoch:
+        if not plan.fused:
+            return _unfused(x, weight, routing)
+        if isinstance(workspace, CudaWorkspace):
+            return launch(x, weight, routing, plan, workspace)
+        out = x.new_empty(routing.num_tokens, n)
+        _Exchange(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, x, weight, out).run()
+        return out
 
 
 def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    routing: Sequence[torch.Tensor],
-    num_experts: int,
-    ep_size: int,
-    num_tokens: int,
-    plan: MoePlan,
-    workspace: CudaWorkspace,
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, plan: MoePlan, workspace: CudaWorkspace
 ) -> torch.Tensor:
     """The kernel."""
     rows, n = x.shape[0], weight.shape[1]
     # What may run out of memory comes first.
-    x, weight, products, out = readable(x), readable(weight), x.new_empty(rows, n), x.new_empty(num_tokens, n)
-    arguments = (x, weight, routing[:10], routing[10], ep_size, num_experts, products, out)
+    x, weight, products, out = (
+        readable(x),
+        readable(weight),
+        x.new_empty(rows, n),
+        x.new_empty(routing.num_tokens, n),
+    )
+    arguments = (x, weight, routing[:10], routing[10], routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as symm_buffer:
         _kernel(*arguments, symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
     return out

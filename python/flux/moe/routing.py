@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -15,12 +15,12 @@ from flux.comm import cuda, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
-from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, round_up
+from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace, round_up
 from flux.moe import reference
-from flux.moe.plan import BLOCK_M
+from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
 from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
-from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, plan_all_gather
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
@@ -110,8 +110,14 @@ def route(
     tokens = topk_ids.shape[0]
     limit = tokens if max_tokens is None else max_tokens
     direct = may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights)
-    tensors = (_eager if direct else _op)(topk_ids, topk_weights, num_experts, ep_size, limit, name)
-    return Routing._make([*tensors, num_experts, ep_size, limit, tokens, name])
+    arguments = (topk_ids, topk_weights, num_experts, ep_size, limit, name)
+    make = functools.partial(_routing, _eager if direct else _op, tokens)
+    return cast(Routing, dispatch(name, topk_ids.device, make, None, arguments))
+
+
+def _routing(function: Callable[..., Sequence[torch.Tensor]], tokens: int, *arguments: Any) -> Routing:
+    *_, num_experts, ep_size, limit, name = arguments
+    return Routing._make([*function(*arguments), num_experts, ep_size, limit, tokens, name])
 
 
 def make_layout(group: ProcessGroup, num_experts: int, ep_size: int, top_k: int, max_tokens: int) -> Any:
@@ -130,6 +136,13 @@ def layout_of(
     return make_layout(group, num_experts, ep_size, routing[_POSITIONS].shape[2], max_tokens)
 
 
+def plan_of(workspace: Workspace, op: str, weight: torch.Tensor, routing: Routing) -> MoePlan:
+    """The plan of a layer with a weight [experts, n, k]."""
+    experts, n, k = weight.shape
+    top_k = routing.positions.shape[2]
+    return plan_layer(workspace, op, routing.max_tokens, n, k, weight.dtype, top_k, routing.ep_size, experts)
+
+
 def same_routing(routing: Routing) -> Same:
     """What must be equal on all ranks of a routing, besides what the plan of a layer says."""
     top_k = routing.positions.shape[2]
@@ -145,16 +158,33 @@ def may_skip_layer_dispatch(x: torch.Tensor, weight: torch.Tensor, routing: Rout
     )
 
 
-def check_routing(op: str, routing: Routing, weight: torch.Tensor, device: torch.device) -> None:
+def check_experts(op: str, routing: Routing, weight: torch.Tensor) -> None:
     """Checks that a routing fits the experts that a rank holds."""
-    if not isinstance(routing, Routing):
-        _check.fail(op, "routing", "the result of flux.moe.route", type(routing).__name__)
     local = routing.num_experts // routing.ep_size
     if weight.dim() == 3 and weight.shape[0] != local:
         what = f"{local} experts, those of a rank with {routing.num_experts} in {routing.ep_size} slices"
         _check.fail(op, "weight", what, f"shape {list(weight.shape)}")
-    if routing.rows.device != device:
-        _check.fail(op, "routing", f"device {device}, that of x", routing.rows.device)
+
+
+def check_routing(op: str, routing: Routing, device: torch.device) -> None:
+    """Checks that a routing is one that flux.moe.route made for tensors on this device."""
+    if not isinstance(routing, Routing):
+        _check.fail(op, "routing", "the result of flux.moe.route", type(routing).__name__)
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in zip(Routing._fields, routing[:11], strict=False):
+        _gate.tensor(op, "routing", tensor)
+        if tensor.device != device:
+            _check.fail(op, "routing", f"{name} on {device}, the device of x", tensor.device)
+    tokens, k = routing.num_tokens, routing.positions.shape[-1]
+    p = process_group(routing.group_name).size()
+    shapes = _kept_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
+    shapes = (*shapes, shapes[_POSITIONS])
+    for name, tensor, shape in zip(Routing._fields, routing[:11], shapes, strict=False):
+        if tensor.shape != shape:
+            _check.fail(op, "routing", f"{name} of shape {list(shape)}", f"shape {list(tensor.shape)}")
+        if tensor.dtype != (torch.float32 if name == "weights" else torch.int32):
+            _check.fail(op, "routing", f"{name} as flux.moe.route makes it", f"dtype {tensor.dtype}")
 
 
 def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -181,7 +211,7 @@ def checked_shapes(
         _check.fail(_OP, "group", f"at most {MAX_WORLD_SIZE} ranks", p)
     if ep_size < 1 or p % ep_size:
         _check.fail(_OP, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
-    if num_experts < 1 or num_experts % ep_size:
+    if num_experts < 1 or num_experts % ep_size or num_experts >= 2**30:
         _check.fail(_OP, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
     if max_tokens < tokens:
         _check.fail(_OP, "max_tokens", f"at least the {tokens} tokens of this rank", max_tokens)
@@ -235,15 +265,26 @@ def _eager(
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
     layout = make_layout(group, num_experts, ep_size, k, max_tokens)
-    with registry.turn(group, topk_ids.device):
-        if topk_ids.is_cuda:
-            workspace = None
-            if p > 1 and max_tokens > 0:  # else there is nobody to tell, or nothing
-                workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
-            plan = _kernel_plan(layout, topk_ids.device, workspace)
-            if plan.fused:
-                return _by_kernel(workspace, plan, layout, topk_ids, topk_weights, shapes)
-        everybody = _exchange(_message(topk_ids, topk_weights, layout), group, layout)
+    arguments = (topk_ids, topk_weights, group, layout, shapes)
+    return registry.in_turn(group, topk_ids.device, _among_ranks, *arguments)
+
+
+def _among_ranks(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    group: ProcessGroup,
+    layout: Any,
+    shapes: tuple[tuple[int, ...], ...],
+) -> list[torch.Tensor]:
+    p, max_tokens, k = layout.world_size, layout.max_tokens, layout.top_k
+    if topk_ids.is_cuda:
+        workspace = None
+        if p > 1 and max_tokens > 0:  # else there is nobody to tell, or nothing
+            workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
+        plan = _kernel_plan(layout, topk_ids.device, workspace)
+        if plan.fused:
+            return _by_kernel(workspace, plan, layout, topk_ids, topk_weights, shapes)
+    everybody = _exchange(_message(topk_ids, topk_weights, layout), group, layout)
     # One copy makes both contiguous.
     parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
     # To autograd no view: users may change it in place as any other tensor.

@@ -14,6 +14,8 @@ import torch
 from flux.ops import _check, _library
 
 _DEVICES = ("cpu", "cuda", "meta")
+_TRANSFORMS = torch._C._functorch.TransformType
+_UNSUPPORTED_TRANSFORMS = (_TRANSFORMS.Grad, _TRANSFORMS.Jvp)
 # Arguments of public functions that no schema has, or not so.
 _EXTRA = {
     "moe.route": {"max_tokens": "Optional[int]"},
@@ -44,9 +46,20 @@ def check(op: str, **arguments: object) -> None:
     """
     if torch.compiler.is_compiling():  # the compiler's own guards and the fakes see to it
         return
+    _refuse_transforms(op)
     known = kinds(op)
     for name, value in arguments.items():
         _check_one(op, name, value, known[name])
+
+
+def _refuse_transforms(op: str) -> None:
+    # torch.library has no way to register what torch.func.grad and jvp need.
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None and interpreter.key() in _UNSUPPORTED_TRANSFORMS:
+        raise NotImplementedError(
+            f"{op}: inside torch.func.grad, vjp, jvp and what is made of them no operator of flux can run; "
+            "torch.autograd.grad and torch.vmap work"
+        )
 
 
 def _check_one(op: str, name: str, value: object, kind: str) -> None:
@@ -93,6 +106,8 @@ def tensor(op: str, name: str, value: object) -> None:
         _check.fail(op, name, "a dense tensor", "a nested one")
     if value.layout != torch.strided:
         _check.fail(op, name, "a dense tensor", f"layout {value.layout}")
+    if value.is_quantized or value.is_complex():
+        _check.fail(op, name, "a tensor of real numbers, not quantised", f"dtype {value.dtype}")
     if value.device.type not in _DEVICES:
         _check.fail(op, name, "a tensor on the CPU or a CUDA device", f"device {value.device}")
 

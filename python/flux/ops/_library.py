@@ -6,9 +6,13 @@ Plain ``Library.impl`` and not ``custom_op``, whose dispatch costs more than a w
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+
+from flux.comm import registry
+from flux.comm.group import process_group
 
 _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
@@ -153,3 +157,24 @@ def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._is_any_autocast_enabled()
     )
+
+
+def dispatch(
+    group_name: str, device: torch.device, op: Any, op_out: Any, arguments: tuple[Any, ...], out: Any = None
+) -> Any:
+    """A collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
+
+    With what autograd does behind the operator it is one call on the group. Returns `out` if it is given.
+    """
+    if not torch.compiler.is_compiling():
+        fn = op if out is None else functools.partial(_returning_out, op_out, out)
+        return registry.in_turn(process_group(group_name), device, fn, *arguments)
+    if out is None:
+        return op(*arguments)
+    op_out(*arguments, out)
+    return out
+
+
+def _returning_out(op_out: Any, out: Any, *arguments: Any) -> Any:
+    op_out(*arguments, out)
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
@@ -146,14 +146,34 @@ def ag_gemm(
         p = (resolve_group(group, "ag_gemm") if direct else process_group(name)).size()
         _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
         results.append(_new_gathered(x, p))
+    arguments = (x, weights, biases, transpose_weight, return_gathered)
+    if torch.compiler.is_compiling():
+        return _answer(_by_operator, arguments, name, results, many)
+    pg = resolve_group(group, "ag_gemm")
     if direct:
-        pg = resolve_group(group, "ag_gemm")
-        results = _call(x, weights, biases, transpose_weight, return_gathered, pg, results)
-    elif results is None:
-        results = _op(x, weights, biases, transpose_weight, return_gathered, name)
-    else:
-        _op_out(x, weights, biases, transpose_weight, return_gathered, name, results)
-    answer = list(results[: len(weights)]) if many else results[0]
+        return registry.in_turn(pg, x.device, _answer, _call, arguments, pg, results, many)
+    return registry.in_turn(pg, x.device, _answer, _by_operator, arguments, name, results, many)
+
+
+def _by_operator(*arguments: Any) -> list[torch.Tensor]:
+    *inputs, results = arguments
+    if results is None:
+        return list(_op(*inputs))
+    _op_out(*inputs, results)
+    return list(results)
+
+
+def _answer(
+    function: Callable[..., list[torch.Tensor]],
+    arguments: tuple[Any, ...],
+    group: ProcessGroup | str,
+    outs: list[torch.Tensor] | None,
+    many: bool,
+) -> Any:
+    """What a user gets of the results: one, or a list if there is a list of weights; then the gathered x."""
+    results = function(*arguments, group, outs)
+    return_gathered = arguments[-1]
+    answer = results[: len(arguments[1])] if many else results[0]
     return (answer, results[-1]) if return_gathered else answer
 
 
@@ -263,35 +283,49 @@ def _call(
         outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
         _one_rank(x, weights, biases, transpose_weight, products, gathered, m, ns, k)
         return outs
-    with registry.turn(group, x.device):
-        workspace = registry.find(group, x.device)
-        facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
-        known = None if workspace is None else workspace.plans.get(facts)
-        if known is not None:
-            call, plans, shapes, m, ns, k, given = known
+    arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs)
+    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+
+
+def _among_ranks(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    return_gathered: bool,
+    group: ProcessGroup,
+    outs: Tensors | None,
+) -> list[torch.Tensor]:
+    p = group.size()
+    workspace = registry.find(group, x.device)
+    facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
+    known = None if workspace is None else workspace.plans.get(facts)
+    if known is not None:
+        call, plans, shapes, m, ns, k, given = known
+    else:
+        shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
+    if workspace is None:
+        workspace = registry.get(group, x.device, "ag_gemm")
+    if known is None:
+        call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
+        # Contents may differ: each rank has its own columns.
+        given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
+        workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
+    x2 = x
+    if x.dim() != 2:
+        x2 = x.reshape(-1, k)
+        products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
+        gathered = None if gathered is None else gathered.view(m, k)
+    with workspace.calling(call, given) as epoch:
+        if not call.fused:
+            _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
+        elif isinstance(workspace, CudaWorkspace):
+            _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
         else:
-            shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-        outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
-        if workspace is None:
-            workspace = registry.get(group, x.device, "ag_gemm")
-        if known is None:
-            call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
-            # Contents may differ: each rank has its own columns.
-            given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
-            workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
-        x2 = x
-        if x.dim() != 2:
-            x2 = x.reshape(-1, k)
-            products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
-            gathered = None if gathered is None else gathered.view(m, k)
-        with workspace.calling(call, given) as epoch:
-            if not call.fused:
-                _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
-            elif isinstance(workspace, CudaWorkspace):
-                _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
-            else:
-                shared = cast(CpuWorkspace, workspace)
-                _fused_cpu(shared, call, plans, epoch, x2, weights, biases, products, gathered)
+            shared = cast(CpuWorkspace, workspace)
+            _fused_cpu(shared, call, plans, epoch, x2, weights, biases, products, gathered)
+
     return outs
 
 

@@ -17,7 +17,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops import _check, _gate
-from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import readable, writable
 from flux.ops.plan import Plan, plan_all_gather
 
@@ -47,11 +47,7 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
     if direct and not needs_grad(x):
         return call(x, resolve_group(group, "all_gather"), out)
     name = group_name(group, "all_gather")
-    if out is None:
-        result: torch.Tensor = _op(x, name)
-        return result
-    _op_out(x, name, out)
-    return out
+    return cast(torch.Tensor, dispatch(name, x.device, _op, _op_out, (x, name), out))
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -89,17 +85,20 @@ def call(
     out = _check.output("all_gather", out, shape, x)
     if p == 1:
         return out.copy_(x)
-    with registry.turn(group, x.device):
-        workspace = registry.get(group, x.device, "all_gather")
-        plan = gather_plan(workspace, x)
-        x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
-        with workspace.calling(plan, also) as epoch:
-            if not plan.fused:
-                unfused(x, group, out)
-            elif isinstance(workspace, CudaWorkspace):
-                _fused_cuda(workspace, plan, x2, out2)
-            else:
-                _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, out2)
+    return registry.in_turn(group, x.device, _among_ranks, x, group, out, also)
+
+
+def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: Same) -> torch.Tensor:
+    workspace = registry.get(group, x.device, "all_gather")
+    plan = gather_plan(workspace, x)
+    x2, out2 = (x, out) if x.dim() == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
+    with workspace.calling(plan, also) as epoch:
+        if not plan.fused:
+            unfused(x, group, out)
+        elif isinstance(workspace, CudaWorkspace):
+            _fused_cuda(workspace, plan, x2, out2)
+        else:
+            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, out2)
     return out
 
 

@@ -15,7 +15,7 @@ from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING
 from flux.ops import _check, _gate
 from flux.ops._exchange import run_fused
-from flux.ops._library import library, may_skip_dispatch
+from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._tensors import wide_type
 from flux.ops.plan import workspace_plan
 
@@ -46,11 +46,8 @@ def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         _gate.check("all_reduce", x=x, out=out)
     _check.no_backward("all_reduce", x=x, out=out)
     name = group_name(group, "all_reduce")
-    if out is None:
-        result: torch.Tensor = (_eager if direct else _op)(x, name)
-        return result
-    (_eager_out if direct else _op_out)(x, name, out)
-    return out
+    fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
+    return cast(torch.Tensor, dispatch(name, x.device, fn, fn_out, (x, name), out))
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -92,16 +89,19 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     if group.size() == 1:
         out.copy_(x)
         return
-    with registry.turn(group, x.device):
-        workspace = registry.get(group, x.device, "all_reduce")
-        # One row: shares of columns, as two-shot deals them, are then equal whatever the shape.
-        plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
-        with workspace.calling(plan, NOTHING) as epoch:
-            if plan.fused:
-                fused = cast(CpuWorkspace | CudaWorkspace, workspace)
-                run_fused(fused, plan, epoch, x.reshape(1, -1), out.view(1, -1))
-            else:
-                unfused(x, group, out)
+    registry.in_turn(group, x.device, _among_ranks, x, group, out)
+
+
+def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    workspace = registry.get(group, x.device, "all_reduce")
+    # One row: shares of columns, as two-shot deals them, are then equal whatever the shape.
+    plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
+    with workspace.calling(plan, NOTHING) as epoch:
+        if plan.fused:
+            fused = cast(CpuWorkspace | CudaWorkspace, workspace)
+            run_fused(fused, plan, epoch, x.reshape(1, -1), out.view(1, -1))
+        else:
+            unfused(x, group, out)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs as scatter
 from flux.ops._exchange import sum_over_ranks
-from flux.ops._library import library, may_skip_dispatch
+from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 
@@ -104,18 +104,20 @@ def gemm_ar(
     _check.no_backward("gemm_ar", **tensors, out=out)
     if norm_weight is not None and out is not None:
         _check.fail("gemm_ar", "out", "None with norm_weight, which returns two tensors", "a tensor")
+    arguments = (x, weight, bias, transpose_weight, residual)
     if direct:
         pg = resolve_group(group, "gemm_ar")
-        total, normalised = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, pg, out)
-        return total if normalised is None else (normalised, total)
+        return registry.in_turn(pg, x.device, _direct, *arguments, norm_weight, eps, pg, out)
     name = group_name(group, "gemm_ar")
     if norm_weight is not None:
         eps = _check.norm_eps(eps, x)
-        return _op_norm(x, weight, bias, transpose_weight, residual, norm_weight, eps, name)
-    if out is None:
-        return _op(x, weight, bias, transpose_weight, residual, name)
-    _op_out(x, weight, bias, transpose_weight, residual, name, out)
-    return out
+        return dispatch(name, x.device, _op_norm, None, (*arguments, norm_weight, eps, name))
+    return dispatch(name, x.device, _op, _op_out, (*arguments, name), out)
+
+
+def _direct(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    total, normalised = _call(*arguments)
+    return total if normalised is None else (normalised, total)
 
 
 def reference(
@@ -265,40 +267,52 @@ def _call(
         total = out.view(m, n)
         _one_rank(x.reshape(m, k), weight, bias, transpose_weight, _rows(residual, m, n), total)
         return out, None if norm_weight is None else _normalised(total, norm_weight, eps).view(shape)
-    with registry.turn(group, x.device):
-        workspace = registry.find(group, x.device)
-        facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
-        if residual is not None:
-            facts = (*facts, residual.shape, residual.dtype, residual.device)
-        known = None if workspace is None else workspace.plans.get(facts)
-        if known is not None:
-            plan, shape, m, n, k = known
-        else:
-            shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-        eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-        out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
-        total, normalised = out, None
-        if len(shape) != 2:
-            x, total, residual = x.reshape(m, k), out.view(m, n), _rows(residual, m, n)
-        if workspace is None:
-            workspace = registry.get(group, x.device, "gemm_ar")
-        if known is None:
-            plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
-            workspace.plans[facts] = (plan, shape, m, n, k)
-        same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
-        if plan.fused and plan.mode < 0:
-            _composed(x, weight, bias, transpose_weight, residual, group, total, same)
-        else:
-            with workspace.calling(plan, {"bias": bias, **same}) as epoch:
-                if not plan.fused:
-                    _unfused(x, weight, bias, transpose_weight, residual, group, total)
-                elif isinstance(workspace, CudaWorkspace):
-                    normalised = _fused_cuda(
-                        workspace, plan, x, weight, bias, residual, total, norm_weight, eps
-                    )
-                else:
-                    shared = cast(CpuWorkspace, workspace)
-                    _fused_cpu(shared, plan, epoch, x, weight, bias, residual, total)
+    arguments = (x, weight, bias, transpose_weight, residual, norm_weight, eps, group, out)
+    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+
+
+def _among_ranks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    group: ProcessGroup,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    workspace = registry.find(group, x.device)
+    facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
+    if residual is not None:
+        facts = (*facts, residual.shape, residual.dtype, residual.device)
+    known = None if workspace is None else workspace.plans.get(facts)
+    if known is not None:
+        plan, shape, m, n, k = known
+    else:
+        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
+    out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
+    total, normalised = out, None
+    if len(shape) != 2:
+        x, total, residual = x.reshape(m, k), out.view(m, n), _rows(residual, m, n)
+    if workspace is None:
+        workspace = registry.get(group, x.device, "gemm_ar")
+    if known is None:
+        plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
+        workspace.plans[facts] = (plan, shape, m, n, k)
+    same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+    if plan.fused and plan.mode < 0:
+        _composed(x, weight, bias, transpose_weight, residual, group, total, same)
+    else:
+        with workspace.calling(plan, {"bias": bias, **same}) as epoch:
+            if not plan.fused:
+                _unfused(x, weight, bias, transpose_weight, residual, group, total)
+            elif isinstance(workspace, CudaWorkspace):
+                normalised = _fused_cuda(workspace, plan, x, weight, bias, residual, total, norm_weight, eps)
+            else:
+                shared = cast(CpuWorkspace, workspace)
+                _fused_cpu(shared, plan, epoch, x, weight, bias, residual, total)
     if norm_weight is None:
         return out, None
     if normalised is None:

@@ -16,7 +16,7 @@ from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter
 from flux.comm.workspace import NOTHING, Same
 from flux.ops import _check, _gate
 from flux.ops import gemm as plain
-from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 
@@ -62,11 +62,8 @@ def gemm_rs(
     if direct and not needs_grad(x, weight, bias):
         return call(x, weight, bias, transpose_weight, resolve_group(group, "gemm_rs"), out)
     name = group_name(group, "gemm_rs")
-    if out is None:
-        result: torch.Tensor = _op(x, weight, bias, transpose_weight, name)
-        return result
-    _op_out(x, weight, bias, transpose_weight, name, out)
-    return out
+    arguments = (x, weight, bias, transpose_weight, name)
+    return cast(torch.Tensor, dispatch(name, x.device, _op, _op_out, arguments, out))
 
 
 def reference(
@@ -151,28 +148,40 @@ def call(
         else:
             out.copy_(plain.reference(x, weight, bias, transpose_weight))
         return out
-    with registry.turn(group, x.device):
-        workspace = registry.find(group, x.device)
-        facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight)
-        known = None if workspace is None else workspace.plans.get(facts)
-        if known is not None:
-            plan, shape, m, n, k = known
+    arguments = (x, weight, bias, transpose_weight, group, out, also)
+    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+
+
+def _among_ranks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group: ProcessGroup,
+    out: torch.Tensor | None,
+    also: Same,
+) -> torch.Tensor:
+    workspace = registry.find(group, x.device)
+    facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight)
+    known = None if workspace is None else workspace.plans.get(facts)
+    if known is not None:
+        plan, shape, m, n, k = known
+    else:
+        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
+    out = _check.output("gemm_rs", out, shape, x, weight, bias)
+    if workspace is None:
+        workspace = registry.get(group, x.device, "gemm_rs")
+    if known is None:
+        plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+        workspace.plans[facts] = (plan, shape, m, n, k)
+    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
+    with workspace.calling(plan, {"bias": bias, **also}) as epoch:
+        if not plan.fused:
+            _unfused(x2, weight, bias, transpose_weight, group, out2)
+        elif isinstance(workspace, CudaWorkspace):
+            fused_cuda(workspace, plan, x2, weight, bias, out2)
         else:
-            shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
-        out = _check.output("gemm_rs", out, shape, x, weight, bias)
-        if workspace is None:
-            workspace = registry.get(group, x.device, "gemm_rs")
-        if known is None:
-            plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
-            workspace.plans[facts] = (plan, shape, m, n, k)
-        x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
-        with workspace.calling(plan, {"bias": bias, **also}) as epoch:
-            if not plan.fused:
-                _unfused(x2, weight, bias, transpose_weight, group, out2)
-            elif isinstance(workspace, CudaWorkspace):
-                fused_cuda(workspace, plan, x2, weight, bias, out2)
-            else:
-                _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2)
+            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2)
     return out
 
 

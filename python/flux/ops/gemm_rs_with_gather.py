@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
@@ -16,7 +17,7 @@ from flux.comm.workspace import NOTHING, Workspace
 from flux.ops import _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops import gemm_rs as scatter
-from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import readable
 from flux.ops.plan import Plan, workspace_plan
 
@@ -49,8 +50,8 @@ def gemm_rs_with_gather(
         _gate.check("gemm_rs_with_gather", x=x, weight=weight, rows=rows, transpose_weight=transpose_weight)
     direct = direct and not needs_grad(x, weight, rows)
     name = group_name(group, "gemm_rs")
-    results: Pair = (_eager if direct else _op)(x, weight, transpose_weight, rows, name)
-    return results
+    arguments = (x, weight, transpose_weight, rows, name)
+    return cast(Pair, dispatch(name, x.device, _eager if direct else _op, None, arguments))
 
 
 def _fake(
@@ -67,18 +68,32 @@ def _eager(
     group = process_group(group_name)
     shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, None, transpose_weight, group.size())
     _check.all_gather_args("all_gather", rows, group.size())
-    with registry.turn(group, x.device):  # two calls, and none of another thread between them
-        if x.is_cuda and group.size() > 1:
-            workspace = cast(CudaWorkspace, registry.get(group, x.device, "gemm_rs"))
-            plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
-            if plans is not None:
-                product = x.new_empty(*shape)
-                out = product.view(-1, n)
-                with workspace.calling(plans[0], NOTHING):
-                    gathered = _beside(workspace, *plans, x.reshape(m, k), weight, out, rows)
-                return product, gathered
-        product = scatter.call(x, weight, None, transpose_weight, group)
-        return product, gather.call(rows, group)
+    arguments = (x, weight, transpose_weight, rows, group, shape, (m, n, k))
+    return registry.in_turn(group, x.device, _both, *arguments)
+
+
+def _both(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    transpose_weight: bool,
+    rows: torch.Tensor,
+    group: ProcessGroup,
+    shape: list[int],
+    sizes: tuple[int, int, int],
+) -> Pair:
+    """Two calls, and none of another thread between them."""
+    m, n, k = sizes
+    if x.is_cuda and group.size() > 1:
+        workspace = cast(CudaWorkspace, registry.get(group, x.device, "gemm_rs"))
+        plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
+        if plans is not None:
+            product = x.new_empty(*shape)
+            out = product.view(-1, n)
+            with workspace.calling(plans[0], NOTHING):
+                gathered = _beside(workspace, *plans, x.reshape(m, k), weight, out, rows)
+            return product, gathered
+    product = scatter.call(x, weight, None, transpose_weight, group)
+    return product, gather.call(rows, group)
 
 
 def _plans_beside(

@@ -16,7 +16,7 @@ from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING
 from flux.ops import _check, _gate
 from flux.ops._exchange import run_fused
-from flux.ops._library import library, may_skip_dispatch, needs_grad
+from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import wide_type
 from flux.ops.plan import workspace_plan
 
@@ -53,11 +53,8 @@ def reduce_scatter(
         _check.no_backward_through_out("reduce_scatter", x=x, out=out)
     direct = direct and not needs_grad(x)
     name = group_name(group, "reduce_scatter")
-    if out is None:
-        result: torch.Tensor = (_eager if direct else _op)(x, name)
-        return result
-    (_eager_out if direct else _op_out)(x, name, out)
-    return out
+    fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
+    return cast(torch.Tensor, dispatch(name, x.device, fn, fn_out, (x, name), out))
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -98,16 +95,19 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     if group.size() == 1:
         out.copy_(x)
         return
-    with registry.turn(group, x.device):
-        workspace = registry.get(group, x.device, "reduce_scatter")
-        # One row for each rank: only their length must suit the vectors that travel, whatever the shape.
-        plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
-        with workspace.calling(plan, NOTHING) as epoch:
-            if plan.fused:
-                fused = cast(CpuWorkspace | CudaWorkspace, workspace)
-                run_fused(fused, plan, epoch, x.reshape(plan.m, plan.n), out.view(1, plan.n))
-            else:
-                unfused(x, group, out)
+    registry.in_turn(group, x.device, _among_ranks, x, group, out)
+
+
+def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    workspace = registry.get(group, x.device, "reduce_scatter")
+    # One row for each rank: only their length must suit the vectors that travel, whatever the shape.
+    plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
+    with workspace.calling(plan, NOTHING) as epoch:
+        if plan.fused:
+            fused = cast(CpuWorkspace | CudaWorkspace, workspace)
+            run_fused(fused, plan, epoch, x.reshape(plan.m, plan.n), out.view(1, plan.n))
+        else:
+            unfused(x, group, out)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, resolve_group
-from flux.comm.workspace import Workspace, round_up
+from flux.comm.workspace import round_up
 from flux.ops import _check, _gate
 from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
@@ -60,8 +61,7 @@ def reserve(
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     if pg.size() > 1:
-        with registry.turn(pg, where):
-            _reserve(registry.get(pg, where, "reserve"), max_m, max_n, max_k, dtype)
+        registry.in_turn(pg, where, _reserve, pg, where, max_m, max_n, max_k, dtype)
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -74,7 +74,10 @@ def _device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _reserve(workspace: Workspace, max_m: int, max_n: int, max_k: int, dtype: torch.dtype) -> None:
+def _reserve(
+    group: ProcessGroup, device: torch.device, max_m: int, max_n: int, max_k: int, dtype: torch.dtype
+) -> None:
+    workspace = registry.get(group, device, "reserve")
     workspace.raise_if_failed()
     if workspace.why_not is not None:
         return
@@ -120,7 +123,4 @@ def check(group: GroupLike = None) -> None:
     pg = resolve_group(group, "check")
     if _cuda.is_available() and _cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
-    registry.raise_if_broken(pg)
-    for workspace in registry.existing(pg):
-        with registry.turn(pg, workspace.device):
-            workspace.check("check")
+    registry.check(pg)

@@ -15,7 +15,8 @@ from flux.bench.cases.common import CALLS, Candidate, Context, Prepared, compare
 from flux.bench.suites import Problem, Request
 from flux.comm import registry
 from flux.comm.workspace import Workspace
-from flux.moe.plan import MoePlan, plan_layer
+from flux.moe import routing as routings
+from flux.moe.plan import MoePlan
 from flux.testing.moe_data import MoeCase
 
 _CHECK_COLUMNS = 512  # of the correctness check: tokens, experts and layout are those of the row
@@ -220,10 +221,7 @@ def plan_of(
     """How flux runs a layer, and where."""
     assert context.group is not None
     workspace = registry.get(context.group, context.device, op)
-    experts, n, k = weight.shape
-    top_k = routing.positions.shape[2]
-    sizes = (routing.max_tokens, n, k, context.dtype, top_k, routing.ep_size, experts)
-    return workspace, plan_layer(workspace, op, *sizes)
+    return workspace, routings.plan_of(workspace, op, weight, routing)
 
 
 def plan_dict(plan: MoePlan) -> dict[str, Any]:

@@ -78,9 +78,8 @@ def _forced(workspace: CudaWorkspace, plan: MoePlan) -> dict[str, Layer]:
     """flux.moe.gemm_gather_rs with each number of communication CTAs; nothing where it runs unfused."""
 
     def layer(ctas: int, x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing) -> torch.Tensor:
-        sizes = (routing.num_experts, routing.ep_size, routing.num_tokens)
         forced = replace(plan, communication_ctas=ctas)
-        return launch(x, weight, routing[:11], *sizes, forced, workspace)
+        return launch(x, weight, routing, forced, workspace)
 
     numbers = [ctas for ctas in _NUMBERS if ctas < workspace.num_sms] if plan.fused else []
     return {forced_name(ctas): partial(layer, ctas) for ctas in numbers}

@@ -1,0 +1,263 @@
+"""Calls that do not fit, for every public function: each argument in turn is replaced by what users pass by
+mistake. All of it is made here, from one table of good calls and one of bad values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import flux
+from flux.ops import ag_gemm, all_gather, all_reduce, gemm, gemm_ar, gemm_rs, grouped_gemm, reduce_scatter
+
+Tensor = torch.Tensor
+M, N, K = 8, 6, 4  # of what each rank passes; M can be dealt to 1, 2 and 4 ranks
+
+
+@dataclass
+class Good:
+    """A call that fits, its arguments that are tensors or options, and what torch makes of it."""
+
+    op: str
+    call: Callable[..., Any]
+    reference: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+def integers(*shape: int, odd: int = 0) -> Tensor:
+    """Small, exact in every type."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * 7 + odd) % 5 - 2).float().view(shape)
+
+
+def good_calls(p: int) -> list[Good]:
+    """One for each public function that takes tensors; new tensors every time."""
+    x, weight, bias = integers(M, K), integers(N, K, odd=1), integers(N, odd=2)
+    common = {"x": x, "weight": weight, "bias": bias, "transpose_weight": False}
+
+    def out(rows: int) -> Tensor:
+        return torch.zeros(rows, N)
+
+    def with_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda out, **rest: function(**rest)
+
+    def norm_reference(norm_weight: Tensor | None, eps: float, **rest: Any) -> Any:
+        total = gemm_ar.reference(**rest)
+        return total if norm_weight is None else (gemm_ar.rms_norm(total, norm_weight, eps), total)
+
+    def wgrad(grad_output: Tensor, x: Tensor, main_grad: Tensor) -> Tensor:
+        flux.wgrad_accum(grad_output, x, main_grad)
+        return main_grad
+
+    offsets = torch.tensor([0, 3, 3, M], dtype=torch.int32)
+    experts = integers(3, N, K, odd=3)
+    ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
+    routing = flux.moe.route(ids, scores, 4)
+    w1, w2 = integers(4, N, K), integers(4, K, N, odd=1)
+    hidden = integers(len(routing.rows), N)
+    calls = [
+        Good("gemm", flux.gemm, with_out(gemm.reference), common | {"out": out(M)}),
+        Good("gemm_rs", flux.gemm_rs, with_out(gemm_rs.reference), common | {"out": out(M // p)}),
+        Good("ag_gemm", flux.ag_gemm, with_out(ag_gemm.reference), common | {"out": out(M * p)}),
+        Good(
+            "gemm_ar",
+            flux.gemm_ar,
+            with_out(gemm_ar.reference),
+            common | {"residual": integers(M, N), "out": out(M)},
+        ),
+        Good(
+            "gemm_ar",
+            flux.gemm_ar,
+            norm_reference,
+            common | {"residual": integers(M, N), "norm_weight": integers(N), "eps": 1e-6},
+        ),
+        Good(
+            "all_gather",
+            flux.all_gather,
+            with_out(all_gather.reference),
+            {"x": x, "out": torch.zeros(M * p, K)},
+        ),
+        Good(
+            "all_reduce", flux.all_reduce, with_out(all_reduce.reference), {"x": x, "out": torch.zeros(M, K)}
+        ),
+        Good(
+            "reduce_scatter",
+            flux.reduce_scatter,
+            with_out(reduce_scatter.reference),
+            {"x": x, "out": torch.zeros(M // p, K)},
+        ),
+        Good(
+            "grouped_gemm",
+            flux.grouped_gemm,
+            grouped_gemm.reference,
+            {
+                "x": x,
+                "weight": experts,
+                "offsets": offsets,
+                "rows": torch.arange(M).flip(0),
+                "activation": "silu",
+            },
+        ),
+        Good(
+            "wgrad_accum",
+            wgrad,
+            lambda grad_output, x, main_grad: main_grad,
+            {"grad_output": integers(M, N), "x": x, "main_grad": torch.zeros(N, K)},
+        ),
+        Good(
+            "moe.route",
+            flux.moe.route,
+            flux.moe.route,
+            {"topk_ids": ids, "topk_weights": scores, "num_experts": 4, "ep_size": 1, "max_tokens": M},
+        ),
+        Good(
+            "moe.ag_scatter_gemm",
+            flux.moe.ag_scatter_gemm,
+            flux.moe.ag_scatter_gemm,
+            {"x": x, "weight": w1, "routing": routing, "activation": None},
+        ),
+        Good(
+            "moe.gemm_gather_rs",
+            flux.moe.gemm_gather_rs,
+            flux.moe.gemm_gather_rs,
+            {"x": hidden, "weight": w2, "routing": routing},
+        ),
+    ]
+    return calls
+
+
+def bad_tensors(good: Tensor, needs_grad: bool) -> Iterator[tuple[str, Any]]:
+    """What may stand in the place of a tensor. needs_grad: a gradient would be asked for in vain."""
+    yield from [
+        ("None", None),
+        ("a number", 3),
+        ("a float", 0.5),
+        ("a string", "x"),
+        ("bytes", b"x"),
+        ("nested lists", good.tolist()),
+        ("an array", good.numpy()),
+        ("a list of it", [good]),
+        ("a tuple of it", (good,)),
+        ("a dict", {"x": good}),
+        ("its type", type(good)),
+        ("a function", lambda: good),
+        ("its shape", good.shape),
+        ("its storage", good.untyped_storage()),
+        ("a module", torch.nn.Linear(2, 2)),
+        ("a generator", iter([good])),
+        ("COO", good.to_sparse()),
+        ("nested", torch.nested.nested_tensor([good, good], layout=torch.jagged)),
+        ("nested, strided", torch.nested.nested_tensor([good, good])),
+        ("on meta", good.to("meta")),
+        ("empty", good.new_empty(0)),
+        ("no dimension", torch.tensor(1, dtype=good.dtype)),
+        ("one more dimension", good[None]),
+        ("two more dimensions", good[None, None]),
+        ("flat", good.flatten()),
+        ("one more row", torch.cat([good, good[:1]])),
+        ("one row less", good[:-1]),
+        ("no rows", good[:0]),
+        ("every second row", good[::2]),
+        ("twice", torch.cat([good, good])),
+    ]
+    if good.dim() > 1:
+        yield from [
+            ("one more column", torch.cat([good, good[..., :1]], -1)),
+            ("one column less", good[..., :-1]),
+            ("no columns", good[..., :0]),
+            ("transposed", good.transpose(0, 1)),
+            ("one dimension less", good[0]),
+            ("CSR", good.reshape(-1, good.shape[-1]).to_sparse_csr()),
+            ("its mean", good.float().mean(0)),
+        ]
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.uint16,
+    ):
+        if dtype != good.dtype:
+            yield str(dtype), good.to(dtype)
+    yield "conjugated", good.to(torch.complex64).conj()
+    if good.is_floating_point():
+        yield "quantised", torch.quantize_per_tensor(good.float(), 1.0, 0, torch.quint8)
+        yield "quantised by channel", torch.quantize_per_tensor(good.float(), 1.0, 0, torch.qint32)
+        yield "a DTensor", as_dtensor(good)
+        if needs_grad:
+            yield "needing a gradient", good.clone().requires_grad_()
+            yield "a parameter", torch.nn.Parameter(good.clone())
+
+
+def as_dtensor(local: Tensor) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+
+BAD_OPTIONS: dict[str, list[Any]] = {
+    "transpose_weight": [None, 0, 1, "no", 0.0, [], torch.tensor(True), (False,), b"", {}],
+    "return_gathered": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
+    "eps": ["1e-6", -1.0, -1e-30, float("nan"), -float("inf"), [], True, torch.tensor(1e-6), 1j],
+    "activation": ["relu", "SiLU", "", 1, True, ["silu"], b"silu", torch.nn.functional.silu],
+    "num_experts": [0, -4, 3.0, "4", None, True, [4], 2**40, 3, 5.5],
+    "ep_size": [0, -1, 3, 1.0, "1", None, True, 2**40, 7],
+    "max_tokens": [-1, 0, M - 1, 8.0, "8", True, [8], 2**40, 2**62],
+    "routing": [None, 3, (), [], "routing", {}],
+    "group": [3, "nobody", 1.5, [], True, object(), dist.GroupMember.NON_GROUP_MEMBER, int],
+}
+
+
+def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(what is wrong, the arguments) of calls that differ from a good one in one argument."""
+    # A backward pass through these is refused, others have one.
+    refuses_gradients = "out" in good.arguments or good.op in ("gemm_ar", "wgrad_accum")
+    for name, value in good.arguments.items():
+        if isinstance(value, Tensor):
+            for what, bad in bad_tensors(value, refuses_gradients):
+                yield f"{name}: {what}", good.arguments | {name: bad}
+        else:
+            for bad in BAD_OPTIONS[name]:
+                yield f"{name}: {bad!r}", good.arguments | {name: bad}
+    if good.op.startswith("moe") and good.op != "moe.route":
+        for field in ("rows", "offsets", "positions", "weights"):
+            for what, bad in (("None", None), ("a list", [1]), ("on meta", torch.zeros(2, device="meta"))):
+                routing = good.arguments["routing"]._replace(**{field: bad})
+                yield f"routing: {field} {what}", good.arguments | {"routing": routing}
+    if good.op not in ("gemm", "grouped_gemm", "wgrad_accum") and "routing" not in good.arguments:
+        for bad in BAD_OPTIONS["group"]:
+            yield f"group: {bad!r}", good.arguments | {"group": bad}
+    if "out" in good.arguments:
+        yield from overlapping(good)
+
+
+def overlapping(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls whose `out` shares memory with an input, or with itself."""
+    out = good.arguments["out"]
+    for name, value in good.arguments.items():
+        if not isinstance(value, Tensor) or name == "out":
+            continue
+        for shift in (0, 1, value.numel() - 1):
+            # The input lies in one piece of memory with `out`, which begins `shift` elements after it.
+            memory = torch.zeros(value.numel() + out.numel() + shift)
+            inside = memory[: value.numel()].view(value.shape).copy_(value)
+            place = memory[shift : shift + out.numel()].view(out.shape)
+            allowed = shift == 0 and inside.shape == place.shape
+            may_be = {("gemm_ar", "residual"), ("all_reduce", "x")}
+            if not (allowed and (good.op, name) in may_be):
+                yield f"out: {shift} elements behind {name}", good.arguments | {name: inside, "out": place}
+    yield "out: expanded", good.arguments | {"out": torch.zeros(1, 1).expand(out.shape)}
+    yield "out: strided", good.arguments | {"out": torch.zeros(out.shape[0], 2 * out.shape[1])[:, ::2]}

@@ -1,0 +1,233 @@
+"""Breaks a call off at a chosen line of flux's Python code, as Ctrl-C or a failed allocation may do anywhere.
+
+As a program: every line of every call of CALLS, on two ranks. `make test` runs a part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.comm.shm import NoSharedMemory
+from flux.comm.workspace import Disagreement
+from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing.moe_data import MoeCase
+
+PACKAGE = str(Path(flux.__file__).parent)
+SHORT_S, LONG_S = "0.25", "30"
+ROWS, COLUMNS, DEPTH = 6, 16, 8
+
+
+class Injected(BaseException):
+    """No Exception, so that no handler takes it for an error that it knows."""
+
+
+def line_of(frame: FrameType) -> tuple[str, int]:
+    return frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_lineno
+
+
+@contextmanager
+def tracing(see: Callable[[FrameType], None]) -> Iterator[None]:
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        if not path.startswith(PACKAGE) or path.startswith(PACKAGE + "/testing"):
+            return None
+        if event == "line":
+            see(frame)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def lines_of(call: Callable[[], Any]) -> list[tuple[str, int]]:
+    """The lines that a call runs through, each once, in order."""
+    seen: dict[tuple[str, int], None] = {}
+    with tracing(lambda frame: seen.setdefault(line_of(frame))):
+        call()
+    return list(seen)
+
+
+@contextmanager
+def broken_at(line: tuple[str, int]) -> Iterator[None]:
+    """Raises Injected the first time that a line of the package is reached."""
+    armed = [True]
+
+    def see(frame: FrameType) -> None:
+        if armed[0] and line_of(frame) == line:
+            armed[0] = False
+            raise Injected(f"{line[0]}:{line[1]}")
+
+    with tracing(see):
+        yield
+
+
+def gemm_rs(rank: int, p: int, seed: int, scale: int) -> bool:
+    case = GemmRsCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, bias=True, seed=seed)
+    return torch.equal(flux.gemm_rs(*case.inputs(rank)), case.expected(rank))
+
+
+def ag_gemm(rank: int, p: int, seed: int, scale: int) -> bool:
+    case = AgGemmCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, seed=seed)
+    x, weight, bias = case.inputs(rank)
+    result, gathered = flux.ag_gemm(x, weight, bias, return_gathered=True)
+    return torch.equal(result, case.expected(rank)) and torch.equal(gathered, case.gathered())
+
+
+def gemm_ar(rank: int, p: int, seed: int, scale: int) -> bool:
+    case = GemmRsCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, seed=seed)
+    x, weight, _ = case.inputs(rank)
+    residual = case.residual()
+    return torch.equal(flux.gemm_ar(x, weight, residual=residual), case.expected_sum() + residual)
+
+
+def all_reduce(rank: int, p: int, seed: int, scale: int) -> bool:
+    x = torch.arange(float(ROWS * COLUMNS * scale)) + 1000 * rank + seed
+    expected = p * (torch.arange(float(ROWS * COLUMNS * scale)) + seed) + 1000 * sum(range(p))
+    return torch.equal(flux.all_reduce(x), expected)
+
+
+def reduce_scatter(rank: int, p: int, seed: int, scale: int) -> bool:
+    case = GemmRsCase(p * ROWS * scale, COLUMNS, DEPTH, p, torch.float32, seed=seed)
+    x, weight, _ = case.inputs(rank)
+    return torch.equal(flux.reduce_scatter(flux.gemm(x, weight)), case.expected(rank))
+
+
+def moe(rank: int, p: int, seed: int, scale: int) -> bool:
+    case = MoeCase((ROWS * scale,) * p, COLUMNS, COLUMNS, 4, 2, p, torch.float32, seed=seed)
+    routing = flux.moe.route(*case.routing(rank), case.num_experts, ep_size=case.ep_size)
+    rows = flux.moe.ag_scatter_gemm(case.x(rank), case.w1(rank), routing)
+    hidden = case.hidden_rows(rank, len(rows))
+    right = torch.equal(flux.moe.gemm_gather_rs(hidden, case.w2(rank), routing), case.layer1(rank))
+    return right and torch.equal(rows[: int(routing.offsets[-1])], case.layer0(rank))
+
+
+CALLS = {f.__name__: f for f in (gemm_rs, ag_gemm, gemm_ar, all_reduce, reduce_scatter, moe)}
+# A group's first call, one that must grow the workspace, and one that it knows.
+STATES = {"first": (), "grown": (1,), "known": (40,)}
+
+
+def outcome(attempt: Callable[[], bool]) -> str:
+    """What a caller gets: a right result, an error that says what, or something that must not be."""
+    try:
+        return "exact" if attempt() else "WRONG"
+    except flux.CommTimeoutError:
+        return "timed out"
+    except Disagreement:  # of a layer that is several calls, rank 0 begins with the first again
+        return "disagreed"
+    except NoSharedMemory:  # rank 0 has removed what this rank was about to map
+        return "no shared memory"
+    except RuntimeError as error:
+        return "broken off" if "was broken off by" in str(error) else f"UNCLEAR {error!r}"
+
+
+def try_line(
+    rank: int, p: int, call: Callable[..., bool], before: tuple[int, ...], line: tuple[str, int], seed: int
+) -> dict[str, str]:
+    """Rank 0 breaks its call off at a line and tries again; its peers call once. Then all make another call,
+    release, and make one more.
+    """
+    os.environ["FLUX_TIMEOUT_S"] = LONG_S
+    for scale in before:
+        assert call(rank, p, seed, scale)
+    workspace_timeout(float(SHORT_S))
+    os.environ["FLUX_TIMEOUT_S"] = SHORT_S
+    dist.barrier()
+    told = {}
+    if rank == 0:
+        try:
+            with broken_at(line):
+                call(rank, p, seed + 1, 40)
+            told["injected"] = "no"  # the line is reached in some calls only
+        except Injected:
+            told["injected"] = "yes"
+            told["again"] = outcome(lambda: call(rank, p, seed + 1, 40))
+    else:
+        told["peer"] = outcome(lambda: call(rank, p, seed + 1, 40))
+    told["next"] = outcome(lambda: call(rank, p, seed + 2, 40))
+    dist.barrier()
+    os.environ["FLUX_TIMEOUT_S"] = LONG_S
+    flux.release()
+    told["released"] = outcome(lambda: call(rank, p, seed + 3, 40))
+    flux.release()
+    return told
+
+
+def workspace_timeout(seconds: float) -> None:
+    from flux.comm import registry
+
+    for workspace in registry._workspaces.values():
+        workspace.timeout_s = seconds
+
+
+def work(
+    rank: int, p: int, name: str, state: str, part: int, parts: int
+) -> list[tuple[tuple[str, int], dict[str, str]]]:
+    call, before = CALLS[name], STATES[state]
+    os.environ["FLUX_TIMEOUT_S"] = LONG_S
+    for scale in before:
+        assert call(rank, p, 0, scale)
+    # All ranks run through the same lines but for some branches; rank 0's are those that count.
+    lines = [lines_of(lambda: call(rank, p, 1, 40))]
+    dist.broadcast_object_list(lines, 0)
+    flux.release()
+    return [
+        (line, try_line(rank, p, call, before, line, 3 * number))
+        for number, line in enumerate(lines[0])
+        if number % parts == part
+    ]
+
+
+def complaints(results: list[list[tuple[tuple[str, int], dict[str, str]]]]) -> list[str]:
+    """What was neither exact nor a clear error; and that a release did not bring the group back."""
+    allowed = {"exact", "timed out", "broken off", "no shared memory", "disagreed", "yes", "no"}
+    return [
+        f"rank {rank}, broken off at {line[0]}:{line[1]}: {step}: {said}"
+        for rank, tried in enumerate(results)
+        for line, told in tried
+        for step, said in told.items()
+        if said not in allowed or (step == "released" and said != "exact")
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--call", choices=CALLS, action="append")
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    failed = count = 0
+    for name in arguments.call or CALLS:
+        for state in STATES:
+            results = spawn(work, arguments.ranks, name, state, 0, 1, backend="gloo", timeout_s=3600, env={})
+            count += len(results[0])
+            told = [told for _, told in results[0]]
+            tally = {
+                said: sum(t.get("again") == said for t in told)
+                for said in ("exact", "broken off", "timed out")
+            }
+            found = complaints(results)
+            failed += len(found)
+            print(
+                f"{name}, {state} call: {len(told)} lines, tried again: {tally}, {len(found)} wrong",
+                flush=True,
+            )
+            print("".join(f"  {complaint}\n" for complaint in found), end="")
+    print(f"{count} lines broken off, {failed} wrong")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

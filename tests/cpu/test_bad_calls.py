@@ -1,0 +1,69 @@
+"""Over a thousand calls that do not fit: each ends in an error that says what, or in torch's own result."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+from bad_calls import Good, bad_calls, good_calls
+
+from flux.testing import spawn
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for entry in value for tensor in tensors_of(entry)]
+    return []
+
+
+def same(result: Any, expected: Any) -> bool:
+    got, wanted = tensors_of(result), tensors_of(expected)
+    return len(got) == len(wanted) and all(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and (a.is_meta or torch.equal(a, b.to(a.device)))
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def judge(good: Good, what: str, arguments: dict[str, Any]) -> str:
+    """What is wrong with how a bad call ends; empty if nothing is."""
+    argument = what.split(":")[0]
+    try:
+        result = good.call(**arguments)
+    except (TypeError, ValueError) as error:
+        # Two arguments that do not fit each other: either may be named.
+        names = "|".join(re.escape(name) for name in {*arguments, argument, "group"})
+        form = rf"{re.escape(good.op)}: ({names})(\[\d+\])?: expected .+, got .+"
+        return "" if re.fullmatch(form, str(error), re.DOTALL) else f"says {error!r}"
+    except Exception as error:
+        return f"raises {error!r}"
+    try:
+        expected = good.reference(**arguments)
+    except Exception as error:
+        return f"returns {result!r}, torch raises {error!r}"
+    return "" if same(result, expected) else f"returns {result!r}, torch {expected!r}"
+
+
+def alone(rank: int, p: int) -> tuple[int, list[str]]:
+    warnings.simplefilter("ignore")
+    count, complaints = 0, []
+    for number, good in enumerate(good_calls(p)):
+        assert same(good.call(**good.arguments), good.reference(**good.arguments)), good.op
+        for what, arguments in bad_calls(good_calls(p)[number]):
+            count += 1
+            said = judge(good, what, arguments)
+            if said:
+                complaints.append(f"{good.op}: {what}: {said}"[:300])
+    return count, complaints
+
+
+def test_bad_calls_of_one_rank() -> None:
+    ((count, complaints),) = spawn(alone, 1, backend="gloo")
+    assert complaints == []
+    assert count >= 2000

@@ -1,0 +1,283 @@
+"""Ranks that make different calls are all told so, whatever the difference, and their group works on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from flux.testing import AgGemmCase, GemmRsCase, spawn
+
+Call = Callable[[], Any]
+ROWS, N, K = 8, 6, 4  # ROWS of each rank can be dealt to 2 and 4 ranks
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def gemm_rs(**change: Any) -> Call:
+    given = {"x": ones(ROWS, K), "weight": ones(N, K), "bias": None} | change
+    return lambda: flux.gemm_rs(**given)
+
+
+def ag_gemm(**change: Any) -> Call:
+    given = {"x": ones(ROWS, K), "weight": ones(N, K), "bias": None} | change
+    return lambda: flux.ag_gemm(**given)
+
+
+def gemm_ar(**change: Any) -> Call:
+    given = {"x": ones(ROWS, K), "weight": ones(N, K), "bias": None} | change
+    return lambda: flux.gemm_ar(**given)
+
+
+def normed(**change: Any) -> Call:
+    return gemm_ar(**({"norm_weight": ones(N), "eps": 1e-6} | change))
+
+
+def composed(**change: Any) -> Call:
+    """A sum so large that gemm_ar is made of gemm_rs and all_gather."""
+    given = {"x": ones(512, 1), "weight": ones(6144, 1), "bias": None} | change
+    return lambda: flux.gemm_ar(**given)
+
+
+def all_gather(x: torch.Tensor | None = None) -> Call:
+    return lambda: flux.all_gather(ones(ROWS, K) if x is None else x)
+
+
+def all_reduce(x: torch.Tensor | None = None) -> Call:
+    return lambda: flux.all_reduce(ones(ROWS, K) if x is None else x)
+
+
+def reduce_scatter(x: torch.Tensor | None = None) -> Call:
+    return lambda: flux.reduce_scatter(ones(ROWS, K) if x is None else x)
+
+
+def with_gather(**change: Any) -> Call:
+    from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
+
+    given = {"x": ones(ROWS, K), "weight": ones(N, K), "rows": ones(ROWS, K)} | change
+    return lambda: gemm_rs_with_gather(**given)
+
+
+def reserve(**change: Any) -> Call:
+    given = {"max_m": 100_000, "max_n": 64, "max_k": 64, "dtype": torch.float32} | change
+    return lambda: flux.reserve(**given)
+
+
+def route(tokens: int = ROWS, top_k: int = 2, **change: Any) -> Call:
+    given = {"num_experts": 4, "ep_size": 1, "max_tokens": ROWS} | change
+    ids = torch.arange(tokens * top_k).view(tokens, top_k) % 2
+    return lambda: flux.moe.route(ids, ones(tokens, top_k), **given)
+
+
+def layer0(routing: Any, **change: Any) -> Call:
+    given = {"x": ones(ROWS, K), "weight": ones(4, N, K), "activation": None} | change
+    return lambda: flux.moe.ag_scatter_gemm(routing=routing, **given)
+
+
+def layer1(routing: Any, **change: Any) -> Call:
+    given = {"x": ones(len(routing.rows), N), "weight": ones(4, K, N)} | change
+    return lambda: flux.moe.gemm_gather_rs(routing=routing, **given)
+
+
+half = torch.float16
+
+
+def disagreements() -> list[tuple[str, Call, Call]]:
+    """(what differs, the call of all ranks but one, the call of that one)."""
+    routing = route()()
+    slices = route(ep_size=2)()
+    single = route(top_k=1)()
+    eight = route(num_experts=8)()
+    x, weight, bias, residual = ones(ROWS, K), ones(N, K), ones(N), ones(ROWS, N)
+    products: list[tuple[str, Callable[..., Call]]] = [
+        ("gemm_rs", gemm_rs),
+        ("ag_gemm", ag_gemm),
+        ("gemm_ar", gemm_ar),
+    ]
+    found: list[tuple[str, Call, Call]] = []
+    for name, make in products:
+        good = make()
+        found += [
+            (f"{name} m", good, make(x=ones(2 * ROWS, K))),
+            (f"{name} m, much", good, make(x=ones(500 * ROWS, K))),
+            (f"{name} n", good, make(weight=ones(N + 1, K))),
+            (f"{name} n, much", good, make(weight=ones(3000, K))),
+            (f"{name} k", good, make(x=ones(ROWS, K + 1), weight=ones(N, K + 1))),
+            (f"{name} dtype", good, make(x=x.to(half), weight=weight.to(half))),
+            (f"{name} double", good, make(x=x.double(), weight=weight.double())),
+            (f"{name} transpose_weight", good, make(weight=weight.t().contiguous(), transpose_weight=True)),
+            (f"{name} bias", good, make(bias=bias)),
+            (f"{name} no bias", make(bias=bias), good),
+            (f"{name} no rows", good, make(x=x[:0])),
+            (f"{name} no columns", good, make(weight=weight[:0])),
+            (f"{name} no k", good, make(x=x[:, :0], weight=weight[:, :0])),
+            (f"{name} all_reduce", good, all_reduce()),
+            (f"{name} all_gather", good, all_gather()),
+        ]
+    found += [
+        ("gemm_ar residual", gemm_ar(), gemm_ar(residual=residual)),
+        ("gemm_ar no residual", gemm_ar(residual=residual), gemm_ar()),
+        ("gemm_ar norm_weight", gemm_ar(), normed()),
+        ("gemm_ar no norm_weight", normed(), gemm_ar()),
+        ("gemm_ar eps", normed(), normed(eps=1e-5)),
+        ("gemm_ar eps of torch", normed(), normed(eps=None)),
+        ("gemm_ar eps 0", normed(), normed(eps=0.0)),
+        ("gemm_ar norm and residual", normed(), normed(residual=residual)),
+        ("gemm_ar composed, residual", composed(), composed(residual=ones(512, 6144))),
+        ("gemm_ar composed, bias", composed(), composed(bias=ones(6144))),
+        ("gemm_ar composed, norm", composed(), composed(norm_weight=ones(6144))),
+        ("gemm_ar composed, or not", composed(), composed(x=ones(511, 1))),
+        ("ag_gemm weights", ag_gemm(), ag_gemm(weight=[weight, weight])),
+        ("ag_gemm weights 2", ag_gemm(weight=[weight] * 2), ag_gemm(weight=[weight] * 3)),
+        ("ag_gemm n of one", ag_gemm(weight=[weight] * 2), ag_gemm(weight=[weight, ones(N + 3, K)])),
+        (
+            "ag_gemm bias of one",
+            ag_gemm(weight=[weight] * 2, bias=[bias, bias]),
+            ag_gemm(weight=[weight] * 2, bias=[None, bias]),
+        ),
+        ("ag_gemm gemm_rs", ag_gemm(), gemm_rs()),
+        ("gemm_rs gemm_ar", gemm_rs(), gemm_ar()),
+        ("all_gather m", all_gather(), all_gather(ones(ROWS + 1, K))),
+        ("all_gather k", all_gather(), all_gather(ones(ROWS, K + 1))),
+        ("all_gather dtype", all_gather(), all_gather(x.to(half))),
+        ("all_gather nothing", all_gather(), all_gather(x[:0])),
+        ("all_gather much", all_gather(), all_gather(ones(9000, 40))),
+        ("all_reduce numel", all_reduce(), all_reduce(ones(ROWS, K + 1))),
+        ("all_reduce dtype", all_reduce(), all_reduce(x.to(half))),
+        ("all_reduce nothing", all_reduce(), all_reduce(x[:0])),
+        ("all_reduce much", all_reduce(), all_reduce(ones(100_000))),
+        ("all_reduce reduce_scatter", all_reduce(), reduce_scatter()),
+        ("reduce_scatter numel", reduce_scatter(), reduce_scatter(ones(2 * ROWS, K))),
+        ("reduce_scatter dtype", reduce_scatter(), reduce_scatter(x.to(half))),
+        ("reduce_scatter nothing", reduce_scatter(), reduce_scatter(x[:0])),
+        ("reduce_scatter all_gather", reduce_scatter(), all_gather()),
+        ("with_gather n", with_gather(), with_gather(weight=ones(N + 1, K))),
+        ("with_gather gemm_ar", with_gather(), gemm_ar()),
+        ("reserve max_m", reserve(), reserve(max_m=200_000)),
+        ("reserve max_n", reserve(max_n=4096), reserve(max_n=9192)),
+        ("reserve dtype", reserve(), reserve(dtype=torch.float64)),
+        ("route experts", route(), route(num_experts=8)),
+        ("route ep_size", route(), route(ep_size=2)),
+        ("route max_tokens", route(), route(max_tokens=2 * ROWS)),
+        ("route top_k", route(), route(top_k=1)),
+        ("route no tokens", route(), route(tokens=0, max_tokens=0)),
+        ("route gemm_rs", route(), gemm_rs()),
+        ("layer 0 n", layer0(routing), layer0(routing, weight=ones(4, N + 2, K))),
+        ("layer 0 k", layer0(routing), layer0(routing, x=ones(ROWS, 5), weight=ones(4, N, 5))),
+        ("layer 0 dtype", layer0(routing), layer0(routing, x=x.to(half), weight=ones(4, N, K).to(half))),
+        ("layer 0 activation", layer0(routing), layer0(routing, activation="silu")),
+        ("layer 0 activations", layer0(routing, activation="gelu"), layer0(routing, activation="silu")),
+        ("layer 0 swiglu", layer0(routing), layer0(routing, activation="swiglu")),
+        ("layer 0 slices", layer0(routing), layer0(slices, weight=ones(2, N, K))),
+        ("layer 0 top_k", layer0(routing), layer0(single)),
+        ("layer 0 experts", layer0(routing), layer0(eight, weight=ones(8, N, K))),
+        ("layer 1 n", layer1(routing), layer1(routing, weight=ones(4, K + 1, N))),
+        ("layer 1 slices", layer1(routing), layer1(slices, weight=ones(2, K, N))),
+        ("layer 1 top_k", layer1(routing), layer1(single)),
+        ("layer 1 experts", layer1(routing), layer1(eight, weight=ones(8, K, N))),
+        ("layer 1 layer 0", layer1(routing), layer0(routing)),
+    ]
+    return found
+
+
+def works(rank: int, p: int, seed: int) -> bool:
+    scatter, gather = GemmRsCase(p * 10, 8, 16, p, seed=seed), AgGemmCase(p * 10, 8, 16, p, seed=seed)
+    x, weight, _ = scatter.inputs(rank)
+    y, other, _ = gather.inputs(rank)
+    return torch.equal(flux.gemm_rs(x, weight), scatter.expected(rank)) and torch.equal(
+        flux.ag_gemm(y, other), gather.expected(rank)
+    )
+
+
+def disagree(rank: int, p: int) -> list[tuple[str, str]]:
+    told = []
+    for number, (what, common, odd) in enumerate(disagreements()):
+        mine = odd if rank == number % p else common
+        try:
+            mine()
+            said = "no error"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        # The group works on as if nothing had happened.
+        try:
+            said += "" if works(rank, p, number) else "; and then a wrong result"
+        except Exception as error:
+            said += f"; and then {error}"
+        told.append((what, said))
+        flux.release()  # what was reserved, so that the next reserve must ask
+    return told
+
+
+@pytest.mark.parametrize("fused", ["auto", "off"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_whatever_ranks_disagree_about_all_are_told(world_size: int, fused: str) -> None:
+    env = {"FLUX_TIMEOUT_S": "20", "FLUX_FUSED": fused}
+    results = spawn(disagree, world_size, backend="gloo", env=env, timeout_s=400)
+    assert len(results[0]) >= 100
+    complaints = []
+    for told in zip(*results, strict=True):
+        what, said = told[0][0], {said for _, said in told}
+        if fused == "off" and what.startswith("reserve"):
+            continue  # there is no workspace to make larger
+        # Where operators differ, each rank names its own.
+        same = {text.split(": ", 2)[-1] for text in said}
+        form = r"Disagreement: [\w.]+: expected the same call on all ranks of the group, got rank 0: \w+=.+"
+        if len(same) > 1 or not all(re.fullmatch(form, text) for text in said):
+            complaints.append(f"{what}: {sorted(said)}"[:400])
+    assert complaints == []
+
+
+def contents(rank: int, p: int) -> list[str]:
+    x, weight = ones(ROWS, K), ones(N, K)
+    odd = float(rank == p - 1)
+    scores = ones(ROWS, 2) + odd * torch.eye(ROWS, 2)
+    ids = torch.arange(2 * ROWS).view(ROWS, 2) % 4
+    routing = flux.moe.route(ids, ones(ROWS, 2), 4)
+    spoilt = routing._replace(weights=routing.weights + odd)
+    calls: list[Call] = [
+        lambda: flux.gemm_rs(x, weight, ones(N) + odd),
+        lambda: flux.gemm_ar(x, weight, ones(N) + odd),
+        lambda: flux.gemm_ar(x, weight, residual=ones(ROWS, N) + odd),
+        lambda: flux.gemm_ar(x, weight, norm_weight=ones(N) + odd),
+        lambda: flux.moe.ag_scatter_gemm(x, ones(4, N, K), spoilt),
+        lambda: flux.moe.gemm_gather_rs(ones(len(routing.rows), N), ones(4, K, N), spoilt),
+        # These may differ.
+        lambda: flux.ag_gemm(x + odd, weight + odd, ones(N) + odd),
+        lambda: flux.gemm_rs(x + odd, weight + odd, ones(N)),
+        lambda: flux.moe.route(ids, scores, 4),
+    ]
+    told = []
+    for call in calls:
+        try:
+            call()
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_contents_are_compared_if_asked_for(everywhere: bool) -> None:
+    env = {"FLUX_DEBUG": "compare"} if everywhere else {}
+    results = spawn(contents if everywhere else only_one_asks, 2, backend="gloo", env=env)
+    assert results[0] == results[1]
+    names = ["bias", "bias", "residual", "norm_weight", "routing weights", "routing weights"]
+    for said, name in zip(results[0], names, strict=False):
+        assert "expected the same call" in said and f"digest of {name}=" in said, said
+    assert results[0][len(names) :] == ["no error"] * 3
+
+
+def only_one_asks(rank: int, p: int) -> list[str]:
+    os.environ["FLUX_DEBUG"] = "compare" if rank == 1 else "off"
+    return contents(rank, p)
+
+
+def test_without_being_asked_contents_are_not_compared() -> None:
+    assert all(said == "no error" for told in spawn(contents, 2, backend="gloo") for said in told)
