@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  (spawn then imports it once for all ranks of all tests)
 
 from flux import _native
 

@@ -79,10 +79,14 @@ def process_group(name: str) -> ProcessGroup:
     return group
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def group_name(group: GroupLike, op: str) -> str:
     """Name of the group, as torch operators carry it. torch.compile treats it as a constant."""
     return str(resolve_group(group, op).group_name)
+
+
+# The mark that torch.compiler.assume_constant_result sets. Calling it would import the compiler, which takes
+# longer than all other imports of flux together, also for programs that compile nothing.
+group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Meeting:

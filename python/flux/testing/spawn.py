@@ -74,7 +74,9 @@ def spawn(
     """
     # The fork server imports torch once; forking this process is not an option if it has used a GPU.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "flux", "flux.testing.spawn"])
+    # The compiler too, if the caller has imported it: otherwise each rank that compiles does so itself.
+    compiler = ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
+    context.set_forkserver_preload(["torch", "torch.distributed", "flux", "flux.testing.spawn", *compiler])
     # The server keeps the environment of its start, so each rank is given this one.
     environment = {**os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="flux-spawn-") as directory:
