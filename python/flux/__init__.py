@@ -4,6 +4,9 @@ Importing flux loads its native library and registers its torch operators; it to
 process group.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from flux import moe
 from flux.errors import CommTimeoutError
 from flux.ops import autocast as _autocast  # noqa: F401  (registers what torch.autocast does)
@@ -21,6 +24,20 @@ from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import wgrad_accum
 from flux.ops.workspaces import check, release, reserve
 
+if TYPE_CHECKING:
+    from flux import layers
+else:
+    # Hidden from type checkers, which would take every name for one that it knows.
+    def __getattr__(name: str) -> object:
+        """flux.layers, imported when it is first asked for."""
+        if name == "layers":
+            return import_module("flux.layers")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "layers"})
+
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -36,6 +53,7 @@ __all__ = [
     "gemm_ar",
     "gemm_rs",
     "grouped_gemm",
+    "layers",
     "moe",
     "reduce_scatter",
     "release",

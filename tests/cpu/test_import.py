@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import flux
 from flux.comm.group import group_name
 
 # Imported on first use by whoever compiles, traces or shards.
@@ -57,7 +58,13 @@ answer = {
     "touched": touched,
     "initialized": [dist.is_initialized(), torch.cuda.is_initialized()],
 }
-import flux.layers, flux.testing
+answer["dir"] = dir(flux)
+answer["class"] = flux.layers.ParallelMLP.__module__
+try:
+    flux.gemmrs
+except AttributeError as error:
+    answer["unknown"] = str(error)
+import flux.testing
 answer["with layers"] = sorted(set(sys.modules) - modules)
 print(json.dumps(answer))
 """
@@ -87,6 +94,14 @@ def test_no_compiler_is_imported(answer: Any) -> None:
     assert not any(name.startswith(("flux.layers", "flux.testing", "flux.integrations")) for name in modules)
     assert "flux.layers.linear" in answer["with layers"]
     assert unwanted(answer["with layers"]) == []
+
+
+def test_layers_are_there_on_demand(answer: Any) -> None:
+    assert "flux.layers" not in answer["modules"]
+    assert answer["class"] == "flux.layers.mlp"
+    assert {"layers", "gemm_rs", "moe", "__version__"} <= set(answer["dir"])
+    assert "layers" in flux.__all__
+    assert answer["unknown"] == "module 'flux' has no attribute 'gemmrs'"
 
 
 def test_unwanted_modules_are_found() -> None:
