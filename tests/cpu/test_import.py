@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flux
-from flux.comm.group import group_name
+from flux.comm.group import group_name, world_size
 
 # Imported on first use by whoever compiles, traces or shards.
 HEAVY = (
@@ -126,11 +126,12 @@ def test_it_is_quick(answer: Any) -> None:
 
 
 def test_the_mark_is_that_of_torch() -> None:
-    """group_name is marked by hand, as torch's decorator imports the compiler."""
+    """These are marked by hand, as torch's decorator imports the compiler."""
 
     def plain() -> None:
         pass
 
     torch.compiler.assume_constant_result(plain)
     assert vars(plain)
-    assert vars(plain).items() <= vars(group_name).items()
+    for function in (group_name, world_size):
+        assert vars(plain).items() <= vars(function).items()

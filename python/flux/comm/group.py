@@ -84,9 +84,16 @@ def group_name(group: GroupLike, op: str) -> str:
     return str(resolve_group(group, op).group_name)
 
 
+def world_size(group: GroupLike, op: str) -> int:
+    """Number of ranks of the group. torch.compile treats it as a constant."""
+    return resolve_group(group, op).size()
+
+
 # The mark that torch.compiler.assume_constant_result sets. Calling it would import the compiler, which takes
 # longer than all other imports of flux together, also for programs that compile nothing.
-group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant: tuple[Any, ...] = (group_name, world_size)
+for _function in _constant:
+    _function._dynamo_marked_constant = True
 
 
 class Meeting:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from flux.comm.group import GroupLike, group_name
+from flux.comm.group import GroupLike, group_name, world_size
+from flux.ops import _arguments, _check
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.autograd import (
     bias_grad,
@@ -56,10 +57,24 @@ def column_linear(
         [M, ..., N/p] for each weight, in x's dtype.
 
     Raises:
-        ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
+        TypeError: `weights` or `biases` is no sequence of tensors, or another argument of another type.
+        ValueError: there is no weight, `biases` has another length than `weights`, or shapes, dtypes or
+            devices do not fit. Both are raised before anything is exchanged.
+        CommTimeoutError, RuntimeError: as flux.ag_gemm.
     """
+    op = "column_linear"
+    _arguments.tensor(op, "x", x)
+    _arguments.sequence(op, "weights", weights, _arguments.tensor)
+    if biases is not None:
+        _arguments.sequence(op, "biases", biases, _arguments.optional_tensor)
+        if len(biases) != len(weights):
+            _check.fail(op, "biases", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
+    _arguments.flag(op, "sequence_parallel", sequence_parallel)
+    _arguments.flag(op, "save_gathered", save_gathered)
+    _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    name = group_name(group, op)
+    _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
     many = biases if biases is not None and any(bias is not None for bias in biases) else ()
-    name = group_name(group, "column_linear")
     settings = (name, sequence_parallel, save_gathered, gradient_accumulation_fusion, len(weights))
     return list(_apply_column(x, *settings, *weights, *many))
 
@@ -86,9 +101,18 @@ def row_linear(
         [M/p, ..., N] with `sequence_parallel`, else [M, ..., N], in x's dtype.
 
     Raises:
-        ValueError, CommTimeoutError, RuntimeError: as flux.gemm_rs.
+        TypeError: an argument is of another type.
+        ValueError: shapes, dtypes or devices do not fit. Both are raised before anything is exchanged.
+        CommTimeoutError, RuntimeError: as flux.gemm_rs.
     """
-    name = group_name(group, "row_linear")
+    op = "row_linear"
+    _arguments.tensor(op, "x", x)
+    _arguments.tensor(op, "weight", weight)
+    _arguments.optional_tensor(op, "bias", bias)
+    _arguments.flag(op, "sequence_parallel", sequence_parallel)
+    _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    name = group_name(group, op)
+    _check.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     result: Tensor = _apply_row(x, weight, bias, name, sequence_parallel, gradient_accumulation_fusion)
     return result
 

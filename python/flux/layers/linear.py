@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from flux.comm.group import GroupLike, resolve_group
+from flux._sharded import Init, ShardedModule, fill
+from flux.comm.group import GroupLike
 from flux.layers.functional import column_linear, row_linear
+from flux.ops import _arguments, _check
 
-Init = Callable[[torch.Tensor], Any]
 
-
-class _ParallelLinear(nn.Module):
-    """What both layers share: one slice of a global weight [out_features, in_features], along `split_dim`."""
+class _ParallelLinear(ShardedModule):
+    """What both layers share: one slice of a whole weight [out_features, in_features], along `split_dim`."""
 
     split_dim: int
 
@@ -33,53 +31,44 @@ class _ParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         name = type(self).__name__
-        process_group = resolve_group(group, name)
-        self.group_name: str = process_group.group_name
-        self.rank, self.world_size = process_group.rank(), process_group.size()
+        check_options(name, bias, sequence_parallel, gradient_accumulation_fusion, init, device, dtype)
+        features = [
+            _arguments.size(name, "out_features", out_features),
+            _arguments.size(name, "in_features", in_features),
+        ]
+        super().__init__(group)
+        self.out_features, self.in_features = features
         split = "in_features" if self.split_dim else "out_features"
-        shape = [out_features, in_features]
-        if shape[self.split_dim] % self.world_size:
-            raise ValueError(
-                f"{name}: {split}: expected a multiple of the {self.world_size} ranks of the group, "
-                f"got {shape[self.split_dim]}"
-            )
+        check_divides(name, split, features[self.split_dim], self.world_size)
+        shape = list(features)
         shape[self.split_dim] //= self.world_size
-        self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.init = init
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
-        self.register_load_state_dict_pre_hook(_take_own_slices)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws the parameters as nn.Linear does, or by `init`.
-
-        Every rank draws the whole tensor and keeps its slice. So with equal seeds on all ranks the model is
-        the same for every world size, and the ranks' generators stay equal.
-        """
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        with torch.no_grad():
-            for name, parameter in self.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    continue
-                whole = parameter.new_empty(self._global_shape(name))
-                if name == "weight" and self.init is not None:
-                    self.init(whole)
-                else:
-                    whole.uniform_(-bound, bound)
-                parameter.copy_(self.own_slice(name, whole))
+    def _draw(self, name: str, parameter: torch.Tensor) -> None:
+        """As nn.Linear does, or by `init`."""
+        whole = parameter.new_empty(self.whole_shape(name))
+        if name == "weight" and self.init is not None:
+            fill(type(self).__name__, self.init, whole)
+        else:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            whole.uniform_(-bound, bound)
+        parameter.copy_(self.own_slice(name, whole))
 
     def own_slice(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the global parameter "weight" or "bias"."""
+        """This rank's part of the whole parameter "weight" or "bias"."""
         if name == "bias" and self.split_dim:
             return whole
-        return whole.chunk(self.world_size, self.split_dim)[self.rank]
+        size = whole.shape[self.split_dim] // self.world_size
+        return whole.narrow(self.split_dim, self.rank * size, size)
 
-    def _global_shape(self, name: str) -> tuple[int, ...]:
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter "weight" or "bias" before it is cut."""
         return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
 
     def extra_repr(self) -> str:
@@ -90,11 +79,27 @@ class _ParallelLinear(nn.Module):
         )
 
 
-def _take_own_slices(module: _ParallelLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        given = state.get(prefix + name)
-        if given is not None and given.shape != parameter.shape and given.shape == module._global_shape(name):
-            state[prefix + name] = module.own_slice(name, given)
+def check_options(
+    op: str,
+    bias: object,
+    sequence_parallel: object,
+    gradient_accumulation_fusion: object,
+    init: object,
+    device: object,
+    dtype: object,
+) -> None:
+    """Checks what all layers with weights take."""
+    _arguments.flag(op, "bias", bias)
+    _arguments.flag(op, "sequence_parallel", sequence_parallel)
+    _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    _arguments.optional_function(op, "init", init)
+    _arguments.device(op, "device", device)
+    _arguments.floating_dtype(op, "dtype", dtype)
+
+
+def check_divides(op: str, argument: str, features: int, world_size: int) -> None:
+    if features % world_size:
+        _check.fail(op, argument, f"a multiple of the {world_size} ranks of the group", features)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -109,9 +114,12 @@ class ColumnParallelLinear(_ParallelLinear):
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel, save_gathered, gradient_accumulation_fusion: as in column_linear.
         init: fills the whole weight [out_features, in_features] in place; default: as nn.Linear.
+        device, dtype: of the parameters; default: torch's.
 
     Raises:
-        ValueError: out_features is not divisible by p, or there is no such group.
+        ValueError: out_features is not divisible by p, there is no such group, dtype is not a floating one of
+            flux's, or `init` returned another tensor instead of filling the one it got.
+        TypeError: an argument is of another type.
 
     State dict: "weight" [out_features/p, in_features] and "bias" [out_features/p] of this rank. Loading also
     takes those of the whole layer, such as an nn.Linear's, and keeps the rank's part.
@@ -125,10 +133,26 @@ class ColumnParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
+        group: GroupLike = None,
+        sequence_parallel: bool = True,
         save_gathered: bool = False,
-        **options: Any,
+        gradient_accumulation_fusion: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, **options)
+        _arguments.flag(type(self).__name__, "save_gathered", save_gathered)
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            init=init,
+            device=device,
+            dtype=dtype,
+        )
         self.save_gathered = save_gathered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,10 +178,10 @@ class RowParallelLinear(_ParallelLinear):
         bias: whether there is one; every rank holds all of it, and its gradient is the same on all ranks.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel, gradient_accumulation_fusion: as in row_linear.
-        init: fills the whole weight [out_features, in_features] in place; default: as nn.Linear.
+        init, device, dtype: as of ColumnParallelLinear.
 
     Raises:
-        ValueError: in_features is not divisible by p, or there is no such group.
+        ValueError, TypeError: as ColumnParallelLinear, but for in_features.
 
     State dict: "weight" [out_features, in_features/p] of this rank, "bias" [out_features]. Loading also takes
     the whole weight.

@@ -8,8 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from flux._sharded import Init
+from flux.comm.group import GroupLike, group_name, world_size
 from flux.layers.functional import column_linear
-from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
+from flux.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, check_options
+from flux.ops import _arguments
 from flux.ops.autograd import concatenated
 
 
@@ -25,13 +28,14 @@ class ParallelMLP(nn.Module):
         activation: "swiglu", with a gate, or "gelu", without.
         bias: whether the layers have biases.
         save_gathered: as in column_linear.
-        options: group, sequence_parallel, gradient_accumulation_fusion, init, device and dtype of the layers.
+        group, sequence_parallel, gradient_accumulation_fusion, init, device, dtype: as of the layers.
 
     x and the result are [M/p, ..., hidden_size] with `sequence_parallel` (the default), else [M, ...,
     hidden_size]. State dict: "gate_proj.", "up_proj." and "down_proj." with weight and bias.
 
     Raises:
-        ValueError: unknown activation, or ffn_size is not divisible by p.
+        ValueError: unknown activation, ffn_size is not divisible by p, or as the layers.
+        TypeError: an argument is of another type.
     """
 
     def __init__(
@@ -41,28 +45,66 @@ class ParallelMLP(nn.Module):
         *,
         activation: Literal["swiglu", "gelu"] = "swiglu",
         bias: bool = False,
+        group: GroupLike = None,
+        sequence_parallel: bool = True,
         save_gathered: bool = False,
-        **options: Any,
+        gradient_accumulation_fusion: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        op = type(self).__name__
+        check_options(op, bias, sequence_parallel, gradient_accumulation_fusion, init, device, dtype)
+        _arguments.flag(op, "save_gathered", save_gathered)
+        hidden_size = _arguments.size(op, "hidden_size", hidden_size)
+        ffn_size = _arguments.size(op, "ffn_size", ffn_size)
+        name = group_name(group, op)
+        check_divides(op, "ffn_size", ffn_size, world_size(name, op))
         if activation not in ("swiglu", "gelu"):
-            raise ValueError(f"ParallelMLP: activation: expected 'swiglu' or 'gelu', got {activation!r}")
+            raise ValueError(f"{op}: activation: expected 'swiglu' or 'gelu', got {activation!r}")
+        super().__init__()
 
         def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(hidden_size, ffn_size, bias, save_gathered=save_gathered, **options)
+            return ColumnParallelLinear(
+                hidden_size,
+                ffn_size,
+                bias,
+                group=name,
+                sequence_parallel=sequence_parallel,
+                save_gathered=save_gathered,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                init=init,
+                device=device,
+                dtype=dtype,
+            )
 
         self.gate_proj = column() if activation == "swiglu" else None
         self.up_proj = column()
-        self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, **options)
+        self.down_proj = RowParallelLinear(
+            ffn_size,
+            hidden_size,
+            bias,
+            group=name,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            init=init,
+            device=device,
+            dtype=dtype,
+        )
         self._put_side_by_side()
+        self.register_load_state_dict_post_hook(_put_side_by_side)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelMLP:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._put_side_by_side()
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._put_side_by_side()
+
     def _put_side_by_side(self) -> None:
-        """Gives gate and up one storage: moving the module to a device or type separates their weights."""
+        """Gives gate and up one storage. What moves, copies or loads the module separates their weights."""
         if self.gate_proj is None:
             return
         weights = [self.gate_proj.weight, self.up_proj.weight]
@@ -87,6 +129,10 @@ class ParallelMLP(nn.Module):
             gradient_accumulation_fusion=up.gradient_accumulation_fusion,
         )
         return self.down_proj(_swiglu(gated, result))  # type: ignore[no-any-return]
+
+
+def _put_side_by_side(module: ParallelMLP, _: object) -> None:
+    module._put_side_by_side()
 
 
 class _Swiglu(torch.autograd.Function):

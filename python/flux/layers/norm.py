@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from flux.comm.group import GroupLike, resolve_group
+from flux.ops import _arguments, _check
 
 
 class RMSNorm(nn.RMSNorm):
@@ -14,23 +18,61 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         hidden_size: length of the last dimension of x.
-        eps: added to the mean.
-        sequence_parallel: x is the rank's rows, so the weight's gradient lacks those of other ranks. By an
-            attribute of this name on the weight, reduce_replicated_grads and Megatron know.
+        eps: added to the mean. None: torch.finfo of x's dtype, as torch.nn.RMSNorm.
+        sequence_parallel: x is the rank's rows, so the weight's gradient lacks those of other ranks.
+            reduce_replicated_grads adds them. The weight has an attribute of the same name, which Megatron
+            reads.
+        device, dtype: of the weight; default: torch's.
+
+    Raises:
+        ValueError: hidden_size is less than 1, eps is negative, or dtype is not a floating one of flux's.
+        TypeError: an argument is of another type.
     """
+
+    sequence_parallel = False
 
     def __init__(
         self,
         hidden_size: int,
-        eps: float = 1e-6,
+        eps: float | None = 1e-6,
         *,
         sequence_parallel: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        op = type(self).__name__
+        hidden_size = _arguments.size(op, "hidden_size", hidden_size, 1)
+        if eps is not None and (not isinstance(eps, (int, float)) or isinstance(eps, bool)):
+            _arguments.wrong_type(op, "eps", "a number or None", eps)
+        if eps is not None and not eps >= 0.0:
+            _check.fail(op, "eps", "a number that is not negative", eps)
+        _arguments.flag(op, "sequence_parallel", sequence_parallel)
+        _arguments.device(op, "device", device)
+        _arguments.floating_dtype(op, "dtype", dtype)
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
         self.sequence_parallel = sequence_parallel
-        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self._mark_weight()
+
+    def _mark_weight(self) -> None:
+        # torch copies no attributes of parameters that it replaces.
+        if isinstance(self._parameters.get("weight"), torch.Tensor):
+            self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_weight()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RMSNorm:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_weight()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_weight()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}"
 
 
 def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> None:
@@ -40,14 +82,22 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     parallelism. A collective: ranks must have gradients for the same parameters.
 
     Args:
-        module: the model. Parameters with a true attribute `sequence_parallel` are meant; of each its
-            `main_grad`, if it has one, else its `grad`.
+        module: the model. Meant are the weights of every RMSNorm with `sequence_parallel`, and parameters
+            with a true attribute of that name; of each its `main_grad`, if it has one, else its `grad`.
         group: the tensor-parallel group.
+
+    Raises:
+        TypeError: `module` is no torch.nn.Module.
+        ValueError: there is no such group.
     """
+    if not isinstance(module, nn.Module):
+        _arguments.wrong_type("reduce_replicated_grads", "module", "a torch.nn.Module", module)
     process_group = resolve_group(group, "reduce_replicated_grads")
     grads: dict[torch.dtype, list[torch.Tensor]] = {}
+    norms = [norm for norm in module.modules() if isinstance(norm, RMSNorm) and norm.sequence_parallel]
+    of_norms = {id(norm.weight) for norm in norms}
     for parameter in module.parameters():
-        if getattr(parameter, "sequence_parallel", False):
+        if id(parameter) in of_norms or getattr(parameter, "sequence_parallel", False):
             grad = getattr(parameter, "main_grad", None)
             grad = parameter.grad if grad is None else grad
             if grad is not None:

@@ -1,0 +1,420 @@
+"""flux.layers as objects: what they refuse, how they are copied, stored, and built without memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flux.layers import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RMSNorm,
+    RowParallelLinear,
+    column_linear,
+    reduce_replicated_grads,
+    row_linear,
+)
+
+HIDDEN, FFN = 8, 24
+F64 = torch.float64
+
+
+class Model(nn.Module):
+    """Every layer of flux.layers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        device = options.get("device")
+        self.norm = RMSNorm(HIDDEN, device=device, dtype=F64)
+        self.mlp = ParallelMLP(HIDDEN, FFN, bias=True, dtype=F64, **options)
+        self.up = ColumnParallelLinear(HIDDEN, FFN, dtype=F64, **options)
+        self.down = RowParallelLinear(FFN, HIDDEN, dtype=F64, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mlp(self.norm(x))
+        return x + self.down(self.up(x).relu())
+
+
+def whole_state(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"norm.weight": (HIDDEN,)}
+    for name in ("mlp.gate_proj", "mlp.up_proj", "up"):
+        shapes |= {f"{name}.weight": (FFN, HIDDEN), f"{name}.bias": (FFN,)}
+    for name in ("mlp.down_proj", "down"):
+        shapes |= {f"{name}.weight": (HIDDEN, FFN), f"{name}.bias": (HIDDEN,)}
+    return {
+        name: torch.randint(-2, 3, shape, generator=g, dtype=torch.int64).double()
+        for name, shape in shapes.items()
+    }
+
+
+def same_parameters(a: nn.Module, b: nn.Module) -> bool:
+    pairs = list(zip(a.named_parameters(), b.named_parameters(), strict=True))
+    return all(m == n and x.dtype == y.dtype and torch.equal(x, y) for (m, x), (n, y) in pairs)
+
+
+def side_by_side(mlp: ParallelMLP) -> bool:
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    return up.data_ptr() == gate.data_ptr() + gate.nbytes
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def summed(norm: RMSNorm, model: nn.Module, rank: int, p: int) -> bool:
+    """Whether reduce_replicated_grads takes the weight of a norm for one that all ranks hold."""
+    norm.weight.grad = torch.full_like(norm.weight, rank + 1)
+    reduce_replicated_grads(model)
+    return bool((norm.weight.grad == p * (p + 1) // 2).all())
+
+
+def copies(rank: int, p: int) -> None:
+    mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
+    x = torch.arange(4.0 * HIDDEN, dtype=F64).view(4, HIDDEN) % 7
+    for group in (None, dist.group.WORLD, mesh, dist.group.WORLD.group_name):
+        model = Model(group=group)
+        expected, before = model(x), {k: v.clone() for k, v in model.state_dict().items()}
+        for make in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved):
+            other = make(model)
+            assert same_parameters(other, model)
+            assert repr(other) == repr(model)
+            assert torch.equal(other(x), expected)
+            assert side_by_side(other.mlp), "their gradients would be copied"
+            assert other.norm.weight.sequence_parallel is True, "what Megatron reads"
+            assert summed(other.norm, other, rank, p)
+            # The copy loads whole tensors, and shares nothing with the original.
+            other.load_state_dict(whole_state(1))
+            model.load_state_dict(whole_state(1))
+            assert same_parameters(other, model)
+            model.load_state_dict(before)
+            assert not same_parameters(other, model)
+
+
+def built_without_memory(rank: int, p: int) -> None:
+    torch.manual_seed(4)
+    expected = Model()
+    model = Model(device="meta")
+    assert all(q.is_meta for q in model.parameters())
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # nothing to do yet
+    model.to_empty(device="cpu")
+    torch.manual_seed(4)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert same_parameters(model, expected)
+    assert side_by_side(model.mlp)
+    assert model.norm.weight.sequence_parallel is True
+    assert summed(model.norm, model, rank, p)
+
+
+def assigned(rank: int, p: int) -> None:
+    """load_state_dict(assign=True) gives memory to a model on the meta device."""
+    copied, model = Model(), Model(device="meta")
+    whole = whole_state(2)
+    copied.load_state_dict(whole)
+    model.load_state_dict(whole, assign=True)
+    assert same_parameters(model, copied)
+    assert side_by_side(model.mlp)
+    assert model.norm.weight.sequence_parallel is True
+    assert summed(model.norm, model, rank, p)
+    if p > 1:
+        storages = {t.untyped_storage().data_ptr() for t in whole.values() if t.dim() == 2}
+        kept = [n for n, q in model.named_parameters() if q.untyped_storage().data_ptr() in storages]
+        assert kept == [], "slices would keep the whole tensors alive"
+
+
+def norms_of_ranks(rank: int, p: int) -> None:
+    norm = RMSNorm(HIDDEN)
+    norm.weight = nn.Parameter(torch.ones(HIDDEN))  # as FSDP and weight tying do
+    assert norm.weight.sequence_parallel is True
+    norm._parameters["weight"] = nn.Parameter(torch.ones(HIDDEN))
+    assert summed(norm, nn.Sequential(norm), rank, p)
+    whole = RMSNorm(HIDDEN, sequence_parallel=False)
+    assert whole.weight.sequence_parallel is False
+    assert summed(whole, nn.Sequential(whole), rank, p) == (p == 1)
+    marked = nn.LayerNorm(HIDDEN)
+    marked.weight.sequence_parallel = True
+    assert summed(marked, nn.Sequential(marked), rank, p)
+    assert "sequence_parallel=True" in repr(norm)
+    # eps None has torch's meaning.
+    x = torch.tensor([[1e-5] * HIDDEN])
+    for eps in (None, 1e-3):
+        assert torch.equal(RMSNorm(HIDDEN, eps)(x), nn.RMSNorm(HIDDEN, eps)(x))
+
+
+def mixed_biases(rank: int, p: int) -> None:
+    """One of two weights has a bias: outputs and gradients against plain torch, on integers."""
+    g = torch.Generator().manual_seed(3)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=g).double()
+
+    rows, x, weights = 2 * p, integers(2 * p, 5), [integers(3 * p, 5), integers(2 * p, 5)]
+    for place in (0, 1):
+        bias = integers(weights[place].shape[0])
+        grads = [integers(rows, len(weight)) for weight in weights]
+        plain = [t.clone().requires_grad_() for t in (x, *weights, bias)]
+        outs = [plain[0] @ w.t() for w in plain[1:3]]
+        outs[place] = outs[place] + plain[3]
+        torch.autograd.backward(outs, grads)
+        for sequence_parallel in (True, False):
+            own = [w.chunk(p)[rank].clone().requires_grad_() for w in (*weights, bias)]
+            biases: list[torch.Tensor | None] = [None, None]
+            biases[place] = own[2]
+            mine = (x.chunk(p)[rank] if sequence_parallel else x).clone().requires_grad_()
+            results = column_linear(mine, own[:2], biases, sequence_parallel=sequence_parallel)
+            for result, out in zip(results, outs, strict=True):
+                assert torch.equal(result, out.detach().chunk(p, 1)[rank])
+            torch.autograd.backward(results, [grad.chunk(p, 1)[rank] for grad in grads])
+            whole = plain[0].grad
+            assert torch.equal(mine.grad, whole.chunk(p)[rank] if sequence_parallel else whole)
+            for part, tensor in zip(own, plain[1:], strict=True):
+                assert torch.equal(part.grad, tensor.grad.chunk(p)[rank])
+            nothing = column_linear(
+                x[: rows // p], own[:2], [None, None], sequence_parallel=sequence_parallel
+            )
+            assert len(nothing) == 2
+
+
+def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    x, w, b = torch.ones(4, 6), torch.ones(3, 6), torch.ones(3)
+    return [
+        (
+            lambda: column_linear(x, [w, w], [b]),
+            ValueError,
+            "column_linear: biases: expected 2 entries, one for each weight, got 1",
+        ),
+        (
+            lambda: column_linear(x, [w, w], [b], sequence_parallel=False),
+            ValueError,
+            "column_linear: biases: expected 2 entries, one for each weight, got 1",
+        ),
+        (
+            lambda: column_linear(x, [w], [b, b], sequence_parallel=False),
+            ValueError,
+            "column_linear: biases: expected 1 entries, one for each weight, got 2",
+        ),
+        (
+            lambda: column_linear(x, [w], [None, None]),
+            ValueError,
+            "column_linear: biases: expected 1 entries, one for each weight, got 2",
+        ),
+        (lambda: column_linear(x, [w], []), ValueError, "biases: expected 1 entries.*got 0"),
+        (lambda: column_linear(x, w), TypeError, "column_linear: weights: expected a list, got Tensor"),
+        (lambda: column_linear(x, [w], b), TypeError, "column_linear: biases: expected a list, got Tensor"),
+        (lambda: column_linear(x, []), ValueError, "column_linear: weight: expected at least one weight"),
+        (lambda: column_linear(x, [w, None]), TypeError, r"weights\[1\]: expected a tensor, got NoneType"),
+        (
+            lambda: column_linear(x, [w], [1.5]),
+            TypeError,
+            r"biases\[0\]: expected a tensor or None, got float",
+        ),
+        (lambda: column_linear([1.0], [w]), TypeError, "column_linear: x: expected a tensor, got list"),
+        (
+            lambda: column_linear(x, [w, torch.ones(3, 5)], sequence_parallel=False),
+            ValueError,
+            r"column_linear: weight\[1\]: expected \[n, k\] with k = 6, .* got shape \[3, 5\]",
+        ),
+        (
+            lambda: column_linear(x, [w, w], [b, torch.ones(1)], sequence_parallel=False),
+            ValueError,
+            r"column_linear: bias\[1\]: expected shape \[3\], one entry for each column, got shape \[1\]",
+        ),
+        (
+            lambda: column_linear(x.long(), [w]),
+            ValueError,
+            "column_linear: x: expected dtype .* got torch.int64",
+        ),
+        (lambda: column_linear(x, [w.half()]), ValueError, "column_linear: weight: .* got torch.float16"),
+        (
+            lambda: column_linear(x, [w], sequence_parallel="no"),
+            TypeError,
+            "sequence_parallel: .* got str 'no'",
+        ),
+        (lambda: column_linear(x, [w], save_gathered=1), TypeError, "save_gathered: expected True or False"),
+        (lambda: column_linear(x, [w], group=3), ValueError, "column_linear: group: .* got int"),
+        (lambda: row_linear(x, [w]), TypeError, "row_linear: weight: expected a tensor, got list"),
+        (
+            lambda: row_linear(x, w, True),
+            TypeError,
+            "row_linear: bias: expected a tensor or None, got bool True",
+        ),
+        (
+            lambda: row_linear(x, w, torch.ones(3 * p + 1), sequence_parallel=False),
+            ValueError,
+            r"row_linear: bias: expected shape \[3\], .* got",
+        ),
+        (lambda: row_linear(x, w, sequence_parallel=None), TypeError, "sequence_parallel: .* got NoneType"),
+        (
+            lambda: row_linear(x, w, gradient_accumulation_fusion=0),
+            TypeError,
+            "row_linear: gradient_accumulation_fusion: expected True or False, got int 0",
+        ),
+        (
+            lambda: row_linear(x, w, group="?"),
+            ValueError,
+            "row_linear: group: expected the name of a process",
+        ),
+        (
+            lambda: reduce_replicated_grads([w]),
+            TypeError,
+            "reduce_replicated_grads: module: expected a torch.nn.Module, got list",
+        ),
+        (lambda: reduce_replicated_grads(nn.Linear(1, 1), group=w), ValueError, "group: .* got Tensor"),
+        (
+            lambda: ColumnParallelLinear(-8, 24),
+            ValueError,
+            "ColumnParallelLinear: in_features: expected an integer of at least 0, got -8",
+        ),
+        (
+            lambda: RowParallelLinear(24.0, 8),
+            TypeError,
+            "RowParallelLinear: in_features: expected an integer, got float 24.0",
+        ),
+        (
+            lambda: ColumnParallelLinear(8, True),
+            TypeError,
+            "out_features: expected an integer, got bool True",
+        ),
+        (lambda: ColumnParallelLinear(8, "24"), TypeError, "out_features: expected an integer, got str '24'"),
+        (
+            lambda: ColumnParallelLinear(8, 24, dtype=torch.int8),
+            ValueError,
+            "ColumnParallelLinear: dtype: expected bfloat16, float16, float32 or float64, got torch.int8",
+        ),
+        (lambda: RowParallelLinear(24, 8, dtype="bfloat16"), TypeError, "dtype: .* got str 'bfloat16'"),
+        (
+            lambda: RowParallelLinear(24, 8, device="gpu"),
+            ValueError,
+            "RowParallelLinear: device: .* got 'gpu'",
+        ),
+        (
+            lambda: RowParallelLinear(24, 8, device=1.0),
+            TypeError,
+            "RowParallelLinear: device: .* got float 1.0",
+        ),
+        (lambda: RowParallelLinear(24, 8, None), TypeError, "RowParallelLinear: bias: .* got NoneType"),
+        (
+            lambda: RowParallelLinear(24, 8, init=0.02),
+            TypeError,
+            "init: expected a function or None, got float",
+        ),
+        (
+            lambda: RowParallelLinear(24, 8, init=torch.randn_like),
+            ValueError,
+            "RowParallelLinear: init: expected a function that fills a tensor in place, got one that returns",
+        ),
+        (lambda: RowParallelLinear(24, 8, group=1), ValueError, "RowParallelLinear: group: .* got int"),
+        (
+            lambda: ColumnParallelLinear(8, 24, save_gathered=None),
+            TypeError,
+            "save_gathered: .* got NoneType",
+        ),
+        (lambda: ColumnParallelLinear(8, 24, gather=True), TypeError, "unexpected keyword argument 'gather'"),
+        (
+            lambda: ParallelMLP(8, 24 * p + 1) if p > 1 else ParallelMLP(8, -1),
+            ValueError,
+            "ParallelMLP: ffn_size: expected (a multiple of the|an integer of at least 0)",
+        ),
+        (
+            lambda: ParallelMLP(8.5, 24),
+            TypeError,
+            "ParallelMLP: hidden_size: expected an integer, got float 8.5",
+        ),
+        (lambda: ParallelMLP(8, 24, activation=None), ValueError, "ParallelMLP: activation: .* got None"),
+        (lambda: ParallelMLP(8, 24, init="normal"), TypeError, "ParallelMLP: init: .* got str 'normal'"),
+        (
+            lambda: ParallelMLP(8, 24, save_gathered="x"),
+            TypeError,
+            "ParallelMLP: save_gathered: .* got str 'x'",
+        ),
+        (lambda: ParallelMLP(8, 24, seqence_parallel=True), TypeError, "unexpected keyword argument"),
+        (lambda: ParallelMLP(8, 24, group=w), ValueError, "ParallelMLP: group: .* got Tensor"),
+        (lambda: RMSNorm(0), ValueError, "RMSNorm: hidden_size: expected an integer of at least 1, got 0"),
+        (lambda: RMSNorm([8]), TypeError, "RMSNorm: hidden_size: expected an integer, got list"),
+        (
+            lambda: RMSNorm(8, -1e-6),
+            ValueError,
+            "RMSNorm: eps: expected a number that is not negative, got -1e-06",
+        ),
+        (lambda: RMSNorm(8, float("nan")), ValueError, "RMSNorm: eps: .* got nan"),
+        (lambda: RMSNorm(8, "1e-6"), TypeError, "RMSNorm: eps: expected a number or None, got str '1e-6'"),
+        (lambda: RMSNorm(8, sequence_parallel=1), TypeError, "RMSNorm: sequence_parallel: .* got int 1"),
+        (lambda: RMSNorm(8, dtype=torch.complex64), ValueError, "RMSNorm: dtype: .* got torch.complex64"),
+    ]
+
+
+def refused(rank: int, p: int) -> None:
+    """One rank alone is told: whatever it exchanged with the others before would take its timeout."""
+    if rank == 0:
+        for call, kind, message in wrong_calls(p):
+            with pytest.raises(kind, match=message):
+                call()
+        if p > 1:
+            message = (
+                f"row_linear: x: expected dimension 0 divisible by the {p} ranks of the group, got shape"
+            )
+            with pytest.raises(ValueError, match=message):
+                row_linear(torch.ones(2 * p + 1, 6), torch.ones(3, 6))
+    assert row_linear(torch.ones(2 * p, 6), torch.ones(3, 6)).shape == (2, 3)
+
+
+def initialised_in_place(rank: int, p: int) -> None:
+    for init in (
+        nn.init.ones_,
+        lambda w: w.fill_(1),
+        lambda w: w.data.fill_(1),
+        lambda w: None if w.fill_(1) is None else None,
+    ):
+        assert bool((RowParallelLinear(2 * p, 3, init=init).weight == 1).all())
+
+
+SCENARIOS: dict[str, Callable[[int, int], None]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        copies,
+        built_without_memory,
+        assigned,
+        norms_of_ranks,
+        mixed_biases,
+        refused,
+        initialised_in_place,
+    )
+}
+
+
+def work(rank: int, world_size: int) -> dict[str, str]:
+    answers = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            scenario(rank, world_size)
+            answers[name] = ""
+        except Exception:
+            answers[name] = traceback.format_exc()
+    return answers
+
+
+_ANSWERS = Answers(work)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_layers_as_objects(world_size: int, name: str) -> None:
+    assert _ANSWERS.of(world_size, name) == [""] * world_size
