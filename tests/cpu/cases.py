@@ -4,9 +4,11 @@ world size.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from flux.testing import spawn
@@ -37,6 +39,25 @@ def run_all(
     answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(cases)}
     for name, scenario in scenarios.items():
         answers[name] = scenario(rank, world_size)
+    return answers
+
+
+Scenario = Callable[[int, int], None]
+
+
+def by_name(*scenarios: Scenario) -> dict[str, Scenario]:
+    return {scenario.__name__: scenario for scenario in scenarios}
+
+
+def run_scenarios(scenarios: Mapping[str, Scenario], rank: int, world_size: int) -> dict[str, str]:
+    """The traceback of each scenario that fails on a rank, by name; of the others nothing."""
+    answers = {}
+    for name, scenario in scenarios.items():
+        try:
+            scenario(rank, world_size)
+            answers[name] = ""
+        except (Exception, pytest.fail.Exception):
+            answers[name] = traceback.format_exc()
     return answers
 
 

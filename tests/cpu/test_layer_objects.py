@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers
+from cases import Answers, by_name, run_scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -386,29 +385,19 @@ def initialised_in_place(rank: int, p: int) -> None:
         assert bool((RowParallelLinear(2 * p, 3, init=init).weight == 1).all())
 
 
-SCENARIOS: dict[str, Callable[[int, int], None]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        copies,
-        built_without_memory,
-        assigned,
-        norms_of_ranks,
-        mixed_biases,
-        refused,
-        initialised_in_place,
-    )
-}
+SCENARIOS = by_name(
+    copies,
+    built_without_memory,
+    assigned,
+    norms_of_ranks,
+    mixed_biases,
+    refused,
+    initialised_in_place,
+)
 
 
 def work(rank: int, world_size: int) -> dict[str, str]:
-    answers = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            scenario(rank, world_size)
-            answers[name] = ""
-        except Exception:
-            answers[name] = traceback.format_exc()
-    return answers
+    return run_scenarios(SCENARIOS, rank, world_size)
 
 
 _ANSWERS = Answers(work)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from flux.comm.group import GroupLike, resolve_group
+from flux._sharded import Init, ShardedModule, fill
+from flux.comm.group import GroupLike
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.routing import route
-from flux.ops import _check
+from flux.ops import _arguments, _check
 from flux.ops.grouped_gemm import ACTIVATIONS
 
 
-class MoEMLP(torch.nn.Module):
+class MoEMLP(ShardedModule):
     """The experts of a mixture-of-experts layer, distributed over a group.
 
     The router is yours, and so is a shared expert. flux.moe.reference.moe_mlp is the same on one rank.
@@ -21,17 +23,30 @@ class MoEMLP(torch.nn.Module):
         hidden: H, of the tokens.
         intermediate: I, of each expert.
         num_experts: E, of the whole layer.
-        group: all ranks over which tokens are distributed.
-        ep_size: as in flux.moe.route. With p ranks, p / ep_size of them share the columns of each expert.
+        group: all ranks over which tokens are distributed: ProcessGroup, one-dimensional DeviceMesh, group
+            name, or None for the default group.
+        ep_size: as in flux.moe.route. With p ranks, tp = p / ep_size of them share the columns of each
+            expert.
         activation: "swiglu", "silu", "gelu" or None.
         max_tokens: as in flux.moe.route.
+        init: fills the whole weight of one expert, [N, H] or [H, I], in place. Default: normal, with the
+            standard deviation 1 / sqrt(H) or 1 / sqrt(I).
+        dtype, device: of the parameters.
 
     Attributes:
         w1: [E / ep_size, N, H]; N is I / tp, for "swiglu" twice that: first the gates, then the ups.
         w2: [E / ep_size, H, I / tp].
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: ep_size does not divide the ranks, num_experts is not a multiple of ep_size, intermediate
+            not one of tp, or another argument does not fit.
+        TypeError: an argument is of another type.
+
+    With equal seeds on all ranks the layer is the same for every world size and ep_size: every rank draws all
+    experts, one after the other, and keeps its slices.
+
+    State dict: "w1" and "w2" of this rank. Loading also takes those of the whole layer, w1 [E, N, H] with N =
+    I, for "swiglu" 2 * I (all gates, then all ups), and w2 [E, H, I], and keeps the rank's part.
     """
 
     def __init__(
@@ -44,41 +59,104 @@ class MoEMLP(torch.nn.Module):
         ep_size: int = 1,
         activation: str | None = "swiglu",
         max_tokens: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        init: Init | None = None,
+        dtype: torch.dtype | None = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        op = "MoEMLP"
-        p = resolve_group(group, op).size()
-        if ep_size < 1 or p % ep_size:
+        op = type(self).__name__
+        hidden = _arguments.size(op, "hidden", hidden)
+        intermediate = _arguments.size(op, "intermediate", intermediate)
+        num_experts = _arguments.size(op, "num_experts", num_experts, 1)
+        ep_size = _arguments.size(op, "ep_size", ep_size, 1)
+        if activation is not None and activation not in ACTIVATIONS:
+            _check.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
+        if max_tokens is not None:
+            max_tokens = _arguments.size(op, "max_tokens", max_tokens)
+        _arguments.optional_function(op, "init", init)
+        _arguments.floating_dtype(op, "dtype", dtype)
+        _arguments.device(op, "device", device)
+        super().__init__(group)
+        p = self.world_size
+        if p % ep_size:
             _check.fail(op, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
-        if num_experts < 1 or num_experts % ep_size:
+        if num_experts % ep_size:
             _check.fail(op, "num_experts", f"a positive multiple of ep_size = {ep_size}", num_experts)
         tp = p // ep_size
         if intermediate % tp:
             _check.fail(op, "intermediate", f"a multiple of the {tp} ranks of a slice", intermediate)
-        if activation is not None and activation not in ACTIVATIONS:
-            _check.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
-        self.num_experts, self.ep_size, self.group = num_experts, ep_size, group
-        self.activation, self.max_tokens = activation, max_tokens
-        columns = intermediate // tp
-        gates = 2 * columns if activation == "swiglu" else columns
-        experts = num_experts // ep_size
-        w1 = torch.empty(experts, gates, hidden, dtype=dtype, device=device)
-        w2 = torch.empty(experts, hidden, columns, dtype=dtype, device=device)
-        self.w1 = torch.nn.Parameter(w1)
-        self.w2 = torch.nn.Parameter(w2)
-        for weight, fan_in in ((self.w1, hidden), (self.w2, intermediate)):
-            torch.nn.init.normal_(weight, std=fan_in**-0.5)
+        self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
+        self.ep_size, self.activation, self.max_tokens, self.init = ep_size, activation, max_tokens, init
+        self._parts = 2 if activation == "swiglu" else 1  # of w1: gates and ups
+        self._columns, self._first_column = intermediate // tp, self.rank % tp * (intermediate // tp)
+        self._experts, self._first_expert = num_experts // ep_size, self.rank // tp * (num_experts // ep_size)
+        w1 = torch.empty(self._experts, self._parts * self._columns, hidden, dtype=dtype, device=device)
+        w2 = torch.empty(self._experts, hidden, self._columns, dtype=dtype, device=device)
+        self.w1, self.w2 = nn.Parameter(w1), nn.Parameter(w2)
+        self.reset_parameters()
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter "w1" or "w2" of all experts, before it is cut."""
+        if name == "w1":
+            return self.num_experts, self._parts * self.intermediate, self.hidden
+        return self.num_experts, self.hidden, self.intermediate
+
+    def own_slice(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole parameter "w1" or "w2"."""
+        return self._own_columns(name, whole.narrow(0, self._first_expert, self._experts))
+
+    def _own_columns(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of some experts' weights [..., N, H] or [..., H, I]."""
+        if name == "w2":
+            return whole.narrow(-1, self._first_column, self._columns)
+        parts = whole.view(*whole.shape[:-2], self._parts, self.intermediate, self.hidden)
+        return parts.narrow(-2, self._first_column, self._columns).flatten(-3, -2)
+
+    def _draw(self, name: str, parameter: torch.Tensor) -> None:
+        """Expert by expert: all of them may be too large for one rank."""
+        shape = self.whole_shape(name)[1:]
+        for expert in range(self.num_experts):
+            whole = parameter.new_empty(shape)
+            if self.init is None:
+                whole.normal_(std=max(shape[-1], 1) ** -0.5)
+            else:
+                fill(type(self).__name__, self.init, whole)
+            own = expert - self._first_expert
+            if 0 <= own < self._experts:
+                parameter[own].copy_(self._own_columns(name, whole))
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, num_experts={self.num_experts}, "
+            f"ep_size={self.ep_size}, activation={self.activation!r}, max_tokens={self.max_tokens}, "
+            f"rank={self.rank} of {self.world_size}"
+        )
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """x [..., H], topk_ids and topk_weights [..., k] -> [..., H]; a collective."""
-        tokens = x.reshape(-1, x.shape[-1])
+        """x [..., H], topk_ids and topk_weights [..., k] -> [..., H]; a collective.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; before anything is exchanged.
+            CommTimeoutError, RuntimeError: as flux.ag_gemm.
+        """
+        op = type(self).__name__
+        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            _arguments.tensor(op, name, tensor)
+            if tensor.dim() < 2:
+                _check.fail(op, name, "at least 2 dimensions", f"{tensor.dim()}")
+        if x.shape[-1] != self.hidden:
+            _check.fail(op, "x", f"[..., {self.hidden}]", f"shape {list(x.shape)}")
+        if x.dtype != self.w1.dtype:
+            _check.fail(op, "x", f"dtype {self.w1.dtype}, that of the weights", x.dtype)
+        tokens = x.reshape(-1, self.hidden)
+        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tensor.numel() != tokens.shape[0] * tensor.shape[-1]:
+                expected = f"[..., k] for {tokens.shape[0]} tokens, those of x"
+                _check.fail(op, name, expected, f"shape {list(tensor.shape)}")
         routing = route(
             topk_ids.reshape(-1, topk_ids.shape[-1]),
             topk_weights.reshape(-1, topk_weights.shape[-1]),
             self.num_experts,
-            group=self.group,
+            group=self.group_name,
             ep_size=self.ep_size,
             max_tokens=self.max_tokens,
         )

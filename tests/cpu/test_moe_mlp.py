@@ -1,0 +1,251 @@
+"""flux.moe.MoEMLP as a module: how it is drawn, copied, stored and loaded, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers, by_name, run_scenarios
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flux.moe import MoEMLP, reference
+from flux.testing import spawn
+
+H, WIDE, E, K = 6, 8, 4, 2
+F64 = torch.float64
+
+
+def layouts(p: int) -> Iterator[tuple[int, str | None]]:
+    for ep_size in (1, 2, 4):
+        if p % ep_size == 0:
+            yield from ((ep_size, activation) for activation in ("swiglu", "gelu", None))
+
+
+def make(ep_size: int, activation: str | None, **options: Any) -> MoEMLP:
+    return MoEMLP(H, WIDE, E, ep_size=ep_size, activation=activation, dtype=F64, **options)
+
+
+def whole_state(activation: str | None, seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    gates = 2 if activation == "swiglu" else 1
+    return {
+        "w1": torch.randn(E, gates * WIDE, H, generator=g, dtype=F64),
+        "w2": torch.randn(E, H, WIDE, generator=g, dtype=F64),
+    }
+
+
+def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(40 + rank)
+    weights, ids = torch.rand(5, E, generator=g).topk(K)
+    return torch.randn(5, H, generator=g, dtype=F64), ids, weights
+
+
+def whole_checkpoints(rank: int, p: int) -> None:
+    """A layer that has loaded the whole weights computes what one rank with all experts computes."""
+    x, ids, weights = tokens(rank)
+    for ep_size, activation in layouts(p):
+        whole = whole_state(activation)
+        expected = reference.moe_mlp(x, ids, weights, whole["w1"], whole["w2"], activation)
+        layer = make(ep_size, activation)
+        assert torch.allclose(layer(x, ids, weights), expected, atol=1e-12) is False
+        layer.load_state_dict(whole)
+        torch.testing.assert_close(layer(x, ids, weights), expected, rtol=1e-9, atol=1e-9)
+        own = {name: value.clone() for name, value in layer.state_dict().items()}
+        parts = 2 if activation == "swiglu" else 1
+        tp = p // ep_size
+        assert own["w1"].shape == (E // ep_size, parts * WIDE // tp, H)
+        assert own["w2"].shape == (E // ep_size, H, WIDE // tp)
+        for assign in (False, True):
+            for state in (own, whole):
+                other = make(ep_size, activation, device="meta" if assign else None)
+                other.load_state_dict(state, assign=assign)
+                assert all(torch.equal(value, own[name]) for name, value in other.state_dict().items())
+                assert other.w1.is_contiguous() and other.w2.is_contiguous()
+        with pytest.raises(RuntimeError, match="size mismatch for w1"):
+            layer.load_state_dict({**whole, "w1": torch.zeros(E, 3 * parts * WIDE, H)})
+
+
+def copies(rank: int, p: int) -> None:
+    mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
+    arguments = tokens(rank)
+
+    def saved(model: nn.Module) -> nn.Module:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    for group in (None, dist.group.WORLD, mesh, dist.group.WORLD.group_name):
+        layer = make(1, "swiglu", group=group)
+        expected = layer(*arguments)
+        for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved):
+            other = duplicate(layer)
+            assert torch.equal(other(*arguments), expected)
+            assert repr(other) == repr(layer)
+            other.load_state_dict(whole_state("swiglu", 1))
+            assert not torch.equal(other.w1, layer.w1)
+            layer_again = copy.deepcopy(layer)
+            layer_again.load_state_dict(whole_state("swiglu", 1))
+            assert torch.equal(other.w1, layer_again.w1) and torch.equal(other.w2, layer_again.w2)
+
+
+def built_without_memory(rank: int, p: int) -> None:
+    for ep_size, activation in layouts(p):
+        torch.manual_seed(9)
+        expected = make(ep_size, activation)
+        layer = make(ep_size, activation, device="meta")
+        assert layer.w1.is_meta and layer.w2.is_meta
+        layer.reset_parameters()  # nothing to do yet
+        layer.to_empty(device="cpu")
+        torch.manual_seed(9)
+        layer.reset_parameters()
+        assert torch.equal(layer.w1, expected.w1) and torch.equal(layer.w2, expected.w2)
+
+
+def represented(rank: int, p: int) -> None:
+    layer = make(p, "gelu", max_tokens=7)
+    assert repr(layer) == (
+        f"MoEMLP(hidden={H}, intermediate={WIDE}, num_experts={E}, ep_size={p}, activation='gelu', "
+        f"max_tokens=7, rank={rank} of {p})"
+    )
+
+
+def initialised(rank: int, p: int) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def init(whole: torch.Tensor) -> None:
+        seen.append(tuple(whole.shape))
+        whole.copy_(torch.arange(whole.numel()).view(whole.shape))
+
+    layer = make(1, "swiglu", init=init)
+    assert seen == [(2 * WIDE, H)] * E + [(H, WIDE)] * E
+    columns = slice(rank * WIDE // p, (rank + 1) * WIDE // p)
+    w1 = torch.arange(2.0 * WIDE * H, dtype=F64).view(2, WIDE, H)[:, columns].flatten(0, 1)
+    w2 = torch.arange(1.0 * WIDE * H, dtype=F64).view(H, WIDE)[:, columns]
+    assert torch.equal(layer.w1, w1.expand(E, -1, -1)) and torch.equal(layer.w2, w2.expand(E, -1, -1))
+
+
+def compiled(rank: int, p: int) -> None:
+    if p != 2:  # one world size shows it, and compiling takes a while
+        return
+    layer, arguments = make(1, "swiglu", group=dist.group.WORLD), tokens(rank)
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(function(*arguments), layer(*arguments))
+
+
+def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    layer = make(1, "swiglu")
+    x, ids, weights = tokens(0)
+    return [
+        (lambda: MoEMLP(-6, 8, 4), ValueError, "hidden: expected an integer of at least 0, got -6"),
+        (lambda: MoEMLP(6, 8.0, 4), TypeError, "intermediate: expected an integer, got float 8.0"),
+        (lambda: MoEMLP(6, 8, 0), ValueError, "num_experts: expected an integer of at least 1, got 0"),
+        (lambda: MoEMLP(6, 8, 4, ep_size=0), ValueError, "ep_size: expected an integer of at least 1, got 0"),
+        (lambda: MoEMLP(6, 8, 4, ep_size=p + 1), ValueError, f"ep_size: expected a divisor of the {p} ranks"),
+        (
+            lambda: MoEMLP(6, 8, 4, activation="relu"),
+            ValueError,
+            "activation: .* got 'relu'",
+        ),
+        (lambda: MoEMLP(6, 8, 4, max_tokens=-1), ValueError, "max_tokens: .* at least 0, got -1"),
+        (
+            lambda: MoEMLP(6, 8, 4, max_tokens=1.5),
+            TypeError,
+            "max_tokens: .* got float 1.5",
+        ),
+        (lambda: MoEMLP(6, 8, 4, dtype=torch.int32), ValueError, "dtype: .* got torch.int32"),
+        (lambda: MoEMLP(6, 8, 4, device="gpu"), ValueError, "device: .* got 'gpu'"),
+        (lambda: MoEMLP(6, 8, 4, group=7), ValueError, "group: .* got int"),
+        (lambda: MoEMLP(6, 8, 4, init=1.0), TypeError, "init: expected a function or None, got float"),
+        (lambda: MoEMLP(6, 8, 4, init=torch.randn_like), ValueError, "init: .* returns another"),
+        (lambda: layer(x[:, :5], ids, weights), ValueError, r"x: expected \[..., 6\], got shape \[5, 5\]"),
+        (lambda: layer(x.float(), ids, weights), ValueError, "x: expected dtype torch.float64, that of the"),
+        (lambda: layer(x[:4], ids, weights), ValueError, r"topk_ids: .* for 4 tokens, .* got shape \[5, 2\]"),
+        (lambda: layer(x, ids, weights[:2]), ValueError, r"topk_weights: .* for 5 tokens, .* shape \[2, 2\]"),
+        (lambda: layer(x, ids[:, 0], weights), ValueError, "topk_ids: expected at least 2 dimensions, got 1"),
+        (lambda: layer(x, None, weights), TypeError, "topk_ids: expected a tensor, got NoneType"),
+    ]
+
+
+def refused(rank: int, p: int) -> None:
+    """One rank alone is told: whatever it exchanged with the others before would take its timeout."""
+    if rank == 0:
+        for call, kind, message in wrong_calls(p):
+            with pytest.raises(kind, match=f"MoEMLP: {message}"):
+                call()
+        if p > 1:
+            with pytest.raises(ValueError, match=f"MoEMLP: num_experts: .* multiple of ep_size = {p}, got"):
+                MoEMLP(6, 8, p + 1, ep_size=p)
+            with pytest.raises(
+                ValueError, match=f"MoEMLP: intermediate: expected a multiple of the {p} ranks"
+            ):
+                MoEMLP(6, 8 * p + 1, 4)
+    make(1, "swiglu")(*tokens(rank))
+
+
+SCENARIOS = by_name(
+    whole_checkpoints,
+    copies,
+    built_without_memory,
+    represented,
+    initialised,
+    compiled,
+    refused,
+)
+
+
+def work(rank: int, world_size: int) -> dict[str, str]:
+    return run_scenarios(SCENARIOS, rank, world_size)
+
+
+_ANSWERS = Answers(work)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_moe_mlp(world_size: int, name: str) -> None:
+    assert _ANSWERS.of(world_size, name) == [""] * world_size
+
+
+Drawn = dict[tuple[int, str | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def draw(rank: int, world_size: int) -> tuple[Drawn, torch.Tensor]:
+    """Parameters of this rank in every layout, and what its generator gives next."""
+    torch.manual_seed(11)
+    drawn: Drawn = {}
+    for ep_size, activation in layouts(world_size):
+        torch.manual_seed(12)
+        layer = make(ep_size, activation)
+        drawn[ep_size, activation] = layer.w1.detach(), layer.w2.detach()
+    return drawn, torch.rand(3)
+
+
+def test_every_world_size_starts_from_the_same_layer() -> None:
+    """One seed on all ranks: the same layer, and another part of it on every rank."""
+    ((whole, after),) = spawn(draw, 1, backend="gloo")
+    w1, w2 = whole[1, "gelu"]
+    assert abs(w1.std() * H**0.5 - 1) < 0.2 and abs(w2.std() * WIDE**0.5 - 1) < 0.2
+    assert not torch.equal(w1[0], w1[1]), "experts differ"
+    for p in (2, 4):
+        answers = spawn(draw, p, backend="gloo")
+        assert all(torch.equal(after, other) for _, other in answers)
+        for (ep_size, activation), _ in answers[0][0].items():
+            tp, parts = p // ep_size, 2 if activation == "swiglu" else 1
+            for rank, (drawn, _) in enumerate(answers):
+                w1, w2 = whole[1, activation]
+                experts = slice(rank // tp * E // ep_size, (rank // tp + 1) * E // ep_size)
+                columns = slice(rank % tp * WIDE // tp, (rank % tp + 1) * WIDE // tp)
+                own1, own2 = drawn[ep_size, activation]
+                assert torch.equal(own1, w1.view(E, parts, WIDE, H)[experts, :, columns].flatten(1, 2))
+                assert torch.equal(own2, w2[experts, :, columns])
+            assert not torch.equal(
+                answers[0][0][ep_size, activation][0], answers[1][0][ep_size, activation][0]
+            )
