@@ -1,0 +1,191 @@
+"""A user's program, in the ways the documentation shows: every public function and layer of flux.
+
+`mypy --strict` accepts it, and it runs on CPU ranks (tests/cpu/test_typing.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import flux
+from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
+from flux.layers import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RMSNorm,
+    RowParallelLinear,
+    column_linear,
+    reduce_replicated_grads,
+    row_linear,
+)
+from flux.testing import spawn
+
+ROWS, HIDDEN, FFN, EXPERTS, TOP_K = 8, 8, 16, 4, 2
+
+
+def dense(group: dist.ProcessGroup | DeviceMesh | str | None, p: int) -> Tensor:
+    """GEMMs with their collectives, and the collectives alone."""
+    x, weight, bias = torch.ones(ROWS, HIDDEN), torch.ones(FFN, HIDDEN), torch.ones(FFN)
+    rows: Tensor = flux.gemm_rs(x, weight, bias, group=group)
+    rows = flux.gemm_rs(x, weight.t(), transpose_weight=True, out=torch.empty_like(rows), group=group)
+
+    one: Tensor = flux.ag_gemm(x, weight, bias, group=group)
+    one = flux.ag_gemm(x, weight, out=one, group=group)
+    pair: tuple[Tensor, Tensor] = flux.ag_gemm(x, weight, group=group, return_gathered=True)
+    many: list[Tensor] = flux.ag_gemm(x, [weight, weight], [bias, None], group=group)
+    q, k, v = flux.ag_gemm(x, (weight, weight, weight), group=group)
+    both: tuple[list[Tensor], Tensor] = flux.ag_gemm(x, [weight], group=group, return_gathered=True)
+
+    product: Tensor = flux.gemm(x, weight, bias, out=torch.empty(ROWS, FFN))
+    gathered: Tensor = flux.all_gather(x, group=group)
+    scattered: Tensor = flux.reduce_scatter(x, group=group)
+    total: Tensor = flux.all_reduce(x, group=group, out=torch.empty_like(x))
+    main_grad = torch.zeros(FFN, HIDDEN)
+    flux.wgrad_accum(torch.ones(ROWS, FFN), x, main_grad)
+
+    sizes = [one, pair[0], *many, q, k, v, *both[0], product, gathered, scattered, total, main_grad]
+    return torch.stack([t.sum() for t in (rows, *sizes)])
+
+
+@torch.no_grad()
+def decode(norm: nn.RMSNorm) -> Tensor:
+    """GEMM, all-reduce, residual and norm in one call; there is no backward pass."""
+    x, weight, residual = torch.ones(3, HIDDEN), torch.ones(HIDDEN, HIDDEN), torch.ones(3, HIDDEN)
+    h: Tensor = flux.gemm_ar(x, weight, residual=residual)
+    h, residual = flux.gemm_ar(h, weight, residual=residual, norm_weight=norm.weight, eps=1e-6)
+    return h + residual
+
+
+def mixture(group: dist.ProcessGroup | None, p: int) -> Tensor:
+    """Both layers of a mixture of experts, the module, and the grouped GEMM alone."""
+    x, logits = torch.ones(ROWS, HIDDEN), torch.ones(ROWS, EXPERTS)
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    routing: flux.moe.Routing = flux.moe.route(ids, weights, EXPERTS, group=group, ep_size=p, max_tokens=ROWS)
+    w1, w2 = torch.ones(EXPERTS // p, 2 * FFN, HIDDEN), torch.ones(EXPERTS // p, HIDDEN, FFN)
+    hidden: Tensor = flux.moe.ag_scatter_gemm(x, w1, routing, activation="swiglu")
+    out: Tensor = flux.moe.gemm_gather_rs(hidden, w2, routing)
+    layer = flux.moe.MoEMLP(
+        HIDDEN,
+        FFN,
+        num_experts=EXPERTS,
+        group=group,
+        ep_size=p,
+        activation="swiglu",
+        max_tokens=None,
+        init=nn.init.zeros_,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    layer.reset_parameters()
+    again: Tensor = layer(x, ids, weights)
+    offsets = torch.tensor([0, 3, 3, 5, 8], dtype=torch.int32)
+    grouped: Tensor = flux.grouped_gemm(x, torch.ones(EXPERTS, FFN, HIDDEN), offsets, activation="gelu")
+    return out.sum() + again.sum() + grouped.sum()
+
+
+class Block(nn.Module):
+    """Every layer of flux.layers, with every option."""
+
+    def __init__(self, group: DeviceMesh) -> None:
+        super().__init__()
+        self.norm = RMSNorm(HIDDEN, eps=None, sequence_parallel=True, device="cpu", dtype=torch.float32)
+        self.mlp = ParallelMLP(
+            HIDDEN,
+            FFN,
+            activation="swiglu",
+            bias=True,
+            group=group,
+            sequence_parallel=True,
+            save_gathered=True,
+            gradient_accumulation_fusion=False,
+            init=lambda weight: nn.init.normal_(weight, std=0.02),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        self.up = ColumnParallelLinear(HIDDEN, FFN, bias=False, group=group, save_gathered=True)
+        self.down = RowParallelLinear(FFN, HIDDEN, group=group, init=nn.init.zeros_)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        hidden: Tensor = self.up(x)
+        out: Tensor = self.down(hidden.relu())
+        return x + out
+
+
+def train(mesh: DeviceMesh) -> Tensor:
+    block: Block = Block(mesh)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    loss: Tensor = block(torch.ones(ROWS, HIDDEN)).square().mean()
+    torch.autograd.backward(loss)  # torch has no types for loss.backward()
+    reduce_replicated_grads(block, group=mesh)
+    optimizer.step()
+
+    x, weight = torch.ones(ROWS, HIDDEN), torch.ones(FFN, HIDDEN)
+    gate, up = column_linear(x, [weight, weight], [None, torch.ones(FFN)], group=mesh)
+    out: Tensor = row_linear(gate * up, weight.t().contiguous(), group=mesh, sequence_parallel=False)
+    return loss.detach() + out.sum()
+
+
+def shard(mesh: DeviceMesh) -> nn.Module:
+    """The DTensor styles."""
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(HIDDEN, FFN), nn.Linear(HIDDEN, FFN)
+            self.down, self.out = nn.Linear(FFN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.down(self.gate(x) * self.up(x))
+            return hidden
+
+    plan = {
+        "": FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(0)),
+        "down": FluxRowwiseParallel(output_layouts=Shard(0)),
+        "out": FluxColwiseParallel(input_layouts=Replicate()),
+    }
+    return parallelize_module(Mlp(), mesh, plan)
+
+
+def plan_ahead(group: str, p: int) -> list[str]:
+    """What will happen, room for it, and errors."""
+    flux.reserve(group, max_m=64, max_n=64, max_k=64, dtype=torch.float32)
+    plan: flux.Plan = flux.explain("gemm_rs", 64, 64, 64, dtype=torch.float32, group=group)
+    try:
+        flux.check(group)
+    except flux.CommTimeoutError as error:
+        lost: int = error.peer
+        return [str(lost)]
+    flux.release(group)
+    return [flux.__version__, str(plan.fused), plan.reason, plan.config_name]
+
+
+def install_adapters() -> None:
+    """Adapters of frameworks; only checked, as the frameworks need not be there."""
+    from flux.integrations import async_tp
+
+    async_tp.install()
+    async_tp.uninstall()
+
+
+def run(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    group = mesh.get_group()
+    dense(None, world_size)
+    dense(mesh, world_size)
+    decode(nn.RMSNorm(HIDDEN))
+    mixture(group, world_size)
+    train(mesh)
+    flux.layers.ParallelMLP(HIDDEN, FFN)
+    out: Tensor = shard(mesh)(torch.ones(ROWS, HIDDEN))
+    return [*plan_ahead(group.group_name, world_size), str(list(out.shape))]
+
+
+if __name__ == "__main__":
+    answers: list[list[str]] = spawn(run, 2)
+    print(answers[0])
