@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flux.comm.group import GroupLike, group_name, world_size
-from flux.ops import _arguments, _check
+from flux.ops import _arguments, _check, autocast
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.autograd import (
     bias_grad,
@@ -73,7 +73,8 @@ def column_linear(
     _arguments.flag(op, "save_gathered", save_gathered)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     name = group_name(group, op)
-    _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
+    if not autocast.enabled(x.device):  # else the operators check what they have cast
+        _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
     many = biases if biases is not None and any(bias is not None for bias in biases) else ()
     settings = (name, sequence_parallel, save_gathered, gradient_accumulation_fusion, len(weights))
     return list(_apply_column(x, *settings, *weights, *many))
@@ -112,7 +113,8 @@ def row_linear(
     _arguments.flag(op, "sequence_parallel", sequence_parallel)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     name = group_name(group, op)
-    _check.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
+    if not autocast.enabled(x.device):
+        _check.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
     result: Tensor = _apply_row(x, weight, bias, name, sequence_parallel, gradient_accumulation_fusion)
     return result
 
@@ -129,7 +131,10 @@ class _Column(torch.autograd.Function):
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        weights, biases = list(tensors[:count]), list(tensors[count:])
+        ctx.parameters = [_collecting(weight, fusion) for weight in tensors[:count]]
+        # Here, as the backward pass needs what was multiplied.
+        x, *operands = autocast.cast_if_enabled(x, *tensors)
+        weights, biases = operands[:count], operands[count:]
         needs_weight = any(ctx.needs_input_grad[6 : 6 + count])
         ctx.gathered = sequence_parallel and save_gathered and needs_weight
         rows = x
@@ -140,7 +145,6 @@ class _Column(torch.autograd.Function):
         else:
             results = [gemm(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
         ctx.save_for_backward(rows if needs_weight else None, *weights)
-        ctx.main_grads = [_main_grad(weight, fusion) for weight in weights]
         ctx.name, ctx.sequence_parallel = name, sequence_parallel
         return tuple(results)
 
@@ -159,8 +163,8 @@ class _Column(torch.autograd.Function):
         elif needs_x:
             grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
         grad_weights = [
-            _weight_grad(grad, rows, weight, main_grad) if needed else None
-            for grad, weight, main_grad, needed in zip(grads, weights, ctx.main_grads, needs, strict=False)
+            _weight_grad(grad, rows, parameter) if needed else None
+            for grad, parameter, needed in zip(grads, ctx.parameters, needs, strict=False)
         ]
         grad_biases = [
             bias_grad(grad) if needed else None for grad, needed in zip(grads, needs[count:], strict=False)
@@ -179,8 +183,9 @@ class _Row(torch.autograd.Function):
         sequence_parallel: bool,
         fusion: bool,
     ) -> Tensor:
+        ctx.parameter = _collecting(weight, fusion)
+        x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.main_grad = _main_grad(weight, fusion)
         ctx.name, ctx.sequence_parallel = name, sequence_parallel
         if sequence_parallel:
             return gemm_rs(x, weight, bias, group=name)
@@ -201,7 +206,7 @@ class _Row(torch.autograd.Function):
             grad_x = gemm(grad, weight, transpose_weight=True)
         return (
             grad_x,
-            _weight_grad(rows, x, weight, ctx.main_grad) if needs_weight and rows is not None else None,
+            _weight_grad(rows, x, ctx.parameter) if needs_weight and rows is not None else None,
             bias_grad(rows) if needs_bias and rows is not None else None,
             None,
             None,
@@ -213,15 +218,18 @@ _apply_column: Any = _Column.apply
 _apply_row: Any = _Row.apply
 
 
-def _main_grad(weight: Tensor, fusion: bool) -> Tensor | None:
-    return getattr(weight, "main_grad", None) if fusion else None
+def _collecting(weight: Tensor, fusion: bool) -> Tensor | None:
+    """The weight, if its gradients are to be added to its main_grad."""
+    return weight if fusion and getattr(weight, "main_grad", None) is not None else None
 
 
-def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """Gradient of a weight for autograd: none, if it could be added to where the caller collects it."""
-    if main_grad is None:
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Gradient of a weight for autograd: none, if it could be added to where the caller collects it, which is
+    the weight's main_grad if one is given.
+    """
+    if weight is None:
         return weight_grad(grad, x)
-    wgrad_accum(grad, x, main_grad)
+    wgrad_accum(grad, x, weight.main_grad)  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     # Megatron's data parallelism: its hooks run only if autograd gets something, which must not be added.

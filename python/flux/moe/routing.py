@@ -18,7 +18,7 @@ from flux.comm.group import GroupLike, group_name, process_group
 from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace, round_up
 from flux.moe import reference
 from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
-from flux.ops import _check, _gate
+from flux.ops import _arguments, _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops.plan import Plan, plan_all_gather
@@ -173,7 +173,7 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in zip(Routing._fields, routing[:11], strict=False):
-        _gate.tensor(op, "routing", tensor)
+        _arguments.tensor(op, "routing", tensor)
         if tensor.device != device:
             _check.fail(op, "routing", f"{name} on {device}, the device of x", tensor.device)
     tokens, k = routing.num_tokens, routing.positions.shape[-1]

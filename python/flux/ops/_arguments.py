@@ -5,7 +5,7 @@ A wrong type is a TypeError, a wrong value a ValueError. Both name operator, arg
 
 from __future__ import annotations
 
-import operator
+import numbers
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,13 +20,29 @@ def wrong_type(op: str, argument: str, expected: str, got: object) -> NoReturn:
 
 
 def tensor(op: str, argument: str, value: object) -> None:
+    """Checks that an argument is a tensor that operators can read where it lies."""
     if not isinstance(value, torch.Tensor):
         wrong_type(op, argument, "a tensor", value)
+    if torch.compiler.is_compiling():
+        return
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "to_local"):
+        wrong_type(op, argument, "this rank's part, such as a DTensor's to_local()", value)
+    if value.is_nested:
+        _check.fail(op, argument, "a dense tensor", "a nested one")
+    if value.layout != torch.strided:
+        _check.fail(op, argument, "a dense tensor", f"layout {value.layout}")
+    if value.is_quantized or value.is_complex():
+        _check.fail(op, argument, "a tensor of real numbers, not quantised", f"dtype {value.dtype}")
+    if value.device.type not in ("cpu", "cuda", "meta"):
+        _check.fail(op, argument, "a tensor on the CPU or a CUDA device", f"device {value.device}")
 
 
 def optional_tensor(op: str, argument: str, value: object) -> None:
-    if value is not None and not isinstance(value, torch.Tensor):
+    if value is None:
+        return
+    if not isinstance(value, torch.Tensor):
         wrong_type(op, argument, "a tensor or None", value)
+    tensor(op, argument, value)
 
 
 def sequence(op: str, argument: str, value: object, check: Callable[[str, str, object], None]) -> None:
@@ -42,6 +58,26 @@ def flag(op: str, argument: str, value: object) -> None:
         wrong_type(op, argument, "True or False", value)
 
 
+def string(op: str, argument: str, value: object) -> None:
+    if not isinstance(value, str):
+        wrong_type(op, argument, "a string", value)
+
+
+def number(op: str, argument: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
+        wrong_type(op, argument, "a number", value)
+
+
+def integer(op: str, argument: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        wrong_type(op, argument, "an integer", value)
+
+
+def dtype(op: str, argument: str, value: object) -> None:
+    if not isinstance(value, torch.dtype):
+        wrong_type(op, argument, "a torch.dtype", value)
+
+
 def optional_function(op: str, argument: str, value: object) -> None:
     if value is not None and not callable(value):
         wrong_type(op, argument, "a function or None", value)
@@ -49,15 +85,10 @@ def optional_function(op: str, argument: str, value: object) -> None:
 
 def size(op: str, argument: str, value: Any, least: int = 0) -> int:
     """The value as an int, if it is an integer of at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        wrong_type(op, argument, "an integer", value)
-    if isinstance(value, bool):
-        wrong_type(op, argument, "an integer", value)
-    if number < least:
-        _check.fail(op, argument, f"an integer of at least {least}", number)
-    return number
+    integer(op, argument, value)
+    if value < least:
+        _check.fail(op, argument, f"an integer of at least {least}", value)
+    return int(value)
 
 
 def floating_dtype(op: str, argument: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""One gate for what users pass: types, layouts and devices of arguments, by the schemas of the operators.
+"""One gate for what users pass to operators: the type of each argument, by the operators' schemas.
 
 Sizes and dtypes are checked behind it, in _check.py, where implementations and fakes share the checks.
 """
@@ -6,16 +6,13 @@ Sizes and dtypes are checked behind it, in _check.py, where implementations and 
 from __future__ import annotations
 
 import functools
-import numbers
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from flux.ops import _check, _library
+from flux.ops import _arguments
 
-_DEVICES = ("cpu", "cuda", "meta")
-_TRANSFORMS = torch._C._functorch.TransformType
-_UNSUPPORTED_TRANSFORMS = (_TRANSFORMS.Grad, _TRANSFORMS.Jvp)
 # Arguments of public functions that no schema has, or not so.
 _EXTRA = {
     "moe.route": {"max_tokens": "Optional[int]"},
@@ -23,6 +20,15 @@ _EXTRA = {
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},
     "explain": {"m": "int", "n": "int", "k": "int", "dtype": "dtype", "transpose_weight": "bool"},
 }
+_CHECKS: dict[str, Callable[[str, str, Any], object]] = {
+    "Tensor": _arguments.tensor,
+    "bool": _arguments.flag,
+    "int": _arguments.integer,
+    "float": _arguments.number,
+    "str": _arguments.string,
+    "dtype": _arguments.dtype,
+}
+_TRANSFORMS = torch._C._functorch.TransformType
 
 
 @functools.cache
@@ -43,77 +49,43 @@ def check(op: str, **arguments: object) -> None:
 
     Raises:
         TypeError, ValueError: naming the operator, the argument, what was expected and what came.
+        NotImplementedError: inside a transformation that no operator can run in.
     """
     if torch.compiler.is_compiling():  # the compiler's own guards and the fakes see to it
         return
     _refuse_transforms(op)
     known = kinds(op)
     for name, value in arguments.items():
-        _check_one(op, name, value, known[name])
+        kind = known[name]
+        if kind.startswith("Optional["):
+            if value is None:
+                continue
+            kind = kind[len("Optional[") : -1]
+        _CHECKS[kind](op, name, value)
+
+
+def check_lists(op: str, many: bool, lists: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
+    """Checks lists of tensors, or (`many` false) the only entry of each, which may be None for a bias.
+
+    Returns:
+        the tensors, by the names that messages give them.
+    """
+    found = {
+        f"{name}[{i}]" if many else name: entry
+        for name, entries in lists.items()
+        for i, entry in enumerate(entries)
+        if not (name == "bias" and entry is None)
+    }
+    for name, value in found.items():
+        _arguments.tensor(op, name, value)
+    return found
 
 
 def _refuse_transforms(op: str) -> None:
     # torch.library has no way to register what torch.func.grad and jvp need.
     interpreter = torch._C._functorch.peek_interpreter_stack()
-    if interpreter is not None and interpreter.key() in _UNSUPPORTED_TRANSFORMS:
+    if interpreter is not None and interpreter.key() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
         raise NotImplementedError(
             f"{op}: inside torch.func.grad, vjp, jvp and what is made of them no operator of flux can run; "
             "torch.autograd.grad and torch.vmap work"
         )
-
-
-def _check_one(op: str, name: str, value: object, kind: str) -> None:
-    if kind.startswith("Optional["):
-        if value is not None:
-            _check_one(op, name, value, kind[len("Optional[") : -1])
-    elif kind.startswith("List["):
-        if not isinstance(value, (list, tuple)):
-            _wrong_type(op, name, "a list", value)
-        for i, entry in enumerate(value):
-            _check_one(op, f"{name}[{i}]", entry, kind[len("List[") : -1])
-    elif kind == "Tensor":
-        tensor(op, name, value)
-    elif kind == "bool":
-        if not isinstance(value, bool):
-            _wrong_type(op, name, "True or False", value)
-    elif kind == "int":
-        if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-            _wrong_type(op, name, "an integer", value)
-    elif kind == "float":
-        if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
-            _wrong_type(op, name, "a number", value)
-    elif kind == "dtype":
-        if not isinstance(value, torch.dtype):
-            _wrong_type(op, name, "a torch.dtype", value)
-    elif not isinstance(value, str):
-        _wrong_type(op, name, "a string", value)
-
-
-def tensors(op: str, **arguments: object) -> None:
-    """The same for arguments that are all tensors, by the names that messages shall give them."""
-    if not torch.compiler.is_compiling():
-        for name, value in arguments.items():
-            tensor(op, name, value)
-
-
-def tensor(op: str, name: str, value: object) -> None:
-    """Checks that an argument is a tensor that operators can read where it lies."""
-    if not isinstance(value, torch.Tensor):
-        _wrong_type(op, name, "a torch.Tensor", value)
-    if type(value) not in _library.PLAIN_TENSORS and hasattr(value, "to_local"):
-        _wrong_type(op, name, "this rank's part, such as a DTensor's to_local()", value)
-    if value.is_nested:
-        _check.fail(op, name, "a dense tensor", "a nested one")
-    if value.layout != torch.strided:
-        _check.fail(op, name, "a dense tensor", f"layout {value.layout}")
-    if value.is_quantized or value.is_complex():
-        _check.fail(op, name, "a tensor of real numbers, not quantised", f"dtype {value.dtype}")
-    if value.device.type not in _DEVICES:
-        _check.fail(op, name, "a tensor on the CPU or a CUDA device", f"device {value.device}")
-
-
-def _wrong_type(op: str, name: str, expected: str, value: object) -> NoReturn:
-    got = type(value).__name__
-    if isinstance(value, (str, int, float, type(None))):
-        got = f"{got} {value!r}" if value is not None else "None"
-    raise TypeError(f"{op}: {name}: expected {expected}, got {got}")

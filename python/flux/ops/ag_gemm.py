@@ -128,13 +128,7 @@ def ag_gemm(
         flags = {"transpose_weight": transpose_weight, "return_gathered": return_gathered}
         _gate.check("ag_gemm", x=x, **flags)
         lists = {"weight": weights, "bias": biases, "out": results or ()}
-        entries = {
-            f"{name}[{i}]" if many else name: entry
-            for name, tensors in lists.items()
-            for i, entry in enumerate(tensors)
-            if not (name == "bias" and entry is None)
-        }
-        _gate.tensors("ag_gemm", **entries)
+        entries = _gate.check_lists("ag_gemm", many, lists)
         if results is not None:
             _check.no_backward_through_out("ag_gemm", x=x, **entries)
     if needs_grad(x, *weights, *biases):

@@ -37,6 +37,17 @@ def cast(value: Any, device_type: str) -> Any:
     return value.to(torch.get_autocast_dtype(device_type)) if eligible else value
 
 
+def enabled(device: torch.device) -> bool:
+    """Whether calls with tensors there are cast now."""
+    return device.type in _KEYS and torch.is_autocast_enabled(device.type)
+
+
+def cast_if_enabled(*operands: torch.Tensor | None) -> tuple[Any, ...]:
+    """Operands as an operator would cast them, for those who keep what it has used."""
+    device = next(operand.device for operand in operands if operand is not None)
+    return tuple(cast(list(operands), device.type)) if enabled(device) else operands
+
+
 def _make_kernel(op: Any, device_type: str) -> Callable[..., Any]:
     positions = [i for i, argument in enumerate(op._schema.arguments) if argument.name in _OPERANDS]
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device_type]))

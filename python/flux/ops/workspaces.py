@@ -12,7 +12,7 @@ from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, resolve_group
 from flux.comm.workspace import round_up
-from flux.ops import _check, _gate
+from flux.ops import _arguments, _check, _gate
 from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
 
@@ -65,10 +65,8 @@ def reserve(
 
 
 def _device(device: torch.device | str) -> torch.device:
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError):
-        _check.fail("reserve", "device", "a torch.device or its name", repr(device))
+    _arguments.device("reserve", "device", device)
+    where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
         _check.fail("reserve", "device", "the CPU or a CUDA device", where)
     return where
