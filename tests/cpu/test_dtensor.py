@@ -4,7 +4,9 @@ which both are exact.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -51,6 +53,23 @@ def same(name: str, result: torch.Tensor, expected: torch.Tensor) -> str:
     return f"{name}: {wrong} of {expected.numel()} elements differ" if wrong else ""
 
 
+def parallel(
+    mesh: DeviceMesh,
+    styles: tuple[type, type],
+    layout: Placement,
+    bias: bool,
+    local: bool = True,
+    shared: bool = False,
+) -> nn.Module:
+    colwise, rowwise = styles
+    column = colwise(input_layouts=layout)
+    plan: dict[str, Any] = {"gate": column, "up": copy.copy(column)}
+    if shared:
+        plan = {"": FluxSharedColwiseParallel("gate", "up", input_layouts=layout)}
+    plan["down"] = rowwise(output_layouts=layout, use_local_output=local)
+    return parallelize_module(Mlp(bias), mesh, plan)
+
+
 Run = tuple[list[tuple[str, torch.Tensor]], dict[str, int]]
 
 
@@ -65,13 +84,7 @@ def run(
     shared: bool = False,
 ) -> Run:
     """Output, gradients and parameters of an MLP, and how often its forward pass called flux."""
-    colwise, rowwise = styles
-    column = colwise(input_layouts=layout)
-    plan = {"gate": column, "up": copy.copy(column)}
-    if shared:
-        plan = {"": FluxSharedColwiseParallel("gate", "up", input_layouts=layout)}
-    plan["down"] = rowwise(output_layouts=layout, use_local_output=local)
-    model = parallelize_module(Mlp(bias), mesh, plan)
+    model = parallel(mesh, styles, layout, bias, local, shared)
     leaf = x.clone().requires_grad_()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
     ops = () if compile_it else ("ag_gemm", "gemm_rs", "gemm_ar")  # the compiler takes no mocks
@@ -173,6 +186,18 @@ def test_same_as_torch(world_size: int) -> None:
     assert spawn(work, world_size, backend="gloo") == [{}] * world_size
 
 
+def count_gathers(model: nn.Module, x: torch.Tensor) -> int:
+    """How many gathering GEMMs the compiler sees in a forward pass."""
+    targets: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(x)
+    return sum("ag_gemm" in target for target in targets)
+
+
 def compiled(rank: int, world_size: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     answers = {}
@@ -182,6 +207,9 @@ def compiled(rank: int, world_size: int) -> dict[str, str]:
             results, _ = run(mesh, FLUX, layout, x, True, compile_it=True, shared=shared)
             told = (same(*result, expected) for result, (_, expected) in zip(results, wanted, strict=True))
             answers[f"{layout} {shared=}"] = "; ".join(filter(None, told))
+    x = integers(rank, 2, 5, HIDDEN)
+    gathers = count_gathers(parallel(mesh, FLUX, Shard(1), True, shared=True), x)
+    answers["gathers"] = "" if gathers == 1 else f"{gathers} gathers"
     return {name: answer for name, answer in answers.items() if answer}
 
 
@@ -224,17 +252,153 @@ def test_what_is_left_to_torch() -> None:
 def test_shared_outputs() -> None:
     calls = []
 
-    def compute(x: torch.Tensor) -> list[torch.Tensor]:
-        calls.append(x.clone())
-        return [x + 1, x + 2]
+    def compute(layers: list[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(len(layers))
+        return [x + layer.bias for layer in layers]
 
-    shared = dtensor._Shared(compute)
+    layers = [nn.Linear(1, 2) for _ in range(2)]
+    with torch.no_grad():
+        for i, layer in enumerate(layers):
+            layer.bias.fill_(i + 1)
+    shared, module = dtensor._Shared(layers, compute), nn.Module()
     x = torch.zeros(2)
-    assert shared.output(0, x)[0] == 1 and shared.output(1, x)[0] == 2 and len(calls) == 1
-    assert shared.output(1, x)[0] == 2 and len(calls) == 2, "both outputs had been given away"
+
+    def check(i: int, x: torch.Tensor, expected: float, computed: list[int]) -> None:
+        assert shared.output(i, x)[0] == expected and calls == computed
+        calls.clear()
+
+    check(0, x, 1, [1])  # nobody says that the others will be called
+    check(1, x, 2, [1])
+    shared.begin(module, ())
+    check(0, x, 1, [2])
+    check(1, x, 2, [])
+    check(1, x, 2, [2])  # both outputs had been given away
     x += 10  # what was computed for the old contents must not come back
-    assert shared.output(0, x)[0] == 11 and len(calls) == 3
+    check(0, x, 11, [2])
     other = torch.ones(2)
-    assert shared.output(1, other)[0] == 3 and len(calls) == 4
-    assert shared.output(0, other)[0] == 2 and len(calls) == 4
-    assert shared._x is None and not shared._outputs, "it keeps nothing alive"
+    check(1, other, 3, [2])
+    check(0, other, 2, [])
+    check(0, x, 11, [2])
+    with torch.no_grad():
+        layers[1].bias.fill_(5)
+    check(1, x, 15, [2])
+    with torch.no_grad():
+        check(0, x, 11, [2])
+    assert shared.output(1, x).requires_grad and calls == [2]
+    layers[0].bias = nn.Parameter(torch.full((2,), 7.0))
+    calls.clear()
+    check(0, x, 17, [2])
+    check(1, x.requires_grad_(), 15, [2])
+    check(0, x, 17, [])
+    check(0, x, 17, [2])
+    alive = weakref.ref(shared._outputs[1])
+    shared.end(module, (), None)
+    assert alive() is None and shared._read == [], "it keeps nothing alive"
+    check(1, x, 15, [1])
+
+
+class Branches(nn.Module):
+    """Two layers that read the same input; `switch` happens between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(4)
+        self.gate, self.up = nn.Linear(HIDDEN, WIDE), nn.Linear(HIDDEN, WIDE)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape, generator=g).float()
+
+    def forward(self, x: torch.Tensor, switch: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        gate = self.gate(x)
+        if switch is not None:
+            switch()
+        return gate, self.up(x)
+
+
+def no_stale_outputs(rank: int, p: int) -> str:
+    """One input tensor for all steps, as in a loop over a static buffer, and layers called one at a time."""
+    mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
+    column = ColwiseParallel(input_layouts=Shard(0))
+    stock = parallelize_module(Branches(), mesh, {"gate": column, "up": copy.copy(column)})
+    plan = {"": FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(0))}
+    model = parallelize_module(Branches(), mesh, plan)
+    x = integers(rank, 6, HIDDEN)
+    found = []
+
+    def compare(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+        found.append(same(name, result, expected))
+        if result.requires_grad != expected.requires_grad:
+            found.append(f"{name}: requires_grad={result.requires_grad}")
+
+    def update(change: Any) -> None:
+        for branches in (stock, model):
+            with torch.no_grad():
+                change(branches.up)
+
+    with torch.no_grad():
+        model.gate(x), stock.gate(x)
+    compare("with gradients, after a call without", model.up(x), stock.up(x))
+    model.gate(x), stock.gate(x)
+    update(lambda up: up.weight.mul_(2))
+    compare("after an update", model.up(x), stock.up(x))
+    model.gate(x), stock.gate(x)
+    update(lambda up: up.weight.to_local().data.add_(1))
+    compare("after an update that autograd does not see", model.up(x), stock.up(x))
+    compare("another call", model(x)[1], stock(x)[1])
+    state = {name: torch.ones_like(value) for name, value in stock.state_dict().items()}
+    for branches in (stock, model):
+        branches.gate(x)
+        branches.load_state_dict(state, assign=True)
+    compare("after load_state_dict(assign=True)", model.up(x), stock.up(x))
+    for branches in (stock, model):
+        with contextlib.suppress(ZeroDivisionError):
+            branches(x, lambda: 1 // 0)
+    update(lambda up: up.weight.to_local().data.mul_(3))
+    compare("after a forward pass that failed", model.up(x), stock.up(x))
+
+    def with_gradients() -> None:
+        torch.set_grad_enabled(True)
+
+    results = []
+    for branches in (model, stock):
+        with torch.no_grad():
+            results.append(branches(x, with_gradients))
+    for name, result, expected in zip(("gate", "up"), *results, strict=True):
+        compare(f"{name}, gradients switched on inside", result, expected)
+    with mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as calls:
+        model(x)
+    if calls.call_count != 1:
+        found.append(f"one call of the module gathers {calls.call_count} times")
+    return "; ".join(filter(None, found))
+
+
+def copies(rank: int, p: int) -> str:
+    """A deep copy, such as an average of weights, computes with its own weights."""
+    mesh = init_device_mesh("cpu", (p,), mesh_dim_names=("tp",))
+    found = []
+    for shared in (False, True):
+        for layout in (Shard(0), Replicate()):
+            if shared and layout == Replicate():
+                continue
+            results = []
+            for styles in (STOCK, FLUX):
+                model = parallel(mesh, styles, layout, True, shared=shared and styles == FLUX)
+                x = integers(rank if layout == Shard(0) else 0, 6, HIDDEN)
+                before = model(x)
+                other = copy.deepcopy(model)
+                with torch.no_grad():
+                    for parameter in other.parameters():
+                        parameter.mul_(2)
+                results.append((other(x), model(x), before))
+            for name, expected, result in zip(("copy", "original", "before"), *results, strict=True):
+                found.append(same(f"{name} {layout} {shared=}", result, expected))
+            if torch.equal(results[1][0], results[1][1]):
+                found.append("the copy computes what the original does")
+    return "; ".join(filter(None, found))
+
+
+def objects(rank: int, world_size: int) -> list[str]:
+    return [no_stale_outputs(rank, world_size), copies(rank, world_size)]
+
+
+def test_no_stale_outputs_and_copies() -> None:
+    assert spawn(objects, 2, backend="gloo") == [["", ""]] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import flux
 from flux._log import say_once
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+# These get their layers with each call: a deep copy of a module must not compute with the original's weights.
+Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
+ForwardOfMany = Callable[[Sequence[nn.Linear], torch.Tensor], list[torch.Tensor]]
 
 
 class FluxColwiseParallel(ColwiseParallel):
@@ -40,8 +43,13 @@ class FluxColwiseParallel(ColwiseParallel):
             say_once(f"{type(self).__name__}: left to torch: {why_not}", logging.INFO)
             return super()._apply(module, device_mesh)
         assert isinstance(module, nn.Linear)
-        compute = self._forward_of([module], device_mesh)
-        self._replace_forward(module, device_mesh, lambda x: compute(x)[0])
+        compute = self._forward(device_mesh)
+
+        def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            return compute([module], x)[0]
+
+        distribute_module(module, device_mesh, self._partition_linear_fn)
+        _replace_forward(module, forward)
         return module
 
     def _why_not(self, module: nn.Module, mesh: DeviceMesh) -> str | None:
@@ -52,22 +60,16 @@ class FluxColwiseParallel(ColwiseParallel):
             return f"output_layouts={target}, not {Shard(-1)}"
         return _why_not_linear(module, mesh.size(), 0)
 
-    def _replace_forward(self, module: nn.Module, mesh: DeviceMesh, forward: Forward) -> None:
-        _replace_forward(module, mesh, self._partition_linear_fn, forward)
-
-    def _forward_of(
-        self, layers: Sequence[nn.Linear], mesh: DeviceMesh
-    ) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    def _forward(self, mesh: DeviceMesh) -> ForwardOfMany:
         """What computes the outputs of some layers for the same input, which it gathers once."""
         (source,), (target,) = self.input_layouts, self.output_layouts
         assert isinstance(source, Shard)
         group, dim = str(mesh.get_group().group_name), source.dim
-        stock = [layer.forward for layer in layers]
 
-        def compute(x: torch.Tensor) -> list[torch.Tensor]:
+        def compute(layers: Sequence[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
             if dim % x.dim() == x.dim() - 1:
                 layouts = (source, Replicate(), target)
-                return [_through_dtensor(f, x, mesh, *layouts, self.use_local_output) for f in stock]
+                return [_through_dtensor(layer, x, mesh, *layouts, self.use_local_output) for layer in layers]
             weights = [_local(layer.weight) for layer in layers]
             biases = [None if layer.bias is None else _local(layer.bias) for layer in layers]
             rows = _local_input(x, mesh, source).movedim(dim, 0)
@@ -83,9 +85,10 @@ class FluxSharedColwiseParallel(ParallelStyle):
     """FluxColwiseParallel for several layers of a module that read the same input, gathered once for all.
 
     For the module that contains them: ``{"feed_forward": FluxSharedColwiseParallel("gate", "up",
-    input_layouts=Shard(1))}``. The layer that is called first computes all outputs, in one flux.ag_gemm; the
-    others, called with the same tensor, return theirs. A layer that is called with another tensor, or twice,
-    computes anew.
+    input_layouts=Shard(1))}``. Within a call of that module the layer that is called first computes all
+    outputs, in one flux.ag_gemm; the others, called with the same tensor, return theirs. A layer that is
+    called with another tensor, twice, after a change of the weights or of the grad mode, computes anew, and
+    so does one that is called outside of a call of the module. Nothing is kept from call to call.
 
     Args:
         names: of the layers, in the module.
@@ -105,31 +108,67 @@ class FluxSharedColwiseParallel(ParallelStyle):
                 self.style._apply(layer, device_mesh)
             return module
         linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        shared = _Shared(self.style._forward_of(linears, device_mesh))
+        shared = _Shared(linears, self.style._forward(device_mesh))
         for i, layer in enumerate(linears):
-            self.style._replace_forward(layer, device_mesh, partial(shared.output, i))
+            distribute_module(layer, device_mesh, self.style._partition_linear_fn)
+            layer.forward = partial(shared.output, i)  # type: ignore[method-assign]
+        module.register_forward_pre_hook(shared.begin)
+        module.register_forward_hook(shared.end, always_call=True)
         return module
 
 
 class _Shared:
-    """Outputs of layers that have been computed and not yet been asked for."""
+    """Outputs of layers that have been computed and not yet been asked for, within one call of the module
+    that contains the layers.
+    """
 
-    def __init__(self, compute: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-        self._compute = compute
-        self._x: torch.Tensor | None = None
-        self._version = 0
+    def __init__(self, layers: Sequence[nn.Linear], compute: ForwardOfMany) -> None:
+        self._layers, self._compute = layers, compute
+        self._inside = False
         self._outputs: dict[int, torch.Tensor] = {}
+        # What they were made of.
+        self._read: list[torch.Tensor] = []
+        self._state: tuple[Any, ...] = ()
+
+    def begin(self, module: nn.Module, inputs: object) -> None:
+        """A call of the module begins."""
+        self._inside = True
+        self._forget()
+
+    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        """It has ended, or failed."""
+        self._inside = False
+        self._forget()
 
     def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        # The compiler traces functionalised tensors, which nobody overwrites.
-        version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-        if x is not self._x or version != self._version or i not in self._outputs:
-            self._outputs = dict(enumerate(self._compute(x)))
-            self._x, self._version = x, version
+        """What layer `i` returns for x."""
+        if not self._inside:
+            # Nobody says when weights that were read may have changed: FSDP2 writes them unseen by autograd.
+            return self._compute([self._layers[i]], x)[0]
+        read, state = self._what_it_depends_on(x)
+        same = len(read) == len(self._read) and all(a is b for a, b in zip(read, self._read, strict=True))
+        if not same or state != self._state or i not in self._outputs:
+            self._outputs = dict(enumerate(self._compute(self._layers, x)))
+            self._read, self._state = read, state
         out = self._outputs.pop(i)
         if not self._outputs:
-            self._x = None
+            self._forget()
         return out
+
+    def _forget(self) -> None:
+        self._outputs, self._read, self._state = {}, [], ()
+
+    def _what_it_depends_on(self, x: torch.Tensor) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        """The tensors that outputs are made of, and their versions and how gradients are asked for."""
+        parameters = [p for layer in self._layers for p in (layer.weight, layer.bias) if p is not None]
+        read = [x, *parameters]
+        # The compiler traces functionalised tensors, which nobody overwrites.
+        if torch.compiler.is_compiling():
+            return read, (torch.is_grad_enabled(),)
+        versions = [
+            (tensor.requires_grad, 0 if tensor.is_inference() else tensor._version) for tensor in read
+        ]
+        return read, (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *versions)
 
 
 class FluxRowwiseParallel(RowwiseParallel):
@@ -153,11 +192,11 @@ class FluxRowwiseParallel(RowwiseParallel):
             return super()._apply(module, device_mesh)
         assert isinstance(module, nn.Linear)
         group = str(device_mesh.get_group().group_name)
-        stock = module.forward
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
             if isinstance(target, Shard) and not _scatters_rows(x, target.dim, p):
-                return _through_dtensor(stock, x, device_mesh, source, source, target, self.use_local_output)
+                layouts = (source, source, target)
+                return _through_dtensor(module, x, device_mesh, *layouts, self.use_local_output)
             local_x, weight, bias = _local_input(x, device_mesh, source), _local(module.weight), None
             if isinstance(target, Shard):
                 if module.bias is not None:
@@ -170,7 +209,8 @@ class FluxRowwiseParallel(RowwiseParallel):
                 out = gemm_ar(local_x, weight, bias, group)
             return out if self.use_local_output else DTensor.from_local(out, device_mesh, [target])
 
-        _replace_forward(module, device_mesh, self._partition_linear_fn, forward)
+        distribute_module(module, device_mesh, self._partition_linear_fn)
+        _replace_forward(module, forward)
         return module
 
 
@@ -225,14 +265,9 @@ def _scatters_rows(x: torch.Tensor, dim: int, p: int) -> bool:
     return dim % x.dim() != x.dim() - 1 and x.shape[dim] % p == 0
 
 
-def _replace_forward(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    partition: Callable[[str, nn.Module, DeviceMesh], None],
-    forward: Forward,
-) -> None:
-    distribute_module(module, mesh, partition)
-    module.forward = forward
+def _replace_forward(module: nn.Linear, forward: Forward) -> None:
+    # A bound method, which copy.deepcopy binds to the copy.
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -254,7 +289,7 @@ def _local_input(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.
 
 
 def _through_dtensor(
-    stock: Callable[[torch.Tensor], torch.Tensor],
+    layer: nn.Linear,
     x: torch.Tensor,
     mesh: DeviceMesh,
     source: Placement,
@@ -264,7 +299,7 @@ def _through_dtensor(
 ) -> torch.Tensor:
     """What torch's styles do: x, laid out as `source`, moves to `wanted`, and the result to `target`."""
     distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source], run_check=False)
-    out = stock(distributed.redistribute(mesh, [wanted]))
+    out = nn.Linear.forward(layer, distributed.redistribute(mesh, [wanted]))
     assert isinstance(out, DTensor)
     out = out.redistribute(mesh, [target])
     return out.to_local() if use_local_output else out
