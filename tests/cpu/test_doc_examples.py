@@ -1,0 +1,257 @@
+"""The examples of README.md and docs/*.md run: scripts as they are printed, other blocks on four CPU ranks,
+with smaller sizes and with the names that their page takes for granted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import flux
+from flux.testing import spawn
+from megatron_models import make_config, make_model, prepare, stock_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RANKS = 4
+ROWS = 8
+
+# What marks a block that is not run here, and why.
+NOT_HERE = {
+    "torch.cuda.graph(": "captures a CUDA graph",
+    "init_process_group": "a script for torchrun, which has a test of its own",
+    "spawn(work": "a script, which has a test of its own",
+}
+# What blocks need beside torch.
+PACKAGES = {"integrations.megatron": "megatron", "transformers": "transformers"}
+# What one rank can run for all, as it takes long to import and communicates nothing.
+ALONE = "flux_transformers"
+# For CPUs with little time. Sizes stay multiples of four.
+SMALLER = {
+    '"cuda"': '"cpu"',
+    "4096": "64",
+    "14336": "96",
+    "8192": "64",
+    "7168": "64",
+    "1024": "64",
+    "512": "32",
+    "num_experts=128": "num_experts=8",
+}
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Name and text of each block of Python."""
+    text, found = page.read_text(), []
+    for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
+        line = text.count("\n", 0, match.start()) + 2
+        found.append((f"{page.relative_to(ROOT)}:{line}", match.group(1)))
+    return found
+
+
+def script(mark: str) -> str:
+    """The block of the README that a mark is in."""
+    return next(text for _, text in blocks(ROOT / "README.md") if mark in text)
+
+
+BLOCKS = {name: text for page in PAGES for name, text in blocks(page)}
+RUN = {name: text for name, text in BLOCKS.items() if not any(mark in text for mark in NOT_HERE)}
+
+
+def common(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    return {
+        "torch": torch,
+        "flux": flux,
+        "mesh": mesh,
+        "group": dist.group.WORLD,
+        "x": torch.ones(ROWS, 64),
+        "weight": torch.ones(16, 64),
+    }
+
+
+def readme(rank: int) -> dict[str, Any]:
+    return {**common(rank), **decoding(), **megatron(rank)}
+
+
+def decoding() -> dict[str, Any]:
+    norm = {"eps": 1e-6}
+    return {
+        "attention": torch.ones(3, 16),
+        "o_weight": torch.ones(64, 16),
+        "residual": torch.ones(3, 64),
+        "norm": nn.RMSNorm(64, **norm),
+        "next_norm": nn.RMSNorm(64, **norm),
+        "mlp_up": nn.Linear(64, 16),
+        "down_weight": torch.ones(64, 16),
+    }
+
+
+@functools.cache  # Megatron makes its groups once
+def megatron(rank: int) -> dict[str, Any]:
+    if importlib.util.find_spec("megatron") is None:
+        return {}
+    prepare(RANKS)
+    config = make_config(tensor_model_parallel_size=RANKS)
+
+    def gpt(config: Any, spec: Any, vocab_size: int, sequence_length: int) -> Any:
+        return make_model(config, spec)
+
+    return {
+        **common(rank),
+        "GPTModel": gpt,
+        "config": config,
+        "get_gpt_layer_local_spec": lambda: stock_spec(config),
+        "vocab_size": 64,
+        "sequence_length": 16,
+    }
+
+
+def ag_gemm(rank: int) -> dict[str, Any]:
+    weights = {f"{name}_weight": torch.ones(8, 64) for name in ("q", "k", "v", "gate", "up")}
+    return {**common(rank), **weights, "gate_bias": torch.ones(8)}
+
+
+def gemm_rs(rank: int) -> dict[str, Any]:
+    return {**common(rank), "m": ROWS, "n": 16, "k": 64}
+
+
+def layers(rank: int) -> dict[str, Any]:
+    model = flux.layers.ParallelMLP(64, 96)
+    loss = model(torch.ones(ROWS, 64)).sum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(ROWS, 64, dtype=torch.bfloat16)
+    return {**common(rank), "model": model, "loss": loss, "optimizer": optimizer, "x": x}
+
+
+def moe(rank: int) -> dict[str, Any]:
+    return {**common(rank), "x": torch.ones(ROWS, 64).bfloat16(), "router_logits": torch.ones(ROWS, 8)}
+
+
+def pytorch(rank: int) -> dict[str, Any]:
+    block = nn.Module()
+    block.up, block.down = nn.Linear(64, 96), nn.Linear(96, 64)
+    return {
+        **common(rank),
+        "block": block,
+        "model": block,
+        "parallelize_module": parallelize_module,
+        "Shard": Shard,
+    }
+
+
+NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "README.md": readme,
+    "docs/ag_gemm.md": ag_gemm,
+    "docs/gemm_ar.md": lambda rank: {**common(rank), **decoding()},
+    "docs/gemm_rs.md": gemm_rs,
+    "docs/layers.md": layers,
+    "docs/megatron.md": megatron,
+    "docs/moe.md": moe,
+    "docs/pytorch.md": pytorch,
+}
+
+
+def lacks(text: str) -> str | None:
+    """The package that a block needs and this machine has not."""
+    needed = [package for mark, package in PACKAGES.items() if mark in text]
+    return next((package for package in needed if importlib.util.find_spec(package) is None), None)
+
+
+def smaller(text: str) -> str:
+    for size, small in SMALLER.items():
+        text = text.replace(size, small)
+    return text
+
+
+def run_page(rank: int, page: str) -> dict[str, str]:
+    """What went wrong in each block of a page; a block may use what those before it have defined."""
+    answers, names = {}, NAMES[page](rank)
+    for name, text in RUN.items():
+        if name.rpartition(":")[0] != page or lacks(text) is not None:
+            continue
+        answers[name] = ""
+        if ALONE in text and rank > 0:
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(smaller(text), name, "exec"), names)
+        except Exception:
+            answers[name] = traceback.format_exc()
+    return answers
+
+
+def run_pages(rank: int, world_size: int) -> dict[str, str]:
+    answers: dict[str, str] = {}
+    for page in NAMES:
+        answers |= run_page(rank, page)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, str]]:
+    return spawn(run_pages, RANKS, backend="gloo", timeout_s=240)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_example(name: str, answers: list[dict[str, str]]) -> None:
+    missing = lacks(RUN[name])
+    if missing is not None:
+        pytest.skip(f"needs {missing}, which is not installed")
+    assert [answer[name] for answer in answers] == [""] * RANKS
+
+
+def test_what_is_not_run() -> None:
+    """Each mark is that of one block: an example that gets one by mistake would be silently left out."""
+    for mark in NOT_HERE:
+        assert sum(mark in text for text in BLOCKS.values()) == 1, mark
+    assert len(RUN) == len(BLOCKS) - len(NOT_HERE)
+    for size in SMALLER:
+        assert any(size in text for text in RUN.values()), f"{size} is in no example any more"
+
+
+def run_script(*arguments: str) -> str:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT / "python")
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, check=True, timeout=240, env=environment, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def test_the_laptop_example(tmp_path: Path) -> None:
+    file = tmp_path / "laptop.py"
+    file.write_text(script("spawn(work"))
+    assert run_script(str(file)).count("[") == 9  # a tensor of 8 rows
+
+
+def test_the_torchrun_example(tmp_path: Path) -> None:
+    """It prints what the README says."""
+    file = tmp_path / "rs.py"
+    file.write_text(script("init_process_group"))
+    # Each rank to a file of its own: in one, their lines would mix.
+    to_files = ("--redirects", "1", "--log-dir", str(tmp_path / "logs"))
+    run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *to_files, str(file))
+    printed = {log.parent.name: log.read_text() for log in tmp_path.glob("logs/**/stdout.log")}
+    assert printed.keys() == {"0", "1", "2", "3"}
+    for rank, lines in printed.items():
+        assert f"rank {rank}: [256, 1024]\n" in lines
+    explained = re.findall(r"```\n(gemm_rs: x .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(explained) == 1 and explained[0] in printed["0"], printed["0"]
