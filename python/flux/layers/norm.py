@@ -18,7 +18,7 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         hidden_size: length of the last dimension of x.
-        eps: added to the mean. None: torch.finfo of x's dtype, as torch.nn.RMSNorm.
+        eps: added to the mean. None means what it means to torch.nn.RMSNorm.
         sequence_parallel: x is the rank's rows, so the weight's gradient lacks those of other ranks.
             reduce_replicated_grads adds them. The weight has an attribute of the same name, which Megatron
             reads.
