@@ -14,6 +14,8 @@ import torch.distributed as dist
 from cases import Answers, by_name, run_scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from flux.layers import (
     ColumnParallelLinear,
@@ -156,6 +158,20 @@ def norms_of_ranks(rank: int, p: int) -> None:
     x = torch.tensor([[1e-5] * HIDDEN])
     for eps in (None, 1e-3):
         assert torch.equal(RMSNorm(HIDDEN, eps)(x), nn.RMSNorm(HIDDEN, eps)(x))
+
+
+def norms_under_fsdp(rank: int, p: int) -> None:
+    """FSDP2 replaces weights by DTensors without attributes; their gradients are summed all the same."""
+    mesh = init_device_mesh("cpu", (1, p), mesh_dim_names=("dp", "tp"))
+    model, plain = nn.Sequential(RMSNorm(HIDDEN)), RMSNorm(HIDDEN)
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.arange(1.0, 2 * HIDDEN + 1).view(2, HIDDEN)
+    plain(x).sum().backward()
+    (model(x) * (rank + 1)).sum().backward()
+    assert isinstance(model[0].weight.grad, DTensor)
+    reduce_replicated_grads(model, group=mesh["tp"])
+    total = p * (p + 1) // 2
+    torch.testing.assert_close(model[0].weight.grad.to_local(), total * plain.weight.grad)
 
 
 def mixed_biases(rank: int, p: int) -> None:
@@ -390,6 +406,7 @@ SCENARIOS = by_name(
     built_without_memory,
     assigned,
     norms_of_ranks,
+    norms_under_fsdp,
     mixed_biases,
     refused,
     initialised_in_place,

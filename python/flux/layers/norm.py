@@ -101,6 +101,9 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
             grad = getattr(parameter, "main_grad", None)
             grad = parameter.grad if grad is None else grad
             if grad is not None:
+                # Of a DTensor, such as FSDP2 makes, the part that this rank holds.
+                with torch.no_grad():
+                    grad = grad.to_local() if hasattr(grad, "to_local") else grad
                 grads.setdefault(grad.dtype, []).append(grad)
     for alike in grads.values():
         # One message: they are short.
