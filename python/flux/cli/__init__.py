@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from flux.bench.report import make_console
 from flux.cli import bench, doctor, verify
+
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="flux",
@@ -19,5 +22,13 @@ app.command("doctor")(doctor.command)
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. Ctrl-C is one line, and exit status 130."""
+    try:
+        app()
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != _INTERRUPTED:  # which typer makes of a Ctrl-C
+            raise
+        console = make_console(stderr=True)
+        console.show_cursor()  # a progress bar may have been killed
+        console.print("interrupted", style="bold red")
+        raise SystemExit(_INTERRUPTED) from None
