@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import multiprocessing as mp
 import os
 import signal
-import sys
-import tempfile
+import socket
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from io import FileIO
+from multiprocessing import spawn as mp_spawn
+from multiprocessing.connection import wait
 from typing import Any
+
+from flux._log import log
+from flux.testing import _check, fork_server, rank_process
+
+_START_S = 300.0  # for the imports of the fork server
+_LAST_WORDS_S = 10.0
+_LEAVE_S = 2.0
+_KILL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -56,131 +62,210 @@ def spawn(
     """Calls ``fn(rank, world_size, *args)`` in `world_size` new processes that form the default process
     group.
 
-    `fn` must be importable (a module-level function), its arguments and results picklable. With CUDA and
-    enough GPUs rank r uses GPU r.
+    `fn` must be importable (a module-level function), its arguments and results picklable; tensors among them
+    are copied. With CUDA and enough GPUs rank r uses GPU r.
+
+    No rank outlives the call. If it raises, KeyboardInterrupt included, all ranks have ended before; if this
+    process is killed, by whatever signal, they are too.
 
     Args:
         timeout_s: after that many seconds every rank still running is killed.
         backend: for init_process_group; default: nccl for CUDA and gloo for CPU tensors if there are enough
             GPUs, else gloo.
-        env: environment variables of the ranks, set before torch.distributed is initialised.
+        env: environment variables of the ranks, set before torch.distributed is initialised, besides those
+            of this process.
         may_die: ranks whose end without a result is expected.
 
     Returns:
         What fn returned on each rank, or the RankFailure of a rank that `may_die`.
 
     Raises:
-        SpawnError: a rank raised, died, or did not finish in time.
+        TypeError: an argument has another type, or cannot be pickled. No process has been started.
+        ValueError: an argument is out of range. No process has been started.
+        SpawnError: a rank raised, died, did not finish in time, or returned what cannot be pickled.
+
+    Example::
+
+        def total(rank, world_size, addend):
+            return flux.all_reduce(torch.full((4, 8), rank + addend))
+
+        if __name__ == "__main__":
+            assert all((result == 3.0).all() for result in spawn(total, 2, 1.0))
     """
-    # The fork server imports torch once; forking this process is not an option if it has used a GPU.
-    context = mp.get_context("forkserver")
-    # The compiler too, if the caller has imported it: otherwise each rank that compiles does so itself.
-    compiler = ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
-    context.set_forkserver_preload(["torch", "torch.distributed", "flux", "flux.testing.spawn", *compiler])
-    # The server keeps the environment of its start, so each rank is given this one.
-    environment = {**os.environ, **(env or {})}
-    with tempfile.TemporaryDirectory(prefix="flux-spawn-") as directory:
-        pipes: list[Connection] = []
-        processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            job = (fn, rank, world_size, args, backend, environment, f"{directory}/store", timeout_s, theirs)
-            process = context.Process(target=_rank_main, args=job, name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return _collect(pipes, processes, timeout_s, may_die)
-        finally:
-            for pipe in pipes:
-                pipe.close()
-            for process in processes:
-                process.join(2.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-
-
-def _collect(
-    pipes: list[Connection], processes: list[Any], timeout_s: float, may_die: Collection[int]
-) -> list[Any]:
-    results: list[Any] = [None] * len(pipes)
-    failures: list[RankFailure] = []
-    running = {pipe: rank for rank, pipe in enumerate(pipes)}
-    deadline = time.monotonic() + timeout_s
-    while running:
-        ready = wait(list(running), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            for rank in running.values():
-                if processes[rank].is_alive():
-                    os.kill(processes[rank].pid, signal.SIGUSR1)
-            time.sleep(0.5)
-            failures += [RankFailure(rank, None, "") for rank in running.values()]
-            break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = running.pop(pipe)
-            failure = None
-            try:
-                result, error = pipe.recv()
-                failure = RankFailure(rank, None, error) if error else None
-            except EOFError:
-                processes[rank].join(5.0)
-                result, failure = None, RankFailure(rank, processes[rank].exitcode, "")
-            if failure is not None and rank in may_die:
-                result, failure = failure, None
-            results[rank] = result
-            if failure is not None:
-                failures.append(failure)
-                # Its peers can only run into their timeouts now; what they say in the next seconds may
-                # explain more.
-                deadline = min(deadline, time.monotonic() + 10.0)
-    if failures:
-        raise SpawnError(failures)
-    return results
-
-
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    backend: str | None,
-    env: dict[str, str],
-    store: str,
-    timeout_s: float,
-    pipe: Connection,
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    faulthandler.register(signal.SIGUSR1)  # where it hangs, on stderr
-    os.environ.update(env)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-        if backend is None:
-            backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
-        if has_gpus:
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
+    _check.world_size(world_size)
+    _check.timeout_s(timeout_s)
+    _check.backend(backend)
+    _check.env(env)
+    _check.may_die(may_die, world_size)
+    work = _check.work(fn, args)
+    with rank_process.listen() as listener, _Ranks(world_size, timeout_s, may_die) as ranks:
+        preparation = mp_spawn.get_preparation_data("")
+        preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
+        job = rank_process.Job(
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            work=work,
+            preparation=preparation,
+            env={**os.environ, **(env or {})},
+            backend=backend,
+            timeout_s=timeout_s,
+            port=listener.getsockname()[1],
         )
-        result = fn(rank, world_size, *args)
-        pipe.send((result, ""))
-    except BaseException:
-        pipe.send((None, traceback.format_exc()))
-    # Peers may still talk to this rank: it stays until the parent hangs up.
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not a clean exit: destroying a process group may wait for a rank that is dead.
-    os._exit(0)
+        try:
+            ranks.start(job, listener)
+            return ranks.collect()
+        except KeyboardInterrupt as error:
+            # Where this call was waiting would only hide which call it was.
+            raise error.with_traceback(None) from None
+
+
+class _Ranks:
+    """The processes of one call. At the end of the context all of them have ended."""
+
+    def __init__(self, world_size: int, timeout_s: float, may_die: Collection[int]) -> None:
+        self._timeout_s = timeout_s
+        self._may_die = may_die
+        self._results: list[Any] = [None] * world_size
+        self._failures: list[RankFailure] = []
+        self._pending = set(range(world_size))  # ranks of which neither result nor failure is known
+        self._running: set[int] = set()
+        self._answers: list[FileIO] = []
+        self._talks: list[socket.socket] = []
+        self._control = fork_server.client.open_call()
+        self._serving = False
+        self._server_lost = False
+        self._deadline = time.monotonic() + _START_S
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def start(self, job: rank_process.Job, listener: socket.socket) -> None:
+        """Asks for the processes; the fork server may still be starting itself."""
+        with _memory_file() as job_file, contextlib.suppress(BrokenPipeError):  # collect() says more
+            rank_process.write(job_file.fileno(), rank_process.dumps(job))
+            fork_server.send(self._control, f"start {rank_process.STORE}", [listener.fileno()])
+            for rank in range(job.world_size):
+                ours, theirs = socket.socketpair()
+                self._talks.append(ours)
+                self._answers.append(_memory_file())
+                files = (theirs, self._answers[rank], job_file)
+                with theirs:
+                    fork_server.send(self._control, f"start {rank}", [file.fileno() for file in files])
+                self._running.add(rank)
+
+    def collect(self) -> list[Any]:
+        """What the ranks return."""
+        while self._pending and not self._server_lost:
+            open_ends = [talk for rank in self._pending if (talk := self._talks[rank]).fileno() >= 0]
+            ready = wait([self._control, *open_ends], max(0.0, self._deadline - time.monotonic()))
+            if not ready:
+                self._give_up()
+                break
+            for rank in [rank for rank in self._pending if self._talks[rank] in ready]:
+                self._listen(rank)
+            if self._control in ready:
+                self._obey()
+        if self._failures:
+            raise SpawnError(self._failures)
+        return self._results
+
+    def _give_up(self) -> None:
+        if not self._serving:
+            raise RuntimeError(f"spawn: expected ranks to start within {_START_S:.0f} s, got none")
+        with contextlib.suppress(BrokenPipeError):
+            fork_server.send(self._control, "trace")
+        time.sleep(0.5)
+        self._failures += [RankFailure(rank, None, "") for rank in sorted(self._pending)]
+
+    def _listen(self, rank: int) -> None:
+        """Looks whether a rank has answered. At the end of file how it ended is still to come."""
+        talk = self._talks[rank]
+        try:
+            answered = bool(talk.recv(1, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            answered = False
+        if not answered:
+            talk.close()
+            return
+        try:
+            # Code runs when a pickle is read. This one comes from a process that this call has started: only
+            # that has the file, which has no name.
+            result, error = rank_process.read(self._answers[rank].fileno())
+        except Exception:
+            result = None
+            error = f"spawn: result: expected what this process can unpickle, got\n{traceback.format_exc()}"
+        self._settle(rank, RankFailure(rank, None, error) if error else None, result)
+
+    def _obey(self) -> None:
+        """Reads one message of the fork server."""
+        words, _ = fork_server.receive(self._control)
+        if not words:
+            self._lose_server()
+        elif words[0] == "serving":
+            self._serving = True
+            self._deadline = time.monotonic() + self._timeout_s
+        else:
+            rank, what = int(words[1]), " ".join(words[2:])
+            self._running.discard(rank)
+            if rank == rank_process.STORE:
+                log.warning("spawn: the process that holds the ranks' store %s: %s", words[0], what)
+            if rank in self._pending and self._talks[rank].fileno() >= 0:
+                self._listen(rank)
+            if rank in self._pending:
+                ended = words[0] == "ended"
+                failure = RankFailure(rank, int(what), "") if ended else RankFailure(rank, None, what)
+                self._settle(rank, failure)
+
+    def _lose_server(self) -> None:
+        self._server_lost = True
+        status = fork_server.client.exit_status()
+        if not self._serving:
+            raise RuntimeError(f"spawn: the process that starts ranks died with exit code {status}")
+        log.warning("spawn: the process that starts ranks died with exit code %s, and they with it", status)
+        for rank in sorted(self._pending):
+            self._settle(rank, RankFailure(rank, -signal.SIGKILL, ""))
+
+    def _settle(self, rank: int, failure: RankFailure | None, result: Any = None) -> None:
+        self._pending.discard(rank)
+        if failure is None or rank in self._may_die:
+            self._results[rank] = result if failure is None else failure
+            return
+        self._failures.append(failure)
+        # Its peers can only run into their timeouts now; what they say in the next seconds may explain more.
+        self._deadline = min(self._deadline, time.monotonic() + _LAST_WORDS_S)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            for talk in self._talks:
+                talk.close()
+            if kind is None:  # ranks leave when this process hangs up
+                self._await_end(_LEAVE_S, lambda: not self._running)
+            with contextlib.suppress(OSError):  # not connected: the server is gone
+                self._control.shutdown(socket.SHUT_WR)  # the server kills those that are left
+            # A server that is still starting will start nothing for a caller that has hung up.
+            starting = not self._serving and not wait([self._control], 0.0)
+            if not starting and not self._await_end(_KILL_S, lambda: False):
+                log.warning("spawn: ranks have not ended within %.0f s after SIGKILL", _KILL_S)
+        finally:
+            fork_server.client.close_call(self._control)
+            for answer in self._answers:
+                answer.close()
+
+    def _await_end(self, seconds: float, enough: Callable[[], bool]) -> bool:
+        """Whether all processes of the call have ended; returns at once when there is `enough`."""
+        deadline = time.monotonic() + seconds
+        while not self._server_lost and not enough():
+            if not wait([self._control], max(0.0, deadline - time.monotonic())):
+                return False
+            words, _ = fork_server.receive(self._control)
+            if not words:
+                return True
+            if words[0] == "ended":
+                self._running.discard(int(words[1]))
+        return True
+
+
+def _memory_file() -> FileIO:
+    """Has no name: whatever ends the processes that have it open, nothing is left."""
+    return FileIO(os.memfd_create("flux-spawn"), "w+")

@@ -1,0 +1,338 @@
+"""A process that has imported torch and flux, from which `flux.testing.spawn` forks ranks in milliseconds.
+
+It also ends them: ranks never outlive the call that started them, whatever they do and however the caller
+dies. multiprocessing's fork server cannot promise that, as its children keep it alive, and a killed caller
+leaves its socket in /tmp.
+
+- Each call of `spawn` has a control socket. When that is closed, by the caller or by the caller's death, the
+  server kills the processes of the call. SIGKILL ends a stopped process too.
+- The kernel kills ranks whose server has died (PR_SET_PDEATHSIG).
+- The kernel kills a server whose caller dies during its imports, and continues it if it is stopped
+  (F_SETSIG on a socket whose other end only the caller has).
+
+Nothing has a name in the file system. Messages on a control socket, descriptors in brackets:
+
+    caller to server    start RANK [...]; trace: all ranks write where they are to stderr
+    server to caller    serving; failed RANK REASON; ended RANK STATUS; end of file: all have ended
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import spawn as mp_spawn
+from pathlib import Path
+
+_MESSAGE_BYTES = 1024
+_MAX_DESCRIPTORS = 16
+_PR_SET_PDEATHSIG = 1
+_START = "import sys; sys.path[:] = {}; {}from flux.testing import fork_server; fork_server.main({}, {})"
+
+
+def control_sockets() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that keep messages apart."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(to: socket.socket, message: str, descriptors: list[int] | None = None) -> None:
+    """Raises BrokenPipeError if the other end is gone."""
+    socket.send_fds(to, [message.encode()], descriptors or [], socket.MSG_NOSIGNAL)
+
+
+def receive(source: socket.socket, flags: int = 0) -> tuple[list[str], list[int]]:
+    """The words of a message, none at the end of file, and its descriptors."""
+    flags |= socket.MSG_CMSG_CLOEXEC
+    try:
+        data, descriptors, _, _ = socket.recv_fds(source, _MESSAGE_BYTES, _MAX_DESCRIPTORS, flags)
+    except ConnectionResetError:  # it was closed with messages unread
+        return [], []
+    return data.decode().split(), list(descriptors)
+
+
+# ---- the caller's side -------------------------------------------------------------------------------------
+
+
+class _Client:
+    """The fork server of this process, which starts with the first call and ends with this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._calls: socket.socket | None = None
+        self._alive: socket.socket | None = None
+        # What tells the server, by its end of file, that this process has died: no child may inherit them.
+        self._controls: set[socket.socket] = set()
+
+    def open_call(self) -> socket.socket:
+        """The control socket of a new call."""
+        with self._lock:
+            ours, theirs = control_sockets()
+            with theirs:
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                assert self._calls is not None
+                try:
+                    send(self._calls, "call", [theirs.fileno()])
+                except BrokenPipeError:  # it died since
+                    self._start()
+                    send(self._calls, "call", [theirs.fileno()])
+            self._controls.add(ours)
+            return ours
+
+    def close_call(self, control: socket.socket) -> None:
+        self._controls.discard(control)
+        control.close()
+
+    def exit_status(self) -> int | None:
+        """How the server ended; None while it runs."""
+        with self._lock:
+            try:
+                return None if self._process is None else self._process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                return None
+
+    def stop(self) -> None:
+        """Ends the server, and with it all ranks."""
+        with self._lock:
+            self._hang_up()
+            if self._process is not None:
+                try:
+                    self._process.wait(5.0)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait()
+            self._process = None
+
+    def forget(self) -> None:
+        """In a forked child of this process: the server is its parent's."""
+        self._lock = threading.Lock()
+        self._hang_up()
+        for control in self._controls:
+            control.close()
+        self._controls.clear()
+        if self._process is not None:
+            self._process.returncode = 0  # not its child, so nothing to wait for
+        self._process = None
+
+    def _hang_up(self) -> None:
+        for end in (self._calls, self._alive):
+            if end is not None:
+                end.close()
+        self._calls = self._alive = None
+
+    def _start(self) -> None:
+        self._hang_up()
+        self._calls, calls = control_sockets()
+        self._alive, alive = socket.socketpair()
+        with calls, alive:
+            path = mp_spawn.get_preparation_data("")["sys_path"]
+            # If the caller has imported the compiler, ranks compile too: else each would import it by itself.
+            compiler = "import torch._dynamo; " if "torch._dynamo" in sys.modules else ""
+            start = _START.format(path, compiler, calls.fileno(), alive.fileno())
+            with _without_interrupts():  # of the terminal, which reach all processes of the job
+                self._process = subprocess.Popen(
+                    [mp_spawn.get_executable(), *_interpreter_flags(), "-c", start],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(calls.fileno(), alive.fileno()),
+                )
+            fcntl.fcntl(alive, fcntl.F_SETOWN, self._process.pid)
+            fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _interpreter_flags() -> list[str]:
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """New processes inherit that SIGINT is blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+client = _Client()
+os.register_at_fork(after_in_child=client.forget)
+atexit.register(client.stop)
+
+
+# ---- the server's side -------------------------------------------------------------------------------------
+
+
+def main(calls: int, alive: int) -> None:
+    """Serves one caller until it dies or hangs up. Importing this module has imported torch and flux."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # From now on the caller's death is seen on the socket; a server that is stopped must wake up to see it.
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGCONT)
+    from flux.testing import rank_process
+
+    new = _Server(socket.socket(fileno=calls), alive).serve()
+    if new is None:
+        os._exit(0)
+    rank_process.main(*new)
+
+
+@dataclass
+class _Call:
+    """The processes of one call of `spawn`."""
+
+    control: socket.socket
+    running: dict[int, int] = field(default_factory=dict)  # their ranks, by process id
+    started: list[int] = field(default_factory=list)
+    hung_up: bool = False
+
+
+class _Server:
+    """One thread that forks, waits and kills."""
+
+    def __init__(self, calls: socket.socket, alive: int) -> None:
+        self._socket = calls
+        self._alive = alive
+        self._calls: list[_Call] = []
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._new: tuple[int, list[int]] | None = None
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def serve(self) -> tuple[int, list[int]] | None:
+        """Returns rank and descriptors in each process that it forks, and None once the caller is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._selector.register(self._socket, selectors.EVENT_READ, self._open_call)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._reap)
+        while True:
+            for key, _ in self._selector.select():
+                act: Callable[[], bool] = key.data
+                if not act():
+                    return self._new
+
+    def _open_call(self) -> bool:
+        words, descriptors = receive(self._socket)
+        if not words:
+            self._end()
+            return False
+        call = _Call(socket.socket(fileno=descriptors[0]))
+        self._calls.append(call)
+        self._selector.register(call.control, selectors.EVENT_READ, lambda: self._obey(call))
+        _tell(call, "serving")
+        return True
+
+    def _obey(self, call: _Call) -> bool:
+        words, descriptors = receive(call.control)
+        if not words:
+            self._selector.unregister(call.control)
+            call.hung_up = True
+            _signal(call, signal.SIGKILL)
+            self._close_if_over(call)
+        elif words[0] == "trace":
+            _signal(call, signal.SIGUSR1)
+        elif words[0] == "start":
+            return self._start(call, int(words[1]), descriptors)
+        return True
+
+    def _start(self, call: _Call, rank: int, descriptors: list[int]) -> bool:
+        server = os.getpid()
+        try:
+            # The caller may have hung up since, such as during the imports of this process.
+            pid = None if _is_hung_up(call.control) else os.fork()
+        except OSError as error:
+            _tell(call, f"failed {rank} {error}")
+        else:
+            if pid == 0:
+                self._new = rank, descriptors
+                self._leave(server)
+                return False
+            if pid is not None:
+                call.running[pid] = rank
+                call.started.append(pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return True
+
+    def _leave(self, server: int) -> None:
+        """In a new process: dies with the server, and drops what is the server's."""
+        if self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._socket.close()
+        for call in self._calls:
+            call.control.close()
+        for descriptor in (self._woken, self._wake, self._alive):
+            os.close(descriptor)
+
+    def _reap(self) -> bool:
+        os.read(self._woken, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return True
+            for call in [call for call in self._calls if pid in call.running]:
+                rank = call.running.pop(pid)
+                _tell(call, f"ended {rank} {os.waitstatus_to_exitcode(status)}")
+                self._close_if_over(call)
+
+    def _close_if_over(self, call: _Call) -> None:
+        if call.hung_up and not call.running:
+            _remove_segments(call)
+            call.control.close()
+            self._calls.remove(call)
+
+    def _end(self) -> None:
+        for call in self._calls:
+            _signal(call, signal.SIGKILL)
+        for call in self._calls:
+            for pid in call.running:
+                os.waitpid(pid, 0)
+            _remove_segments(call)
+
+
+def _signal(call: _Call, number: signal.Signals) -> None:
+    # None of them has been waited for, so their ids are still theirs.
+    for pid, rank in call.running.items():
+        if rank >= 0 or number == signal.SIGKILL:
+            os.kill(pid, number)
+
+
+def _is_hung_up(control: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(control, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _tell(call: _Call, message: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the end of file that follows says it all
+        send(call.control, message)
+
+
+def _remove_segments(call: _Call) -> None:
+    """Removes shared memory (flux.comm.shm) of ranks that were killed before they could remove its name."""
+    for pid in call.started:
+        for path in Path("/dev/shm").glob(f"flux-{pid}-*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not that of a live process elsewhere
+                path.unlink()

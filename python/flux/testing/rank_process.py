@@ -1,0 +1,157 @@
+"""What the processes do that the fork server forks for a call of `flux.testing.spawn`."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import process as mp_process
+from multiprocessing import spawn as mp_spawn
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed
+
+_dist: Any = torch.distributed  # parts of it are not typed
+STORE = -1  # the rank of the process that holds the store
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a call is told.
+
+    preparation: multiprocessing's: sys.path, working directory, main module. work: pickle of (fn, args), to
+    be read after that. port: of the store.
+    """
+
+    world_size: int
+    work: bytes
+    preparation: dict[str, Any]
+    env: dict[str, str]
+    backend: str | None
+    timeout_s: float
+    port: int
+
+
+def listen() -> socket.socket:
+    """The socket of a call's store, for this host only."""
+    return socket.create_server((_HOST, 0))
+
+
+def dumps(value: object) -> bytes:
+    """Not as multiprocessing pickles: tensors travel by value, and need neither a file nor their process."""
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Fills a file in memory."""
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+
+
+def read(descriptor: int) -> Any:
+    """Unpickles a file in memory. Its offset is shared between processes, so it is mapped instead."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+        return pickle.loads(data)
+
+
+def main(rank: int, descriptors: list[int]) -> NoReturn:
+    """A rank, or the holder of the store; returns to nobody.
+
+    Args:
+        descriptors: of a rank a socket to the caller, a file for its answer, and one with the Job; of the
+            store its listening socket.
+    """
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if rank == STORE:
+            _hold_store(*descriptors)
+        _run(rank, *descriptors)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _hold_store(listener: int) -> None:
+    """A process of its own: neither a rank nor a caller that is stopped must keep ranks from the store.
+
+    A FileStore would: ranks lock its file, and a rank stopped just then keeps the lock.
+    """
+    with socket.socket(fileno=listener) as listening:
+        port = listening.getsockname()[1]
+        store = _dist.TCPStore(
+            _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    while store is not None:
+        signal.pause()
+
+
+def _run(rank: int, talk: int, answer: int, job: int) -> None:
+    caller = socket.socket(fileno=talk)
+    if sys.stderr is not None:
+        faulthandler.register(signal.SIGUSR1)  # where it hangs
+    try:
+        told = _dump_result(_call(rank, read(job)))
+    except BaseException:
+        told = dumps((None, traceback.format_exc()))
+    write(answer, told)
+    _flush()
+    with contextlib.suppress(OSError):
+        caller.send(b"\0", socket.MSG_NOSIGNAL)
+        # Peers may still talk to this rank: it stays until the caller hangs up.
+        caller.recv(1)
+    _flush()
+    # Not a clean exit: destroying a process group may wait for a rank that is dead.
+    os._exit(0)
+
+
+def _call(rank: int, job: Job) -> Any:
+    os.environ.clear()
+    os.environ.update(job.env)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # As multiprocessing does: a main module without a guard is told so where it calls spawn.
+    current: Any = mp_process.current_process()
+    current._inheriting = True
+    try:
+        mp_spawn.prepare({**job.preparation, "name": f"rank {rank}"})
+        fn, args = pickle.loads(job.work)
+    finally:
+        del current._inheriting
+    torch.set_num_threads(1)
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= job.world_size
+    if has_gpus:
+        torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=job.timeout_s)
+    _dist.init_process_group(
+        job.backend or ("cpu:gloo,cuda:nccl" if has_gpus else "gloo"),
+        store=_dist.TCPStore(_HOST, job.port, is_master=False, timeout=timeout),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timeout,
+    )
+    return fn(rank, job.world_size, *args)
+
+
+def _dump_result(result: Any) -> bytes:
+    try:
+        return dumps((result, ""))
+    except Exception as error:
+        raise TypeError(
+            f"spawn: result: expected what pickle can send, got {type(result).__name__}: {error}"
+        ) from error
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None or closed
+            stream.flush()

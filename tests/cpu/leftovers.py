@@ -1,0 +1,91 @@
+"""What a killed program leaves behind: processes, found by a variable of their environment, and files."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+_VARIABLE = "PROGRAM_UNDER_TEST"
+
+
+def start(arguments: list[str], folder: Path, **env: str) -> subprocess.Popen[str]:
+    """Starts Python with these arguments, in a process group of its own.
+
+    Its temporary files go to folder/tmp, its output to folder/out and folder/err.
+    """
+    (folder / "tmp").mkdir()
+    marked_env = {**os.environ, **env, "TMPDIR": str(folder / "tmp"), _VARIABLE: str(folder)}
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            text=True,
+            env=marked_env,
+            start_new_session=True,
+        )
+
+
+def processes(folder: Path) -> dict[int, str]:
+    """Process id and command of what is alive of the program that was started with this folder."""
+    mark = f"{_VARIABLE}={folder}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has ended since, or is not ours to look at
+            continue
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Its processes; those of its first thread, which is all that matters here."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def state(pid: int) -> str:
+    """One letter, as ps shows it: T is stopped. Empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def files(folder: Path, pids: Iterable[int]) -> list[str]:
+    """Temporary files of the program, and what carries one of its process ids in /tmp and /dev/shm."""
+    number = re.compile(r"(?<!\d)(?:" + "|".join(map(str, pids)) + r")(?!\d)")
+    public = [path for place in ("/tmp", "/dev/shm") for path in Path(place).iterdir()]
+    named = [path for path in public if number.search(path.name)]
+    return [str(path) for path in [*(folder / "tmp").iterdir(), *named]]
+
+
+def await_end(folder: Path, seconds: float, spared: Collection[int] = ()) -> dict[int, str]:
+    """What of the program is left after that many seconds, or as soon as it is nothing. It is killed."""
+    deadline = time.monotonic() + seconds
+    while (left := without(processes(folder), spared)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in processes(folder):
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def without(found: dict[int, str], spared: Collection[int]) -> dict[int, str]:
+    return {pid: command for pid, command in found.items() if pid not in spared}
+
+
+def await_files(folder: Path, names: Iterable[str], program: subprocess.Popen[str], seconds: float) -> None:
+    """Waits until the program has made these files."""
+    wanted = [folder / name for name in names]
+    begin = time.monotonic()
+    while not all(path.exists() for path in wanted):
+        assert program.poll() is None, (folder / "err").read_text()
+        assert time.monotonic() - begin < seconds, f"no {[p.name for p in wanted if not p.exists()]}"
+        time.sleep(0.02)
