@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,8 +21,8 @@ ENV = {"FLUX_TIMEOUT_S": "600"}
 _STOPPED = RANKS - 1
 
 
-def busy(rank: int, world_size: int, folder: Path, interrupted: int | None = None) -> None:
-    """Every rank is busy in another way, for ten minutes. A caller may be `interrupted` meanwhile."""
+def busy(rank: int, world_size: int, folder: Path) -> None:
+    """Every rank is busy in another way, for ten minutes."""
     pair = dist.new_group([0, _STOPPED])
     case = GemmRsCase(20, 8, 16, 2)
     if rank in (0, _STOPPED):
@@ -45,8 +44,6 @@ def busy(rank: int, world_size: int, folder: Path, interrupted: int | None = Non
         while True:
             pass
     else:
-        if interrupted is not None:
-            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -INT {interrupted}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -59,11 +56,21 @@ def brief(rank: int, world_size: int, folder: Path, caller: int) -> int:
     return rank
 
 
-def with_handler(folder: Path) -> None:
-    """SIGTERM has a handler of the user's, which spawn must leave in place: it goes on, then it exits.
+def born(rank: int, world_size: int, folder: Path) -> None:
+    (folder / "born").touch()
 
-    Between the two an interrupt is survived.
+
+def survivor(folder: Path) -> None:
+    """Survives an interrupt at the start, a SIGTERM, and an interrupt of busy ranks; a SIGTERM ends it.
+
+    Interrupts go to all processes, as from a terminal.
     """
+    threading.Timer(0.5, os.killpg, (os.getpgrp(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    try:
+        spawn(born, 2, folder)
+    except KeyboardInterrupt:
+        (folder / "interrupted").write_text(f"{time.monotonic() - begin:.2f}")
 
     def handler(number: int, frame: FrameType | None) -> None:
         if (folder / "handled").exists():
@@ -74,7 +81,8 @@ def with_handler(folder: Path) -> None:
     assert spawn(brief, 2, folder, os.getpid(), backend="gloo") == [0, 1]
     assert signal.getsignal(signal.SIGTERM) is handler
     try:
-        spawn(busy, RANKS, folder, os.getpid(), backend="gloo", env=ENV, timeout_s=600)
+        threading.Thread(target=interrupt_when_busy, args=(folder,)).start()
+        spawn(busy, RANKS, folder, backend="gloo", env=ENV, timeout_s=600)
     except KeyboardInterrupt:
         ranks = list(folder.glob("rank-*"))
         left = [path.name for path in ranks if Path("/proc", path.read_text()).exists()]
@@ -84,10 +92,19 @@ def with_handler(folder: Path) -> None:
     spawn(busy, RANKS, folder, backend="gloo", env=ENV, timeout_s=600)
 
 
-def fork_when_busy(folder: Path) -> None:
-    """A child that has inherited what this process has open."""
+def wait_until_busy(folder: Path) -> None:
     while not all((folder / f"rank-{rank}").exists() for rank in range(RANKS)):
         time.sleep(0.01)
+
+
+def interrupt_when_busy(folder: Path) -> None:
+    wait_until_busy(folder)
+    os.killpg(os.getpgrp(), signal.SIGINT)
+
+
+def fork_when_busy(folder: Path) -> None:
+    """A child that has inherited what this process has open."""
+    wait_until_busy(folder)
     child = os.fork()
     if child == 0:
         time.sleep(600)
@@ -95,12 +112,11 @@ def fork_when_busy(folder: Path) -> None:
 
 
 def main(mode: str, folder: Path) -> None:
-    if mode == "handler":
-        with_handler(folder)
+    if mode == "survivor":
+        survivor(folder)
         return
     if mode == "fork":
         threading.Thread(target=fork_when_busy, args=(folder,), daemon=True).start()
-    (folder / "calling").touch()
     spawn(busy, RANKS, folder, backend="gloo", env=ENV, timeout_s=600)
 
 

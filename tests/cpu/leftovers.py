@@ -21,6 +21,8 @@ def start(arguments: list[str], folder: Path, **env: str) -> subprocess.Popen[st
     """
     (folder / "tmp").mkdir()
     marked_env = {**os.environ, **env, "TMPDIR": str(folder / "tmp"), _VARIABLE: str(folder)}
+    # torch makes its cache's folder when it is imported, and means to leave it.
+    marked_env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         return subprocess.Popen(
             [sys.executable, *arguments],

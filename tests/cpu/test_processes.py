@@ -100,8 +100,7 @@ BENCH = ("-m", "flux", "bench", "gemm_rs", "--cpu", "--world", "2", "--n", "64",
 SCENARIOS = {
     "killed": Scenario((CALLERS, "plain", "FOLDER"), signal.SIGKILL, BUSY, stop_server=True),
     "terminated": Scenario((CALLERS, "fork", "FOLDER"), signal.SIGTERM, (*BUSY, "child"), spared="child"),
-    "starting": Scenario((CALLERS, "plain", "FOLDER"), signal.SIGINT, ("calling",), delay_s=0.5, group=True),
-    "with-a-handler": Scenario((CALLERS, "handler", "FOLDER"), signal.SIGTERM, ("left", *BUSY)),
+    "survivor": Scenario((CALLERS, "survivor", "FOLDER"), signal.SIGTERM, ("left", *BUSY)),
     # The caller, its fork server, the holder of the store and two ranks, which have many rounds to do.
     "bench": Scenario((*BENCH, "--rounds", "1000000"), signal.SIGINT, alive=5, delay_s=0.5, group=True),
 }
@@ -130,19 +129,28 @@ def test_ranks_end_with_a_caller_that_is_killed(
     assert outcome.notes["out"] == outcome.notes["err"] == ""
 
 
-def test_an_interrupt_while_processes_start_leaves_nothing(outcomes: dict[str, Future[Outcome]]) -> None:
-    outcome = outcomes["starting"].result()
-    check(outcome, -signal.SIGINT)
-    errors = outcome.notes["err"].splitlines()
-    assert errors[0].startswith("Traceback") and errors[-1] == "KeyboardInterrupt"
-    assert len(errors) < 12, "the caller's own traceback, down to its call of spawn"
-
-
-def test_a_user_can_handle_signals(outcomes: dict[str, Future[Outcome]]) -> None:
-    outcome = outcomes["with-a-handler"].result()
+def test_a_caller_can_handle_signals_and_go_on(outcomes: dict[str, Future[Outcome]]) -> None:
+    outcome = outcomes["survivor"].result()
     check(outcome, 7)
-    assert outcome.notes["left"] == f"[] of {RANKS}", "all ranks had ended at the KeyboardInterrupt"
-    assert outcome.notes["err"] == ""
+    notes = outcome.notes
+    assert notes["err"] == "", "no rank says anything"
+    assert float(notes["interrupted"]) < END_S and "born" not in notes, (
+        "it does not wait for a server that starts"
+    )
+    assert notes["left"] == f"[] of {RANKS}", "all ranks had ended at the KeyboardInterrupt"
+
+
+def test_the_traceback_of_an_interrupt_ends_at_the_call(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while not (tmp_path / "0").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        spawn(sleep, 1, tmp_path)
+    assert [entry.name for entry in caught.traceback][1:] == ["spawn"]
+    assert caught.value.__context__ is None
 
 
 def test_an_interrupted_benchmark_says_so_in_one_line(outcomes: dict[str, Future[Outcome]]) -> None:
