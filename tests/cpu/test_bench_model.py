@@ -88,6 +88,9 @@ def test_select_narrows_and_names_what_there_is() -> None:
         suites.load("default").select(["bert"])
 
 
+_SUITE = "[suite]\nname='a'\ndtype='b'\nm=[1]\n[[model]]\nname='x'\ngemm_rs={n=1,k=1}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -95,6 +98,16 @@ def test_select_narrows_and_names_what_there_is() -> None:
         ("[suite]\nname='a'\ndtype='b'\nm=[1]", r"no \[\[model\]\]"),
         ("[suite]\nname='a'\ndtype='b'\nm=[1]\n[[model]]\nname='x'\ngemm_rs={n=1}", "x.gemm_rs expected"),
         ("[suite]\nname='a'\ndtype='b'\nm=[1]\n[[model]]\ngemm_rs={n=1,k=1}", "needs 'name'"),
+        (_SUITE, r"dtype expected one of bfloat16, float16, float32, got 'b'"),
+        (_SUITE.replace("[1]", "[0]").replace("'b'", "'float16'"), r"m expected whole numbers .* got \[0\]"),
+        (_SUITE.replace("[1]", "[]").replace("'b'", "'float16'"), r"m expected whole numbers .* got \[\]"),
+        (_SUITE.replace("[1]", "'1'").replace("'b'", "'float16'"), "m expected whole numbers .* got '1'"),
+        (_SUITE.replace("m=", "rows="), "expected keys of name, description, dtype, m, got 'rows'"),
+        (_SUITE.replace("gemm_rs", "gemm_r"), "model x expected keys of ag_gemm, .* got 'gemm_r'"),
+        (_SUITE.replace("n=1", "n=-1"), r"n and k of x.gemm_rs expected whole numbers .* got \[-1, 1\]"),
+        (_SUITE.replace("n=1", "n=true"), r"n and k of x.gemm_rs expected .* got \[True, 1\]"),
+        (_SUITE + "[other]\n", "the file expected keys of suite, model, got 'other'"),
+        ("suite = 3", r"expected one \[suite\] and several \[\[model\]\]"),
     ],
 )
 def test_bad_suites_are_refused(text: str, message: str) -> None:

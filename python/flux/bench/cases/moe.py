@@ -96,13 +96,7 @@ class MoeProblem(Problem):
 
 def rows(request: Request) -> list[Problem]:
     """Models x layouts x imbalances x tokens. Routing does not depend on who holds what of the experts."""
-    wanted = []
-    for text in request.imbalance or ("0", "0.032", "0.05", _HOT):
-        try:
-            wanted.append((0.0, True) if text == _HOT else (float(text), False))
-        except ValueError:
-            what = f"a standard deviation of the loads, such as 0.032, or {_HOT}"
-            raise ValueError(f"bench: --imbalance expected to be {what}, got {text!r}") from None
+    wanted = [_load(text) for text in request.imbalance or ("0", "0.032", "0.05", _HOT)]
     layouts = request.ep or tuple(dict.fromkeys((1, request.world)))
     return [
         problem(request.op, model, m, ep_size, load_std, hot)
@@ -113,12 +107,26 @@ def rows(request: Request) -> list[Problem]:
     ]
 
 
+def _load(text: str) -> tuple[float, bool]:
+    """(standard deviation of the experts' shares of the tokens, whether expert 0 is hot)."""
+    if text == _HOT:
+        return 0.0, True
+    try:
+        spread = float(text)
+    except ValueError:
+        spread = math.nan
+    if not 0 <= spread <= 1:
+        what = f"a standard deviation of the loads from 0 to 1, such as 0.032, or {_HOT}"
+        raise ValueError(f"bench: --imbalance expected to be {what}, got {text!r}")
+    return spread, False
+
+
 def problem(
     op: str, model: str, m: int, ep_size: int = 1, load_std: float = 0.0, hot: bool = False
 ) -> MoeProblem:
     """The row of a model by name; op is "moe_route", "moe_layer0", "moe_layer1" or "moe_ctas"."""
     if model not in MODELS:
-        raise ValueError(f"bench: model expected to be one of {', '.join(MODELS)}, got {model!r}")
+        raise ValueError(f"bench: --model expected to be one of {', '.join(MODELS)}, got {model!r}")
     of = MODELS[model]
     n, k = (of.gates * of.intermediate, of.hidden) if op == "moe_layer0" else (of.hidden, of.intermediate)
     return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, load_std, hot)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from flux.bench.model import wire_bytes
+from flux.bench.model import DTYPE_BYTES, wire_bytes
+
+_PATTERNS = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Request:
         """
         for name in self.models:
             if name not in known:
-                raise ValueError(f"bench: model expected to be one of {', '.join(known)}, got {name!r}")
+                raise ValueError(f"bench: --model expected to be one of {', '.join(known)}, got {name!r}")
         return self.models or tuple(name for name in known if (name == "tiny") != self.cuda)
 
 
@@ -116,7 +118,7 @@ class Suite:
                 if name not in known:
                     have = ", ".join(known)
                     raise ValueError(
-                        f"bench: model expected to be one of {have} (suite {self.name}), got {name!r}"
+                        f"bench: --model expected to be one of {have} (suite {self.name}), got {name!r}"
                     )
             suite = replace(suite, models=tuple(known[name] for name in models))
         return replace(suite, m=tuple(m)) if m else suite
@@ -128,41 +130,66 @@ def available() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
+def _sizes(where: str, values: object) -> tuple[int, ...]:
+    """Raises ValueError if these are no whole numbers of 1 or more."""
+    if not isinstance(values, list) or not values or any(type(v) is not int or v < 1 for v in values):
+        raise ValueError(f"suite: {where} expected whole numbers of 1 or more, got {values!r}")
+    return tuple(values)
+
+
+def _only(where: str, keys: Collection[str], known: Collection[str]) -> None:
+    for key in keys:
+        if key not in known:
+            raise ValueError(f"suite: {where} expected keys of {', '.join(known)}, got {key!r}")
+
+
 def parse(text: str) -> Suite:
     """Reads a suite from TOML text; ValueError says which key is wrong."""
     data = tomllib.loads(text)
-    head = data.get("suite", {})
+    _only("the file", data, ("suite", "model"))
+    head, entries = data.get("suite", {}), data.get("model", [])
+    if not isinstance(head, dict) or not isinstance(entries, list):
+        raise ValueError("suite: expected one [suite] and several [[model]]")
+    _only("[suite]", head, ("name", "description", "dtype", "m"))
     for key in ("name", "dtype", "m"):
         if key not in head:
             raise ValueError(f"suite: [suite] needs {key!r}")
     models = []
-    for entry in data.get("model", []):
-        if "name" not in entry:
+    for entry in entries:
+        if not isinstance(entry, dict) or "name" not in entry:
             raise ValueError("suite: every [[model]] needs 'name'")
+        name = str(entry.pop("name"))
+        _only(f"model {name}", entry, _PATTERNS)
         shapes = {}
         for pattern, shape in entry.items():
-            if pattern == "name":
-                continue
             if not isinstance(shape, dict) or set(shape) != {"n", "k"}:
-                raise ValueError(
-                    f"suite: {entry['name']}.{pattern} expected {{n = ..., k = ...}}, got {shape!r}"
-                )
-            shapes[pattern] = (int(shape["n"]), int(shape["k"]))
-        models.append(Model(entry["name"], shapes))
+                raise ValueError(f"suite: {name}.{pattern} expected {{n = ..., k = ...}}, got {shape!r}")
+            n, k = _sizes(f"n and k of {name}.{pattern}", [shape["n"], shape["k"]])
+            shapes[pattern] = (n, k)
+        models.append(Model(name, shapes))
     if not models:
         raise ValueError("suite: no [[model]] in it")
-    return Suite(head["name"], head.get("description", ""), head["dtype"], tuple(head["m"]), tuple(models))
+    if head["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"suite: dtype expected one of {', '.join(DTYPE_BYTES)}, got {head['dtype']!r}")
+    description = str(head.get("description", ""))
+    return Suite(str(head["name"]), description, head["dtype"], _sizes("m", head["m"]), tuple(models))
 
 
 def load(name: str) -> Suite:
-    """A suite by name (see :func:`available`) or by path to a TOML file."""
+    """A suite by name (see :func:`available`) or by path to a TOML file; ValueError names the file."""
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise ValueError(f"bench: suite file not found: {name}")
-        return parse(path.read_text())
+            raise ValueError(f"bench: --suite {name}: suite file not found")
+        try:
+            return parse(path.read_text())
+        except OSError as error:
+            raise ValueError(f"bench: --suite {name}: {error.strerror}") from error
+        except ValueError as error:
+            kind = "" if str(error).startswith("suite: ") else "suite: no TOML: "
+            raise ValueError(f"bench: {name}: {kind}{error}") from error
     if name not in available():
         raise ValueError(
-            f"bench: suite expected to be one of {', '.join(available())} or a .toml file, got {name!r}"
+            f"bench: --suite expected to be one of {', '.join(available())} or a .toml file, got {name!r}"
         )
     return parse((resources.files(__name__) / f"{name}.toml").read_text())
