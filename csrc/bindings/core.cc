@@ -1,6 +1,8 @@
 // flux._core: the torch-free, CUDA-free part of flux for Python. Plans and tile orders come from the same
 // headers that the kernels compile, so what CPU tests enumerate is what a GPU does.
 
+#include "bindings/core.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,13 +17,12 @@
 #include <vector>
 
 #include "ag_gemm/plan.h"
-#include "bindings/moe_core.h"
+#include "bindings/checks.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm/tile_config.h"
 #include "gemm/tile_order.h"
 #include "gemm_rs/plan.h"
-#include "runtime/exchange.h"
 #include "runtime/host_atomics.h"
 #include "runtime/symm_buffer.h"
 #include "runtime/turn.h"
@@ -33,34 +34,6 @@ namespace {
 
 using RankTile = std::tuple<int, int, int>;  // owner, m and n inside the owner's shard
 
-// Python callers pass addresses of shared memory: a wrong one would crash the process, so catch what can be
-// caught.
-uint64_t checked_word(uint64_t address) {
-  if (address == 0 || address % sizeof(uint32_t) != 0) {
-    throw py::value_error("address " + std::to_string(address) + ": expected a non-null multiple of 4");
-  }
-  return address;
-}
-
-void check_range(const char* what, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high) {
-    throw py::value_error(std::string(what) + ": expected " + std::to_string(low) + " to " +
-                          std::to_string(high) + ", got " + std::to_string(value));
-  }
-}
-
-constexpr int kMaxExtent = 1 << 30;  // of M, N or K: leaves room for rounding up in 32 bits
-
-void check_problem(int m, int n, int world_size) {
-  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
-  check_range("m", m, 1, kMaxExtent);
-  check_range("n", n, 1, kMaxExtent);
-  if (m % world_size != 0) {
-    throw py::value_error("m: expected a multiple of world_size " + std::to_string(world_size) + ", got " +
-                          std::to_string(m));
-  }
-}
-
 const gemm::TileConfig& config_at(int config) {
   check_range("config", config, 0, gemm::kNumTileConfigs - 1);
   return gemm::kTileConfigs[config];
@@ -69,8 +42,11 @@ const gemm::TileConfig& config_at(int config) {
 // ---- atomics ----------------------------------------------------------------------------------------------
 
 uint32_t wait_at_least(uint64_t address, uint32_t epoch, double timeout_s) {
-  checked_word(address);
-  const double seconds = std::clamp(timeout_s, 0.0, 1e9);
+  checked_word("addr", address);
+  if (!(timeout_s >= 0.0)) {
+    throw py::value_error("timeout_s: expected a number of seconds, got " + std::to_string(timeout_s));
+  }
+  const double seconds = std::min(timeout_s, 1e9);
   const auto timeout =
       std::chrono::duration_cast<runtime::Clock::duration>(std::chrono::duration<double>(seconds));
   py::gil_scoped_release release;
@@ -83,7 +59,7 @@ uint32_t wait_at_least(uint64_t address, uint32_t epoch, double timeout_s) {
 // The fields in the order of ErrorRecord, or None while no wait has run out of time.
 std::optional<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>> read_error(
     uint64_t address) {
-  checked_word(address);
+  checked_word("addr", address);
   if (runtime::load_acquire(address + offsetof(runtime::ErrorRecord, code)) == 0) return std::nullopt;
   runtime::ErrorRecord record;
   std::memcpy(&record, reinterpret_cast<const void*>(address), sizeof(record));
@@ -95,12 +71,14 @@ std::optional<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint3
 runtime::SymmBuffer make_symm_buffer(int rank, int world_size, const std::vector<uint64_t>& peers,
                                      int64_t signal_bytes, int64_t slot_bytes, int64_t exchange_bytes,
                                      uint64_t error, uint64_t timeout_ns) {
-  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
-  check_range("rank", rank, 0, world_size - 1);
+  // Words of signals are counted in 32 bits; addresses behind any of these sizes must fit into 64.
+  constexpr int64_t kMaxSignalBytes = int64_t{4} * INT32_MAX, kMaxSlotBytes = int64_t{1} << 48;
+  check_world_size(world_size);
+  check_rank("rank", rank, world_size);
   check_range("len(peers)", static_cast<int64_t>(peers.size()), world_size, world_size);
-  check_range("signal_bytes", signal_bytes, 0, INT64_MAX);
-  check_range("slot_bytes", slot_bytes, 0, INT64_MAX);
-  check_range("exchange_bytes", exchange_bytes, 0, INT64_MAX);
+  check_range("signal_bytes", signal_bytes, 0, kMaxSignalBytes);
+  check_range("slot_bytes", slot_bytes, 0, kMaxSlotBytes);
+  check_range("exchange_bytes", exchange_bytes, 0, kMaxSlotBytes);
   runtime::SymmBuffer buffer{};
   buffer.rank = rank;
   buffer.world_size = world_size;
@@ -122,16 +100,23 @@ std::string tile_name(const gemm::TileConfig& config) {
 gemm::Choice select(const gemm::Problem& problem, int config) {
   check_problem(problem.m, problem.n, problem.world_size);
   check_range("k", problem.k, 1, kMaxExtent);
-  check_range("num_sms", problem.num_sms, 1, INT32_MAX);
+  check_range("num_sms", problem.num_sms, 1, kMaxSms);
+  check_range("config", config, -1, INT32_MAX);
   if (config >= 0 && (config & 0xff) >= gemm::kFirstSwapAb) {
     check_range("config", config & 0xff, gemm::kFirstSwapAb,
                 gemm::kFirstSwapAb + gemm::kNumSwapAbConfigs - 1);
     check_range("split in config", config >> 8 & 0xff, 0, gemm::kMaxSplit);
+    check_range("CTAs that share a weight in config", config >> 16, 0, 2);
   } else if (config >= 0) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, static_cast<int>(gemm::Cluster::kSplit3));
   }
-  return gemm::select(problem, config);
+  const gemm::Choice choice = gemm::select(problem, config);
+  if (choice.config < 0) {
+    throw py::value_error("config: expected a tile and cluster that the problem and its " +
+                          std::to_string(problem.num_sms) + " SMs allow, got " + std::to_string(config));
+  }
+  return choice;
 }
 
 std::string choice_name(const gemm::Choice& choice) {
@@ -144,18 +129,43 @@ gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
   return gemm_rs::make_layout(m, n, world_size, config_at(config));
 }
 
+// Groups of more rows than there are, are one group; so many columns of them are counted in 32 bits.
+int checked_group_m(int group_m, const gemm_rs::Layout& layout) {
+  check_range("group_m", group_m, 1, kMaxExtent);
+  return std::min(group_m, layout.world_size * layout.m_tiles);
+}
+
+gemm::Cluster checked_cluster(int cluster) {
+  check_range("cluster", cluster, 1, static_cast<int>(gemm::Cluster::kPairN));
+  return static_cast<gemm::Cluster>(cluster);
+}
+
 gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, int cluster, int group_m,
                            bool copied) {
   const gemm_rs::Layout layout = gemm_rs_layout(m, n, world_size, config);
-  check_range("rank", rank, 0, world_size - 1);
-  check_range("cluster", cluster, 1, 3);
-  check_range("group_m", group_m, 1, kMaxExtent);
-  return gemm_rs::make_order(layout, rank, static_cast<gemm::Cluster>(cluster), group_m, copied);
+  check_rank("rank", rank, world_size);
+  return gemm_rs::make_order(layout, rank, checked_cluster(cluster), checked_group_m(group_m, layout),
+                             copied);
+}
+
+int64_t tile_offset(const gemm_rs::Layout& self, int slot, int m_tile, int n_tile) {
+  check_range("slot", slot, 0, self.world_size - 2);
+  check_range("m_tile", m_tile, 0, self.m_tiles - 1);
+  check_range("n_tile", n_tile, 0, self.n_tiles - 1);
+  return self.tile_offset(slot, m_tile, n_tile);
+}
+
+int signal_index(const gemm_rs::Layout& self, int m_tile, int n_tile, int half) {
+  check_range("m_tile", m_tile, 0, self.m_tiles - 1);
+  check_range("n_tile", n_tile, 0, self.n_tiles - 1);
+  check_range("half", half, 0, 1);
+  return self.signal_index(m_tile, n_tile, half);
 }
 
 RankTile rank_tile(const gemm::Tile& tile) { return {tile.shard, tile.m, tile.n}; }
 
 std::vector<RankTile> all_tiles(const gemm::TileOrder& order) {
+  check_range("tiles", order.num_clusters() * order.cluster_size(), 1, kMaxListed);
   std::vector<RankTile> tiles;
   for (int index = 0; index < order.num_clusters(); ++index) {
     for (int cta = 0; cta < order.cluster_size(); ++cta) {
@@ -177,6 +187,27 @@ gemm_rs::Chunks gemm_rs_chunks(int count, int tiles) {
   return {count, tiles};
 }
 
+int first_of_chunk(const gemm_rs::Chunks& self, int chunk) {
+  check_range("chunk", chunk, 0, self.count);
+  return self.first(chunk);
+}
+
+int size_of_chunk(const gemm_rs::Chunks& self, int chunk) {
+  check_range("chunk", chunk, 0, self.count - 1);
+  return self.size(chunk);
+}
+
+int chunk_of(const gemm_rs::Chunks& self, int tile_index) {
+  check_range("tile_index", tile_index, 0, self.tiles - 1);
+  return self.of(tile_index);
+}
+
+int copy_chunks(int m, int n, int k, int world_size) {
+  check_problem(m, n, world_size);
+  check_range("k", k, 1, kMaxExtent);
+  return gemm_rs::copy_chunks(m, n, k, world_size);
+}
+
 gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config) {
   return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, config);
 }
@@ -196,18 +227,22 @@ gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int worl
 }
 
 ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size) {
-  check_problem(m, k, world_size);
+  check_shards(m, "k", k, world_size);
   return ag_gemm::make_layout(m, k, world_size);
+}
+
+int64_t row_offset(const ag_gemm::Layout& self, int slot, int row) {
+  check_range("slot", slot, 0, self.world_size - 2);
+  check_range("row", row, 0, self.rows - 1);
+  return self.offset(slot, row);
 }
 
 std::vector<RankTile> ag_gemm_tiles(int m, int n, int world_size, int rank, int config, int cluster,
                                     int group_m) {
-  check_problem(m, n, world_size);
-  check_range("rank", rank, 0, world_size - 1);
-  check_range("cluster", cluster, 1, 3);
-  check_range("group_m", group_m, 1, kMaxExtent);
-  return all_tiles(ag_gemm::make_order(m, n, world_size, rank, config_at(config),
-                                       static_cast<gemm::Cluster>(cluster), group_m));
+  const gemm_rs::Layout tiles = gemm_rs_layout(m, n, world_size, config);
+  check_rank("rank", rank, world_size);
+  return all_tiles(ag_gemm::make_order(m, n, world_size, rank, config_at(config), checked_cluster(cluster),
+                                       checked_group_m(group_m, tiles)));
 }
 
 // The same walk as the kernel's: its grid is as many whole clusters as the SMs hold, and no more than there
@@ -220,6 +255,7 @@ std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int
   check_range("num_sms", num_sms, cluster_size, INT32_MAX);
   check_range("cta", cta, 0, num_sms - 1);
   const int step = std::min(num_sms / cluster_size, order.num_clusters());
+  check_range("tiles of the CTA", order.num_clusters() / step, 1, kMaxListed);
   std::vector<std::optional<RankTile>> tiles;
   if (cta >= step * cluster_size) return tiles;
   for (int index = cta / cluster_size; index < order.num_clusters(); index += step) {
@@ -229,43 +265,28 @@ std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int
   return tiles;
 }
 
-runtime::Exchange exchange(int m, int n, int world_size, runtime::Exchange::Mode mode) {
-  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
-  check_range("m", m, 1, kMaxExtent);
-  check_range("n", n, 1, kMaxExtent);
-  if (n % runtime::Exchange::kVector != 0) {
-    throw py::value_error("n: expected a multiple of 8, got " + std::to_string(n));
-  }
-  if (mode == runtime::Exchange::Mode::kScatter) check_problem(m, n, world_size);
-  return runtime::make_exchange(m, n, world_size, mode);
-}
-
-runtime::Exchange row_exchange(int m, int n, int world_size, runtime::Exchange::Mode mode) {
-  exchange(m, n, world_size, mode);  // for its checks
-  return runtime::make_row_exchange(m, n, world_size, mode);
-}
-
 // ---- module -----------------------------------------------------------------------------------------------
 
 void bind_atomics(py::module_& m) {
   m.def(
       "store_release",
-      [](uint64_t address, uint32_t value) { runtime::store_release(checked_word(address), value); },
+      [](uint64_t address, uint32_t value) { runtime::store_release(checked_word("addr", address), value); },
       py::arg("addr"), py::arg("value"),
-      "Store a u32; everything written before is visible to whoever acquires it.");
+      "Store a u32; everything written before is visible to whoever acquires it. `addr`, as of all "
+      "functions here, is trusted: it must be that of a mapped word.");
   m.def(
-      "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word(address)); },
+      "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word("addr", address)); },
       py::arg("addr"), "Load a u32; everything its writer released before it is visible from here on.");
   m.def(
-      "fetch_add", [](uint64_t address, uint32_t n) { return runtime::fetch_add(checked_word(address), n); },
+      "fetch_add",
+      [](uint64_t address, uint32_t n) { return runtime::fetch_add(checked_word("addr", address), n); },
       py::arg("addr"), py::arg("n"), "Add to a u32 and return the value before.");
   m.def("wait_at_least", &wait_at_least, py::arg("addr"), py::arg("epoch"), py::arg("timeout_s"),
         "Wait, with the GIL released, until the u32 has reached `epoch` (modulo 2**32) or `timeout_s` "
-        "seconds have "
-        "passed; return the value last seen. KeyboardInterrupt gets through.");
+        "seconds have passed; return the value last seen. KeyboardInterrupt gets through.");
   m.def("read_error", &read_error, py::arg("addr"),
         "(op, rank, peer, tile, expected, seen) of an ErrorRecord in host memory, or None if no wait timed "
-        "out.");
+        "out. `addr` is trusted.");
 }
 
 // Threads' turns on a group, and whether one of their calls was broken off after it had told peers of itself. In
@@ -327,8 +348,9 @@ void bind_workspace(py::module_& m) {
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
   m.attr("MAX_PUSH_BLOCKS") = runtime::kMaxPushBlocks;
-  py::class_<runtime::SymmBuffer>(m, "SymmBuffer",
-                                  "A group's workspace as kernels see it: peer addresses and sizes.")
+  py::class_<runtime::SymmBuffer>(
+      m, "SymmBuffer",
+      "A group's workspace as kernels see it: peer addresses and sizes. Addresses are trusted.")
       .def(py::init(&make_symm_buffer), py::arg("rank"), py::arg("world_size"), py::arg("peers"),
            py::arg("signal_bytes"), py::arg("slot_bytes"), py::arg("exchange_bytes"), py::arg("error"),
            py::arg("timeout_ns"))
@@ -360,12 +382,14 @@ void bind_selection(py::module_& m) {
     return std::vector<gemm::TileConfig>(std::begin(gemm::kTileConfigs), std::end(gemm::kTileConfigs));
   });
 
+  m.attr("MAX_EXTENT") = kMaxExtent;
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
   m.attr("NUM_SWAP_AB") = gemm::kNumSwapAbConfigs;
   m.def(
       "swap_ab_stage_blocks",
       [](int tile, int k) {
         check_range("tile", tile, 0, gemm::kNumSwapAbConfigs - 1);
+        check_range("k", k, 1, kMaxExtent);
         return gemm::swap_ab_stage_blocks(gemm::kSwapAbConfigs[tile], k);
       },
       py::arg("tile"), py::arg("k"), "Into how many parts k can be split at most.");
@@ -411,9 +435,9 @@ void bind_gemm_rs(py::module_& m) {
       .def_readonly("world_size", &Layout::world_size)
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
-      .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
-      .def("tile_offset", &Layout::tile_offset, py::arg("slot"), py::arg("m_tile"), py::arg("n_tile"))
-      .def("signal_index", &Layout::signal_index, py::arg("m_tile"), py::arg("n_tile"), py::arg("half"),
+      .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
+      .def("tile_offset", &tile_offset, py::arg("slot"), py::arg("m_tile"), py::arg("n_tile"))
+      .def("signal_index", &signal_index, py::arg("m_tile"), py::arg("n_tile"), py::arg("half"),
            "Word within the region of a slot; each half of a tile (64 rows) has its own.");
   m.def("gemm_rs_layout", &gemm_rs_layout, py::arg("m"), py::arg("n"), py::arg("world_size"),
         py::arg("config"));
@@ -422,12 +446,12 @@ void bind_gemm_rs(py::module_& m) {
         "[(owner, m_tile, n_tile)] in the order in which `rank` computes them.");
   py::class_<gemm_rs::Chunks>(m, "RsChunks", "How copy engines divide the tiles of a slot.")
       .def_readonly("count", &gemm_rs::Chunks::count)
-      .def("first", &gemm_rs::Chunks::first, py::arg("chunk"))
-      .def("of", &gemm_rs::Chunks::of, py::arg("tile_index"))
-      .def("size", &gemm_rs::Chunks::size, py::arg("chunk"));
+      .def("first", &first_of_chunk, py::arg("chunk"))
+      .def("of", &chunk_of, py::arg("tile_index"))
+      .def("size", &size_of_chunk, py::arg("chunk"));
   m.def("gemm_rs_chunks", &gemm_rs_chunks, py::arg("count"), py::arg("tiles"));
-  m.def("gemm_rs_copy_chunks", &gemm_rs::copy_chunks, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("world_size"), "Chunks that copy engines send each peer; 0: storers send.");
+  m.def("gemm_rs_copy_chunks", &copy_chunks, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("world_size"),
+        "Chunks that copy engines send each peer; 0: storers send.");
   m.def("cta_tiles", &cta_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
         py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("num_sms"), py::arg("cta"),
         "What one CTA of the persistent grid computes, in order; None is the idle half of a cluster.");
@@ -441,43 +465,12 @@ void bind_ag_gemm(py::module_& m) {
       .def_property_readonly("row_blocks", &Layout::row_blocks, "Of a shard; each has a signal.")
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
-      .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
-      .def("offset", &Layout::offset, py::arg("slot"), py::arg("row"));
+      .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
+      .def("offset", &row_offset, py::arg("slot"), py::arg("row"));
   m.def("ag_gemm_layout", &ag_gemm_layout, py::arg("m"), py::arg("k"), py::arg("world_size"));
   m.def("ag_gemm_tiles", &ag_gemm_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
         py::arg("config"), py::arg("cluster"), py::arg("group_m"),
         "[(source, m_tile, n_tile)] in the order in which `rank` computes them; m counts all rows.");
-}
-
-void bind_exchange(py::module_& m) {
-  using runtime::Exchange;
-  py::enum_<Exchange::Mode>(m, "ExchangeMode", "How ranks sum what each of them has.")
-      .value("ONE_SHOT", Exchange::Mode::kOneShot)
-      .value("TWO_SHOT", Exchange::Mode::kTwoShot)
-      .value("SCATTER", Exchange::Mode::kScatter);
-  py::class_<Exchange>(m, "Exchange", "Where the vectors of a matrix [m, n] go that ranks sum.")
-      .def_readonly("m", &Exchange::m)
-      .def_readonly("n", &Exchange::n)
-      .def_readonly("world_size", &Exchange::world_size)
-      .def_readonly("mode", &Exchange::mode)
-      .def_readonly("shard", &Exchange::shard, "Columns (two-shot) or rows (scatter) of an owner, else 0.")
-      .def_property_readonly("slot_rows", &Exchange::slot_rows, "Of what one source sends one owner.")
-      .def_property_readonly("slot_columns", &Exchange::slot_columns)
-      .def_property_readonly("contribution_bytes", &Exchange::contribution_bytes)
-      .def_property_readonly("bytes", &Exchange::bytes,
-                             "Of the exchange area of a rank, for 2-byte elements.")
-      .def("first_row", &Exchange::first_row, py::arg("rank"))
-      .def("first_column", &Exchange::first_column, py::arg("rank"))
-      .def("columns_of", &Exchange::columns_of, py::arg("rank"), "Columns that a rank sums.")
-      .def("contribution", &Exchange::contribution, py::arg("source"), py::arg("owner"), py::arg("row"),
-           py::arg("column"), "Byte offset in the owner's area.")
-      .def("result", &Exchange::result, py::arg("row"), py::arg("column"),
-           "Byte offset, in every rank's area, of a sum that its owner sends.");
-  m.def("exchange", &exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"));
-  m.def("row_exchange", &row_exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"),
-        "Of the same matrix as one row, of which two-shot owners get whole rows of the matrix.");
-  m.def("all_reduce_mode", &runtime::all_reduce_mode, py::arg("m"), py::arg("n"), py::arg("world_size"),
-        "One-shot or two-shot, whichever should be done sooner.");
 }
 
 }  // namespace

@@ -1,14 +1,15 @@
 // The mixture-of-experts part of flux._core. Arrays come as addresses of CPU tensors: the Python side
 // (flux/moe/routing.py) makes them, in the sizes of the layout.
 
-#include "bindings/moe_core.h"
-
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "bindings/checks.h"
+#include "bindings/core.h"
 #include "moe/plan.h"
 #include "moe/routing.h"
 #include "moe/tile_choice.h"
@@ -18,50 +19,104 @@ namespace py = pybind11;
 namespace flux::bindings {
 namespace {
 
-void expect(bool good, const std::string& what) {
-  if (!good) throw py::value_error(what);
-}
+constexpr int kMaxExperts = 1 << 20;
+constexpr int kMaxChoices = (1 << 30) - 1;  // of all ranks' tokens
 
 moe::Layout make_layout(int world_size, int rank, int ep_size, int num_experts, int top_k, int max_tokens) {
-  expect(world_size >= 1 && world_size <= moe::kMaxSteps, "world_size: expected 1 to 8");
-  expect(rank >= 0 && rank < world_size, "rank: expected one of the group");
-  expect(ep_size >= 1 && world_size % ep_size == 0, "ep_size: expected a divisor of world_size");
-  expect(num_experts >= 1 && num_experts % ep_size == 0, "num_experts: expected a multiple of ep_size");
-  expect(top_k >= 1 && top_k <= moe::kMaxTopK, "top_k: expected 1 to 16");
-  expect(max_tokens >= 0 && static_cast<int64_t>(max_tokens) * world_size * top_k <= INT32_MAX / 2,
-         "max_tokens: expected less than 2**30 choices of all ranks");
+  check_world_size(world_size);
+  check_rank("rank", rank, world_size);
+  check_range("ep_size", ep_size, 1, world_size);
+  if (world_size % ep_size != 0) {
+    throw py::value_error("ep_size: expected a divisor of world_size " + std::to_string(world_size) +
+                          ", got " + std::to_string(ep_size));
+  }
+  check_range("num_experts", num_experts, 1, kMaxExperts);
+  check_multiple("num_experts", num_experts, "ep_size " + std::to_string(ep_size), ep_size);
+  check_range("top_k", top_k, 1, moe::kMaxTopK);
+  check_range("max_tokens", max_tokens, 0, kMaxChoices / (world_size * top_k));
   return {world_size, rank, ep_size, num_experts, top_k, max_tokens};
 }
 
+int checked_max_tiles(const moe::Layout& self, int block_m) {
+  check_range("block_m", block_m, 1, kMaxExtent);
+  return self.max_tiles(block_m);
+}
+
+int slice_of(const moe::Layout& self, int rank) {
+  check_rank("rank", rank, self.world_size);
+  return self.slice_of(rank);
+}
+
+int step_of(const moe::Layout& self, int source) {
+  check_rank("source", source, self.world_size);
+  return self.step_of(source);
+}
+
+int blocks_of(int slot_rows, int block_rows) {
+  check_range("slot_rows", slot_rows, 0, kMaxExtent);
+  check_range("block_rows", block_rows, 1, kMaxExtent);
+  return moe::Layout::blocks_of(slot_rows, block_rows);
+}
+
+int block_rows(int max_tokens) {
+  check_range("max_tokens", max_tokens, 0, kMaxExtent);
+  return moe::Layout::block_rows(max_tokens);
+}
+
+int send_signal(const moe::SendOrder& self, int share, int part) {
+  check_range("share", share, 0, self.shares - 1);
+  check_range("part", part, 0, self.parts - 1);
+  return self.signal(share, part);
+}
+
+// Of an array of words, which may be null if it is empty.
 template <class T>
-T* pointer(uint64_t address) {
-  return reinterpret_cast<T*>(address);
+T* pointer(const char* what, uint64_t address, bool empty) {
+  return reinterpret_cast<T*>(empty && address == 0 ? 0 : checked_word(what, address));
 }
 
 // Addresses in the order of RoutingArrays.
 void route(const moe::Layout& layout, int block_m, uint64_t ids, const std::vector<uint64_t>& arrays) {
-  expect(block_m >= 1, "block_m: expected a positive number");
-  expect(arrays.size() == 10, "arrays: expected 10 addresses");
-  const auto words = [&](int i) { return pointer<int32_t>(arrays[i]); };
-  const moe::RoutingArrays out = {words(0), words(1), words(2),
-                                  words(3), words(4), words(5),
-                                  words(6), words(7), pointer<moe::TileEntry>(arrays[8]),
-                                  words(9)};
+  check_range("block_m", block_m, 1, kMaxExtent);
+  check_range("len(arrays)", static_cast<int64_t>(arrays.size()), 10, 10);
+  const bool empty = layout.max_tokens == 0;
+  const auto words = [&](int i) { return pointer<int32_t>("arrays", arrays[i], empty); };
+  const moe::RoutingArrays out = {words(0),
+                                  words(1),
+                                  words(2),
+                                  words(3),
+                                  words(4),
+                                  words(5),
+                                  words(6),
+                                  words(7),
+                                  pointer<moe::TileEntry>("arrays", arrays[8], false),
+                                  pointer<int32_t>("arrays", arrays[9], false)};
+  const auto* choices = pointer<const int32_t>("ids", ids, empty);
   py::gil_scoped_release release;
-  moe::route_on_host(layout, block_m, pointer<const int32_t>(ids), out);
+  moe::route_on_host(layout, block_m, choices, out);
 }
 
-std::vector<std::tuple<int, int, int>> tiles(uint64_t entries, int num_entries, int n_tiles) {
+std::vector<std::tuple<int, int, int>> tiles(uint64_t address, int num_entries, int n_tiles) {
+  check_range("num_entries", num_entries, 0, kMaxListed);
+  check_range("n_tiles", n_tiles, 1, kMaxListed);
+  check_range("num_entries * n_tiles", static_cast<int64_t>(num_entries) * n_tiles, 0, kMaxListed);
+  const auto* entries = pointer<const moe::TileEntry>("entries", address, num_entries == 0);
   std::vector<std::tuple<int, int, int>> all;
   for (int index = 0; index < num_entries * n_tiles; ++index) {
-    const moe::Tile tile = moe::tile_at(pointer<const moe::TileEntry>(entries), n_tiles, index);
+    // What is no schedule may hold anything.
+    const moe::TileEntry& entry = entries[index / n_tiles];
+    check_range("size of a group in entries", entry.size, 1, moe::kGroupM);
+    check_range("base of a group in entries", entry.base, 0, index / n_tiles);
+    check_range("first_m of a group in entries", entry.first_m, 0, kMaxExtent);
+    const moe::Tile tile = moe::tile_at(entries, n_tiles, index);
     all.emplace_back(tile.expert, tile.m, tile.n);
   }
   return all;
 }
 
 std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
-  expect(n >= 1 && block_n >= 1, "n, block_n: expected positive numbers");
+  check_range("n", n, 1, kMaxExtent);
+  check_range("block_n", block_n, 1, kMaxExtent);
   const moe::ColumnChunks chunks = moe::make_chunks(n, block_n);
   std::vector<std::tuple<int, int>> all;
   for (int chunk = 0; chunk < chunks.count(); ++chunk) {
@@ -73,6 +128,7 @@ std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
 // All units of an order, as it numbers them.
 template <class Order>
 std::vector<std::tuple<int, int, int>> units_of(const Order& order) {
+  check_range("units", order.units(), 0, kMaxListed);
   std::vector<std::tuple<int, int, int>> all;
   for (int index = 0; index < order.units(); ++index) {
     const auto [first, second, third] = order.at(index);
@@ -82,9 +138,33 @@ std::vector<std::tuple<int, int, int>> units_of(const Order& order) {
 }
 
 std::vector<std::tuple<int, int, int>> comm_units(int world_size, int rank, int blocks, int chunks) {
-  expect(world_size >= 1 && rank >= 0 && rank < world_size && blocks >= 1 && chunks >= 1,
-         "comm_units: expected a rank of the group, and positive numbers");
+  check_world_size(world_size);
+  check_rank("rank", rank, world_size);
+  check_range("blocks", blocks, 1, kMaxListed);
+  check_range("chunks", chunks, 1, kMaxListed);
+  check_range("units", static_cast<int64_t>(blocks) * chunks * world_size, 1, kMaxListed);
   return units_of(moe::CommOrder{world_size, rank, blocks, chunks});
+}
+
+int choose_tile(int64_t num_rows, int experts, int n, int k, int num_sms) {
+  check_range("num_rows", num_rows, 0, kMaxChoices);
+  check_range("experts", experts, 1, kMaxExperts);
+  check_range("n", n, 1, kMaxExtent);
+  check_range("k", k, 1, kMaxExtent);
+  check_range("num_sms", num_sms, 1, kMaxSms);
+  return moe::choose_grouped_config(num_rows, experts, n, k, num_sms);
+}
+
+int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k, int world_size,
+                       int num_sms) {
+  check_range("expected_rows", expected_rows, 0, kMaxChoices);
+  check_range("own_tokens", own_tokens, 0, kMaxChoices);
+  check_range("experts", experts, 1, kMaxExperts);
+  check_range("n", n, 1, kMaxExtent);
+  check_range("k", k, 1, kMaxExtent);
+  check_world_size(world_size);
+  check_range("num_sms", num_sms, 0, kMaxSms);  // CPUs have none
+  return moe::communication_ctas(expected_rows, own_tokens, experts, n, k, world_size, num_sms);
 }
 
 }  // namespace
@@ -107,13 +187,13 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("route_ctas", &moe::route_ctas, "Of the routing kernel; all must be resident.")
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
       .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
-      .def("max_tiles", &Layout::max_tiles, py::arg("block_m"))
-      .def("slice_of", &Layout::slice_of, py::arg("rank"))
-      .def("step_of", &Layout::step_of, py::arg("source"))
-      .def_static("slot_index", &Layout::slot_index, py::arg("src"), py::arg("owner"))
-      .def_static("blocks_of", &Layout::blocks_of, py::arg("slot_rows"), py::arg("block_rows"),
+      .def("max_tiles", &checked_max_tiles, py::arg("block_m"))
+      .def("slice_of", &slice_of, py::arg("rank"))
+      .def("step_of", &step_of, py::arg("source"))
+      .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
+      .def_static("blocks_of", &blocks_of, py::arg("slot_rows"), py::arg("block_rows"),
                   "Blocks of that many slot rows in layer 1, each with a signal.")
-      .def_static("block_rows", &Layout::block_rows, py::arg("max_tokens"), "Slot rows of such a block.");
+      .def_static("block_rows", &block_rows, py::arg("max_tokens"), "Slot rows of such a block.");
   using moe::SendOrder;
   py::class_<SendOrder>(m, "MoeSendOrder", "The order in which the tokens of a rank travel in layer 0.")
       .def(py::init(&moe::make_send_order), py::arg("layout"))
@@ -128,18 +208,22 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("early_experts", &SendOrder::early_experts,
                              "Those whose tiles of own tokens are computed first.")
       .def_property_readonly("signals", &SendOrder::signals)
-      .def("signal", &SendOrder::signal, py::arg("share"), py::arg("part"));
-  m.def("moe_route", &route, py::arg("layout"), py::arg("block_m"), py::arg("ids"), py::arg("arrays"),
-        "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens.");
-  m.def("moe_tiles", &tiles, py::arg("entries"), py::arg("num_entries"), py::arg("n_tiles"),
-        "[(expert, m_tile, n_tile)] in the order in which they are computed.");
+      .def("signal", &send_signal, py::arg("share"), py::arg("part"));
+  m.def(
+      "moe_route", &route, py::arg("layout"), py::arg("block_m"), py::arg("ids"), py::arg("arrays"),
+      "Fill the arrays of a routing (csrc/moe/routing.h) from the expert ids of all ranks' tokens. Addresses "
+      "are trusted: the arrays must have the sizes that the layout says.");
+  m.def(
+      "moe_tiles", &tiles, py::arg("entries"), py::arg("num_entries"), py::arg("n_tiles"),
+      "[(expert, m_tile, n_tile)] in the order in which they are computed. The address is trusted, what lies "
+      "there is not.");
   m.def("moe_column_chunks", &column_chunks, py::arg("n"), py::arg("block_n"),
         "[(first n_tile, number of n_tiles)] of layer 1.");
-  m.def("moe_tile", &moe::choose_grouped_config, py::arg("num_rows"), py::arg("experts"), py::arg("n"),
-        py::arg("k"), py::arg("num_sms"), "Id of the tile shape of a grouped GEMM.");
+  m.def("moe_tile", &choose_tile, py::arg("num_rows"), py::arg("experts"), py::arg("n"), py::arg("k"),
+        py::arg("num_sms"), "Id of the tile shape of a grouped GEMM.");
   m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),
         py::arg("chunks"), "[(chunk, peer, block)] in the order in which layer 1 sends and sums.");
-  m.def("moe_communication_ctas", &moe::communication_ctas, py::arg("expected_rows"), py::arg("own_tokens"),
+  m.def("moe_communication_ctas", &communication_ctas, py::arg("expected_rows"), py::arg("own_tokens"),
         py::arg("experts"), py::arg("n"), py::arg("k"), py::arg("world_size"), py::arg("num_sms"),
         "How many CTAs of layer 1 begin with communication.");
 }

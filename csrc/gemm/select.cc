@@ -212,7 +212,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   // Loads go on while a tile ends, but not for as long as three meetings take.
   const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
   const double math_us = rounds * (k_blocks * (block.us + block.row_us * tile.rows) + end_us);
-  const double load_us = std::max(rounds * k_blocks * l2_us, weight_us) + ends * end_us;
+  const double load_us = std::max(static_cast<double>(rounds) * k_blocks * l2_us, weight_us) + ends * end_us;
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);
   if (!p.all_reduced) return time_us;
   const bool meets_twice = split > 1 && tile.rows > swap_ab_meeting_rows(tile);
@@ -301,6 +301,7 @@ Choice selected(const Problem& p, int packed_choice) {
 
 Choice select(const Problem& p, int packed_choice) {
   Choice choice = selected(p, packed_choice);
+  if (choice.config < 0) return choice;
   choice.sums_in_launch =
       p.all_reduced && (choice.swaps_ab() || sums_in_launch(p, kTileConfigs[choice.config], choice.cluster));
   return choice;

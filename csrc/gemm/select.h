@@ -21,7 +21,7 @@ struct Problem {
 };
 
 struct Choice {
-  int config;
+  int config;  // -1: the problem and its SMs do not allow what was asked for
   Cluster cluster;
   int group_m;     // of a swap-AB tile the CTAs that share its weight
   double time_us;  // the model's guess

@@ -47,8 +47,8 @@ struct Layout {
 
   // The expert within a slice, or -1 if the slice does not hold it.
   FLUX_HD int local_expert(int id, int slice) const {
-    const int local = id - slice * local_experts();
-    return local >= 0 && local < local_experts() ? local : -1;
+    const int first = slice * local_experts();
+    return id >= first && id < first + local_experts() ? id - first : -1;  // ids may be any number
   }
 
   // Own tokens are here at step 0. Everybody sends to rank+1 first, so those of rank-1 come next.

@@ -87,7 +87,7 @@ inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode m
 }
 
 // Whichever gets an all-reduce done sooner: one-shot sends more, two-shot waits twice.
-inline Exchange::Mode all_reduce_mode(int m, int n, int world_size) {
+inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr double kLinkBytesPerUs = 310e3;
   constexpr double kHopUs = 1.7;  // a store to a peer, and its poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;

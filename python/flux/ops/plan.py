@@ -24,7 +24,7 @@ _SUMS = ("all_reduce", "reduce_scatter")
 
 # The CPU path walks tiles in the order of a GPU with this many SMs. Any number gives the same result.
 CPU_NUM_SMS = 8
-_MAX_EXTENT = 2**30
+_MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8

@@ -1,9 +1,11 @@
+// The parts of flux._core.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace flux::bindings {
 
+void bind_exchange(pybind11::module_& m);
 void bind_moe(pybind11::module_& m);
 
 }  // namespace flux::bindings

@@ -1,0 +1,78 @@
+// What flux._core checks of its arguments before it multiplies, divides or indexes with them. Sizes are not trusted.
+// Addresses are: that a word or an array lies there cannot be seen from here.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "gemm/tile_config.h"
+#include "runtime/symm_buffer.h"
+
+namespace flux::bindings {
+
+constexpr int kMaxExtent =
+    (1 << 30) - 1;  // of M, N or K: the bytes of a row of 2-byte elements fit into 32 bits
+// Tiles of a problem, whatever their shape: three CTAs for each, counted in tenths, fit into 32 bits.
+constexpr int64_t kMaxTiles = 1 << 26;
+constexpr int64_t kMaxListed = 1 << 21;  // entries of a list that is returned
+constexpr int kMaxSms = 1 << 16;
+
+// Throws ValueError unless low <= value <= high.
+inline void check_range(const std::string& what, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    throw pybind11::value_error(what + ": expected " + std::to_string(low) + " to " + std::to_string(high) +
+                                ", got " + std::to_string(value));
+  }
+}
+
+inline void check_multiple(const std::string& what, int64_t value, const std::string& of, int64_t divisor) {
+  if (value % divisor != 0) {
+    throw pybind11::value_error(what + ": expected a multiple of " + of + ", got " + std::to_string(value));
+  }
+}
+
+inline uint64_t checked_word(const char* what, uint64_t address) {
+  if (address == 0 || address % sizeof(uint32_t) != 0) {
+    throw pybind11::value_error(std::string(what) + ": expected an address, a non-null multiple of 4, got " +
+                                std::to_string(address));
+  }
+  return address;
+}
+
+inline void check_world_size(int world_size) {
+  check_range("world_size", world_size, 1, runtime::kMaxWorldSize);
+}
+
+inline void check_rank(const char* what, int rank, int world_size) {
+  check_range(what, rank, 0, world_size - 1);
+}
+
+// A matrix whose rows are one shard for each rank.
+inline void check_shards(int m, const char* columns_name, int columns, int world_size) {
+  check_world_size(world_size);
+  check_range("m", m, 1, kMaxExtent);
+  check_range(columns_name, columns, 1, kMaxExtent);
+  check_multiple("m", m, "world_size " + std::to_string(world_size), world_size);
+}
+
+// The result of a GEMM: in the narrowest tiles, which are 64 wide, no more of them than kMaxTiles.
+inline void check_problem(int m, int n, int world_size) {
+  check_shards(m, "n", n, world_size);
+  const int64_t m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM);
+  check_range("tiles of [m, n]", world_size * m_tiles * gemm::ceil_div(n, 64), 1, kMaxTiles);
+}
+
+// The slot of `src` among those of `owner`, whose own rows have none.
+template <class Layout>
+int checked_slot_index(int src, int owner) {
+  check_rank("src", src, runtime::kMaxWorldSize);
+  check_rank("owner", owner, runtime::kMaxWorldSize);
+  if (src == owner)
+    throw pybind11::value_error("src: expected another rank than owner " + std::to_string(owner));
+  return Layout::slot_index(src, owner);
+}
+
+}  // namespace flux::bindings
