@@ -89,18 +89,45 @@ def from_json(data: dict[str, Any]) -> Record:
     return Record(**fields, rows=[row_from_json(row) for row in data["rows"]])
 
 
-def write(record: Record, path: str | Path) -> None:
+def is_stream(path: Path) -> bool:
+    """Whether a path is a pipe, a device or standard output, which is written to and never replaced."""
+    return path.exists() and (not path.is_file() or (path.is_symlink() and path.parts[1:2] == ("dev",)))
+
+
+def write_json(data: dict[str, Any], path: str | Path) -> None:
     """Replaces the file in one step, so that a run that is cut off leaves its last whole state."""
+    text = json.dumps(data, indent=1) + "\n"
     path = Path(path)
+    if is_stream(path):
+        with path.open("a") as stream:
+            stream.write(text)
+        return
+    path = path.resolve()  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(to_json(record), indent=1) + "\n")
+    part.write_text(text)
     os.replace(part, path)
 
 
-def read(path: str | Path) -> Record:
+def write(record: Record, path: str | Path) -> None:
+    """Writes a result, finished or not. A pipe gets the finished one only."""
+    if record.complete or not is_stream(Path(path)):
+        write_json(to_json(record), path)
+
+
+def read_json(path: str | Path) -> Any:
+    """Raises ValueError if the file is no JSON, or only the beginning of it."""
+    text = Path(path).read_bytes().decode(errors="replace").strip()
     try:
-        data = json.loads(Path(path).read_text())
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"bench: {path} is not a JSON result file: {error}") from error
-    return from_json(data)
+        begun = text[:1] in ("{", "[") and (error.pos >= len(text) or text[-1] not in "}]")
+        what = "it is cut off" if begun else "it is empty" if not text else str(error)
+        raise ValueError(f"bench: {path} is not a JSON result file: {what}") from error
+    except RecursionError as error:
+        raise ValueError(f"bench: {path} is not a JSON result file: nested too deeply") from error
+
+
+def read(path: str | Path) -> Record:
+    """A result of bench. Raises ValueError if the file is something else."""
+    return from_json(read_json(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,13 +34,21 @@ BARS = {
     "e2e_decode": Bar(row=1.0, geomean=1.15, geomean_tp=4, host_us=None),
 }
 _WIDE = 220
+TABLE_WIDTH = 80  # what the columns need that no table leaves out
 _NEAR_BEST = 1.03  # a plan that is within it of the best choice of a sweep is a good one
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """A console that doesn't fold a table when its output goes to a file or a pipe."""
+def make_console(*, stderr: bool = False, least: int = 0) -> Console:
+    """A console that doesn't fold a table when its output goes to a file or a pipe.
+
+    least: columns that it has on any terminal; a narrower one breaks lines.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
+    if isinstance(stream, io.TextIOWrapper):  # marks that an ASCII terminal lacks end no command
+        stream.reconfigure(errors="replace")
+    console = Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
+    console.width = max(console.width, least)
+    return console
 
 
 @dataclass(frozen=True)

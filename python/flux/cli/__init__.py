@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import flux
 from flux.bench.report import make_console
 from flux.cli import bench, doctor, verify
+from flux.cli.options import Commands
 
 _INTERRUPTED = 130
 
 app = typer.Typer(
+    cls=Commands,
     name="flux",
-    help="Fused communication and computation kernels for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -19,6 +23,22 @@ app = typer.Typer(
 app.command("bench")(bench.command)
 app.command("verify")(verify.command)
 app.command("doctor")(doctor.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flux {flux.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def without_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Fused communication and computation kernels for PyTorch."""
 
 
 def main() -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from flux.bench.machine import now
+from flux.bench.record import write_json
 from flux.bench.report import make_console
-from flux.cli import findings, links
+from flux.cli import findings, links, options
 from flux.cli.findings import Finding
 
 _NAME_WIDTH = 28
@@ -30,38 +31,57 @@ def examine(*, active: bool) -> Iterator[Finding]:
         yield from check()
 
 
+def report(found: Iterable[Finding], console: Console) -> list[Finding]:
+    """Prints findings one by one, since whatever hangs comes right after the last one. Returns them all."""
+    shown: list[Finding] = []
+    # On a terminal too narrow for two columns, the value has lines of its own.
+    stacked = console.width < 2 * _NAME_WIDTH
+    for finding in found:
+        if not shown or finding.section != shown[-1].section:
+            console.print(f"\n[bold]{finding.section}[/]")
+        shown.append(finding)
+        name, value = f"{_MARKS[finding.state]} {escape(finding.name)}", escape(finding.value)
+        if stacked:
+            console.print(f"{name}: {value}", highlight=False)
+            continue
+        line = Table.grid(padding=(0, 2))
+        line.add_column(width=_NAME_WIDTH)
+        line.add_row(name, value)
+        console.print(line)
+    bad = [f for f in shown if f.state == "bad"]
+    console.print()
+    for finding in bad:
+        console.print(
+            f"[bold red]✗[/] {escape(finding.name)}: {escape(finding.advice or finding.value)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if not bad:
+        console.print("[green]Nothing is wrong.[/]")
+    return shown
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """Prints the findings of a file."""
+    console.print(f"[dim]flux doctor · {escape(data['date'])}[/]", highlight=False)
+    report([Finding(**finding) for finding in data["findings"]], console)
+
+
 def command(
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the findings to this file.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the findings to this file.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only look, measure nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Only look, measure nothing.")] = False,
 ) -> None:
     """Look at this machine: versions, native library, GPUs, links, memory, environment.
 
     Exit status 1 if something is wrong; each wrong thing comes with a line of advice.
     """
-    console = make_console()
-    found: list[Finding] = []
-    # Line by line: whatever hangs comes right after the last one.
-    for finding in examine(active=not quick):
-        if not found or finding.section != found[-1].section:
-            console.print(f"\n[bold]{finding.section}[/]")
-        found.append(finding)
-        line = Table.grid(padding=(0, 2))
-        line.add_column(width=_NAME_WIDTH)
-        line.add_row(f"{_MARKS[finding.state]} {escape(finding.name)}", escape(finding.value))
-        console.print(line)
-    bad = [f for f in found if f.state == "bad"]
-    console.print()
-    for finding in bad:
-        console.print(
-            f"[bold red]✗[/] {escape(finding.name)}: {escape(finding.advice or finding.value)}",
-            soft_wrap=True,
-        )
-    if not bad:
-        console.print("[green]Nothing is wrong.[/]")
+    options.only_rank_0()
+    with options.refusing():
+        options.check_target("doctor: --json", json_file)
+    found = report(examine(active=not quick), make_console())
+    ok = all(finding.state != "bad" for finding in found)
     if json_file is not None:
-        report = {"schema": 1, "date": now(), "ok": not bad, "findings": [asdict(f) for f in found]}
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
-    raise typer.Exit(1 if bad else 0)
+        write_json({"schema": 1, "date": now(), "ok": ok, "findings": [asdict(f) for f in found]}, json_file)
+    raise typer.Exit(0 if ok else 1)

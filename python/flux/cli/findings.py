@@ -133,21 +133,28 @@ def environment() -> Iterator[Finding]:
     known = {v.name for v in _env.VARIABLES}
     for variable in _env.VARIABLES:
         text = os.environ.get(variable.name)
-        shown = f"{variable.default} (default)" if text is None else text
+        shown = f"{variable.default or 'not set'} (default)" if text is None else _visible(text)
         try:
             _env.get(variable.name)
         except ValueError as error:
-            advice = f"{error}; unset it or give it one of these values"
-            yield Finding(section, variable.name, shown, "bad", advice)
+            yield Finding(section, variable.name, shown, "bad", f"{error}: unset it or correct it")
             continue
-        yield Finding(
-            section, variable.name, f"{shown} · {variable.meaning}", "info" if text is None else "ok"
-        )
+        state = "info"
+        if text is not None and variable.read == "run":
+            state = "ok"
+        elif text is not None:
+            shown += " (read when flux is built)"
+        yield Finding(section, variable.name, f"{shown} · {variable.meaning}", state)
     for name in sorted(name for name in os.environ if name.startswith("FLUX_") and name not in known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        hint = f"flux does not read {name}: is {near[0]} meant?" if near else None
-        shown = f"{os.environ[name]} (not read at run time)"
-        yield Finding(section, name, shown, "bad" if near else "info", hint)
+        hint = f"flux does not read {_visible(name)}: is {near[0]} meant?" if near else None
+        shown = f"{_visible(os.environ[name])} (flux does not read it)"
+        yield Finding(section, _visible(name), shown, "bad" if near else "info", hint)
+
+
+def _visible(text: str) -> str:
+    """A value on one line, without what would move a terminal's cursor."""
+    return text if text and text.isprintable() else repr(text)
 
 
 def shared_memory() -> Iterator[Finding]:

@@ -2,91 +2,139 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from flux.bench import machine
+from flux.bench.record import write_json
 from flux.bench.report import make_console
-from flux.cli import verify_cases
-from flux.cli.verify_cases import Outcome
+from flux.cli import options, verify_cases
+from flux.cli.options import real, whole
+from flux.cli.verify_log import Outcome, Say
+from flux.comm.workspace import MAX_WORLD_SIZE
 
-_STYLE = {"exact": "green", "wrong": "bold red", "skipped": "yellow"}
+_STYLE = {"exact": "green", "wrong": "bold red", "timed out": "bold red", "skipped": "yellow"}
 
 
-def plan_runs(world: int | None, cpu: bool, timeout_s: float) -> Iterator[Iterator[Outcome]]:
+def plan_runs(world: int | None, cpu: bool, timeout_s: float, say: Say) -> Iterator[Iterator[Outcome]]:
     """Real ranks as far as there are GPUs, emulated ones on the first; without a GPU the CPU path."""
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
     if not gpus:
-        yield verify_cases.gemm(torch.device("cpu"))
+        yield verify_cases.gemm(torch.device("cpu"), say)
         for size in [world] if world else [2, 4]:
-            yield verify_cases.ranks(size, "cpu", timeout_s)
+            yield verify_cases.ranks(size, "cpu", timeout_s, say)
         return
     device = torch.device("cuda", 0)
-    yield verify_cases.gemm(device)
+    yield verify_cases.gemm(device, say)
     for size in [world] if world else [2, 4, 8]:
         if size > 1:
-            yield verify_cases.emulated(size, device)
-    real = [world] if world else sorted({2, gpus})
-    for size in real:
+            yield verify_cases.emulated(size, device, say)
+    real_sizes = [world] if world else sorted({2, gpus})
+    for size in real_sizes:
         if 2 <= size <= gpus:
-            yield verify_cases.ranks(size, "cuda", timeout_s)
+            yield verify_cases.ranks(size, "cuda", timeout_s, say)
 
 
-def command(
-    world: Annotated[int | None, typer.Option(min=1, max=8, help="Only this number of ranks.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the outcomes to this file.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Verify the CPU path even if there are GPUs.")] = False,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one number of ranks.")] = 300.0,
-) -> None:
-    """Compare every op with exact results: integers in which each rank's part is marked, nothing rounds.
+@contextmanager
+def _progress(console: Console) -> Iterator[Say]:
+    """What runs now: one changing line on a terminal, elsewhere a line for each op."""
+    if console.is_terminal:
+        with console.status("verifying") as status:
+            yield lambda text: status.update(f"verifying {escape(text)}")
+        return
+    said = ""
 
-    Exit status 1 if anything differs by anything.
-    """
-    machine.disable_multicast()
-    console, errors = make_console(), make_console(stderr=True)
-    outcomes: list[Outcome] = []
-    with errors.status("verifying") as status:
-        for run in plan_runs(world, cpu, timeout):
-            for outcome in run:
-                outcomes.append(outcome)
-                status.update(f"verifying {outcome.op}, {outcome.where}: {outcome.case}")
+    def say(text: str) -> None:
+        nonlocal said
+        op = text.partition(":")[0]
+        if op != said:
+            said = op
+            console.print(f"verifying {op}", highlight=False, markup=False)
+
+    yield say
+
+
+def failed(outcomes: list[Outcome]) -> bool:
+    return any(o.state in ("wrong", "timed out") for o in outcomes)
+
+
+def report(outcomes: list[Outcome], console: Console) -> None:
+    """Prints the table and how many cases came to what."""
     table = Table(header_style="bold")
     for column in ("op", "ranks", "case", "result"):
-        table.add_column(column)
-    table.add_column("s", justify="right")
+        table.add_column(column, overflow="fold")
+    table.add_column("s", justify="right", no_wrap=True)
     previous = None
     for o in outcomes:
         if previous not in (None, (o.op, o.where)):
             table.add_section()
         previous = (o.op, o.where)
         result = f"[{_STYLE[o.state]}]{o.state}[/]" + (f" {escape(o.detail)}" if o.detail else "")
-        table.add_row(o.op, o.where, o.case, result, f"{o.seconds:.2f}")
+        table.add_row(escape(o.op), escape(o.where), escape(o.case), result, f"{o.seconds:.2f}")
     console.print(table)
-    wrong = sum(o.state == "wrong" for o in outcomes)
-    skipped = sum(o.state == "skipped" for o in outcomes)
-    exact = len(outcomes) - wrong - skipped
-    text = f"{exact} exact, {wrong} wrong, {skipped} skipped"
-    console.print(text, style="bold red" if wrong else "green", highlight=False)
+    count = Counter(o.state for o in outcomes)
+    states = [state for state in _STYLE if state != "timed out" or count[state]]
+    text = ", ".join(f"{count[state]} {state}" for state in states)
+    console.print(text, style="bold red" if failed(outcomes) else "green", highlight=False)
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """Prints the outcomes of a file."""
+    head = f"flux verify · {data['commit']} · {data['date']}"
+    console.print(f"[dim]{escape(head)}[/]", highlight=False)
+    report([Outcome(**outcome) for outcome in data["outcomes"]], console)
+
+
+def command(
+    world: Annotated[
+        int | None,
+        typer.Option(parser=whole(1, MAX_WORLD_SIZE), metavar="N", help="Only this number of ranks."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the outcomes to this file.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", metavar="", help="Verify the CPU path even if there are GPUs.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(parser=real(1.0), metavar="SECONDS", help="For one number of ranks.")
+    ] = 300.0,
+) -> None:
+    """Compare every op with exact results: integers in which each rank's part is marked, nothing rounds.
+
+    Exit status 1 if anything differs by anything, or does not end in time. Under torchrun rank 0 runs it
+    alone, in processes of its own.
+    """
+    options.only_rank_0()
+    with options.refusing():
+        options.check_target("verify: --json", json_file)
+    machine.disable_multicast()
+    outcomes: list[Outcome] = []
+    with _progress(make_console(stderr=True)) as say:
+        for run in plan_runs(world, cpu, timeout, say):
+            outcomes += run
+    bad = failed(outcomes)
     if json_file is not None:
-        device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
-        report = {
-            "schema": 1,
-            "date": machine.now(),
-            "commit": machine.commit(),
-            "machine": machine.describe(device),
-            "ok": not wrong,
-            "outcomes": [asdict(o) for o in outcomes],
-        }
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
-    raise typer.Exit(1 if wrong else 0)
+        write_json(
+            {
+                "schema": 1,
+                "date": machine.now(),
+                "commit": machine.commit(),
+                "machine": machine.describe("cuda" if torch.cuda.is_available() and not cpu else "cpu"),
+                "ok": not bad,
+                "outcomes": [asdict(o) for o in outcomes],
+            },
+            json_file,
+        )
+    report(outcomes, make_console())
+    raise typer.Exit(1 if bad else 0)

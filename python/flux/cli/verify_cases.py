@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 import flux
 from flux.bench import machine
 from flux.bench.cases.common import CALLS, compare
-from flux.cli import verify_moe
+from flux.cli import options, verify_log, verify_moe
+from flux.cli.verify_log import RUNNING, Outcome, Say
 from flux.ops import gemm as products
 from flux.ops.plan import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
@@ -33,18 +34,6 @@ _WITHOUT_WEIGHT = ("all_gather", "all_reduce", "reduce_scatter")
 _OF_PRODUCTS = ("gemm", "gemm_rs", "reduce_scatter", *_SUMS)
 # Elements: the CTAs of all emulated ranks wait for each other, so one GPU must hold them all.
 _MAX_EMULATED_SUM = 1 << 18
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the table. state: "exact", "wrong" (then detail says where) or "skipped" (then why)."""
-
-    op: str
-    case: str
-    where: str
-    state: str
-    detail: str = ""
-    seconds: float = 0.0
 
 
 def named_cases(world_size: int, device: str, op: str = "gemm_rs") -> list[tuple[str, Case]]:
@@ -101,24 +90,25 @@ def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device
     return next((s for s in said if s != "exact"), "exact")
 
 
-def _timed(op: str, name: str, where: str, run: Callable[[], str]) -> Outcome:
+def _quiet(text: str) -> None:
+    """Where nobody wants to know what runs."""
+
+
+def _timed(op: str, name: str, where: str, run: Callable[[], str], say: Say = _quiet) -> Outcome:
+    say(Outcome(op, name, where, RUNNING).label)
     start = time.perf_counter()
+    state = "wrong"
     try:
         result = run()
+        state = "exact" if result == "exact" else state
     except (RuntimeError, ValueError, flux.CommTimeoutError) as error:
+        state = "timed out" if isinstance(error, flux.CommTimeoutError) else state
         result = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     seconds = time.perf_counter() - start
-    return Outcome(
-        op,
-        name,
-        where,
-        "exact" if result == "exact" else "wrong",
-        "" if result == "exact" else result,
-        seconds,
-    )
+    return Outcome(op, name, where, state, "" if state == "exact" else result, seconds)
 
 
-def gemm(device: torch.device) -> Iterator[Outcome]:
+def gemm(device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
     """flux.gemm in this process."""
     where = "1 GPU" if device.type == "cuda" else "CPU"
 
@@ -128,10 +118,10 @@ def gemm(device: torch.device) -> Iterator[Outcome]:
         return compare(got, case.expected(0, device))
 
     for name, case in named_cases(1, device.type):
-        yield _timed("gemm", name, where, partial(run, case))
+        yield _timed("gemm", name, where, partial(run, case), say)
 
 
-def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
+def emulated(world_size: int, device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
     """The kernels with all their ranks on one GPU."""
     where = f"{world_size} ranks emulated"
     reason = why_not(world_size, device)
@@ -145,9 +135,9 @@ def emulated(world_size: int, device: torch.device) -> Iterator[Outcome]:
                 continue  # runs unfused through torch, which is not a kernel to emulate
             if op in ("all_reduce", "reduce_scatter") and case.m * case.n > _MAX_EMULATED_SUM // world_size:
                 continue
-            yield _timed(op, name, where, partial(_emulated_case, ranks, op, case))
+            yield _timed(op, name, where, partial(_emulated_case, ranks, op, case), say)
     for name, experts in verify_moe.named_cases(world_size):
-        yield _timed(_MOE, name, where, partial(verify_moe.emulated_case, ranks, experts))
+        yield _timed(_MOE, name, where, partial(verify_moe.emulated_case, ranks, experts), say)
 
 
 def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
@@ -198,12 +188,21 @@ def _emulated_call(
     return [*results, ranks.collect(xs, join=False, **copied)] if number % 2 else results
 
 
-def run_rank(rank: int, world_size: int, device_type: str) -> list[Outcome]:
-    """All cases on one rank of a real group. One that raises ends the list: ranks would part ways."""
+def _where(world_size: int, device: str) -> str:
+    if device == "cuda":
+        return f"{world_size} GPUs"
+    return f"{world_size} process{'' if world_size == 1 else 'es'}, CPU"
+
+
+def run_rank(rank: int, world_size: int, device_type: str, log: str) -> list[Outcome]:
+    """All cases on one rank of a real group. One that raises ends the list: ranks would part ways.
+
+    log: file to which rank 0 writes what it begins and what came of it, for whoever waits.
+    """
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    where = f"{world_size} GPUs" if device_type == "cuda" else f"{world_size} processes, CPU"
+    where = _where(world_size, device_type)
     runs = [
         (op, name, partial(_rank_case, op, rank, case, device))
         for op in COLLECTIVES
@@ -213,15 +212,21 @@ def run_rank(rank: int, world_size: int, device_type: str) -> list[Outcome]:
         (_MOE, name, partial(verify_moe.rank_case, rank, experts, device))
         for name, experts in verify_moe.named_cases(world_size)
     ]
-    outcomes = []
-    for op, name, run in runs:
-        outcome = _timed(op, name, where, run)
-        told: list[Any] = [None] * world_size
-        dist.all_gather_object(told, outcome.detail)
-        worst = next((f"rank {r}: {d}" for r, d in enumerate(told) if d), "")
-        outcomes.append(replace(outcome, state="wrong" if worst else "exact", detail=worst))
-        if "Error" in worst:
-            return outcomes
+    outcomes: list[Outcome] = []
+    with verify_log.writer(log if rank == 0 else None) as write:
+        for op, name, run in runs:
+            write(Outcome(op, name, where, RUNNING))
+            mine = _timed(op, name, where, run)
+            told: list[Any] = [None] * world_size
+            dist.all_gather_object(told, (mine.state, mine.detail))
+            state = next((s for s in ("wrong", "timed out") if s in dict(told)), "exact")
+            detail = next((f"rank {r}: {d}" for r, (s, d) in enumerate(told) if s == state and d), "")
+            outcomes.append(replace(mine, state=state, detail=detail))
+            write(outcomes[-1])
+            if "Error" in detail:
+                left = len(runs) - len(outcomes)
+                outcomes.append(Outcome("", f"{left} more", where, "skipped", "ranks may have parted ways"))
+                break
     return outcomes
 
 
@@ -255,16 +260,23 @@ def _rank_call(
     return [flux.ag_gemm(x, weight, bias, transpose_weight=layout)]
 
 
-def ranks(world_size: int, device: str, timeout_s: float) -> Iterator[Outcome]:
+def ranks(world_size: int, device: str, timeout_s: float, say: Say = _quiet) -> Iterator[Outcome]:
     """The collective ops between processes: GPUs, or the CPU path."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    where = f"{world_size} GPUs" if device == "cuda" else f"{world_size} processes, CPU"
-    try:
-        results: list[list[Outcome]] = spawn(
-            run_rank, world_size, device, timeout_s=timeout_s, backend=backend, env=machine.NO_MULTICAST
-        )
-    except RuntimeError as error:
-        lines = str(error).strip().splitlines()
-        yield Outcome(", ".join(ALL), "all", where, "wrong", lines[-1] if lines else "a rank died")
-        return
-    yield from results[0]
+    env = machine.NO_MULTICAST
+    starting = Outcome("all", "starting", _where(world_size, device), RUNNING)
+    say(starting.label)
+    with verify_log.followed(say) as log:
+        try:
+            results: list[list[Outcome]] = spawn(
+                run_rank, world_size, device, str(log), timeout_s=timeout_s, backend=backend, env=env
+            )
+            outcomes = results[0]
+        except RuntimeError as error:
+            outcomes = verify_log.finished(log)
+            late = options.timed_out(error)
+            lines = str(error).strip().splitlines() or ["a rank died"]
+            detail = f"not done after {timeout_s:g} s (--timeout)" if late else lines[-1]
+            begun = verify_log.running(log) or starting
+            outcomes.append(replace(begun, state="timed out" if late else "wrong", detail=detail))
+    yield from outcomes
