@@ -284,47 +284,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_table(runs: dict[str, Any]) -> None:
-    metrics = list(dict.fromkeys(metric for run in runs.values() for metric in run["tokens_per_s"]))
-    print(f"{'tokens/s':18}" + "".join(f"{metric:>12}" for metric in metrics) + "   over stock")
-    for name, run in runs.items():
-        rates = run["tokens_per_s"]
-        stock = runs.get(f"stock-{name.rsplit('-', 1)[1]}", {}).get("tokens_per_s", {})
-        over = [f"{rates[m] / stock[m]:.3f}x" for m in metrics if m in rates and m in stock]
-        print(
-            f"{name:18}"
-            + "".join(f"{rates.get(m, math.nan):12.0f}" for m in metrics)
-            + "   "
-            + "  ".join(over)
-        )
-    print()
-    for name, run in runs.items():
-        for state in run.get("state", [])[:1]:
-            kinds = state["row_parallel"] | state["experts"]
-            layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            calls = state["flux_calls"]
-            flux = f"{calls['linear']} calls of flux for linear layers, {calls['experts']} for experts"
-            flux += f", {calls['captured']} of them captured"
-            through = f", through {', '.join(state['flux_through'])}" if state["flux_through"] else ""
-            print(f"{name}: {layers}; all-reduce by {', '.join(state['backends']) or 'the platform'}")
-            print(f"{'':{len(name)}}  {flux}{through}")
-    print()
+def print_tables(record: dict[str, Any]) -> None:
+    """As `flux bench --show` prints the file."""
+    from flux.bench.report import make_console
+    from flux.cli import throughput
 
-
-def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
-    for pair in comparisons:
-        line = " | ".join(pair["runs"]) + ":"
-        if said := pair.get("answers"):
-            line += f" {said['equal']} of {said['answers']} answers equal"
-            if said["first_difference"]:
-                leads = ", ".join(f"{lead:.3f}" for lead in said["lead_there"])
-                line += f", the others from token {said['first_difference']} on, stock's lead there {leads}"
-        if forced := pair.get("forced"):
-            line += f"; forced at {forced['positions']} positions"
-            if "mean_apart" in forced:
-                line += f": first equal {forced['first_equal_percent']:.1f} %"
-                line += f", |dlogprob| mean {forced['mean_apart']:.5f} max {forced['max_apart']:.5f}"
-        print(line)
+    throughput.show(record, make_console())
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -379,16 +344,13 @@ def main() -> int:
         record["machine"]["gpus_load"] = gpus_now()
         comparisons = compare_all(measured)
         faults = measured.faults + faults_of(measured.runs, comparisons, options.cpu)
-        print_table(measured.runs)
-        print_comparisons(comparisons)
+        record |= {"runs": measured.to_json(), "comparisons": comparisons, "faults": faults}
         if options.json:
-            record |= {"runs": measured.to_json(), "comparisons": comparisons, "faults": faults}
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print_tables(record)
     finally:
         stop(engines)
-    for fault in faults:
-        say(f"FAULT: {fault}")
     return 1 if faults else 0
 
 

@@ -27,6 +27,19 @@ def require_matplotlib() -> Any:
     return plt
 
 
+def check_suffix(path: Path) -> None:
+    """Raises RuntimeError if matplotlib is absent, ValueError if it writes no files of this suffix."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    # pgf needs LaTeX, which is not looked for.
+    known = sorted(FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise ValueError(
+            f"bench: --plot expected a file that ends in .{', .'.join(known)}, got {str(path)!r}"
+        )
+
+
 def plot(record: Record, path: str | Path) -> Path:
     """Draws every op of ``record`` into one picture (PNG, PDF or SVG by suffix) and returns its path.
 

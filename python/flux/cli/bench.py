@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +19,21 @@ from flux.bench import suites
 from flux.bench.cases import FAMILIES, OPS
 from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S
 from flux.bench.record import Record
-from flux.bench.report import footer, make_console, render
+from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
+from flux.cli import options
+from flux.cli.estimate import estimate
+from flux.cli.options import real, whole
+from flux.cli.show import show_file
+from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
+DEFAULT_LAYERS = 4
+_WITH_SHOW = {"plot", "shown"}
+# What may be given to a run on CPUs without making it another one than `make bench`.
+_DEFAULT_RUN = {"json_file", "plot", "cpu", "timeout", "strict", "yes"}
 
 
 def choose_problems(
@@ -33,24 +44,26 @@ def choose_problems(
     world: int,
     tp: int,
     request: Request,
+    asked: bool,
 ) -> tuple[list[Problem], list[str]]:
     """The rows to measure, and a line for everything that cannot be measured with this many processes.
 
     suite: None if all ops are of models, which are chosen by `request`.
+    asked: whether the user named the ops, and wants to know of each that has no row.
 
     Raises ValueError for a shape that the op cannot take.
     """
     problems: list[Problem] = []
-    skipped = []
+    skipped: dict[str, list[str]] = {}  # ops by why they are left out
     for op in ops:
         spec = OPS[op]
         if spec.collective and world == 1:
-            skipped.append(
-                f"{op} left out: it needs 2 ranks or more (`flux verify` emulates ranks on one GPU)"
-            )
+            why = "2 ranks or more are needed (`flux verify` emulates ranks on one GPU)"
+            skipped.setdefault(why, []).append(op)
             continue
         if spec.collective and world != tp:
-            skipped.append(f"{op} left out: TP {tp} needs {tp} processes, this run has {world}")
+            why = f"TP {tp} needs {tp} processes, this run has {world}"
+            skipped.setdefault(why, []).append(op)
             continue
         if spec.rows is not None:
             rows = spec.rows(replace(request, op=op))
@@ -61,11 +74,13 @@ def choose_problems(
         else:
             rows = suite.problems(op, spec.patterns)
         for problem in rows:
-            m, _, _ = problem.local(tp)
-            if spec.collective and spec.deals_rows and m % tp:
-                raise ValueError(f"{op}: m must be divisible by the {tp} ranks, got m={m}")
+            if spec.collective and spec.deals_rows and problem.m % tp:
+                raise ValueError(f"{op}: m must be divisible by the {tp} ranks, got m={problem.m}")
+            problem.local(tp)
+        if not rows and suite is not None and asked:
+            skipped.setdefault(f"suite {suite.name} has no shape for it", []).append(op)
         problems += rows
-    return problems, skipped
+    return problems, [f"{', '.join(names)} left out: {why}" for why, names in skipped.items()]
 
 
 def choose(
@@ -82,7 +97,7 @@ def choose(
     cpu: bool,
     imbalance: Sequence[str] = (),
     ep: Sequence[int] = (),
-    layers: int = 4,
+    layers: int | None = None,
 ) -> Settings:
     """Settings from what the user said and what the machine has.
 
@@ -92,18 +107,30 @@ def choose(
         if op not in OPS and op not in FAMILIES:
             known = ", ".join([*OPS, *FAMILIES])
             raise ValueError(f"bench: op expected to be one of {known}, got {op!r}")
-    ops = [name for op in ops for name in FAMILIES.get(op, (op,))]
+    ops = list(dict.fromkeys(name for op in ops for name in FAMILIES.get(op, (op,))))
+    models, m = list(dict.fromkeys(models)), list(dict.fromkeys(m))
     of_models = [op for op in ops if OPS[op].rows is not None]
     if of_models and n is not None:
         raise ValueError(f"bench: --n and --k expected without {of_models[0]}, which takes --model")
     if (n is None) != (k is None):
-        raise ValueError("bench: --n and --k come together")
+        only = "--n" if k is None else "--k"
+        raise ValueError(f"bench: --n and --k come together, got only {only}")
+    with_moe, with_e2e = (any(op.startswith(family) for op in ops) for family in ("moe", "e2e"))
+    for option, value, used, expected in (
+        ("--suite", suite, not ops or len(of_models) < len(ops), "with ops that take no --model"),
+        ("--model", models, n is None, "without --n and --k, which are a model by themselves"),
+        ("--imbalance", imbalance, with_moe, "with moe"),
+        ("--ep", ep, with_moe, "with moe"),
+        ("--layers", layers, with_e2e, "with e2e"),
+    ):
+        if value and not used:
+            raise ValueError(f"bench: {option} expected {expected}, got {' '.join(ops) or 'no op'}")
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        given = int(os.environ["WORLD_SIZE"])
-        if world is not None and world != given:
-            raise ValueError(f"bench: --world {world}, but torchrun started {given} processes")
-        world = given
+    place = options.torchrun()
+    if place is not None:
+        if world is not None and world != place[1]:
+            raise ValueError(f"bench: --world {world}, but torchrun started {place[1]} processes")
+        world = place[1]
     if world is None:
         # --tp without --world: as many processes as that, if the machine has them.
         world = min(tp or gpus, gpus) if gpus else tp or _CPU_PROCESSES
@@ -113,112 +140,202 @@ def choose(
         )
     if world < 1 or (tp is not None and tp < 1):
         raise ValueError("bench: --world and --tp expected to be at least 1")
+    if not gpus and world > MAX_WORLD_SIZE:
+        raise ValueError(f"bench: --world expected to be at most {MAX_WORLD_SIZE} on CPUs, got {world}")
     tp = tp or world
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype or "", dtype)
+    if dtype is not None and dtype not in DTYPE_BYTES:
+        raise ValueError(f"bench: --dtype expected to be bf16, fp16 or fp32, got {dtype!r}")
     # The main job leaves out what is measured on models: it has its own names.
     shapes = [
         op for op, spec in OPS.items() if spec.rows is None and not spec.by_name and (gpus or spec.collective)
     ]
-    ops = ops or shapes
+    asked, ops = bool(ops), ops or shapes
     chosen = None
     if len(of_models) < len(ops):
         chosen = suites.load(suite or ("default" if gpus else "cpu")).select(models, m)
-    request = Request("", bool(gpus), world, tuple(models), tuple(m), tuple(imbalance), tuple(ep), layers)
-    problems, skipped = choose_problems(chosen, ops, n, k, world, tp, request)
+    request = Request(
+        "",
+        bool(gpus),
+        world,
+        tuple(models),
+        tuple(m),
+        tuple(dict.fromkeys(imbalance)),
+        tuple(dict.fromkeys(ep)),
+        layers or DEFAULT_LAYERS,
+    )
+    problems, skipped = choose_problems(chosen, ops, n, k, world, tp, request, asked)
     if not problems:
-        raise ValueError(
-            "bench: nothing to measure: " + ("; ".join(skipped) or "the suite has no such shape")
-        )
-    dtype = dtype or (chosen.dtype if chosen else "bfloat16" if gpus else "float32")
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"bench: --dtype expected to be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+        raise ValueError(f"bench: nothing to measure: {'; '.join(skipped) or 'the suite has no such shape'}")
     return Settings(
         problems=tuple(problems),
         suite=chosen.name if chosen else "models",
         device="cuda" if gpus else "cpu",
         world=world,
         tp=tp,
-        dtype=dtype,
+        dtype=dtype or (chosen.dtype if chosen else "bfloat16" if gpus else "float32"),
         skipped=tuple(skipped),
         iters=20 if gpus else 5,
         rounds=7 if gpus else 5,
     )
 
 
-def show(record: Record, picture: Path | None) -> None:
-    """Prints a result and draws it if asked."""
-    console = make_console()
-    console.print(render(record, console.width))
-    if picture is not None:
-        console.print(f"picture: {plots.plot(record, picture)}", highlight=False)
+def _somebody_to_ask() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty() and options.torchrun() is None
+
+
+def confirm(settings: Settings, yes: bool) -> None:
+    """Announces a run that is long or large for CPUs and asks for it. Without a terminal --yes is needed.
+
+    Raises ValueError where nobody can be asked, typer.Exit if the answer is no.
+    """
+    expected = estimate(settings)
+    if not expected.is_much or not options.speaks():
+        return
+    what = f"on these CPUs this run takes {expected}"
+    if expected.seconds > settings.timeout_s:
+        what += f", and --timeout {settings.timeout_s:g} would stop it"
+    if not yes and not _somebody_to_ask():
+        raise ValueError(f"bench: {what}: choose fewer or smaller rows with --model and --m, or add --yes")
+    console = make_console(stderr=True)
+    console.print(f"{what[0].upper()}{what[1:]}.", highlight=False, soft_wrap=True)
+    if not yes and not typer.confirm("Go on?", err=True):
+        raise typer.Exit(1)
 
 
 def command(
+    ctx: typer.Context,
     ops: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="OPS",
+            show_default=False,
             help=f"Ops: {', '.join(op for op, spec in OPS.items() if spec.rows is None)}. Default: all but "
             f"{', '.join(op for op, spec in OPS.items() if spec.by_name)}; on CPUs the collective ones. "
             f"Of models: {', '.join(FAMILIES)}, or one part: "
-            f"{', '.join(op for op, spec in OPS.items() if spec.rows)}."
+            f"{', '.join(op for op, spec in OPS.items() if spec.rows)}.",
         ),
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="Suite by name, or a TOML file.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Only this model; may be repeated.")] = None,
-    m: Annotated[list[int] | None, typer.Option("--m", help="Rows (tokens); may be repeated.")] = None,
-    n: Annotated[
-        int | None, typer.Option("--n", help="Columns, global; with --k instead of a suite's.")
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"{', '.join(suites.available())}, or a TOML file with sizes."),
     ] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Inner dimension, global.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.")] = None,
-    world: Annotated[int | None, typer.Option(help="Processes; default: all GPUs, or 4 on a CPU.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this model; may be repeated.")
+    ] = None,
+    m: Annotated[
+        list[int] | None,
+        typer.Option("--m", parser=whole(), metavar="N", help="Rows (tokens); may be repeated."),
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n",
+            parser=whole(),
+            metavar="N",
+            help="Columns of the whole model; with --k instead of a suite's models.",
+        ),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", parser=whole(), metavar="N", help="Inner dimension of the whole model."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="bf16, fp16 or fp32.")] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(parser=whole(), metavar="N", help="Processes. Default: all GPUs, or 4 on a CPU."),
+    ] = None,
     tp: Annotated[
-        int | None, typer.Option(help="Tensor parallelism of the shapes; default: --world.")
+        int | None,
+        typer.Option(parser=whole(), metavar="N", help="Tensor parallelism of the shapes. Default: --world."),
     ] = None,
     ep: Annotated[
         list[int] | None,
-        typer.Option(help="moe: slices of the experts, 1 to --world; may be repeated. Default: both ends."),
+        typer.Option(
+            parser=whole(),
+            metavar="N",
+            help="moe: into how many slices the experts are cut, a divisor of --world; may be repeated. "
+            "Default: 1 and --world.",
+        ),
     ] = None,
     imbalance: Annotated[
         list[str] | None,
-        typer.Option(help="moe: standard deviation of the experts' loads, or hot; may be repeated."),
+        typer.Option(
+            metavar="STD",
+            help="moe: standard deviation of the experts' loads, 0 to 1, or hot; may be repeated.",
+        ),
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="e2e: to how many layers a model is cut.")] = 4,
+    layers: Annotated[
+        int | None,
+        typer.Option(parser=whole(), metavar="N", help=f"e2e: layers of a model. Default: {DEFAULT_LAYERS}."),
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result here, row by row.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result here, row by row.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the result (png, pdf, svg; needs matplotlib).")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the result (png, pdf, svg; needs matplotlib)."),
     ] = None,
-    iters: Annotated[int | None, typer.Option(min=1, help="Calls in a burst.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Bursts of each candidate.")] = None,
+    iters: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="Calls in a burst.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(parser=whole(), metavar="N", help="Bursts of each candidate.")
+    ] = None,
     shown: Annotated[
-        Path | None, typer.Option("--show", help="Show a stored result, measure nothing.")
+        Path | None,
+        typer.Option("--show", metavar="FILE", help="Show a JSON file of flux, measure nothing."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit status 2 if a row is under the bar.")
+        bool,
+        typer.Option("--strict", metavar="", help="Exit status 1 if a row is under the bar (GPUs)."),
     ] = False,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Without peers: flux and the GEMM, to compare kernels quickly.")
+        bool,
+        typer.Option(
+            "--alone", metavar="", help="Without peers: flux and the GEMM, to compare kernels quickly."
+        ),
     ] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU path even if there are GPUs.")] = False,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", metavar="", help="Use the CPU path even if there are GPUs.")
+    ] = False,
     link: Annotated[
-        float, typer.Option(min=1.0, help="GB/s of a GPU's links, for the floor.")
-    ] = LINK_GB_PER_S,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which the run is stopped.")] = 3600.0,
+        float | None,
+        typer.Option(
+            parser=real(1.0),
+            metavar="GB/S",
+            help=f"Speed of a GPU's links, for the floor. Default: {LINK_GB_PER_S:g}.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(parser=real(1.0), metavar="SECONDS", help="After that the run is stopped."),
+    ] = 3600.0,
+    yes: Annotated[
+        bool, typer.Option("--yes", metavar="", help="Start a run that is long for CPUs without asking.")
+    ] = False,
     all_configs: Annotated[bool, typer.Option("--all-configs", hidden=True)] = False,
 ) -> None:
     """Time flux against the strongest alternatives here. Every shape is checked before it is timed.
 
     Without arguments: the default suite with TP = number of GPUs, or the CPU path with 4 processes.
-    Exit status 1 if a result is wrong.
+    Exit status 1 if a result is wrong, 2 if an option is.
     """
-    try:
+    given = {p for p in ctx.params if str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
+    with options.refusing():
         if plot is not None:
-            plots.require_matplotlib()
+            plots.check_suffix(plot)
+            if plot == json_file:
+                raise ValueError(f"bench: --plot expected another file than --json, got {str(plot)!r}")
+            options.check_target("bench: --plot", plot)
         if shown is not None:
-            show(records.read(shown), plot)
+            options.only_rank_0()
+            if idle := [p.opts[0] for p in ctx.command.params if p.name in given - _WITH_SHOW]:
+                raise ValueError(f"bench: --show measures nothing, expected without {', '.join(idle)}")
+            show_file(shown, plot)
             return
+        if options.torchrun() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ValueError(
+                "bench: RANK and WORLD_SIZE expected from torchrun, got them without MASTER_ADDR"
+            )
         settings = choose(
             list(ops or []),
             suite=suite,
@@ -234,21 +351,29 @@ def command(
             ep=list(ep or []),
             layers=layers,
         )
-        if all_configs and (settings.device != "cuda" or settings.suite == "models"):
-            raise ValueError("bench: --all-configs needs GPUs, and ops that have tile shapes to choose")
-    except (ValueError, RuntimeError, OSError) as error:
-        make_console(stderr=True).print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    settings = replace(
-        settings,
-        iters=iters or settings.iters,
-        rounds=rounds or (3 if all_configs else settings.rounds),
-        link_gb_per_s=link,
-        all_configs=all_configs,
-        alone=alone,
-        json_file=str(json_file) if json_file else None,
-        timeout_s=timeout,
-    )
+        on_gpus = settings.device == "cuda"
+        for package in ("transformers", "accelerate"):
+            if any(p.op.startswith("e2e") for p in settings.problems) and find_spec(package) is None:
+                raise ValueError(f"bench: e2e needs {package}, which is not installed: pip install {package}")
+        if link is not None and not on_gpus:
+            raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
+        if all_configs and (not on_gpus or settings.suite == "models" or plot):
+            raise ValueError(
+                "bench: --all-configs needs GPUs and ops with tile shapes to choose, and no --plot"
+            )
+        settings = replace(
+            settings,
+            iters=iters or settings.iters,
+            rounds=rounds or (3 if all_configs else settings.rounds),
+            link_gb_per_s=link or LINK_GB_PER_S,
+            all_configs=all_configs,
+            alone=alone,
+            json_file=str(json_file) if json_file else None,
+            timeout_s=timeout,
+        )
+        if not on_gpus and given - _DEFAULT_RUN:
+            confirm(settings, yes)
+        options.check_target("bench: --json", json_file)
     try:
         record = run(settings)
     except SpawnError as error:
@@ -256,22 +381,34 @@ def command(
         raise typer.Exit(1) from None
     if record is None:  # torchrun: rank 0 speaks for all
         return
-    show(record, None if all_configs else plot)
-    if any(not row.ok for row in record.rows):
+    console = make_console(least=TABLE_WIDTH)
+    console.print(render(record, console.width))
+    if plot is not None:
+        try:
+            console.print(f"picture: {plots.plot(record, plot)}", highlight=False, soft_wrap=True)
+        except (ValueError, RuntimeError, OSError) as error:
+            options.say_error(f"bench: --plot {plot}: {error}")
+            raise typer.Exit(1) from None
+    if any(not row.ok for row in record.rows) or (strict and not within_bar(record)):
         raise typer.Exit(1)
-    if strict and not within_bar(record):
-        raise typer.Exit(2)
 
 
 def _explain_failure(error: SpawnError, settings: Settings) -> None:
     """The first rank that failed in full, the others in a line each: theirs are mostly consequences."""
     console = make_console(stderr=True)
-    console.print(str(error.failures[0]), markup=False, highlight=False, soft_wrap=True)
-    for failure in error.failures[1:]:
-        last = str(failure).strip().splitlines()[-1]
-        console.print(f"rank {failure.rank}: {last}", markup=False, highlight=False, soft_wrap=True)
-    if settings.json_file and Path(settings.json_file).exists():
-        console.print(f"rows measured before that are in {settings.json_file}", highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if options.timed_out(error):
+        options.say_error(f"bench: stopped after {settings.timeout_s:g} s (--timeout)")
+    else:
+        say(str(error.failures[0]))
+        for failure in error.failures[1:]:
+            say(f"rank {failure.rank}: {str(failure).strip().splitlines()[-1]}")
+    file = Path(settings.json_file or "")
+    if file.is_file() and not records.read(file).complete:
+        say(f"rows measured before that are in {file}")
 
 
 def within_bar(record: Record) -> bool:

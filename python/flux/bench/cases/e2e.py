@@ -70,6 +70,13 @@ class ModelProblem(Problem):
         return f"{self.layers} layers"
 
 
+def weights(problem: ModelProblem) -> int:
+    """How many numbers a model has: attention and MLP of each layer, embedding and head."""
+    of = MODELS[problem.model]
+    layer = 2 * of.hidden * (of.hidden + of.key_values) + 3 * of.hidden * of.ffn
+    return problem.layers * layer + 2 * of.vocabulary * of.hidden
+
+
 def rows(request: Request) -> list[Problem]:
     ms = request.m or (_M if request.cuda else _CPU_M)[request.op]
     return [

@@ -1,0 +1,80 @@
+"""``flux bench --show``: every JSON file that flux writes, as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flux.bench import plot as plots
+from flux.bench import record as records
+from flux.bench.report import TABLE_WIDTH, make_console, render
+from flux.cli import doctor, tables, throughput, verify
+
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file. is_one: whether a file is of this kind; show: prints it."""
+
+    name: str
+    is_one: Callable[[Data], bool]
+    show: Callable[[Data, Console], None]
+
+
+def _losses(data: Data) -> bool:
+    """Curves by name, numbers of equal length."""
+    curves = list(data.values())
+    return all(isinstance(c, list) and c and all(isinstance(x, int | float) for x in c) for c in curves) and (
+        len({len(c) for c in curves}) == 1
+    )
+
+
+_RESULT = Kind(
+    "a result of bench",
+    lambda data: "rows" in data and "suite" in data,
+    lambda data, console: console.print(render(records.from_json(data), console.width)),
+)
+KINDS = (
+    _RESULT,
+    Kind("outcomes of verify", lambda data: "outcomes" in data, verify.show),
+    Kind("findings of doctor", lambda data: "findings" in data, doctor.show),
+    Kind("a result of vllm_throughput.py", lambda data: "runs" in data, throughput.show),
+    Kind("losses of a training", _losses, tables.show_losses),
+    Kind("tuning data (with a key 'what')", lambda data: "what" in data, tables.show),
+)
+
+
+def show_file(path: Path, picture: Path | None) -> None:
+    """Prints a file, and draws it where it is a result of bench.
+
+    Raises ValueError if it cannot be read, is not one of flux's files, or not whole.
+    """
+    try:
+        data = records.read_json(path)
+    except OSError as error:
+        raise ValueError(
+            f"bench: --show expected a JSON file, got {str(path)!r}: {error.strerror}"
+        ) from error
+    kind = next((kind for kind in KINDS if isinstance(data, dict) and data and kind.is_one(data)), None)
+    if kind is None:
+        known = ", ".join(kind.name for kind in KINDS)
+        raise ValueError(f"bench: --show expected {known}; {path} is none of these")
+    if picture is not None and kind is not _RESULT:
+        raise ValueError(f"bench: --plot draws results of bench, {path} has {kind.name}")
+    console = make_console(least=TABLE_WIDTH)
+    try:
+        with console.capture() as text:  # nothing of a file that turns out to be only a part
+            kind.show(data, console)
+        sys.stdout.write(text.get())
+        sys.stdout.flush()
+        if picture is not None:
+            drawn = plots.plot(records.from_json(data), picture)
+            console.print(f"picture: {drawn}", highlight=False, soft_wrap=True)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"bench: {path} has {kind.name}, but not whole: {error!r}") from error

@@ -1,0 +1,163 @@
+"""Raw data as tables: files of measurements that have no table of their own, whatever their columns are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Row = dict[str, str]
+
+_LOSS_LINES = 20
+_LONG = 40  # characters of a text that is more than a name
+# Columns that tell rows apart: they are repeated where a table is cut into several.
+_NAMES = 6
+_GAP = 2
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """Prints what a file says of itself, and a table for each of its lists of rows."""
+    _section(data, "", console)
+
+
+def show_losses(data: dict[str, list[float]], console: Console) -> None:
+    """Prints curves of equal length at about twenty of their steps, and how far they are apart at most."""
+    curves = list(data.values())
+    last = len(curves[0]) - 1
+    steps = sorted({round(i * last / _LOSS_LINES) for i in range(_LOSS_LINES + 1)})
+    rows = [{"step": str(i)} | {name: f"{curve[i]:.4f}" for name, curve in data.items()} for i in steps]
+    _table("losses", rows, console)
+    if len(curves) > 1:
+        apart, step = max((max(at) - min(at), i) for i, at in enumerate(zip(*curves, strict=True)))
+        console.print(f"furthest apart: {apart:.2e}, at step {step} of {last + 1}", highlight=False)
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, dict | list)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:.10g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def _is_cell(value: Any) -> bool:
+    return _is_scalar(value) or (isinstance(value, list) and all(map(_is_scalar, value)))
+
+
+def _section(data: dict[str, Any], title: str, console: Console) -> None:
+    """The cells of `data` as lines, then its parts as tables; a part of several tables is a section too."""
+    if title:
+        console.print(Text(title, style="bold"))
+    for key, value in data.items():
+        if isinstance(value, list) and any(isinstance(entry, str) and len(entry) > _LONG for entry in value):
+            console.print(Text("\n  ".join([f"{key}:", *map(_text, value)])))
+        elif _is_cell(value):
+            console.print(Text(f"{'' if key == 'what' else f'{key}: '}{_text(value)}"))
+    for key, value in data.items():
+        if _is_cell(value):
+            continue
+        if isinstance(value, list):
+            rows = [
+                row for entry in value for row in _rows(entry if isinstance(entry, dict) else {key: entry})
+            ]
+        elif all(isinstance(entry, dict) and all(map(_is_cell, entry.values())) for entry in value.values()):
+            rows = [{"": name} | row for name, entry in value.items() for row in _rows(entry)]
+        else:
+            _section(value, key, console)
+            continue
+        _table(key, rows, console)
+
+
+def _rows(entry: dict[str, Any], prefix: str = "") -> Iterator[Row]:
+    """An entry as one row, what is nested as further columns; or a row for each entry of a list in it."""
+    row: Row = {}
+    lists: dict[str, list[Any]] = {}
+    for key, value in entry.items():
+        name = f"{prefix}{key}"
+        if _is_cell(value):
+            row[name] = _text(value)
+        elif isinstance(value, dict):
+            inner = list(_rows(value, f"{name} / "))
+            row |= inner[0] if inner else {}
+        else:
+            lists[name] = value
+    if not lists:
+        yield row
+    for name, entries in lists.items():
+        for inside in entries:
+            for more in _rows(inside if isinstance(inside, dict) else {name: inside}):
+                yield row | more
+
+
+def _table(title: str, rows: list[Row], console: Console) -> None:
+    """One table, or several below each other with as many columns as the console is wide.
+
+    A row without a value in one of them is left out there. A column wider than the console is folded.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            rest = {name: cell for name, cell in row.items() if name != column}
+            groups.setdefault(row.get(column, ""), []).append(rest)
+        # What is long and the same in many rows is a title.
+        if max(map(len, groups)) > _LONG and 4 * len(groups) <= len(rows):
+            for text, some in groups.items():
+                _table(f"{title} · {column}: {text}", some, console)
+            return
+    count = _count_names(columns, rows)
+    names, rest_of = columns[:count], set(columns[count:])
+    width = {c: max(map(cell_len, (c, *(row.get(c, "") for row in rows)))) + _GAP for c in columns}
+    room = console.width - 1 - sum(width[name] for name in names)
+    for number, part in enumerate(_parts({c: width[c] for c in columns[count:]}, room)):
+        table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+        table.padding = (0, 1, 0, 0)
+        for column in (*names, *part):
+            numbers = all(_is_number(row[column]) for row in rows if column in row)
+            table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
+        for row in rows:
+            if row.keys() & part or (not number and not row.keys() & rest_of):
+                table.add_row(*(Text(row.get(column, "")) for column in (*names, *part)))
+        console.print(table)
+
+
+def _parts(widths: dict[str, int], room: int) -> Iterator[list[str]]:
+    """Columns in parts of at most this width, of one column at least."""
+    part: list[str] = []
+    used = 0
+    for column, width in widths.items():
+        if part and used + width > room:
+            yield part
+            part, used = [], 0
+        part.append(column)
+        used += width
+    yield part
+
+
+def _is_number(text: str) -> bool:
+    """Whether a cell is a number, or several."""
+    for word in text.split(", "):
+        try:
+            float(word)
+        except ValueError:
+            if word not in ("", "–"):
+                return False
+    return True
+
+
+def _count_names(columns: list[str], rows: list[Row]) -> int:
+    """How many of the first columns name a row: those that all rows have, up to the first measured number."""
+    count = 0
+    for column in columns[: min(_NAMES, len(columns) - 1)]:
+        cells = [row.get(column, ".") for row in rows]
+        if "." in cells or any("." in cell and _is_number(cell) for cell in cells):
+            break
+        count += 1
+    return count

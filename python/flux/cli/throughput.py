@@ -1,0 +1,77 @@
+"""What benchmarks/vllm_throughput.py measured, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """Prints tokens per second of each run, what ran in it, how far two runs agree, and what is wrong."""
+    runs = data["runs"]
+    model = data["settings"]["model"]
+    where = f"{data['machine'].get('gpu_count', 0)}× {data['machine'].get('gpu', data['machine'].get('cpu'))}"
+    head = f"flux {data['version']} ({data['commit']}) · {where} · vLLM {data['machine'].get('vllm')}"
+    console.print(Text(f"{head} · torch {data['machine'].get('torch')} · {data['date']}", style="dim"))
+    console.print(
+        _rates(runs, f"{model.get('name', 'vllm')} · {model['layers']} layers · TP {data['settings']['tp']}")
+    )
+    for name, run in runs.items():
+        for state in run.get("state", [])[:1]:
+            console.print(Text(f"{name}: {_state(state)}"))
+    for pair in data["comparisons"]:
+        console.print(Text(_agreement(pair)))
+    for fault in data["faults"]:
+        console.print(Text(f"FAULT: {fault}", style="bold red"))
+
+
+def _rates(runs: dict[str, Any], title: str) -> Table:
+    metrics = list(dict.fromkeys(metric for run in runs.values() for metric in run["tokens_per_s"]))
+    table = Table(title=f"{title} · tokens/s", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("run")
+    for metric in metrics:
+        table.add_column(metric, justify="right")
+        table.add_column("/ stock", justify="right")
+    for name, run in runs.items():
+        rates = run["tokens_per_s"]
+        stock = runs.get(f"stock-{name.rsplit('-', 1)[1]}", {}).get("tokens_per_s", {})
+        cells = []
+        for metric in metrics:
+            cells.append(f"{rates[metric]:.0f}" if metric in rates else "–")
+            cells.append(
+                f"{rates[metric] / stock[metric]:.3f}" if metric in rates and metric in stock else "–"
+            )
+        table.add_row(name, *cells)
+    return table
+
+
+def _state(state: dict[str, Any]) -> str:
+    """Which layers a run had, and how often they called flux."""
+    layers = ", ".join(
+        f"{count} {kind}" for kind, count in (state["row_parallel"] | state.get("experts", {})).items()
+    )
+    calls = state["flux_calls"]
+    if isinstance(calls, dict):  # by kind, in files from 98821ce on
+        calls = f"{calls['linear']} for linear layers, {calls['experts']} for experts"
+    line = f"{layers}; all-reduce by {', '.join(state['backends']) or 'the platform'}; calls of flux: {calls}"
+    return f"{line}, through {', '.join(state['flux_through'])}" if state["flux_through"] else line
+
+
+def _agreement(pair: dict[str, Any]) -> str:
+    """How far two runs say the same."""
+    line = " | ".join(pair["runs"]) + ":"
+    if said := pair.get("answers"):
+        line += f" {said['equal']} of {said['answers']} answers equal"
+        if said["first_difference"]:
+            leads = ", ".join(f"{lead:.3f}" for lead in said["lead_there"])
+            line += f", the others from token {said['first_difference']} on, stock's lead there {leads}"
+    if forced := pair.get("forced"):
+        line += f"; forced at {forced['positions']} positions"
+        if "mean_apart" in forced:
+            line += f": first equal {forced['first_equal_percent']:.1f} %"
+            line += f", |dlogprob| mean {forced['mean_apart']:.5f} max {forced['max_apart']:.5f}"
+    return line

@@ -1,0 +1,350 @@
+"""Options of the command line: what is wrong is refused in one line, with status 2, before anything runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from test_bench_record import make_record
+from typer.testing import CliRunner
+
+import flux
+from flux.bench import record, report
+from flux.bench.record import Record
+from flux.cli import app, doctor, findings, options, verify
+from flux.cli import bench as bench_cli
+from flux.cli.findings import Finding
+
+runner = CliRunner()
+
+
+def invoke(command: str) -> Any:
+    return runner.invoke(app, shlex.split(command))
+
+
+def refusal(command: str) -> str:
+    """The one line that a refused command prints."""
+    result = invoke(command)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error ")
+    return line
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((bench_cli, "run"), (verify, "plan_runs"), (doctor, "examine")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("it runs"))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("nope", "flux: no such command 'nope'"),
+        ("--nope", "flux: no such option: --nope"),
+        ("bench --nope", "bench: no such option: --nope"),
+        ("bench --json", "bench: option '--json' requires an argument"),
+        ("doctor extra", "doctor: got unexpected extra argument"),
+        ("bench '[/x]'", "bench: op expected to be one of gemm_rs, ag_gemm|got '[/x]'"),
+        ("bench gemm_rs --m 0", "bench: --m expected a whole number of 1 or more, got '0'"),
+        ("bench gemm_rs --m -5", "bench: --m expected a whole number of 1 or more, got '-5'"),
+        ("bench gemm_rs --m 1e3", "bench: --m expected a whole number of 1 or more, got '1e3'"),
+        ("bench gemm_rs --n 0 --k 8", "bench: --n expected a whole number of 1 or more, got '0'"),
+        ("bench gemm_rs --n 8 --k -1", "bench: --k expected a whole number of 1 or more, got '-1'"),
+        ("bench gemm_rs --k 8", "bench: --n and --k come together, got only --k"),
+        ("bench --iters 0", "bench: --iters expected a whole number of 1 or more, got '0'"),
+        ("bench --rounds x", "bench: --rounds expected a whole number of 1 or more, got 'x'"),
+        ("bench --world 0", "bench: --world expected a whole number of 1 or more, got '0'"),
+        ("bench --tp 0", "bench: --tp expected a whole number of 1 or more, got '0'"),
+        ("bench e2e --layers 0", "bench: --layers expected a whole number of 1 or more, got '0'"),
+        ("bench --timeout nan", "bench: --timeout expected a number from 1 to 1000000, got 'nan'"),
+        ("bench --timeout inf", "bench: --timeout expected a number from 1 to 1000000, got 'inf'"),
+        ("bench --link 0", "bench: --link expected a number from 1 to 1000000, got '0'"),
+        ("bench --dtype fp8", "bench: --dtype expected to be bf16, fp16 or fp32, got 'fp8'"),
+        ("bench --suite nope", "bench: --suite expected to be one of cpu, decode, default|got 'nope'"),
+        ("bench --suite nope.toml", "bench: --suite nope.toml: suite file not found"),
+        ("bench --cpu --model nope", "bench: --model expected to be one of tiny-mlp|got 'nope'"),
+        ("bench moe --model nope", "bench: --model expected to be one of mixtral-8x7b|got 'nope'"),
+        ("bench e2e --model nope", "bench: --model expected to be one of llama-3-8b|got 'nope'"),
+        ("bench moe --cpu --imbalance -1", "--imbalance expected to be|from 0 to 1|or hot, got '-1'"),
+        ("bench moe --cpu --imbalance nan", "--imbalance expected to be|got 'nan'"),
+        ("bench moe --cpu --imbalance cold", "--imbalance expected to be|got 'cold'"),
+        ("bench moe --ep 0", "bench: --ep expected a whole number of 1 or more, got '0'"),
+        ("bench moe --cpu --ep 3", "--ep expected to be a divisor of 4 ranks, got 3"),
+        ("bench gemm_rs --cpu --ep 2", "bench: --ep expected with moe, got gemm_rs"),
+        ("bench gemm_rs --cpu --imbalance 0", "bench: --imbalance expected with moe, got gemm_rs"),
+        ("bench --cpu --layers 2", "bench: --layers expected with e2e, got no op"),
+        ("bench moe --cpu --suite cpu", "bench: --suite expected with ops that take no --model, got moe"),
+        ("bench gemm_rs --n 8 --k 8 --model tiny-mlp", "bench: --model expected without --n and --k"),
+        ("bench --cpu --link 100", "bench: --link expected with GPUs, got 100"),
+        ("bench --cpu --world 9", "bench: --world expected to be at most 8 on CPUs, got 9"),
+        ("bench --show x --iters 3 --m 5", "bench: --show measures nothing, expected without --m, --iters"),
+        ("bench gemm_rs --show x", "bench: --show measures nothing, expected without ops"),
+        ("bench --show x --strict", "bench: --show measures nothing, expected without --strict"),
+        (
+            "bench gemm_rs --cpu --suite decode",
+            "nothing to measure: gemm_rs left out: suite decode has no shape",
+        ),
+        ("bench layer --cpu --m 7", "layer_forward: m must be divisible by the 4 ranks, got m=7"),
+        ("verify --world 0", "verify: --world expected a whole number from 1 to 8, got '0'"),
+        ("verify --world 9", "verify: --world expected a whole number from 1 to 8, got '9'"),
+        ("verify --timeout nan", "verify: --timeout expected a number from 1 to 1000000, got 'nan'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(command: str, words: str) -> None:
+    line = refusal(command)
+    assert all(word in line for word in words.split("|")), line
+
+
+def test_what_all_ops_miss_is_said_once() -> None:
+    line = refusal("bench gemm_rs ag_gemm --cpu --world 1")
+    assert line.count("2 ranks or more") == 1 and "gemm_rs, ag_gemm left out" in line
+
+
+def test_what_a_suite_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = bench_cli.choose(
+        ["gemm_rs", "gemm_ar", "gemm_ar"],
+        **dict.fromkeys(("n", "k", "dtype", "world", "tp")),  # type: ignore[arg-type]
+        suite="decode",
+        models=["llama3-8b-o"] * 2,
+        m=[8, 8],
+        cpu=True,
+    )
+    assert settings.skipped == ("gemm_rs left out: suite decode has no shape for it",)
+    assert [(problem.op, problem.m) for problem in settings.problems] == [("gemm_ar", 8)]
+
+
+def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cli, "find_spec", lambda name: None if name == "accelerate" else name)
+    assert "bench: e2e needs accelerate, which is not installed" in refusal("bench e2e --cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"not = toml = at all", "no TOML: Invalid value"),
+        (b"\xff\xfe", "no TOML: 'utf-8' codec"),
+        (b"[suite]\nname='a'\ndtype='float32'\nm=[1]\nmm=[2]\n", "[suite] expected keys of name|got 'mm'"),
+    ],
+)
+def test_a_wrong_suite_names_its_file(tmp_path: Path, text: bytes, words: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_bytes(text)
+    line = refusal(f"bench --suite {file}")
+    assert all(word in line for word in (str(file), *words.split("|"))), line
+
+
+@pytest.mark.parametrize("command", ["bench --cpu", "verify --cpu", "doctor"])
+def test_a_file_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "folder.json").mkdir()
+    for target, why in (
+        (tmp_path / "folder.json", "it is a folder"),
+        (file / "x.json", f"{file} is no folder"),
+        (file / "deep" / "x.json", "Not a directory"),
+        (tmp_path / ("x" * 250), "File name too long"),
+        ("''", "it is a folder"),
+    ):
+        line = refusal(f"{command} --json {target}")
+        name = command.split()[0]
+        assert f"{name}: --json expected a file that can be written" in line and why in line, line
+
+
+def test_a_picture_that_cannot_be_drawn_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
+    (tmp_path / "folder.png").mkdir()
+    for target, words in (
+        ("x", "--plot expected a file that ends in .|.png|.svg|got 'x'"),
+        ("x.xyz", "got 'x.xyz'"),
+        ("x.pgf", "got 'x.pgf'"),
+        (tmp_path / "folder.png", "--plot expected a file that can be written|it is a folder"),
+        ("r.png --json r.png", "--plot expected another file than --json"),
+    ):
+        line = refusal(f"bench --cpu --plot {target}")
+        assert all(word in line for word in words.split("|")), line
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refusal("bench --cpu --plot x.png")
+
+
+def test_folders_of_targets_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda **k: iter([Finding("s", "n", "v")]))
+    file = tmp_path / "new" / "deep" / "d.json"
+    assert invoke(f"doctor --json {file}").exit_code == 0
+    assert json.loads(file.read_text())["ok"]
+    assert [path.name for path in file.parent.iterdir()] == ["d.json"]
+
+
+def test_links_stay_links_and_pipes_stay_pipes(tmp_path: Path) -> None:
+    """A result must not take the place of standard output."""
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "file.json")
+    record.write_json({"a": 1}, link)
+    assert link.is_symlink() and json.loads((tmp_path / "file.json").read_text()) == {"a": 1}
+    os.mkfifo(pipe)
+    read: list[str] = []
+    thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    thread.start()
+    record.write(make_record(complete=False), pipe)  # only the finished result goes there
+    record.write_json({"b": 2}, pipe)
+    thread.join(10)
+    assert pipe.is_fifo() and [json.loads(text) for text in read] == [{"b": 2}]
+
+
+def finished(monkeypatch: pytest.MonkeyPatch, result: Record | None) -> None:
+    monkeypatch.setattr(bench_cli, "run", lambda settings: result)
+
+
+def test_a_picture_without_rows_is_one_line_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
+    result = make_record("cpu")
+    for row in result.rows:
+        del row.times["flux"]
+    finished(monkeypatch, result)
+    shown = invoke(f"bench --cpu --plot {tmp_path / 'p.png'}")
+    assert shown.exit_code == 1 and "gemm_rs" in shown.stdout
+    (line,) = shown.stderr.splitlines()
+    assert "no row of flux to plot" in line
+
+
+def test_exit_status_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 for what is wrong; 2 is for options."""
+    slow = make_record("cuda")  # one of its rows is under the bar
+    finished(monkeypatch, slow)
+    assert invoke("bench --cpu").exit_code == 0
+    assert invoke("bench --cpu --strict").exit_code == 1
+    slow.rows[0].check = "rank 1: 7 of 9 wrong"
+    assert invoke("bench --cpu").exit_code == 1
+
+
+def test_a_run_that_was_stopped_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flux.testing import RankFailure, SpawnError
+
+    file = tmp_path / "r.json"
+
+    def stopped(settings: object) -> None:
+        record.write(make_record("cpu", complete=False), file)
+        raise SpawnError([RankFailure(rank, None, "") for rank in range(4)])
+
+    monkeypatch.setattr(bench_cli, "run", stopped)
+    result = invoke(f"bench --cpu --timeout 7 --json {file}")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "error bench: stopped after 7 s (--timeout)",
+        f"rows measured before that are in {file}",
+    ]
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"flux {flux.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["verify --cpu", "doctor", "bench --show nope.json", "bench --m 0"])
+def test_under_torchrun_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = invoke(command)
+    assert (result.exit_code, result.output) == (2 if "--m" in command else 0, "")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(verify, "plan_runs", lambda *a: iter(()))
+    monkeypatch.setattr(doctor, "examine", lambda **k: iter(()))
+    assert invoke(command).output
+
+
+@pytest.mark.parametrize(("rank", "world"), [("x", "2"), ("2", "2"), ("0", "")])
+def test_ranks_that_torchrun_never_sets(monkeypatch: pytest.MonkeyPatch, rank: str, world: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    for command in ("bench --cpu", "verify --cpu", "doctor"):
+        assert f"expected as torchrun sets them, got RANK='{rank}'" in refusal(command)
+
+
+def test_ranks_without_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert "without MASTER_ADDR" in refusal("bench --cpu")
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "flux", "doctor", "--quick"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor, "examine", full)
+    result = invoke("doctor")
+    assert (result.exit_code, result.stderr) == (1, "error doctor: [Errno 28] No space left on device\n")
+
+
+def test_a_terminal_without_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it cannot print is replaced, and ends nothing."""
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    doctor.report([Finding("s", "name", "100 µs ✓", "ok")], report.make_console())
+    stream.flush()
+    assert b"name" in buffer.getvalue() and b"100 ?s ?" in buffer.getvalue()
+
+
+def test_narrow_terminals_see_whole_findings() -> None:
+    console = Console(file=io.StringIO(), width=24)
+    doctor.report([Finding("s", "FLUX_TIMEOUT_S", "30 seconds", "ok")], console)
+    assert isinstance(console.file, io.StringIO)
+    assert "FLUX_TIMEOUT_S: 30" in " ".join(console.file.getvalue().split())
+
+
+def test_tables_have_their_width_on_narrow_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert report.make_console().width == 30
+    assert report.make_console(least=report.TABLE_WIDTH).width == 80
+
+
+def test_doctor_shows_nonsense_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "FLUX_TIMEOUT_S": "nan",
+        "FLUX_FUSED": "maybe",
+        "FLUX_VLLM_MIN_TOKENS": "-1",
+        "FLUX_VLLM": "",
+        "FLUX_CUDA": "on",
+        "FLUX_THING": "a\n\x1b[31mb",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = {f.name: f for f in findings.environment()}
+    bad = {name for name, finding in found.items() if finding.state == "bad"}
+    assert bad == {"FLUX_TIMEOUT_S", "FLUX_FUSED", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM"}
+    assert all("unset it or correct it" in (found[name].advice or "") for name in bad)
+    assert found["FLUX_VLLM"].value == "''"
+    assert found["FLUX_CUDA"].state == "info" and "(read when flux is built)" in found["FLUX_CUDA"].value
+    assert found["FLUX_THING"].value == r"'a\n\x1b[31mb' (flux does not read it)"
+    assert found["FLUX_CUTLASS_DIR"].value.startswith("not set (default)")
+
+
+def test_whole_and_real_take_what_they_allow() -> None:
+    assert (options.whole()("7"), options.whole(1, 8)(8), options.real(1.0)("2.5")) == (7, 8, 2.5)
+    with pytest.raises(typer.BadParameter, match="from 1 to 8, got '9'"):
+        options.whole(1, 8)("9")
