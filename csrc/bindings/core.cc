@@ -144,8 +144,10 @@ gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, i
                            bool copied) {
   const gemm_rs::Layout layout = gemm_rs_layout(m, n, world_size, config);
   check_rank("rank", rank, world_size);
-  return gemm_rs::make_order(layout, rank, checked_cluster(cluster), checked_group_m(group_m, layout),
-                             copied);
+  gemm::TileOrder order =
+      gemm_rs::make_order(layout, rank, checked_cluster(cluster), checked_group_m(group_m, layout), copied);
+  if (world_size == 1) order.peers = gemm::Peers::kOneByOne;  // peers that take turns are divided by
+  return order;
 }
 
 int64_t tile_offset(const gemm_rs::Layout& self, int slot, int m_tile, int n_tile) {

@@ -81,17 +81,12 @@ struct TileOrder {
     tile.valid = row < rows && column < n_tiles;
     if (row >= rows) row = rows - 1;  // the idle half loads what its partner loads, and drops it
     if (column >= n_tiles) column = n_tiles - 1;
-    tile.n = column;
-    if (own) {  // apart, as there may be no other shards to divide by
-      tile.shard = rank;
-      tile.m = row;
-      return tile;
-    }
     const int others = world_size - 1;
     const bool turns = peers == Peers::kTakeTurns;
     const int nth = turns ? row % others : row / m_tiles;  // of the other shards
-    tile.shard = gathers ? (rank + others - nth) % world_size : (rank + 1 + nth) % world_size;
-    tile.m = turns ? row / others : row % m_tiles;
+    tile.shard = own ? rank : gathers ? (rank + others - nth) % world_size : (rank + 1 + nth) % world_size;
+    tile.m = own ? row : turns ? row / others : row % m_tiles;
+    tile.n = column;
     return tile;
   }
 };
