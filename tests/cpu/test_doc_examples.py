@@ -92,13 +92,12 @@ def readme(rank: int) -> dict[str, Any]:
 
 
 def decoding() -> dict[str, Any]:
-    norm = {"eps": 1e-6}
     return {
         "attention": torch.ones(3, 16),
         "o_weight": torch.ones(64, 16),
         "residual": torch.ones(3, 64),
-        "norm": nn.RMSNorm(64, **norm),
-        "next_norm": nn.RMSNorm(64, **norm),
+        "norm": nn.RMSNorm(64),
+        "next_norm": nn.RMSNorm(64),
         "mlp_up": nn.Linear(64, 16),
         "down_weight": torch.ones(64, 16),
     }
@@ -216,6 +215,25 @@ def test_example(name: str, answers: list[dict[str, str]]) -> None:
     if missing is not None:
         pytest.skip(f"needs {missing}, which is not installed")
     assert [answer[name] for answer in answers] == [""] * RANKS
+
+
+def torchs_norm(rank: int, world_size: int) -> list[str]:
+    """gemm_ar with the eps of a torch.nn.RMSNorm, None, on sums so small that eps decides."""
+    wrong = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        norm = nn.RMSNorm(16, dtype=dtype)
+        x = torch.full((3, 4), 2.0**-9, dtype=dtype)
+        weight = torch.arange(64, dtype=dtype).view(16, 4) / 64
+        with torch.no_grad():
+            h, total = flux.gemm_ar(x, weight, norm_weight=norm.weight, eps=norm.eps)
+            if not torch.allclose(h, norm(total), rtol=2 * torch.finfo(dtype).eps, atol=0):
+                wrong.append(f"{dtype}: {(h / norm(total)).tolist()}")
+    return wrong
+
+
+def test_the_decoding_example_has_torchs_eps() -> None:
+    assert nn.RMSNorm(16).eps is None
+    assert spawn(torchs_norm, 2, backend="gloo") == [[]] * 2
 
 
 def test_what_is_not_run() -> None:
