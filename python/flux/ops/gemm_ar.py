@@ -81,7 +81,7 @@ def gemm_ar(
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         residual: [..., N], dtype and device of x, the same on all ranks.
         norm_weight: [N], dtype and device of x: also apply RMSNorm with this weight to the rows of the sum.
-        eps: of RMSNorm; nothing without `norm_weight`. None: that of torch's, fp32's (fp64's for fp64).
+        eps: of RMSNorm; nothing without `norm_weight`. None: that of fp32 (fp64 for fp64), as in torch.
         out: contiguous [..., N] to write to; not with `norm_weight`. May be `residual`.
 
     Returns:
