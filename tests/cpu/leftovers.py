@@ -12,6 +12,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _VARIABLE = "PROGRAM_UNDER_TEST"
+# In the background of a shell SIGINT is ignored, and would stay so.
+_WITH_INTERRUPTS = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 
 
 def start(arguments: list[str], folder: Path, **env: str) -> subprocess.Popen[str]:
@@ -25,7 +30,7 @@ def start(arguments: list[str], folder: Path, **env: str) -> subprocess.Popen[st
     marked_env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         return subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-c", _WITH_INTERRUPTS, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

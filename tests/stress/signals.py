@@ -321,6 +321,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="only the case of that number")
     options = parser.parse_args()
+    # A campaign that is terminated ends the program of its case too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begin = time.monotonic()
     numbers = range(options.cases) if options.only is None else [options.only]
     base = Path(tempfile.mkdtemp(prefix="signals-"))

@@ -333,6 +333,11 @@ def _remove_segments(call: _Call) -> None:
     """Removes shared memory (flux.comm.shm) of ranks that were killed before they could remove its name."""
     for pid in call.started:
         for path in Path("/dev/shm").glob(f"flux-{pid}-*"):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not that of a live process elsewhere
-                path.unlink()
+            with contextlib.suppress(OSError):
+                segment = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    if os.fstat(segment).st_uid == os.geteuid():
+                        fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
+                        path.unlink()
+                finally:
+                    os.close(segment)
