@@ -313,6 +313,15 @@ def test_ranks_end_with_their_fork_server_and_the_next_call_has_another(
     assert spawn(environment, 1) == [None]
 
 
+def test_a_server_that_is_still_importing_dies_with_its_caller() -> None:
+    client = fork_server._Client()
+    client.open_call()
+    assert client._process is not None
+    server = client._process
+    client.forget()  # this process is not its caller any more
+    assert os.waitpid(server.pid, 0)[1] == signal.SIGKILL
+
+
 def test_calls_of_several_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         failing = pool.submit(spawn, die_with_a_child, 2, backend="gloo")
