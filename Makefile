@@ -15,11 +15,13 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test vllm bench build kernels lint format clean distclean
+.PHONY: help test soak faults vllm bench build kernels lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x')"
+	@echo "make soak       10,000 random calls on 1 to 4 CPU processes, exact (ARGS='--seed 7 --seconds 600')"
+	@echo "make faults     an exception at every line of every collective, on 2 CPU processes"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
@@ -36,6 +38,12 @@ build: $(STAMP)
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+soak: build
+	OMP_NUM_THREADS=1 $(PY) tests/cpu/soak.py $(ARGS)
+
+faults: build
+	OMP_NUM_THREADS=1 $(PY) tests/cpu/broken_off.py $(ARGS)
 
 # vLLM asks for the last three, for pictures and sound. pip may have them for another torch only, and importing them
 # would fail then; without them all is well.

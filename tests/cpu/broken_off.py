@@ -207,11 +207,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--call", choices=CALLS, action="append")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--every", type=int, default=1, help="only each n-th line")
     arguments = parser.parse_args()
     failed = count = 0
     for name in arguments.call or CALLS:
         for state in STATES:
-            results = spawn(work, arguments.ranks, name, state, 0, 1, backend="gloo", timeout_s=3600, env={})
+            results = spawn(
+                work, arguments.ranks, name, state, 0, arguments.every, backend="gloo", timeout_s=3600
+            )
             count += len(results[0])
             told = [told for _, told in results[0]]
             tally = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from typing import Any
 
@@ -63,7 +64,54 @@ def alone(rank: int, p: int) -> tuple[int, list[str]]:
     return count, complaints
 
 
-def test_bad_calls_of_one_rank() -> None:
+def test_bad_calls_end_in_an_error_or_torchs_result() -> None:
     ((count, complaints),) = spawn(alone, 1, backend="gloo")
     assert complaints == []
     assert count >= 2000
+
+
+def refusals(rank: int, p: int) -> list[tuple[int, str]]:
+    """Which bad calls are refused, by the number of the good one and what is wrong."""
+    warnings.simplefilter("ignore")
+    found = []
+    for number in range(len(good_calls(p))):
+        good = good_calls(p)[number]
+        for what, arguments in bad_calls(good):
+            try:
+                good.call(**arguments)
+            except (TypeError, ValueError):
+                found.append((number, what))
+    return found
+
+
+def by_one_rank(rank: int, p: int, refused: set[tuple[int, str]]) -> tuple[int, list[str]]:
+    """Rank 0 alone makes calls that are refused. They end before anything is exchanged: nobody notices."""
+    warnings.simplefilter("ignore")
+    count, complaints = 0, []
+    for number, good in enumerate(good_calls(p)):
+        begin = time.monotonic()
+        for what, arguments in bad_calls(good) if rank == 0 else ():
+            if (number, what) not in refused:
+                continue
+            count += 1
+            try:
+                good.call(**arguments)
+                complaints.append(f"{good.op}: {what}: no error")
+            except (TypeError, ValueError):
+                pass
+            except Exception as error:
+                complaints.append(f"{good.op}: {what}: {error!r}"[:300])
+        if time.monotonic() - begin > 20:
+            complaints.append(f"{good.op}: refusing took {time.monotonic() - begin:.0f} s")
+        fresh = good_calls(p)[number]
+        if not same(fresh.call(**fresh.arguments), fresh.reference(**fresh.arguments)):
+            complaints.append(f"{good.op}: wrong after bad calls of rank 0")
+    return count, complaints
+
+
+def test_bad_calls_of_one_rank_leave_no_trace() -> None:
+    (refused,) = spawn(refusals, 1, backend="gloo")
+    for world_size in (2, 4):
+        results = spawn(by_one_rank, world_size, set(refused), backend="gloo", env={"FLUX_TIMEOUT_S": "60"})
+        assert [complaint for _, complaints in results for complaint in complaints] == []
+        assert results[0][0] >= 1000

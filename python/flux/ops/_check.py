@@ -189,7 +189,7 @@ def norm_args(op: str, norm_weight: torch.Tensor | None, eps: float | None, n: i
 
 
 def norm_eps(eps: float | None, x: torch.Tensor) -> float:
-    """The epsilon of an RMSNorm. None: what torch adds then, which for 16-bit types is that of its fp32 sums."""
+    """The epsilon of an RMSNorm. None: what torch adds then, for 16-bit types that of its fp32 sums."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
