@@ -39,7 +39,7 @@ def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *ar
 
 
 def turn(group: ProcessGroup, device: torch.device) -> Any:
-    """The turns of a group on a device; of GPUs without a number, the current one."""
+    """The turns of a group on a device."""
     found = _turns.get((group, device))
     return _turns.setdefault((group, device), _native.core.CallTurn(ON_ALL_RANKS)) if found is None else found
 
@@ -86,8 +86,9 @@ def _raise_if_unfinished(key: Key) -> None:
 
 def _forget_destroyed_groups() -> None:
     for kept in (_workspaces, _unfinished, _turns):
-        for key in [key for key in kept if key[0] not in c10d._world.pg_map]:
-            del kept[key]
+        for key in list(kept):  # a copy: other threads add to them
+            if key[0] not in c10d._world.pg_map:
+                kept.pop(key, None)
 
 
 def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
@@ -97,12 +98,16 @@ def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
 
 def existing(group: ProcessGroup) -> list[Workspace]:
     """The workspaces that a group has so far."""
-    return [workspace for (owner, _), workspace in _workspaces.items() if owner is group]
+    return [workspace for (owner, _), workspace in list(_workspaces.items()) if owner is group]
+
+
+def _keys(group: ProcessGroup) -> list[Key]:
+    return [key for key in list(_turns) if key[0] is group]
 
 
 def check(group: ProcessGroup) -> None:
     """Raises what makes a group's workspaces unusable, if anything does: see flux.check."""
-    for key in [key for key in _turns if key[0] is group]:
+    for key in _keys(group):
         workspace = _workspaces.get(key)
         ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check
         turn(*key).call(ask)
@@ -110,7 +115,7 @@ def check(group: ProcessGroup) -> None:
 
 def release(group: ProcessGroup) -> None:
     """Frees the workspaces of a group and forgets failures: see flux.release."""
-    for key in [key for key in _turns if key[0] is group]:
+    for key in _keys(group):
         turn(*key).call(_release, key)
 
 

@@ -101,8 +101,9 @@ def _reserve(
 
 
 def release(group: GroupLike = None) -> None:
-    """Frees the workspaces of a group, and forgets a timeout. A collective, except after a timeout: then only
-    the caller's side is freed, and all ranks that live on must release before the group's next call.
+    """Frees the workspaces of a group, and forgets failures. A collective, except after a timeout or a call
+    that was broken off: then only the caller's side is freed, and all ranks that live on must release before
+    the group's next call.
 
     CUDA graphs that captured calls on the group must not be replayed afterwards.
 
@@ -117,6 +118,7 @@ def check(group: GroupLike = None) -> None:
 
     Raises:
         CommTimeoutError: a peer did not deliver in time in some call since the workspace was made.
+        RuntimeError: a call was broken off by an exception, when peers had heard of it.
     """
     pg = resolve_group(group, "check")
     if _cuda.is_available() and _cuda.is_initialized():
