@@ -65,17 +65,17 @@ def test_cpus_are_refused_and_help_names_it() -> None:
 def test_forced_numbers_reach_the_kernel() -> None:
     module = sys.modules["flux.moe.gemm_gather_rs"]
     x, weight = torch.zeros(300, 64), torch.zeros(2, 512, 64)
-    routing = [torch.full((1,), i) for i in range(11)]
+    routing = flux.moe.Routing._make([*(torch.full((1,), i) for i in range(11)), 2, 1, 300, 100, "g"])
     plan = MoePlan(
         "moe.gemm_gather_rs", 300, 512, 64, x.dtype, 2, 1, True, "", chunks=((0, 2), (2, 2)), tile=3
     )
     workspace = mock.Mock(num_sms=FEW_SMS)
-    workspace.enter.return_value = 4096
+    workspace.enter.side_effect = lambda plan: contextlib.nullcontext(4096)
     names = [argument.name for argument in torch.ops.flux._moe_gemm_gather_rs.default._schema.arguments]
     with mock.patch.object(module, "_kernel") as kernel:
         for ctas in (0, 16):
             forced = replace(plan, communication_ctas=ctas)
-            out = moe_ctas.launch(x, weight, routing, 2, 1, 100, forced, workspace)
+            out = moe_ctas.launch(x, weight, routing, forced, workspace)
             assert out.shape == (100, 512)
             given = dict(zip(names, kernel.call_args.args, strict=True))
             assert given["communication_ctas"] == ctas
@@ -90,15 +90,13 @@ def pretended_gpu(context: Context, wrong: int | None = None) -> Iterator[list[i
     """Counts launches by number; the one with the wrong number leaves out a rank's part."""
     launched: list[int] = []
 
-    def launch(x: Any, weight: Any, routing: Any, *sizes: Any) -> torch.Tensor:
-        experts, ep_size, tokens, plan, workspace = sizes
+    def launch(x: Any, weight: Any, routing: flux.moe.Routing, plan: Any, workspace: Any) -> torch.Tensor:
         ctas = plan.communication_ctas
-        assert len(routing) == 11 and plan.fused and workspace is shared
-        told = flux.moe.Routing(*routing, experts, ep_size, tokens, tokens, context.group.group_name)
+        assert plan.fused and workspace is shared
         launched.append(ctas)
         if ctas == wrong and context.rank == 1:
             x = torch.zeros_like(x)
-        return flux.moe.gemm_gather_rs(x, weight, told)
+        return flux.moe.gemm_gather_rs(x, weight, routing)
 
     assert context.group is not None
     shared = registry.get(context.group, context.device, "moe.gemm_gather_rs")

@@ -178,7 +178,7 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
             _check.fail(op, "routing", f"{name} on {device}, the device of x", tensor.device)
     tokens, k = routing.num_tokens, routing.positions.shape[-1]
     p = process_group(routing.group_name).size()
-    shapes = _kept_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
+    shapes = checked_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
     shapes = (*shapes, shapes[_POSITIONS])
     for name, tensor, shape in zip(Routing._fields, routing[:11], shapes, strict=False):
         if tensor.shape != shape:
