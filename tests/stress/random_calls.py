@@ -72,10 +72,14 @@ def work(rank: int, world_size: int, folder: Path, seed: int) -> dict[str, Any]:
         groups.append((halves[rank // 2], rank % 2))
     dice = random.Random(seed)
     told: dict[str, Any] = {"calls": 0, "error": None}
+    group, begin = world, time.monotonic()
     try:
         should_stop(folder)
         (folder / f"ready-{rank}").touch()
-        while told["calls"] % 4 or not should_stop(folder):
+        while True:
+            group, begin = world, time.monotonic()
+            if told["calls"] % 4 == 0 and should_stop(folder):
+                break
             group, place = dice.choice(groups)
             begin = time.monotonic()
             op, case = draw(dice, group.size())

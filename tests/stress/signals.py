@@ -88,7 +88,6 @@ class Run:
 
     def let_it_finish(self) -> list[dict[str, Any]]:
         """What the ranks say, when the caller has ended by itself."""
-        (self.folder / "stop").touch()
         try:
             status = self.program.wait(HANG_S)
         except subprocess.TimeoutExpired:
@@ -101,6 +100,7 @@ class Run:
         return told
 
     def expect_exact(self) -> None:
+        (self.folder / "stop").touch()
         told = self.let_it_finish()
         if any(answer.get("error", "died") is not None for answer in told):
             self.wrong.append(f"expected exact results on all ranks, got {told}")
