@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_kernel", lambda *arguments: told.append(arguments))
     monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
-    monkeypatch.setattr(workspace, "enter", lambda plan: 77, raising=False)
+    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext(77), raising=False)
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
     made = plan(m=4, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
@@ -143,7 +144,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_kernel", lambda *arguments: arguments[3].fill_(5))
     ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, 0.0)
     assert (shifted == 5).all()
-    _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), x, total)
+    _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
     assert told[3] == (x, total, 77, 0, 0)
 
 

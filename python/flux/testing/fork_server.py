@@ -141,15 +141,16 @@ class _Client:
             # If the caller has imported the compiler, ranks compile too: else each would import it by itself.
             compiler = "import torch._dynamo; " if "torch._dynamo" in sys.modules else ""
             start = _START.format(path, compiler, calls.fileno(), alive.fileno())
-            with _without_interrupts():  # of the terminal, which reach all processes of the job
+            # Those of a terminal reach all processes of a job. One for this process waits until the end.
+            with _without_interrupts():
                 self._process = subprocess.Popen(
                     [mp_spawn.get_executable(), *_interpreter_flags(), "-c", start],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(calls.fileno(), alive.fileno()),
                 )
-            fcntl.fcntl(alive, fcntl.F_SETOWN, self._process.pid)
-            fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+                fcntl.fcntl(alive, fcntl.F_SETOWN, self._process.pid)
+                fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+                fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _interpreter_flags() -> list[str]:
