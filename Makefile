@@ -11,17 +11,25 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_VERSION := 0.32.0
 VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
 KERNELS := build/kernels
+SANITIZED := build/sanitize
+# Libraries that must be loaded before a Python that is not sanitized itself: libasan, and libstdc++, whose exceptions
+# libasan watches.
+SANITIZERS = $(foreach library,asan stdc++,$(shell $(CXX) -print-file-name=lib$(library).so))
+# What runs C++ of _core: plans, orders, routing, exchanges, shared memory, and the operators on up to three ranks.
+SANITIZED_TESTS := $(addprefix tests/cpu/test_,sanitizers.py core_bindings.py plans.py moe_plan.py exchange.py shm.py \
+  gemm_rs.py::test_gemm_rs ag_gemm.py::test_ag_gemm gemm_ar.py::test_gemm_ar moe.py::test_moe_is_exact)
 SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults vllm bench build kernels lint format clean distclean
+.PHONY: help test soak faults sanitize vllm bench build kernels lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x')"
 	@echo "make soak       10,000 random calls on 1 to 4 CPU processes, exact (ARGS='--seed 7 --seconds 600')"
 	@echo "make faults     an exception at every line of every collective, on 2 CPU processes"
+	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
@@ -44,6 +52,22 @@ soak: build
 
 faults: build
 	OMP_NUM_THREADS=1 $(PY) tests/cpu/broken_off.py $(ARGS)
+
+# PYTHONPATH puts the package with the sanitized _core before the installed one. Leaks at exit are Python's. A test may
+# expect that a rank dies, so reports are looked for in all that was printed, too.
+sanitize: export ASAN_OPTIONS = detect_leaks=0:max_allocation_size_mb=2048
+sanitize: export UBSAN_OPTIONS = print_stacktrace=1
+sanitize: $(STAMP)
+	@mkdir -p $(SANITIZED)
+	CMAKE_ARGS="-DFLUX_SANITIZE=ON" FLUX_CUDA=off FLUX_BUILD_DIR=$(SANITIZED)/cmake \
+	  $(PY) setup.py --quiet build --build-base $(SANITIZED)/setup --build-lib $(SANITIZED)/lib \
+	  >$(SANITIZED)/build.log 2>&1 || { cat $(SANITIZED)/build.log; exit 1; }
+	@echo "$(PY) -m pytest $(SANITIZED_TESTS)"
+	@LD_PRELOAD="$(SANITIZERS)" PYTHONPATH=$(abspath $(SANITIZED)/lib) PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest -s -p no:cacheprovider $(SANITIZED_TESTS) -k 'not ([4- and gemm)' $(ARGS) \
+	  >$(SANITIZED)/tests.log 2>&1; status=$$?; \
+	if grep -qE "runtime error: |ERROR: AddressSanitizer" $(SANITIZED)/tests.log; then status=1; fi; \
+	if [ $$status = 0 ]; then tail -1 $(SANITIZED)/tests.log; else cat $(SANITIZED)/tests.log; fi; exit $$status
 
 # vLLM asks for the last three, for pictures and sound. pip may have them for another torch only, and importing them
 # would fail then; without them all is well.

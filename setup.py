@@ -8,6 +8,7 @@ Environment variables (all optional):
   FLUX_TORCH_DIR    folder of the installed torch package; default: found, not imported.
   FLUX_BUILD_DIR    where CMake works; default: build/ in the source tree, so that rebuilds are incremental.
   MAX_JOBS          compile jobs at a time; default: one a core.
+  CMAKE_ARGS        further options for CMake, such as -DFLUX_SANITIZE=ON.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -144,6 +146,7 @@ class CMakeBuild(build_ext):
                 "FLUX_TORCH_DIR": find_torch(),
             }
         options = [f"-D{name}={value}" for name, value in configure.items()]
+        options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         for command in (
             [cmake, "-S", str(ROOT), "-B", str(work), "-G", "Ninja", *options],

@@ -489,6 +489,9 @@ PYBIND11_MODULE(_core, m) {
   bind_ag_gemm(m);
   bind_exchange(m);
   bind_moe(m);
+#ifdef FLUX_SANITIZE
+  bind_planted(m);
+#endif
 }
 
 }  // namespace flux::bindings

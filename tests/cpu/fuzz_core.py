@@ -18,6 +18,7 @@ import os
 import random
 import re
 import resource
+import struct
 import sys
 import time
 from collections import Counter
@@ -89,7 +90,7 @@ def functions(core: Any) -> dict[str, tuple[Any, list[Parameter]]]:
             attribute = getattr(value, method)
             if (parameters := signature(attribute)) is not None and callable(attribute):
                 found[f"{name}.{method}"] = (attribute, parameters)
-    found.pop("planted_defect", None)  # of sanitised builds: a crash is its purpose
+    found.pop("planted_defect", None)  # of sanitized builds: a crash is its purpose
     return found
 
 
@@ -220,16 +221,18 @@ class Fuzzer:
         sizes = (local + 1, local * p, layout.max_rows, p * tokens * k, p * tokens, p)
         sizes = (*sizes, layout.ep_size * tokens, layout.ep_size * tokens, 4 * tiles, 1)
         values = (-1, -(1 << 31), (1 << 31) - 1, *range(min(layout.num_experts, 20)), layout.num_experts)
-        ids = (ctypes.c_int32 * (p * tokens * k))(*(self.rng.choice(values) for _ in range(p * tokens * k)))
-        arrays = [(ctypes.c_int32 * size)() for size in sizes]
-        self._alive = [ids, *arrays]
-        addresses = [ctypes.addressof(array) for array in arrays]
+        ids = [self.rng.choice(values) for _ in range(p * tokens * k)]
+        # Not ctypes arrays: small ones lie within an object, where a sanitizer does not see their end.
+        self._alive = [bytearray(struct.pack(f"{len(ids)}i", *ids)), *(bytearray(4 * size) for size in sizes)]
+        ids_address, *addresses = (
+            ctypes.addressof(ctypes.c_char.from_buffer(of)) if of else 0 for of in self._alive
+        )
         bad = self.rng.random()
         if bad < 0.1:
             addresses = addresses[: self.rng.randrange(10)]
         elif bad < 0.2:
             addresses[self.rng.randrange(10)] += self.rng.choice((1, 2, 3))
-        return [layout, block_m, ctypes.addressof(ids), addresses]
+        return [layout, block_m, ids_address, addresses]
 
 
 def peak_mib() -> int:

@@ -38,6 +38,7 @@ def cmake() -> str:
         (["-DCMAKE_CUDA_SEPARABLE_COMPILATION=ON"], {}, "setmaxnreg"),
         ([], {"NVCC_APPEND_FLAGS": "--relocatable-device-code=true"}, "setmaxnreg"),
         ([], {"CUDAFLAGS": "-G"}, "-G"),
+        (["-DFLUX_SANITIZE=ON"], {}, "FLUX_CUDA must be OFF"),
     ],
 )
 def test_cmake_refuses(
