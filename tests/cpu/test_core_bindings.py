@@ -138,16 +138,17 @@ def test_a_larger_problem_runs_unfused() -> None:
         assert plan.slot_bytes >= 0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("bad", [-(2**31), -1, 4, 2**31 - 1])
-def test_ids_may_be_any_number(bad: int) -> None:
-    layout = moe_layout()
-    ids = torch.tensor([[[bad, 1], [0, bad], [bad, bad]]], dtype=torch.int32)
+def test_ids_may_be_any_number(bad: int, rank: int) -> None:
+    layout = moe_layout(world_size=2, rank=rank, ep_size=2)  # experts 0 and 1 on rank 0, 2 and 3 on rank 1
+    ids = torch.tensor(2 * [[[bad, 1], [2, bad], [bad, bad]]], dtype=torch.int32)
     expected = reference.routing_tensors(layout, 128, ids)
     arrays = [torch.full_like(array, 77) for array in expected]
     core.moe_route(layout, 128, ids.data_ptr(), [array.data_ptr() for array in arrays])
     for got, wanted in zip(arrays, expected, strict=True):
         assert torch.equal(got, wanted)
-    assert arrays[0].tolist() == [0, 1, 2, 2, 2], "one row of experts 0 and 1 each"
+    assert arrays[0].tolist() == ([0, 0, 2] if rank == 0 else [0, 2, 2]), "a row of each rank's token"
 
 
 def test_threads_wait_at_the_same_time() -> None:
