@@ -304,6 +304,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=1800.0, help="stop after about so long")
     arguments = parser.parse_args()
+    if not 0 <= arguments.seed < 1 << 16:  # the data of a case are made from products of it
+        parser.error(f"--seed: expected 0 to 65535, got {arguments.seed}")
     print(f"seed {arguments.seed}: repeat with --seed {arguments.seed}", flush=True)
     made, wrong = campaign(arguments.seed, arguments.cases, arguments.seconds)
     print("".join(f"{line}\n" for line in wrong), end="")
