@@ -78,13 +78,14 @@ def make() -> CudaWorkspace:
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> int:
-    with workspace.enter(plan) as address:
+    with workspace.enter(plan) as (address, epoch):
+        assert epoch == 0, "the device counts"
         return address
 
 
 def entered(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
-    with all_gather.entered(workspace, plan) as launch:
-        return launch
+    with all_gather.enter(workspace, plan) as (address, epoch):
+        return address, epoch, all_gather.chunk_rows(plan, epoch)
 
 
 def plan(rows: int) -> Plan:

@@ -122,7 +122,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_kernel", lambda *arguments: told.append(arguments))
     monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
-    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext(77), raising=False)
+    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
     made = plan(m=4, n=16, k=8)
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()

@@ -13,7 +13,7 @@ import torch
 import flux
 from flux._native import core
 from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
+from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
 from flux.ops import _check, ag_gemm, all_gather, gemm_ar, gemm_rs
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
@@ -54,6 +54,8 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _symm_buffer=symm_buffer,
         _address=int(symm_buffer.address),
         _index=0,
+        _launch=Launch(workspace),
+        _copy_launch=CopyLaunch(workspace),
         _launch_lock=threading.RLock(),
         turn=registry.turn(group, DEVICE),
         _error=error,
@@ -108,7 +110,7 @@ def call(group: Any, op: str, **change: Any) -> Any:
         return gemm_rs.call(x, weight, bias, transpose_weight, group, out)
     if op == "gemm_ar":
         residual = given.get("residual")
-        return gemm_ar._call(x, weight, bias, transpose_weight, residual, None, 0.0, group, out)[0]
+        return gemm_ar._call(x, weight, bias, transpose_weight, residual, None, 0.0, group, out)
     weights = weight if isinstance(weight, list) else [weight]
     biases = bias if isinstance(bias, list) else [] if bias is None else [bias]
     outs = None if out is None else [out]

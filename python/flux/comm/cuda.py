@@ -80,6 +80,8 @@ class CudaWorkspace(Workspace):
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
+        self._launch = Launch(self)
+        self._copy_launch = CopyLaunch(self)
         self._index = device.index
         self._launch_lock = _launch_locks.setdefault(device.index, threading.RLock())
         self._captured = False
@@ -162,7 +164,7 @@ class CudaWorkspace(Workspace):
 
     def enter(self, call: Call) -> Launch:
         """Readies the workspace for a launch on the current stream, to be made inside `with`, which gives the
-        address of its SymmBuffer.
+        address of its SymmBuffer, and 0 as the epoch: the device counts.
 
         Synchronises only where it must grow.
 
@@ -170,20 +172,22 @@ class CudaWorkspace(Workspace):
             CommTimeoutError: an earlier call on this workspace ran out of time.
             RuntimeError: it would have to grow while a CUDA graph is being captured.
         """
-        self._raise_timeout(call.op)
+        if self._error_code.value:
+            self._raise_timeout(call.op)
         if not self.fits(call.signal_bytes, call.slot_bytes, call.exchange_bytes):
             refuse_capture(self.group, call.op)
             facts = call_facts(call, self._same, False)
             self.grow(call.signal_bytes, call.slot_bytes, call.op, facts, call.exchange_bytes)
-        return Launch(self, self._address)
+        return self._launch
 
     def enter_copy(self, call: Call) -> CopyLaunch:
         """The same for a call whose data copy engines move; gives its SymmBuffer's address, and its epoch."""
-        self._raise_timeout(call.op)
+        if self._error_code.value:
+            self._raise_timeout(call.op)
         if not self._fits_copy(call.signal_bytes, call.slot_bytes):
             facts = call_facts(call, self._same, False)
             self.reserve_copy(call.signal_bytes, call.slot_bytes, call.op, facts)
-        return CopyLaunch(self)
+        return self._copy_launch
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
         """Collective: makes room for calls of that size, or does nothing where there is room.
@@ -248,13 +252,12 @@ class Launch:
     replays, as for any graph.
     """
 
-    __slots__ = ("_address", "_workspace")
+    __slots__ = ("_workspace",)
 
-    def __init__(self, workspace: CudaWorkspace, address: int) -> None:
+    def __init__(self, workspace: CudaWorkspace) -> None:
         self._workspace = workspace
-        self._address = address
 
-    def __enter__(self) -> int:
+    def __enter__(self) -> tuple[int, int]:
         workspace = self._workspace
         workspace._launch_lock.acquire()
         try:
@@ -266,7 +269,7 @@ class Launch:
         except BaseException:
             workspace._launch_lock.release()
             raise
-        return self._address
+        return workspace._address, 0
 
     def __exit__(self, *_: object) -> None:
         self._workspace._launch_lock.release()

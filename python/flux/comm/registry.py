@@ -35,13 +35,14 @@ def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *ar
     """
     if group.size() == 1:
         return fn(*arguments)
-    return turn(group, device).call(fn, *arguments)  # type: ignore[no-any-return]
+    its_turn = _turns.get((group, device)) or turn(group, device)
+    return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
 
 
 def turn(group: ProcessGroup, device: torch.device) -> Any:
     """The turns of a group on a device."""
-    found = _turns.get((group, device))
-    return _turns.setdefault((group, device), _native.core.CallTurn(ON_ALL_RANKS)) if found is None else found
+    key = (group, device)
+    return _turns.get(key) or _turns.setdefault(key, _native.core.CallTurn(ON_ALL_RANKS))
 
 
 def get(group: ProcessGroup, device: torch.device, op: str) -> Workspace:

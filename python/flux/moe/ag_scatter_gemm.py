@@ -145,7 +145,7 @@ def _launch(
     x, weight = readable(x), readable(weight)  # before the launch, as they may run out of memory
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
-    with workspace.enter(plan) as symm_buffer:
+    with workspace.enter(plan) as (symm_buffer, _):
         _kernel(x, weight, routing[:10], *sizes, activation_id, out, symm_buffer, -1, 0)
 
 

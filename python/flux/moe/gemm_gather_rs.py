@@ -129,7 +129,7 @@ def launch(
         x.new_empty(routing.num_tokens, n),
     )
     arguments = (x, weight, routing[:10], routing[10], routing.ep_size, routing.num_experts, products, out)
-    with workspace.enter(plan) as symm_buffer:
+    with workspace.enter(plan) as (symm_buffer, _):
         _kernel(*arguments, symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
     return out
 

@@ -320,7 +320,7 @@ def _by_kernel(
     if workspace is None:
         _kernel(ids, weights, arrays, all_weights, scratch, 0, *sizes)
     else:
-        with workspace.calling(plan, NOTHING), workspace.enter(plan) as symm_buffer:
+        with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
             _kernel(ids, weights, arrays, all_weights, scratch, symm_buffer, *sizes)
     return [*arrays, all_weights]
 

@@ -69,7 +69,7 @@ def run_fused(
         sum_over_ranks(workspace, plan, epoch, x, out)
         return
     x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
-    with workspace.enter(plan) as symm_buffer:
+    with workspace.enter(plan) as (symm_buffer, _):
         _kernel(x, target, symm_buffer, 0, plan.mode)
     if target is not out:
         out.copy_(target)

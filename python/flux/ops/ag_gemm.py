@@ -145,7 +145,8 @@ def ag_gemm(
         return _answer(_by_operator, arguments, name, results, many)
     pg = resolve_group(group, "ag_gemm")
     if direct:
-        return registry.in_turn(pg, x.device, _answer, _call, arguments, pg, results, many)
+        call = _call if pg.size() == 1 else _among_ranks
+        return registry.in_turn(pg, x.device, _answer, call, arguments, pg, results, many)
     return registry.in_turn(pg, x.device, _answer, _by_operator, arguments, name, results, many)
 
 
@@ -271,8 +272,8 @@ def _call(
     dispatcher.
     """
     p = group.size()
-    biases = biases or (None,) * len(weights)
     if p == 1:
+        biases = biases or (None,) * len(weights)
         shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
         outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
         _one_rank(x, weights, biases, transpose_weight, products, gathered, m, ns, k)
@@ -291,6 +292,7 @@ def _among_ranks(
     outs: Tensors | None,
 ) -> list[torch.Tensor]:
     p = group.size()
+    biases = biases or (None,) * len(weights)
     workspace = registry.find(group, x.device)
     facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
     known = None if workspace is None else workspace.plans.get(facts)
@@ -428,8 +430,8 @@ def _fused_cuda(
         for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True)
     ]
     target = None if gathered is None else writable(gathered)
-    with gather.entered(workspace, call) as (address, epoch, chunk_rows):
-        reuse = False
+    with gather.enter(workspace, call) as (address, epoch):
+        chunk_rows, reuse = gather.chunk_rows(call, epoch), False
         for choice, weight, bias, product in operands:
             arguments = (x, weight, bias, product, call.transpose_weight)
             _kernel(*arguments, address, choice, 0, epoch, chunk_rows, reuse)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed import ProcessGroup
 from flux import _native
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
-from flux.comm.cuda import CudaWorkspace
+from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops import _check, _gate
@@ -132,24 +131,23 @@ def torch_all_gather() -> Callable[..., object]:
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-@contextmanager
-def entered(workspace: CudaWorkspace, plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """Around the launches of a gather on the current stream. Gives the address of its SymmBuffer, copy_epoch
-    and chunk_rows, as the kernels take them.
+def enter(workspace: CudaWorkspace, plan: Plan) -> Launch | CopyLaunch:
+    """Around the launches of a gather on the current stream. Gives the address of its SymmBuffer and
+    copy_epoch, as the kernels take them; `chunk_rows` is the third that they take.
     """
-    if plan.copied_now():
-        with workspace.enter_copy(plan) as (address, epoch):
-            yield address, epoch, plan.chunk_rows
-    else:
-        with workspace.enter(plan) as address:
-            yield address, 0, 0
+    return workspace.enter_copy(plan) if plan.copied_now() else workspace.enter(plan)
+
+
+def chunk_rows(plan: Plan, epoch: int) -> int:
+    """After how many rows copy engines signal; 0 where SMs send."""
+    return plan.chunk_rows if epoch else 0
 
 
 def _fused_cuda(workspace: CudaWorkspace, plan: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
     x = readable(x)
     target = writable(out)
-    with entered(workspace, plan) as launch:
-        _kernel(x, target, *launch, False)
+    with enter(workspace, plan) as (address, epoch):
+        _kernel(x, target, address, epoch, chunk_rows(plan, epoch), False)
     if target is not out:
         out.copy_(target)
 

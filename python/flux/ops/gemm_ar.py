@@ -107,17 +107,12 @@ def gemm_ar(
     arguments = (x, weight, bias, transpose_weight, residual)
     if direct:
         pg = resolve_group(group, "gemm_ar")
-        return registry.in_turn(pg, x.device, _direct, *arguments, norm_weight, eps, pg, out)
+        return _call(*arguments, norm_weight, eps, pg, out)
     name = group_name(group, "gemm_ar")
     if norm_weight is not None:
         eps = _check.norm_eps(eps, x)
         return dispatch(name, x.device, _op_norm, None, (*arguments, norm_weight, eps, name))
     return dispatch(name, x.device, _op, _op_out, (*arguments, name), out)
-
-
-def _direct(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    total, normalised = _call(*arguments)
-    return total if normalised is None else (normalised, total)
 
 
 def reference(
@@ -217,7 +212,7 @@ def _eager(
     group_name: str,
 ) -> Tensor:
     group = process_group(group_name)
-    return _call(x, weight, bias, transpose_weight, residual, None, 0.0, group)[0]
+    return cast(Tensor, _call(x, weight, bias, transpose_weight, residual, None, 0.0, group))
 
 
 def _eager_out(
@@ -243,9 +238,8 @@ def _eager_norm(
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     group = process_group(group_name)
-    total, normalised = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, group)
-    assert normalised is not None
-    return normalised, total
+    pair = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, group)
+    return cast("tuple[Tensor, Tensor]", pair)
 
 
 def _call(
@@ -258,15 +252,15 @@ def _call(
     eps: float | None,
     group: ProcessGroup,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The sum, and the same normalised if there is a norm_weight; without torch's dispatcher."""
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The sum, or with a norm_weight the normalised sum and the sum; without torch's dispatcher."""
     if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
         eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
         out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
         total = out.view(m, n)
         _one_rank(x.reshape(m, k), weight, bias, transpose_weight, _rows(residual, m, n), total)
-        return out, None if norm_weight is None else _normalised(total, norm_weight, eps).view(shape)
+        return out if norm_weight is None else (_normalised(total, norm_weight, eps).view(shape), out)
     arguments = (x, weight, bias, transpose_weight, residual, norm_weight, eps, group, out)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
@@ -281,7 +275,7 @@ def _among_ranks(
     eps: float | None,
     group: ProcessGroup,
     out: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor | tuple[Tensor, Tensor]:
     workspace = registry.find(group, x.device)
     facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
     if residual is not None:
@@ -314,10 +308,10 @@ def _among_ranks(
                 shared = cast(CpuWorkspace, workspace)
                 _fused_cpu(shared, plan, epoch, x, weight, bias, residual, total)
     if norm_weight is None:
-        return out, None
+        return out
     if normalised is None:
         normalised = _normalised(total, norm_weight, eps)
-    return out, normalised if len(shape) == 2 else normalised.view(shape)
+    return normalised if len(shape) == 2 else normalised.view(shape), out
 
 
 def _rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
@@ -411,7 +405,7 @@ def _fused_cuda(
     )
     # How CTAs share the rows of a norm depends on how many there are, and must not on the rank.
     num_sms = 0 if norm_weight is None else workspace.num_sms
-    with workspace.enter(plan) as symm_buffer:
+    with workspace.enter(plan) as (symm_buffer, _):
         _kernel(
             x,
             weight,

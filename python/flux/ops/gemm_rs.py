@@ -175,7 +175,7 @@ def _among_ranks(
         plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
         workspace.plans[facts] = (plan, shape, m, n, k)
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
-    with workspace.calling(plan, {"bias": bias, **also}) as epoch:
+    with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
             _unfused(x2, weight, bias, transpose_weight, group, out2)
         elif isinstance(workspace, CudaWorkspace):
@@ -223,14 +223,16 @@ def fused_cuda(
     # What may run out of memory comes first.
     target = writable(out)
     x, weight, bias = aligned(x), aligned(weight), readable_if_any(bias)
-    arguments = (x, weight, bias, target, plan.transpose_weight)
+    chunks, transpose_weight = plan.chunks, plan.transpose_weight
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
         with workspace.enter_copy(plan) as (symm_buffer, epoch):
-            _kernel(*arguments, symm_buffer, plan.choice, 0, epoch, plan.chunks, staging)
+            arguments = (symm_buffer, plan.choice, 0, epoch, chunks, staging)
+            _kernel(x, weight, bias, target, transpose_weight, *arguments)
     else:
-        with workspace.enter(plan) as symm_buffer:
-            _kernel(*arguments, symm_buffer, plan.choice, 0, 0, plan.chunks, None)
+        with workspace.enter(plan) as (symm_buffer, _):
+            choice = plan.choice
+            _kernel(x, weight, bias, target, transpose_weight, symm_buffer, choice, 0, 0, chunks, None)
     if target is not out:
         out.copy_(target)
 

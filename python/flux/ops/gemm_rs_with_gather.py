@@ -126,7 +126,8 @@ def _beside(
 ) -> torch.Tensor:
     gathered = rows.new_empty(_check.all_gather_args("all_gather", rows, workspace.world_size))
     rows = readable(rows.reshape(-1, gathering.k))
-    with gather.entered(workspace, gathering) as launch:
+    with gather.enter(workspace, gathering) as (address, epoch):
+        launch = (address, epoch, gathering.chunk_rows)
         _begin(rows, *launch)
         scatter.fused_cuda(workspace, scattering, x, weight, None, out)
         _finish(rows, gathered.view(-1, gathering.k), *launch, True)

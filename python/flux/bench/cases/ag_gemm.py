@@ -102,7 +102,8 @@ def sweep(problem: Problem, context: Context) -> Prepared:
         chosen = replace(plan, config=config & 0xFF)
 
         def launch(weight: torch.Tensor) -> None:
-            with all_gather.entered(workspace, chosen) as (address, epoch, chunk_rows):
+            with all_gather.enter(workspace, chosen) as (address, epoch):
+                chunk_rows = all_gather.chunk_rows(chosen, epoch)
                 torch.ops.flux._ag_gemm(
                     x, weight, None, out, False, address, config, 0, epoch, chunk_rows, False
                 )

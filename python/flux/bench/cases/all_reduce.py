@@ -84,7 +84,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
 
     def run(name: str, role: str, mode: int) -> Candidate:
         def launch(x: torch.Tensor) -> None:
-            with workspace.enter(chosen) as address:
+            with workspace.enter(chosen) as (address, _):
                 torch.ops.flux._all_reduce(x, out, address, 0, mode)
 
         return graphed(name, role, launch, [x], context)

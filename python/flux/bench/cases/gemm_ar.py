@@ -120,7 +120,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     def run(name: str, role: str, config: int, mode: int) -> Candidate:
         def launch(weight: torch.Tensor) -> None:
             # Exactly what flux.gemm_ar launches, but for config and mode.
-            with workspace.enter(chosen) as address:
+            with workspace.enter(chosen) as (address, _):
                 torch.ops.flux._gemm_ar(
                     x, weight, None, out, False, address, config, 0, mode, None, None, 0.0, None
                 )

@@ -102,7 +102,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
         chosen = replace(plan, config=config, signal_bytes=signal_bytes, slot_bytes=slot_bytes)
 
         def launch(weight: torch.Tensor) -> None:
-            with workspace.enter(chosen) as address:
+            with workspace.enter(chosen) as (address, _):
                 torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0, 0, 0, None)
 
         return Candidate(name, role, rotating(weights, launch))
