@@ -51,64 +51,80 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "FLUX_SYMM_BACKEND",
         "cuda",
-        "Who allocates symmetric GPU memory: torch's cuda or nvshmem backend. Once per process.",
+        "Backend of torch that allocates symmetric GPU memory: cuda or nvshmem. Fixed for the process.",
         "run",
         _one_of("cuda", "nvshmem"),
     ),
     Variable(
         "FLUX_FUSED",
         "auto",
-        "off: run gemm_rs unfused through torch, to find out whether a problem is flux's. Read when a group "
-        "is first used.",
+        "off: all collectives run unfused through torch, to find out whether a problem is flux's. Read when a "
+        "group is first used.",
         "run",
         _one_of("auto", "off"),
     ),
     Variable(
         "FLUX_DEBUG",
         "off",
-        "compare: ranks compare every call, and the contents of tensors that must be equal on all of them; "
-        "slow. Read when a group is first used; one rank's setting counts for all.",
+        "compare: ranks compare the arguments of every call, and the contents of tensors that must be equal on "
+        "all ranks; slow. Read when a group is first used; one rank's setting applies to all.",
         "run",
         _one_of("off", "compare"),
     ),
     Variable(
         "FLUX_VLLM",
         "auto",
-        "The plugin in vLLM: auto, pass (only compiled models), layer (vLLM's own passes see nothing of it), "
-        "off.",
+        "vLLM plugin: auto, pass (compiled models only), layer (never hand a range back to vLLM's fusion "
+        "passes), off.",
         "run",
         _one_of("auto", "pass", "layer", "off"),
     ),
     Variable(
         "FLUX_VLLM_MIN_TOKENS",
         "128",
-        "From how many tokens of a batch on the plugin in vLLM uses flux.",
+        "Smallest batch, in tokens, for which the vLLM plugin uses flux.",
         "run",
         _positive,
     ),
     Variable(
         "FLUX_VLLM_MOE",
         "off",
-        "Experts of MoE layers in vLLM: off (they stay vLLM's), auto (flux runs those that it can).",
+        "Experts of MoE layers in vLLM: off (vLLM runs them), auto (flux runs the layers that it supports).",
         "run",
         _one_of("auto", "off"),
     ),
-    Variable("FLUX_COMMIT", "unknown", "What benchmark records name where there is no git tree.", "run", str),
+    Variable(
+        "FLUX_COMMIT",
+        "unknown",
+        "Commit to write into benchmark records when there is no git tree.",
+        "run",
+        str,
+    ),
     Variable(
         "FLUX_CUDA",
         "auto",
-        "Build CUDA kernels: auto (if a GPU is visible or FLUX_CUDA_ARCHS is set), on (or fail), off.",
+        "Build CUDA kernels: auto (if nvcc is found, and a GPU is visible or FLUX_CUDA_ARCHS is set), on, off.",
         "build",
         _one_of("auto", "on", "off"),
     ),
     Variable(
-        "FLUX_CUDA_ARCHS", "90a", "CUDA architectures to build for; only 90a has kernels.", "build", str
+        "FLUX_CUDA_ARCHS",
+        "90a",
+        "CUDA architectures to compile for; flux has kernels for 90a only.",
+        "build",
+        str,
     ),
     Variable(
-        "FLUX_CUTLASS_DIR", "", "CUTLASS source tree instead of the nvidia-cutlass package.", "build", str
+        "FLUX_CUTLASS_DIR",
+        "",
+        "CUTLASS source tree to use instead of the nvidia-cutlass package.",
+        "build",
+        str,
     ),
-    Variable("FLUX_TORCH_DIR", "", "Torch package whose headers to build against.", "build", str),
-    Variable("FLUX_BUILD_DIR", "", "Where object files go, to keep them between builds.", "build", str),
+    Variable(
+        "FLUX_TORCH_DIR", "", "Folder of the torch package whose headers to compile against.", "build", str
+    ),
+    Variable("FLUX_BUILD_DIR", "", "Folder for object files, to keep them between builds.", "build", str),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
