@@ -8,7 +8,7 @@
 //
 // The storers are what makes a remote destination affordable: all CTAs finish a tile at about the same time,
 // and a link takes far longer than local memory to swallow that burst. By then the math warps are in the next
-// mainloop (docs/design/gemm-rs.md has the numbers).
+// mainloop (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
 #pragma once
 
 #include "gemm/epilogue.cuh"

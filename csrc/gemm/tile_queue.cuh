@@ -1,18 +1,17 @@
-// Who computes what next. The loader of a cluster's first CTA draws the next index of the tile order, just
-// before it has loaded the last of the tile in hand, and passes it on to every role of every CTA of the
-// cluster through a short queue in shared memory.
+// The tile scheduler. The loader of a cluster's first CTA draws the next index of the tile order shortly before it has
+// loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster through a short
+// queue in shared memory.
 //
-// Drawing from a counter in global memory instead of a fixed stride matters when tiles leave over a link: the
-// link serves the SMs unevenly, an SM whose stores wait also loads late, and with equal shares the unluckiest
-// SM would decide the time (docs/design/gemm-rs.md: the median SM was done 76 of 517 us before the last).
-// Drawing late matters too: an index drawn long before its turn is a remote tile that others wait for (599 us
-// instead of 463 where each SM has three tiles). A CTA whose own tile waits for peers draws nothing until
-// their parts are there: with two tiles an SM, the four SMs that get an own tile in the first wave would take
-// a second one and finish it a third of a tile after everybody else (384 us instead of 339).
+// Three rules (docs/design/gemm-rs.md#the-kernel):
+// - Draw from a counter in global memory, not with a fixed stride, when tiles leave over a link: the link serves the
+//   SMs unevenly, and with equal shares the slowest SM determines the time.
+// - Draw late: an index that is drawn long before its turn can be a remote tile that a peer waits for.
+// - A CTA whose local tile waits for peers draws nothing until their contributions have arrived. Otherwise it takes a
+//   tile that a free CTA could start, and finishes it after everybody else.
 //
-// The order itself stays: every CTA sees all its remote tiles before its first own one. The first tile is
-// drawn too: an own tile is then drawn only after every remote one has been drawn by a cluster that is
-// running, so a CTA still waiting for an SM (NCCL may hold some) never holds a tile that others wait for.
+// The order itself does not change: every CTA sees all its remote tiles before its first local one. The first tile is
+// drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident cluster, and a CTA that
+// is not resident yet (NCCL may occupy SMs) never holds a tile that others wait for.
 #pragma once
 
 #include "gemm/smem.cuh"

@@ -56,7 +56,7 @@ struct SlotStore {
 
   // Stores to a peer that the link cannot take at once back up into the SM and hold up the loads of the next
   // mainloop: a burst of 64 KB costs about 12 us of it, whoever issues it. Spread over that mainloop it costs
-  // next to nothing (docs/design/gemm-rs.md).
+  // next to nothing (docs/design/gemm-rs.md#pacing).
   //
   // Calls behind one that ran out of time send nothing: they no longer wait for their peers, so a peer that
   // is merely late may be two calls behind and would find its buffers overwritten.
