@@ -1,6 +1,6 @@
-// The end of a launch whose ranks exchange vectors (runtime/exchange.h): sums what they contributed, adds bias
-// and residual, applies RMSNorm, and writes the result. All CTAs take part, each with whatever vectors or rows
-// fall to it: it does not matter who computed them.
+// The last phase of a launch whose ranks exchange vectors (runtime/exchange.h): sums the ranks' contributions, adds
+// bias and residual, applies RMSNorm, and writes the result. All CTAs take part. A CTA sums any vectors or rows,
+// not only those that it computed.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -11,7 +11,7 @@ namespace flux::gemm {
 struct Finish {
   const void* bias;         // [n] or null
   const void* residual;     // [m, n] or null: added to the sum
-  const void* norm_weight;  // [n] or null: of the RMSNorm of that
+  const void* norm_weight;  // [n] or null: weight of the RMSNorm that is applied to the sum
   float eps;
   void* out;      // the sum, or its norm
   void* sum_out;  // the sum, where `out` is its norm
@@ -24,7 +24,7 @@ struct ExchangeParams {
   Exchange exchange;
   Finish finish;
   uint32_t op;
-  int rows_at_once = 1;  // that ranks send, evenly spaced: who sums follows, and finds that they are there
+  int rows_at_once = 1;  // ranks send this many evenly spaced rows at a time; sums follow the same order
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
@@ -39,14 +39,14 @@ FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
   for (int i = 0; i < Exchange::kVector; ++i) sum[i] += widened[i];
 }
 
-// kThreads threads, each with its number; `scratch` holds a float for each warp.
+// Called by kThreads threads; `thread` is the caller's index. `scratch` holds one float for each warp.
 template <int kThreads>
 FLUX_DEVICE float sum_over_cta(float value, int thread, float* scratch) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
   }
-  ptx::named_barrier_sync(1, kThreads);  // nobody still reads the last row's
+  ptx::named_barrier_sync(1, kThreads);  // no thread still reads the sums of the previous row
   if (thread % 32 == 0) scratch[thread / 32] = value;
   ptx::named_barrier_sync(1, kThreads);
   float total = 0.0f;
@@ -59,17 +59,16 @@ struct Place {
   int row, column;
 };
 
-// What a CTA has of a row.
+// The part of a row that one CTA normalises.
 struct RowPart {
   int index, parts;
   int first, vectors;
 };
 constexpr int kMaxRowParts = 8;
 
-// Rows are dealt to CTAs, and where these are many, parts of rows, down to a vector for each thread: an SM takes 64 bytes
-// a cycle, and its threads wait for one vector after the other. 8 rows of 8192 columns take 22.6 us so and not 24.5
-// (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-steps-tp2-2xH200.json). Ranks whose launches differ in CTAs may get
-// sums of squares that differ in the last bit.
+// Splits a row over several CTAs when there are more CTAs than rows: one CTA per row is limited by the SM's 64
+// B/clk and by serial load latency (docs/design/decode.md#split-rows). Ranks whose launches have different
+// numbers of CTAs may get sums of squares that differ in the last bit.
 FLUX_DEVICE RowPart row_part(int rows, int row_vectors, int threads) {
   const int ctas = min(static_cast<int>(gridDim.x), Exchange::kMeetings / kMaxRowParts);
   const int parts = max(1, min(min(ctas / rows, kMaxRowParts), ceil_div(row_vectors, threads)));
@@ -78,7 +77,7 @@ FLUX_DEVICE RowPart row_part(int rows, int row_vectors, int threads) {
   return {index, parts, first, min(vectors, row_vectors - first)};
 }
 
-// The part of a launch that sums, as its threads see it.
+// The state of a thread in the summing phase.
 template <class Element>
 struct Summing {
   static constexpr int kVector = Exchange::kVector;
@@ -98,9 +97,9 @@ struct Summing {
         op(p.op),
         here(symm.exchange(symm.rank, call.epoch)) {}
 
-  // Sums of the vectors begin, begin + stride and so on below `count`: where(i) says where one lies, use(place, its sum)
-  // takes it. A thread asks for all that kBatch of them are made of, of each for kSources contributions, before
-  // it waits for the first: every answer takes as long. But code takes long too, where it runs once.
+  // Sums vectors begin, begin + stride, ... below `count`. where(i) returns the place of vector i; use(place, sum)
+  // consumes its sum. A thread issues the loads of kBatch vectors x kSources ranks before it polls the first, to
+  // overlap their latency. Larger batches unroll more code, which costs instruction fetches in code that runs once.
   template <int kBatch, int kSources, class Where, class Use>
   FLUX_DEVICE void for_each_sum(int begin, int stride, int count, Where where, Use use) const {
     const int64_t slot_bytes =
@@ -132,7 +131,7 @@ struct Summing {
     }
   }
 
-  // The same of sums that their owners have sent.
+  // The same for sums that their owners have sent (two-shot).
   template <int kBatch, class Where, class Use>
   FLUX_DEVICE void for_each_result(int begin, int stride, int count, Where where, Use use) const {
     const auto address = [&](const Place& at) { return here + x.result(at.row, at.column); };
@@ -156,8 +155,8 @@ struct Summing {
     }
   }
 
-  // Of what the CTAs have that share a row, in their order: they send it to each other as ranks send vectors. `scratch`
-  // holds a float for each.
+  // Adds the values of the CTAs that share a row, in their order. These CTAs exchange them as ranks exchange
+  // vectors. `scratch` holds one float for each CTA.
   template <int kThreads>
   FLUX_DEVICE float sum_over_parts(float value, int row, const RowPart& part, int thread,
                                    float* scratch) const {
@@ -167,7 +166,7 @@ struct Summing {
         ptx::store_relaxed_sys(here + x.meeting(row, part.parts, part.index, thread),
                                {__float_as_uint(value), 0, 0, 0});
         char* const address = here + x.meeting(row, part.parts, thread, part.index);
-        // The other CTA waits for ranks no longer than `timeout_ns`, and reports which one has not come.
+        // The other CTA waits for a peer for at most `timeout_ns`, and reports which peer has not delivered.
         const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
         exchange::put_back_absent(address);
         value = __uint_as_float(v.x);
@@ -186,8 +185,9 @@ struct Summing {
   }
 };
 
-// RMSNorm of rows, or of a part of them, one after the other, by kThreads threads of a CTA: each takes its vectors, then
-// all write what becomes of them. Sums and weight wait in shared memory, as far as there is room, and are not fetched again.
+// RMSNorm of rows, or of parts of rows, one after the other, by kThreads threads of a CTA. Each thread takes
+// its vectors of the sum; then all threads write the normalised row. Sums and norm weight stay in shared memory
+// if there is room.
 template <class Element, int kThreads>
 struct RowNorm {
   static constexpr int kVector = Exchange::kVector;
@@ -197,12 +197,12 @@ struct RowNorm {
 
   const Finish& f;
   const int row_vectors, first, vectors, thread;
-  float* const scratch;  // for each warp a float, and for each part of a row
+  float* const scratch;  // one float for each warp, then one for each part of a row
   uint4* kept = nullptr;
   const uint4* weight;
   float squares = 0.0f;
 
-  // All of the threads, before they take the first row.
+  // Called by all threads before the first row.
   FLUX_DEVICE RowNorm(const Finish& f, int row_vectors, const RowPart& part, int thread,
                       const SpareMemory& spare)
       : f(f),
@@ -212,7 +212,7 @@ struct RowNorm {
         thread(thread),
         scratch(static_cast<float*>(__cvta_shared_to_generic(spare.begin))),
         weight(vector_at(f.norm_weight, 0) + first) {
-    ptx::named_barrier_sync(1, kThreads);  // nobody reads anymore what lies there
+    ptx::named_barrier_sync(1, kThreads);  // no thread still reads this memory
     constexpr int kBytes = sizeof(uint4);
     const int room = spare.bytes / kBytes - kScratchVectors;
     const uint32_t begin = spare.begin + kScratchVectors * kBytes;
@@ -226,7 +226,7 @@ struct RowNorm {
     weight = memory + vectors;
   }
 
-  // A vector of the sum; of these a thread takes its own, kThreads apart.
+  // Takes one vector of the sum. A thread takes vectors that are kThreads apart.
   FLUX_DEVICE void take(int row, int vector, const uint4& v) {
     sums(row)[vector] = v;
     if (kept != nullptr) kept[vector] = v;
@@ -238,7 +238,7 @@ struct RowNorm {
 
   FLUX_DEVICE float* scratch_of_parts() const { return scratch + kWarps; }
 
-  // Of what all threads have taken, who begin anew.
+  // Returns the sum of squares over the vectors that all threads have taken, and starts a new sum.
   FLUX_DEVICE float take_squares() {
     const float total = sum_over_cta<kThreads>(squares, thread, scratch);
     squares = 0.0f;
@@ -267,7 +267,7 @@ struct RowNorm {
   FLUX_DEVICE uint4* sums(int row) const { return row_of(f.sum_out, row); }
 };
 
-// kThreads threads of every CTA of the launch, each with its number.
+// Called by kThreads threads of every CTA of the launch; `thread` is the caller's index.
 template <class Element, int kThreads>
 FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread,
                         const SpareMemory& spare) {
@@ -294,8 +294,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     });
   }
   if (s.f.norm_weight != nullptr) {
-    // Two vectors at a time: with one calls take 1.6 % longer, with four as long
-    // (benchmarks/results/tuning/2026-11-23-gemm_ar-norm-tp2-2xH200.json).
+    // Two vectors in flight (docs/design/decode.md#in-a-launch-of-its-own).
     const RowPart part = row_part(x.m, row_vectors, kThreads);
     if (blockIdx.x >= x.m * part.parts) return;
     RowNorm<Element, kThreads> norm(s.f, row_vectors, part, thread, spare);

@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::let_next_kernel_start();
         Store::end(params.store, call);
         if (cluster_size > 1) {
-          // Until the others' last arrivals at barriers of this CTA have come. Once it has left, they would hit those of
-          // the next launch.
+          // Until the others' last arrivals at barriers of this CTA have come. Once it has left, they would hit
+          // those of the next launch.
           for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           }

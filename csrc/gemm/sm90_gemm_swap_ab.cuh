@@ -1,22 +1,22 @@
-// The kernel for few rows: D^T = W * x^T, a cluster of CTAs for each tile, each with its part of K (swap_ab.h).
+// The kernel for few rows: D^T = W * x^T. Each tile belongs to a cluster of CTAs, which split K (swap_ab.h).
 //
-//   math     warpgroup 0            wgmma on all of a tile, which it leaves in shared memory
-//   giving   warpgroup 1            gives the tile away, while the other one computes the next; of a CTA's last tile both
-//                                   do. If K is split, partial sums in fp32 go to the CTAs of the cluster, each of which
-//                                   adds up a share and gives that away
-//   loader   warp 8, one thread     TMA loads of W and x into a ring of stages
+//   math       warpgroup 0            wgmma on the whole tile; writes it to shared memory
+//   epilogue   warpgroup 1            sends the finished tile while the math warpgroup computes the next one; both send
+//                                     the last tile of a CTA. If K is split, fp32 partial sums first go to the CTAs of
+//                                     the cluster, each of which adds and sends a share
+//   loader     warp 8, one thread     TMA loads of W and x into a ring of stages
 //
-// A second warpgroup that multiplied half of the rows would fetch all columns from shared memory once more: 128 rows of
-// 4096 x 3584 took 15.5 us with it, 14.3 as it is.
+// A second math warpgroup would read all columns of the weight from shared memory once more
+// (docs/design/decode.md#rejected-for-the-gemm).
 //
-// An Output says where results go:
+// An Output defines where results go:
 //
 //   struct Params
 //   begin(params) -> Call
-//   bias(params)                                      to add to the product, or null
-//   store(params, call, row, column, v)               eight columns of a row of the local product
-//   finish<Element>(params, call, spare)              both warpgroups, after all tiles
-//   end(params, call)                                 one thread of each CTA, when all have begun
+//   bias(params)                                      bias to add to the product, or null
+//   store(params, call, row, column, v)               stores eight columns of a row of the local product
+//   finish<Element>(params, call, spare)              called by both warpgroups after all tiles
+//   end(params, call)                                 called by one thread of each CTA, after all have called begin
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     ptx::mbarrier_init(partials_empty, kSwapAbBothThreads / 32 * max(split - 1, 1));
     ptx::fence_mbarrier_init();
   }
-  // Barriers must be ready before another CTA counts on them.
+  // Barriers must be initialised before another CTA arrives on them.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
   __syncthreads();
   ptx::wait_for_earlier_kernels();
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
   if (warp == kSwapAbBothThreads / 32) {
     if (ptx::elect_one()) {
-      // Rows of one column tile follow each other: the weight comes from memory once, then from the L2.
+      // Tiles of the same columns are consecutive: the weight is read from memory once, then from the L2.
       const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const int column = tile / m_tiles * kSwapAbN, row = row_of(tile);
-        // The second CTA of a pair may have none.
+        // The second CTA of a pair may have no rows.
         const int rows = max(min(params.m - row, kRows), 0);
         const CUtensorMap* const x = rows < kRows ? &params.last_x : &params.x;
 #pragma unroll 1
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     ptx::named_barrier_sync(kAsked, kSwapAbThreads);
     if (ptx::elect_one()) Output::end(params.output, Output::begin(params.output));
   } else {
-    // Which call it is takes a trip to memory. Nobody waits for that before the first weights are on their way, and the
-    // call is closed when all have asked.
+    // Reading the epoch takes a trip to memory. No thread waits for it before the first loads of the weight are
+    // issued. The call is closed after all threads have read the epoch.
     const auto call = Output::begin(params.output);
     ptx::named_barrier_arrive(kAsked, kSwapAbThreads);
     using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     const int lane = ptx::lane();
     const int share = kSwapAbN / split;  // columns of a tile that this CTA adds up
     const int row_floats = swap_ab_row_floats(split);
-    // To whoever fills the stages of this CTA: itself, and another one that sends its half of the weight.
+    // Releases stages to the CTAs that fill them: this CTA, and the partner that multicasts its half of the weight.
     const auto release = [&](int stage) {
       if (lane < sharers) ptx::mbarrier_arrive_cluster(empty(stage), sharers > 1 ? lane : cta);
     };
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
       if (multiplies) release(held);
 
-      // A thread has two columns, eight apart, and of each pairs of rows.
+      // A thread holds two columns that are eight apart, and pairs of rows of each.
       const int first_row = row_of(tile), first_column = tile / m_tiles * kSwapAbN;
       const int warp_column = warp * 16;
       float bias[2] = {};
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;
       const int giver = static_cast<int>(threadIdx.x) - (kSwapAbBothThreads - givers);
       if (split == 1) {
-        // Rounded, and turned so that the columns of a row lie side by side.
+        // Round, and transpose so that the columns of a row are adjacent.
         constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // rows begin in different banks
         static_assert(kRows * kRowBytes <= 2 * swap_ab_meeting_bytes(kTile));
         constexpr int kVectors = kSwapAbN / kVector;
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         continue;
       }
 
-      // Partial tiles meet. They are staged by share, and one copy brings each share to the CTA that adds it up, and
-      // counts on its barrier. What this CTA adds up itself is put there at once.
+      // Combine partial tiles. They are staged by share; one bulk copy delivers each share to the CTA that adds
+      // it, and completes on that CTA's barrier. The share that this CTA adds is written to its place directly.
       const uint32_t share_bytes = 4 * kMeetingRows * row_floats;
 #pragma unroll
       for (int meeting = 0; meeting < kRows / kMeetingRows; ++meeting, meetings.advance()) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
             }
           }
         }
-        // After the last meeting nobody asks, and nothing is left that another CTA would have to wait for.
+        // After the last exchange no CTA reads this barrier, and no CTA has to wait for another one.
         if (is_last && meeting + 1 == kRows / kMeetingRows) break;
         __syncwarp();
         if (lane < split && lane != part) ptx::mbarrier_arrive_cluster(partials_empty, lane);
@@ -278,12 +278,12 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   }
 
   __syncthreads();
-  // A CTA must not leave while its sums are on their way to others, or others have not yet arrived at its barriers. Who
-  // comes here has received all that was sent to it.
+  // A CTA must not exit while its copies to other CTAs are in flight, or while other CTAs may still arrive on its
+  // barriers. A CTA that reaches this point has received everything that was sent to it.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
 }
 
-// The product stays here: plain GEMM.
+// Stores the product locally: plain GEMM.
 struct LocalOutput {
   struct Params {
     void* out;
@@ -301,7 +301,7 @@ struct LocalOutput {
   FLUX_DEVICE static void end(const Params&, const Call&) {}
 };
 
-// Products of all ranks are summed.
+// Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
   using Params = ExchangeParams;
   using Call = sync::Call;

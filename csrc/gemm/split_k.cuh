@@ -1,11 +1,10 @@
-// A tile whose K is split over the CTAs of a cluster: for problems of fewer tiles than the GPU has SMs, whose K
-// is long. Each CTA multiplies a part of K, then sums a share of the tile's columns, slab by slab, and stores
-// that.
+// Split K: the CTAs of a cluster share a tile, and each multiplies a part of K. For problems with fewer tiles
+// than SMs and a long K. Each CTA then sums a share of the tile's columns, slab by slab, and stores it.
 //
-// Partial sums meet in the memory of the ring: a cluster has one tile, so nothing is loaded behind it. A CTA leaves its
-// sums there, and one copy for each other CTA and warpgroup brings what that one adds up, and counts on its barrier as it
-// lands. Barriers of the cluster that order memory, one before the sums are fetched and one after, would each wait for
-// everything under way.
+// Partial sums are exchanged through the memory of the stages: a cluster has one tile, so no further loads use
+// it. A CTA writes its sums there. One bulk copy for each other CTA and warpgroup delivers the part that the
+// other CTA adds, and completes on that CTA's barrier. Cluster barriers that order memory would wait for
+// everything in flight.
 #pragma once
 
 #include "gemm/smem.cuh"
@@ -14,7 +13,7 @@
 
 namespace flux::gemm {
 
-// One CTA's part of K and, of the tile, the chunks of columns that it sums and stores.
+// The part of K that a CTA multiplies, and the chunks of the tile's columns that it sums and stores.
 template <int kTileChunks, int kSlabChunks>
 struct KPart {
   static constexpr int kChunks = kTileChunks;
@@ -36,8 +35,8 @@ struct KPart {
 // A chunk of a warpgroup's sums: halves of 16 bytes a thread.
 constexpr int kPartBytes = 2 * 128 * 16;
 
-// The meeting, as the math threads of a CTA see it. In the memory of the ring lie this CTA's sums, then what other CTAs
-// have sent of this one's share.
+// The exchange of partial sums, for the math threads of a CTA. The memory of the stages holds this CTA's sums,
+// then the parts of this CTA's share that other CTAs have sent.
 template <class Smem, class Part>
 struct Meeting {
   static constexpr int kMaxOthers = kMaxKSplit - 1;
@@ -57,10 +56,10 @@ struct Meeting {
     return smem.base + kOwnBytes + (slot * kNumMathWarpgroups + warpgroup) * kShareBytes;
   }
 
-  // All math threads, when their last wgmma has read its operands: leaves sums, and sends them.
+  // Called by all math threads after their last wgmma has read its operands: writes the sums and sends them.
   template <int kAccumulators>
   FLUX_DEVICE void send(const float (&d)[kAccumulators]) const {
-    // Others may write into this CTA's ring; that the other warpgroup has read what lies there, this one must know too.
+    // Other CTAs may now write to this CTA's stages. Both warpgroups must have finished reading them first.
     const int lane = static_cast<int>(ptx::lane());
     if (lane < split) ptx::mbarrier_arrive_cluster(smem.ring_free(), lane);
     ptx::named_barrier_sync(1, kNumMathWarpgroups * 128);
@@ -72,7 +71,7 @@ struct Meeting {
     ptx::fence_proxy_async_smem();
     ptx::named_barrier_sync(2 + warpgroup, 128);
     if (thread < split) {
-      // Also where nothing is sent: all arrivals must have come before a CTA leaves.
+      // Also if nothing is sent: all arrivals must have been received before a CTA exits.
       ptx::mbarrier_wait(smem.ring_free(), 0);
       const Part share(thread, split, 0);
       const uint32_t bytes = (share.end_chunk - share.first_chunk) * kPartBytes;
@@ -86,7 +85,7 @@ struct Meeting {
     __syncwarp();  // where no share is to be summed, nothing else would keep a warp together
   }
 
-  // All math threads: sums of this CTA's share, of all CTAs in their order.
+  // Called by all math threads: sums this CTA's share over all CTAs, in their order.
   template <int kSums>
   FLUX_DEVICE void sum(const Part& part, float (&sums)[kSums]) const {
 #pragma unroll

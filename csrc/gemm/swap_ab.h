@@ -1,7 +1,8 @@
-// Tiles for few rows of x, the weight on wgmma's side of 64 rows: D^T = W * x^T. A tile is kSwapAbN columns of
-// the result and up to 16..192 rows of x, whatever of them are there. Such a GEMM takes as long as its weight
-// takes to arrive from memory, so all SMs must fetch it. Where tiles are fewer than SMs, a cluster of CTAs splits
-// K, and adds up through distributed shared memory; where rows fill two tiles, a pair may fetch the weight together.
+// Swap-AB tiles for few rows of x: D^T = W * x^T, with the weight on wgmma's 64-row side. A tile is kSwapAbN
+// columns of the result and up to 16..192 rows of x. Such a GEMM is bound by reading the weight from memory, so
+// all SMs must load it. If there are fewer tiles than SMs, a cluster of CTAs splits K and adds its partial
+// tiles through distributed shared memory. If rows fill two tiles, a pair of CTAs may share the loads of the
+// weight.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +21,12 @@ struct SwapAbConfig {
   int rows;      // of x
   int k_blocks;  // of a stage
   int stages;
-  bool in_pairs;  // worth considering: pairs of the others were slower for most weights
+  bool in_pairs;  // whether pairs are candidates; pairs of the other shapes were slower for most weights
 };
 
-// Two k-blocks a stage are waited for once, and consumed sooner. Where the memory alone sets the pace one k-block is
-// better for a single row, by 1 to 4 %, and so are fewer stages than fit: 8 instead of 20 gained 1 to 3 %
-// (docs/design/decode.md).
+// Two k-blocks in a stage need one wait instead of two. If memory bandwidth is the only limit, one k-block in a
+// stage is better for a single row, and so are fewer stages than fit
+// (docs/design/decode.md#what-made-the-gemm-faster).
 //    id  rows  k-blocks  stages  in pairs
 #define FLUX_FOR_EACH_SWAP_AB(X) \
   X(0, 16, 1, 10, false)         \
@@ -48,12 +49,12 @@ constexpr int swap_ab_rows_bytes(const SwapAbConfig& c) { return c.rows * kBlock
 constexpr int swap_ab_stage_bytes(const SwapAbConfig& c) {
   return c.k_blocks * (kSwapAbWeightBytes + swap_ab_rows_bytes(c));
 }
-// Of how many stages K is: K can be split into as many parts, no more.
+// The number of stages that K needs, which is the largest possible split of K.
 FLUX_HD int swap_ab_stage_blocks(const SwapAbConfig& c, int k) { return ceil_div(k, kBlockK * c.k_blocks); }
 
-// Each CTA of a cluster adds up its share of a tile's columns, at most this many rows at a time. A share
-// is of each row `columns` floats, and four more, so that the eight rows that a warp writes at once lie in
-// different banks. A CTA stages its part of every share, and receives every part of its own.
+// Each CTA of a cluster adds a share of the tile's columns, at most this many rows at a time. A row of a share
+// is padded by four floats, so that the eight rows that a warp writes at once are in different banks. A CTA
+// stages its part of every share, and receives all parts of its own share.
 constexpr int swap_ab_meeting_rows(const SwapAbConfig& c) { return c.rows < 64 ? c.rows : 64; }
 constexpr int swap_ab_row_floats(int split) { return kSwapAbN / split + 4; }
 constexpr int swap_ab_meeting_bytes(const SwapAbConfig& c) {

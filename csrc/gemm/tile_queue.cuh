@@ -1,17 +1,17 @@
-// The tile scheduler. The loader of a cluster's first CTA draws the next index of the tile order shortly before it has
-// loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster through a short
-// queue in shared memory.
+// The tile scheduler. The loader of a cluster's first CTA draws the next index of the tile order shortly before
+// it has loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster
+// through a short queue in shared memory.
 //
 // Three rules (docs/design/gemm-rs.md#the-kernel):
-// - Draw from a counter in global memory, not with a fixed stride, when tiles leave over a link: the link serves the
-//   SMs unevenly, and with equal shares the slowest SM determines the time.
+// - Draw from a counter in global memory, not with a fixed stride, when tiles leave over a link: the link
+//   serves the SMs unevenly, and with equal shares the slowest SM determines the time.
 // - Draw late: an index that is drawn long before its turn can be a remote tile that a peer waits for.
-// - A CTA whose local tile waits for peers draws nothing until their contributions have arrived. Otherwise it takes a
-//   tile that a free CTA could start, and finishes it after everybody else.
+// - A CTA whose local tile waits for peers draws nothing until their contributions have arrived. Otherwise it
+//   takes a tile that a free CTA could start, and finishes it after everybody else.
 //
-// The order itself does not change: every CTA sees all its remote tiles before its first local one. The first tile is
-// drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident cluster, and a CTA that
-// is not resident yet (NCCL may occupy SMs) never holds a tile that others wait for.
+// The order itself does not change: every CTA sees all its remote tiles before its first local one. The first
+// tile is drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident
+// cluster, and a CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that others wait for.
 #pragma once
 
 #include "gemm/smem.cuh"

@@ -1,15 +1,15 @@
-// How ranks sum matrices [m, n] of 16-bit elements that each of them has: where a vector of 16 bytes goes, who
-// sums it, and where the sum goes. Shared by kernels, host, CPU path and tests.
+// The layout of a sum over ranks: every rank has a matrix [m, n] of 16-bit elements. Defines for each 16-byte
+// vector which rank sums it, and where contributions and sums are stored. Shared by kernels, host, CPU path and
+// tests.
 //
-//   one-shot   every rank sends all of its matrix to all ranks, and each sums all of it
-//   two-shot   columns are dealt to ranks in shards: each rank sends every shard to its owner, who sums it and
-//              sends the sum to all ranks
-//   scatter    rows are dealt to ranks: each rank sends every row to its owner, who sums and keeps it
+//   one-shot   every rank sends its whole matrix to all ranks, and every rank sums everything
+//   two-shot   every rank owns a shard of columns. Each rank sends every shard to its owner; the owner sums the shard
+//              and sends the sum to all ranks
+//   scatter    every rank owns a shard of rows. Each rank sends every shard to its owner, which sums and keeps it
 //
-// An exchange area on each rank holds what ranks contributed, one slot a source (its own included, so that
-// nothing is special about it; only a sum without a GEMM reads its own part where it lies), and after the slots,
-// where there are any, the sums that owners have sent. At its end CTAs of one rank tell each other about rows that they
-// share.
+// An exchange area on each rank contains one slot for the contribution of each rank, its own included (a sum
+// without a GEMM reads its own part in place instead). Two-shot areas then contain the sums that owners have
+// sent. At the end, CTAs of one rank that share a row exchange partial results.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Exchange {
   }
   FLUX_HD int slot_rows() const { return mode == Mode::kScatter ? shard : m; }
   FLUX_HD int slot_columns() const { return mode == Mode::kTwoShot ? shard : n; }
-  // Rows and columns that `rank` sums; an edge may leave it fewer than a shard, or none.
+  // Rows and columns that `rank` sums. At an edge these may be fewer than a shard, or none.
   FLUX_HD int first_row(int rank) const { return mode == Mode::kScatter ? rank * shard : 0; }
   FLUX_HD int first_column(int rank) const { return mode == Mode::kTwoShot ? rank * shard : 0; }
   FLUX_HD int columns_of(int rank) const {
@@ -54,7 +54,7 @@ struct Exchange {
   FLUX_HD int64_t contribution_bytes() const {
     return static_cast<int64_t>(world_size) * slot_rows() * slot_columns() * kElementBytes;
   }
-  // A vector from one to another of the CTAs that have parts of a row; at most kMeetings of them.
+  // A vector that one CTA sends to another CTA of this rank with which it shares a row; at most kMeetings of them.
   FLUX_HD int64_t meeting(int row, int parts, int from, int to) const {
     return sum_bytes() + ((row * parts + from) * parts + to) * kVector * kElementBytes;
   }
@@ -78,23 +78,22 @@ inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode)
   return {m, n, world_size, mode, shard};
 }
 
-// A matrix as one row, of which a two-shot owner gets whole rows of the matrix. Fits where a matrix fits that has as many
-// rows for each rank.
+// Treats a matrix as one row; in two-shot mode an owner gets whole rows of the matrix. Needs the room of a
+// matrix whose number of rows is rounded up to a multiple of the ranks.
 inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
   Exchange exchange = make_exchange(1, m * n, world_size, mode);
   if (mode == Exchange::Mode::kTwoShot) exchange.shard = (m + world_size - 1) / world_size * n;
   return exchange;
 }
 
-// Whichever gets an all-reduce done sooner: one-shot sends more, two-shot waits twice.
+// Picks the faster all-reduce: one-shot moves more data, two-shot adds a trip over the link.
 inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr double kLinkBytesPerUs = 310e3;
-  constexpr double kHopUs = 1.7;  // a store to a peer, and its poll
+  constexpr double kHopUs = 1.7;  // from a store to the peer's poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
-  // Two ranks send as much either way. A sum by itself, which has one row, touches local memory less often two-shot: of
-  // 1.5, 3 and 6 MiB 8.0, 12.6 and 21.4 us, and not 7.9, 12.8 and 22.8; in the launch of a GEMM it is no sooner
-  // (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json). Behind one, 8 MiB take 3 to 5 us less
-  // (benchmarks/results/tuning/2026-11-23-sum-launches-tp2-2xH200.json).
+  // With two ranks both modes send the same amount. A sum in a launch of its own (m == 1) is faster two-shot
+  // from this size on, because it accesses local memory less often
+  // (docs/design/decode.md#what-made-the-sum-faster).
   constexpr double kAloneTwoShotBytes = 2.5e6;
   if (world_size == 2 && m == 1 && bytes >= kAloneTwoShotBytes) return Exchange::Mode::kTwoShot;
   const double one_shot = bytes * (world_size - 1);

@@ -1,10 +1,11 @@
-// Vectors that ranks send each other without a signal: the data itself says that it is there. An exchange
-// buffer is full of kAbsent, which is no value that anybody sends; whoever waits for a vector polls it until no
-// word of it is kAbsent, and puts kAbsent back. So data takes one trip over the link, with no fence and no flag
-// behind it, which is what small messages cost.
+// Exchange of 16-byte vectors between ranks without signals: the data itself shows that it has arrived. An
+// exchange buffer initially holds kAbsent, a value that no rank sends. A reader polls a vector until no word of
+// it is kAbsent, and then restores kAbsent. Data takes one trip over the link, without a fence or a flag
+// (docs/design/decode.md#the-sum-the-data-is-the-signal).
 //
-// Putting kAbsent back cannot hit the vector of a later call. Call e+2 uses the buffer of call e; a peer sends
-// in e+2 after it has finished e+1, in which it got something that this rank sent after it had finished e.
+// Restoring kAbsent cannot overwrite a vector of a later call. Call e+2 uses the buffer of call e. A peer sends
+// in e+2 only after it has finished e+1, and in e+1 it has received a vector that this rank sent after it had
+// finished e.
 #pragma once
 
 #include "runtime/device/sync.cuh"
@@ -16,7 +17,7 @@ using runtime::Exchange;
 using runtime::kAbsent;
 using runtime::kMaxWorldSize;
 
-// Each rank starts with another one, and comes to itself last.
+// Calls use(rank) for all ranks. Each rank starts with rank+1 and ends with itself.
 template <class Use>
 __device__ __forceinline__ void for_each_rank(const runtime::SymmBuffer& symm, Use use,
                                               bool itself_too = true) {
@@ -33,10 +34,10 @@ __device__ __forceinline__ bool is_whole(const uint4& v) {
   return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
 }
 
-// A vector of this rank's matrix, to whoever sums it.
+// Sends a vector of this rank's matrix to the ranks that sum it.
 __device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, const Exchange& x,
                                            const sync::Call& call, int row, int column, const uint4& v) {
-  // Behind a call that ran out of time nothing is sent: a late peer may not have read what lies there.
+  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   if (call.aborted) return;
   if (x.mode != Exchange::Mode::kOneShot) {
     const int owner = x.owner(row, column);
@@ -48,8 +49,8 @@ __device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, cons
   for_each_rank(symm, [&](int rank) { ptx::store_relaxed_sys(symm.exchange(rank, call.epoch) + offset, v); });
 }
 
-// Polls a vector that was not whole when it was read, until it is, or the deadline has passed here or elsewhere
-// on this rank. A real call, since it runs rarely: what runs once should be short.
+// Polls a vector until it is complete, or until a deadline has passed in any thread of this rank. Not inlined: it
+// runs rarely, and code that runs once should be short.
 inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t timeout_ns, const char* address) {
   const uint64_t start = ptx::globaltimer_ns();
   uint4 v;
@@ -62,12 +63,12 @@ inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t time
   return v;
 }
 
-// For the next call that uses this buffer.
+// Restores kAbsent for the next call that uses this buffer.
 __device__ __forceinline__ void put_back_absent(char* address) {
   ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
 }
 
-// All ones, which are NaN, if it does not come.
+// Waits for a vector whose first load returned `v`. Returns all ones (NaN) after a timeout.
 __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address,
                                       uint4 v, sync::WaitInfo info) {
   if (!is_whole(v)) {
@@ -81,13 +82,13 @@ __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const syn
   return v;
 }
 
-// What ranks contributed at one place, for the rank that sums it. Its own part is in its slot as well, or at `own`, if
-// that is not null.
+// The contributions of all ranks to one vector, on the rank that sums it. The rank's own contribution is in its
+// slot like the others, or at `own` if that is not null.
 template <int kSources>
 struct Parts {
-  uint4 of[kSources];  // as they were when they were asked for
+  uint4 of[kSources];  // results of the first loads; may be incomplete
 
-  // `count` of kSources ranks, from `first` on.
+  // Issues the loads for `count` ranks (at most kSources), starting with rank `first`.
   __device__ __forceinline__ void ask(const char* base, int64_t slot_bytes, int count, int first = 0,
                                       int rank = 0, const uint4* own = nullptr) {
 #pragma unroll
@@ -98,7 +99,7 @@ struct Parts {
     }
   }
 
-  // The sum of all, in fp32 and rank order, when they are there.
+  // Waits for all contributions, and sums them in fp32 in rank order.
   template <class Pair>
   __device__ __forceinline__ void take_sum(const runtime::SymmBuffer& symm, const sync::Call& call,
                                            char* base, int64_t slot_bytes, uint32_t op, int row,
