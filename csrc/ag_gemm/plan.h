@@ -1,6 +1,6 @@
-// Where gathered rows lie. A rank's slots hold one area for each peer (its own rows are read where the user
-// has them); each area holds the peer's shard, row by row. Rows are announced in blocks, as high as a tile, with
-// one signal each. Shared by kernels, host, CPU path and tests.
+// The layout of gathered rows. A rank has one slot for each peer (its own rows are read from x). A slot holds
+// the peer's shard, row by row. Rows are signalled in blocks of the height of a tile. Shared by kernels, host,
+// CPU path and tests.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ FLUX_HD Layout make_layout(int m, int k, int world_size) {
   return {m / world_size, k * gemm::kElementBytes, world_size};
 }
 
-// What one CTA sends at a time: a few pieces of each shard for each of the CTAs that push, so that all of them are busy
-// to its end, and large ones if they are few.
+// The bytes that a CTA sends at a time. Each pushing CTA gets at least two pieces of a shard, so that all of
+// them are busy until its end; otherwise pieces are as large as possible.
 FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
   constexpr int kMin = 32 << 10, kMax = 256 << 10;
   int bytes = kMax;
@@ -37,11 +37,11 @@ FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
   return bytes;
 }
 
-// Own rows first: they are here already. Then those of one peer after the other as they arrive, and not a group of tiles
-// with rows of several peers, which would wait for the last of them: M = 2048 and 4096 of 70B's attention then take 149
-// and 242 us instead of 178 and 275 on four GPUs, by copy engine. But each peer's rows read the weight again. So where
-// these are few, or the weight has so many columns that all rows have arrived when the own ones are computed, groups stay
-// as they are: one peer at a time, M = 1024 of 8B's MLP takes 113 us instead of 109, and that of 70B's 349 instead of 334.
+// Own rows come first, because they are local. The rows of peers follow in the order of arrival, one peer at a
+// time: a raster group with rows of several peers would wait for the last of them. But one peer at a time reads
+// the weight once for each peer. If a shard has few rows, or if the weight has so many columns that all rows
+// have arrived when the own rows are computed, groups therefore contain rows of several peers
+// (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const gemm::TileConfig& config,
                                    gemm::Cluster cluster, int group_m) {
   gemm::TileOrder order = {(m / world_size + gemm::kBlockM - 1) / gemm::kBlockM,
@@ -51,8 +51,8 @@ FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const
                            cluster,
                            group_m,
                            gemm::Peers::kGathered};
-  // At 750 TFLOP/s and, for the weight, 4 TB/s, 187 rows take as long as that; for rows, with all that comes between
-  // copies, 250 GB/s.
+  // At 750 TFLOP/s, 187 rows take as long to compute as the weight takes to read at 4 TB/s. Rows arrive at 250
+  // GB/s, including the gaps between copies.
   constexpr int kMinTiles = 4, kColumnsPerPeer = 3000;
   if (world_size > 2 && order.m_tiles >= kMinTiles && n < kColumnsPerPeer * (world_size - 1)) {
     const int rows = gemm::ceil_div(order.m_tiles, order.cluster_m());

@@ -73,7 +73,8 @@ void prepare_kernels() {
   });
 }
 
-// Clusters that can be on the GPU at once: those of the CTAs that share a group of SMs, and each has an SM of its own.
+// Clusters that can be resident at once. The CTAs of a cluster share a group of SMs, and each CTA has an SM of
+// its own.
 template <class Store>
 int resident_clusters(int cluster_size) {
   constexpr int kMaxDevices = 64, kMaxClusterSize = 8;
@@ -145,11 +146,11 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   attributes[0].val.clusterDim.x = order.cluster_size();
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   attributes[1] = runtime::early_start();
-  // What waits for peers must not keep SMs from what is waited for.
+  // A kernel that waits for peers must not occupy SMs that the awaited work needs.
   constexpr bool kWaitsForPeers = Store::kGathers || Store::kReduces;
   cudaLaunchConfig_t config = {};
   const int wanted = std::max(order.num_clusters(), min_ctas / order.cluster_size());
-  // Clusters that split K have one tile each; one that finds no room starts when another is done.
+  // Clusters that split K have one tile each; a cluster that is not resident starts when another one ends.
   const int room = Store::kSplitsK ? wanted : num_sms / order.cluster_size();
   config.gridDim = std::min(room, wanted) * order.cluster_size();
   config.blockDim = kNumThreads;

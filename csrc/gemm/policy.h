@@ -1,50 +1,49 @@
-// The contract between the GEMM kernel and an op: where a finished tile goes, and what is added to it before.
-// A Store is a type because it changes code on the inner path; everything that is decided once a tile (order,
-// bias) is data.
+// The contract between the GEMM kernel and an operator: where a finished tile goes, and what is added to it first.
+// A Store is a type, because it changes code on the inner path. Decisions that are made once a tile (order, bias)
+// are data. docs/adding-an-op.md has rules that the compiler does not check.
 //
 //   struct Params            plain data, part of the kernel's arguments
-//   struct Call              what a thread learns once a launch (the epoch), and a storer's own state
-//   kReduces                 own tiles wait for what peers contribute (fetch, add_arrived)
-//   kGathers                 some of x comes from peers (push, admit)
+//   struct Call              state that a thread reads once a launch (the epoch), and a storer's own state
+//   kReduces                 local tiles wait for contributions of peers (fetch, add_arrived)
+//   kGathers                 some rows of x come from peers (push, admit)
 //   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
 //   kExchanges               ranks exchange rows of the product (contribute), and sum them at the end (finish)
-//   begin(params) -> Call    all threads, before the first tile
-//   end(params, call)        one thread of the CTA, when it has drawn and loaded all its tiles
-//   tile_counter(params)     where clusters draw their next tile, zero at launch; null: by a fixed stride
+//   begin(params) -> Call    called by all threads before the first tile
+//   end(params, call)        called by one thread of the CTA after it has drawn and loaded all its tiles
+//   tile_counter(params)     counter from which clusters draw their next tile, zero at launch; null: fixed stride
 //   is_local(params, tile)   true: the tile is stored to D; false: it goes through send and publish
 //
 // called by the loader:
 //   admit(params, call, tile) -> bool
-//                            waits until the rows of x that the tile needs are here; false: they will not come
+//                            waits until the rows of x that the tile needs have arrived; false: a wait timed out
 //   source(gemm_params, call, tile) -> Source
-//                            where they lie
+//                            the tensor map and row of these rows
 //
-// where kGathers, by all threads of the first num_pushers(params) CTAs, before they take part in the GEMM:
+// if kGathers, called by all threads of the first num_pushers(params) CTAs before they take part in the GEMM:
 //   push(params)             sends rows of x to peers
 //
 // called by the storer of a math warpgroup:
 //   send(params, call, tile, last_wave, warpgroup, first_chunk, num_chunks, smem)
-//                            bulk copies into the open group, nothing else; last_wave: the CTA has no further
-//                            tile for another rank
+//                            issues bulk copies into the open group, nothing else; last_wave: the CTA has no
+//                            further tile for another rank
 //   publish(params, call, tile, warpgroup)
-//                            the half tile's bulk copies are complete (not merely read)
+//                            called when the half tile's bulk copies are complete (not merely read)
 //   fetch(params, call, tile, warpgroup, smem, cursor)
-//                            local tiles, while their mainloop runs: loads what peers contributed, in pieces
+//                            local tiles, during their mainloop: loads the peers' contributions in pieces
 //
-// and by the math warpgroup:
+// called by the math warpgroup:
 //   add_arrived(params, tile, warpgroup, smem, cursor, d)
 //                            local tiles: adds those pieces to the accumulators d
 //
-// where kExchanges, by the math threads, and instead of all that storers do:
+// if kExchanges, called by the math threads, in place of everything that storers do:
 //   contribute(params, call, tile, smem, warpgroup, thread, first_chunk, end_chunk, sums)
-//                            half a tile, or of a split one those chunks of it: each row goes to whoever sums it
+//                            sends each row of half a tile (with split K: of these chunks) to the ranks that sum it
 //   finish(params, call, thread, spare)
-//                            after all tiles
+//                            called after all tiles
 //
-// A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements],
-// exactly as the accumulators lie in the registers of the 128 threads. Sender and owner run the same tile
-// shape, so the owner's math threads find their own fragments: no swizzle, no peer tensor map, long
-// contiguous copies both ways.
+// A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements], the
+// layout of the accumulators in the registers of the 128 threads. Sender and owner run the same tile shape, so the
+// owner's math threads find their own fragments: no swizzle, no tensor map of a peer, long contiguous copies.
 #pragma once
 
 #include <cuda.h>
@@ -60,7 +59,7 @@ struct Source {
   int row;
 };
 
-// What stores have in common that send no tile, and add nothing to one.
+// Base of stores that neither send tiles nor add to them.
 template <class Params, class Call>
 struct KeepsTiles {
   static constexpr bool kReduces = false;
@@ -77,7 +76,7 @@ struct KeepsTiles {
 #endif
 };
 
-// The same where x is all here and tiles are not drawn.
+// The same for stores whose x is local, and whose tiles are assigned by a fixed stride.
 template <class Params, class Call>
 struct FixedTiles : KeepsTiles<Params, Call> {
   static constexpr bool kGathers = false;
@@ -92,7 +91,7 @@ struct FixedTiles : KeepsTiles<Params, Call> {
 
 struct Nothing {};
 
-// Everything stays here: plain GEMM.
+// Stores every tile locally: plain GEMM.
 struct LocalStore : FixedTiles<Nothing, Nothing> {
   using Params = Nothing;
   using Call = Nothing;
@@ -104,7 +103,7 @@ struct LocalStore : FixedTiles<Nothing, Nothing> {
 #endif
 };
 
-// The same for few tiles and a long K.
+// Plain GEMM with split K.
 struct SplitStore : LocalStore {
   static constexpr bool kSplitsK = true;
 };

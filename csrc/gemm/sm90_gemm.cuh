@@ -4,10 +4,10 @@
 //                                   draws the next tile (tile_queue.cuh)
 //   math     warpgroups 1 and 2     wgmma on 64 rows each, then the half tile to shared memory, slab by slab
 //   storers  warps 1 and 2, one     one for each math warpgroup: drains its slabs to D by TMA, or wherever the
-//            thread each            Store policy sends them, and brings in what peers have sent
+//            thread each            Store policy sends them, and loads the peers' contributions
 //
-// The storers are what makes a remote destination affordable: all CTAs finish a tile at about the same time,
-// and a link takes far longer than local memory to swallow that burst. By then the math warps are in the next
+// Separate storers make remote destinations affordable: all CTAs finish a tile at about the same time, and a link
+// needs far longer than local memory to accept that burst. Meanwhile the math warps are in the next
 // mainloop (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
 #pragma once
 
@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     if (params.last_columns > 0) ptx::prefetch_tensor_map(&params.last_b);
     smem.init(cluster_size, sharers, /*loaders=*/1);
   }
-  // Barriers must be ready before a partner arrives on them.
+  // Barriers must be initialised before a partner arrives on them.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
   ptx::wait_for_earlier_kernels();
-  // All threads have asked which call it is before one of them closes it.
+  // All threads must have read the epoch before one of them closes the call.
   [[maybe_unused]] auto call = Store::begin(params.store);
   __syncthreads();
 
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         TileQueueReader<Shared> queue;
         TileQueueWriter<Shared> next_tile;
         uint32_t* const counter = Store::tile_counter(params.store);
-        // The draw takes as long as a k-block or two: it is on its way while those are loaded.
+        // Drawing takes as long as a k-block or two, so it overlaps with their loads.
         const int draw_at = part.num_blocks > 2 ? part.num_blocks - 2 : 0;
         uint32_t own_phase = 0;
         const auto draw = [&](int index) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           if constexpr (Store::kGathers) {
             if (!Store::admit(params.store, call, tile)) smem.set_failed();
           }
-          // What was gathered goes on behind a shard's last row.
+          // Gathered shards are followed by further rows, so their last tile uses full boxes.
           const bool ends_x = tile.m == order.m_tiles - 1 && params.last_rows > 0 && x.map == &params.a;
           const bool ends_weight = tile.n == order.n_tiles - 1 && params.last_columns > 0;
           const int a_boxes = order.cluster_n(), b_boxes = kMajorB == Major::K ? order.cluster_m() : 1;
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           const Boxes b =
               ends_weight ? Boxes{&params.last_b, params.last_columns} : Boxes{&params.b, kBlockN / b_boxes};
           const int stage_bytes = (a.rows * a_boxes + b.rows * b_boxes) * kBlockK * kElementBytes;
-          // A CTA whose tile still waits for peers must not take the next one from a CTA that is free.
+          // A CTA whose tile still waits for peers must not draw a tile that a free CTA could take.
           const bool waits = Store::kReduces && Store::is_local(params.store, tile);
-          // Unrolled, both loops over K would only be longer.
+          // Unrolling either loop over K would only make the code longer.
 #pragma unroll 1
           for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
             if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
             Store::publish(params.store, call, tile, warpgroup);
           }
         }
-        ptx::bulk_wait_read<0>();  // what is written will be there when the launch is over
+        ptx::bulk_wait_read<0>();  // the writes are complete when the launch ends
       }
     }
   } else {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     typename Shared::Slabs slabs;
 
     TileQueueReader<Shared> queue;
-    // Whose loads fill the stages of this CTA: its own, and those of a partner.
+    // Stages are released to every CTA whose loads fill them: this one, and a partner.
     const bool releases = static_cast<int>(ptx::lane()) < sharers;
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
     for (int index = queue.next_for_warp(smem); index < last; index = queue.next_for_warp(smem)) {
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
     if constexpr (Store::kExchanges) {
-      // Sums that this CTA sends to others of its cluster may still be read.
+      // Copies to other CTAs of the cluster may still read the partial sums.
       constexpr int kSent = Store::kSplitsK ? Meeting<Shared, Part>::kOwnBytes : 0;
       const SpareMemory spare = {smem.base + kSent, kTile.stages * Shared::kStageBytes - kSent};
       Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128, spare);
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   __syncthreads();
-  // Nor may a CTA leave while its sums are on their way to others, or others have not yet arrived at its barriers.
+  // A CTA must not exit while its copies to other CTAs are in flight, or while others may arrive on its barriers.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
 }
 

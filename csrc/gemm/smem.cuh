@@ -1,7 +1,7 @@
-// The shared memory of a CTA: the ring of operand stages, for each math warpgroup a ring of slabs a finished
-// tile leaves through, and the barriers. The slabs have a second life as inbox: before a tile is written to
-// them, what peers contributed to that tile passes through the same memory in pieces. All addresses are the
-// 32-bit shared ones.
+// The shared memory of a CTA: the ring of operand stages, a ring of slabs for each math warpgroup, through
+// which a finished tile leaves, and the barriers. The slabs also serve as inbox: before a tile is written to
+// them, the peers' contributions to that tile pass through the same memory in pieces. All addresses are 32-bit
+// shared addresses.
 #pragma once
 
 #include "gemm/tile_config.h"
@@ -46,7 +46,7 @@ struct Smem {
   __device__ uint32_t slab(int warpgroup, int index) const {
     return base + kTile.stages * kStageBytes + (warpgroup * kSlabs + index) * kSlabBytes;
   }
-  // For ordinary loads, which the compiler may then schedule.
+  // Generic pointer, for ordinary loads that the compiler can schedule.
   __device__ const uint8_t* pointer(uint32_t address) const { return pointer_base + (address - base); }
 
   // The inbox of a warpgroup holds as many pieces as fit; a piece is [peer][chunk].
@@ -79,15 +79,16 @@ struct Smem {
     return barrier(2 * (kTile.stages + kNumMathWarpgroups * (kSlabs + kPieces)) + index);
   }
   __device__ uint32_t tile_empty(int index) const { return tile_full(kTileQueue + index); }
-  // A phase for each own tile: both storers have seen that its peers' parts are there.
+  // One phase for each own tile: both storers have seen that the peers' contributions have arrived.
   __device__ uint32_t arrived() const { return tile_empty(kTileQueue); }
-  // Where CTAs split K: all of the cluster are done with their rings, and their sums of this one's share are here.
+  // Split K: all CTAs of the cluster have finished reading their stages; their sums of this CTA's share have
+  // arrived.
   __device__ uint32_t ring_free() const { return arrived() + 8; }
   __device__ uint32_t parts_full() const { return ring_free() + 8; }
   __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
-  // A word that is set when a wait ran out of time: by the storer, or for both warpgroups by the loader.
+  // A flag that is set when a wait timed out: by the storer, or by the loader for both warpgroups.
   __device__ uint32_t failed(int warpgroup) const { return tile_index(kTileQueue + warpgroup); }
-  // Where the memory that num_barriers and so on count ends.
+  // The end of the memory that num_barriers and smem_bytes describe.
   __device__ uint32_t end() const { return failed(kNumMathWarpgroups); }
   __device__ void set_failed() const {
     for (int warpgroup = 0; warpgroup < kNumMathWarpgroups; ++warpgroup) {
@@ -95,8 +96,8 @@ struct Smem {
     }
   }
 
-  // One thread, before anybody uses a barrier. Every math warp releases a stage to each of the `sharers`, the CTAs
-  // whose loads fill it: a partner's multicast writes into this CTA's stage too.
+  // Called by one thread before any barrier is used. Every math warp releases a stage to each of the `sharers`,
+  // the CTAs whose loads fill it: a partner's multicast also writes to this CTA's stage.
   __device__ void init(int cluster_size, int sharers, int loaders) const {
     constexpr int kMathWarps = 4;  // of a warpgroup
     for (int stage = 0; stage < kTile.stages; ++stage) {
@@ -130,7 +131,7 @@ struct Smem {
   __device__ uint32_t barrier(int index) const { return slab(kNumMathWarpgroups, 0) + index * 8; }
 };
 
-// A storer's view of its warpgroup's slabs: takes them in order, gives each back once its bulk copies have
+// A storer's view of its warpgroup's slabs: takes them in order, and releases each after its bulk copies have
 // read it.
 template <class Smem>
 struct SlabRing {
@@ -149,7 +150,7 @@ struct SlabRing {
     if (++in_flight == Smem::kSlabs) free_oldest<Smem::kSlabs - 1>(smem, warpgroup);
   }
 
-  // After the last slab of a tile: all come back as they are read, while the next mainloop runs.
+  // Called after the last slab of a tile: releases all slabs as they are read, while the next mainloop runs.
   template <int kPending = Smem::kSlabs - 1>
   __device__ __forceinline__ void drain(const Smem& smem, int warpgroup) {
     if (in_flight > kPending) free_oldest<kPending>(smem, warpgroup);

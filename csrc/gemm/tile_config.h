@@ -1,9 +1,9 @@
 // The instantiation table: every tile shape the kernel is compiled for, in one place and in the tens.
 //
-// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each; K goes by in steps of kBlockK
-// through a ring of `stages`. A finished tile leaves through a second, smaller ring: `slabs` buffers of
-// slab_n columns. Few slabs are enough for local memory and buy a stage; as many as a tile has, or more, let
-// the math warps run ahead of a slow link.
+// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each. K is processed in steps of kBlockK
+// through a ring of `stages`. A finished tile leaves through a second, smaller ring: `slabs` buffers of slab_n
+// columns. Few slabs are enough for local memory and save memory for a stage. Slabs for a whole tile let the
+// math warps run ahead of a slow link.
 #pragma once
 
 #include <cstdint>
@@ -53,9 +53,9 @@ constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
 constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockK * kElementBytes; }
 constexpr int staging_bytes(const TileConfig& c) { return kBlockM * c.slab_n * c.slabs * kElementBytes; }
 
-// What peers have sent is added to a tile through the same memory, in pieces: a few chunks of 16 columns of a
-// half tile, from every peer, so that one barrier covers all of them. A piece must fit for the largest world
-// size.
+// Contributions of peers are added to a tile through the same memory, in pieces. A piece is a few chunks of 16
+// columns of a half tile from every peer, so that one barrier covers all peers. A piece must fit for the
+// largest world size.
 constexpr int kChunkN = 16;
 constexpr int kChunkBytes = 64 * kChunkN * kElementBytes;
 constexpr int inbox_bytes(const TileConfig& c) { return 64 * c.slab_n * c.slabs * kElementBytes; }
@@ -69,13 +69,12 @@ constexpr int max_pieces(const TileConfig& c) {
 }
 
 // Barriers come in full/empty pairs: one for each stage and entry of the tile queue, and for each math
-// warpgroup one for each slab and each piece. One more tells the loader that an own tile waits for nobody, two are for
-// CTAs that split K.
+// warpgroup one for each slab and each piece. One more tells the loader that an own tile waits for nobody, two
+// are for CTAs that split K.
 constexpr int num_barriers(const TileConfig& c) {
   return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;
 }
-// 1 KB aligns the ring for TMA; the last words are the tile queue and what tells the math warps that a wait
-// has failed.
+// 1 KB aligns the ring for TMA. The last words are the tile queue and the flags for failed waits.
 constexpr int smem_bytes(const TileConfig& c) {
   return 1024 + c.stages * stage_bytes(c) + staging_bytes(c) + 8 * num_barriers(c) +
          4 * (kTileQueue + kNumMathWarpgroups);
@@ -87,11 +86,11 @@ constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_
 // Wider tiles split K for no shape that was measured (docs/design/cost-model.md).
 constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
 
-// Whose slabs hold a whole tile, which leaves row by row (gemm_ar/exchange_store.cuh). Wider tiles are for more rows
-// than that is for.
+// Tiles whose slabs hold a whole tile, which leaves row by row (gemm_ar/exchange_store.cuh). Wider tiles are
+// for more rows than this path serves.
 constexpr bool supports_exchange(const TileConfig& c) { return c.block_n <= 128; }
 
-// Shared memory, from an address on, that a launch no longer needs for its tiles.
+// Shared memory that a launch no longer needs for its tiles.
 struct SpareMemory {
   uint32_t begin;
   int bytes;

@@ -1,22 +1,21 @@
-// Which tile a CTA computes next. Pure functions: the loader, storer and math warps of the kernel, the host
-// plans and the CPU tests all call the same code.
+// The order of tiles. Pure functions: the loader, storer and math warps of the kernel, the host plans and the
+// CPU tests call the same code.
 //
-// The rows of the problem are `world_size` shards; tiles never straddle two shards. This rank's own shard is a
-// region apart, and so are the others together.
+// The rows of the problem are `world_size` shards, and no tile crosses a shard boundary. There are two regions:
+// this rank's own shard, and all other shards.
 //
-// Where tiles travel to their owners, the others come first. They take turns, starting with rank+1: at any time
-// a rank sends to all of its peers, and no peer is sent to by all. Where copy engines carry them, they come one
-// shard after the other, rank+1, rank+2 and so on: with everybody sending to one peer at a time, and each to
-// another one, links carry 350 GB/s, with everybody sending to all at once 220 (4 GPUs behind a switch). Where
-// x is gathered, the own shard comes first, then one shard after the other in the order of their arrival,
-// rank-1, rank-2 and so on.
+//   kTakeTurns   tiles travel by storers: remote tiles first. Consecutive tiles go to different peers, starting with
+//                rank+1, so that a rank sends to all peers at any time, and no peer receives from all at once
+//   kOneByOne    tiles travel by copy engines: remote tiles first, shard by shard (rank+1, rank+2, ...). Copies to one
+//                peer at a time have more bandwidth than copies to all peers at once
+//   kGathered    x is gathered: own tiles first, then shard by shard in the order of arrival (rank-1, rank-2, ...)
 //
-// Where tiles travel, own tiles wait for the peers' tiles: a CTA, or a pair of CTAs that share loads, must
-// therefore never have a remote tile behind an own one, or ranks could wait for each other in a circle. That
-// is why the two regions are rastered apart. Plain GEMM is the case world_size = 1: one region.
+// If tiles travel, own tiles wait for the peers' tiles. A CTA, or a pair of CTAs that share loads, must
+// therefore never have a remote tile after an own one, or ranks could deadlock. That is why the two regions are
+// rastered separately. Plain GEMM is the case world_size = 1, with one region.
 //
-// Inside a region rows are walked in groups of `group_m`, all columns of a group before the next group, so
-// that the tiles in flight at one time cover a near-square patch whose A rows and W columns stay in L2.
+// Inside a region, rows are walked in groups of `group_m`: all columns of a group before the next group. The
+// tiles in flight at one time then cover a near-square patch, whose rows of A and columns of W stay in L2.
 #pragma once
 
 #include "gemm/tile_config.h"
@@ -29,8 +28,9 @@ struct Tile {
   bool valid;  // false: the idle half of a CTA pair at the edge of a region
 };
 
-// What a cluster of CTAs shares: kPairM the loads of W (tiles one above the other), kPairN those of x, and
-// kSplit2 and so on one tile, of which each multiplies a part of K (split_k.cuh).
+// What the CTAs of a cluster share. kPairM: the loads of W, for two tiles in one column. kPairN: the loads of
+// x, for two tiles in one row. kSplit2, kSplit3: one tile, of which each CTA multiplies a part of K
+// (split_k.cuh).
 enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3, kSplit2 = 4, kSplit3 = 5 };
 constexpr int kMinKSplit = 2, kMaxKSplit = 3;
 
@@ -79,7 +79,7 @@ struct TileOrder {
 
     Tile tile;
     tile.valid = row < rows && column < n_tiles;
-    if (row >= rows) row = rows - 1;  // the idle half loads what its partner loads, and drops it
+    if (row >= rows) row = rows - 1;  // the idle half loads the same as its partner, and drops it
     if (column >= n_tiles) column = n_tiles - 1;
     const int others = world_size - 1;
     const bool turns = peers == Peers::kTakeTurns;

@@ -1,7 +1,6 @@
-// Where the tiles of GEMM+ReduceScatter travel. A rank's slots hold one area for each peer (its own
-// contribution never leaves the registers); each area holds the peer's tiles of this rank's shard, one after
-// the other. Each half of a tile (64 rows, one math warpgroup's) has a signal of its own. Shared by kernel,
-// host, CPU path and tests.
+// The layout of the slots of GEMM+ReduceScatter. A rank has one slot for each peer (its own contribution never
+// leaves the registers). A slot holds the peer's tiles of this rank's shard, one after the other. Each half
+// tile (the 64 rows of one math warpgroup) has its own signal. Shared by kernel, host, CPU path and tests.
 #pragma once
 
 #include <cstdint>
@@ -22,15 +21,14 @@ struct Layout {
   FLUX_HD int64_t tile_offset(int slot, int m, int n) const {
     return (static_cast<int64_t>(slot) * tiles_per_slot() + tile_index(m, n)) * tile_bytes;
   }
-  // Within the words of a slot, whose place is the workspace's affair (SymmBuffer::signal).
+  // Index within the signal words of a slot; SymmBuffer::signal defines their address.
   FLUX_HD int signal_index(int m, int n, int half) const { return tile_index(m, n) * 2 + half; }
   FLUX_HD int num_signals() const { return (world_size - 1) * tiles_per_slot() * 2; }
   FLUX_HD int64_t slot_bytes() const { return tile_offset(world_size - 1, 0, 0); }
 };
 
-// Copy engines carry the tiles of a slot in this many chunks of about equal size, and signal each. Tiles are
-// computed roughly in the order in which they lie there, so that the first chunk is complete long before the
-// last.
+// Copy engines carry the tiles of a slot in `count` chunks of about equal size, with one signal each. Tiles are
+// computed roughly in the order of the slot, so the first chunk is complete long before the last.
 struct Chunks {
   int count;
   int tiles;  // of a slot
@@ -42,14 +40,13 @@ struct Chunks {
   FLUX_HD int size(int chunk) const { return first(chunk + 1) - first(chunk); }
 };
 
-// How many chunks copy engines send each peer, or 0 where storers do better: as long as what leaves the GPU fits
-// into the time of the GEMM, they are sooner, since nothing waits for a chunk to be complete. Measured at TP 4 with
-// little to hide behind (N 8192, K 2048): slots of 8, 17 and 34 MB took 192, 280 and 420 us by copy engine, 129, 243
-// and 477 by storers. At TP 2 storers were ahead on all shapes.
+// The number of chunks that copy engines send to each peer, or 0 if storers carry the tiles. Storers are faster
+// as long as the transfer fits into the time of the GEMM, because no tile waits for its chunk to be complete
+// (docs/design/gemm-rs.md#copy-engines).
 inline int copy_chunks(int m, int n, int k, int world_size) {
   constexpr double kLinkBytesPerUs = 340e3;
   constexpr double kFlopsPerUs = 750e6;
-  constexpr double kShare = 0.6;  // of the GEMM's time; storers keep up to about there
+  constexpr double kShare = 0.6;  // of the GEMM's time: storers keep up with transfers of up to this share
   constexpr int64_t kMinBytes = 32 << 20;
   constexpr int kChunks = 4;
   const int64_t slot_bytes = static_cast<int64_t>(m / world_size) * n * gemm::kElementBytes;
@@ -58,15 +55,15 @@ inline int copy_chunks(int m, int n, int k, int world_size) {
   return slot_bytes < kMinBytes || wire_us < kShare * gemm_us ? 0 : kChunks;
 }
 
-// How fast a storer sends: cycles from the start of one chunk (2 KB) to the next, 0 for as fast as it can.
+// The pace of a storer: cycles from the start of one chunk (2 KB) to the next; 0: as fast as possible.
 struct Pace {
   int cycles_per_chunk;
-  int last_wave;  // the same for tiles after which the CTA has no more for other ranks
+  int last_wave;  // the same for the CTA's last tile for another rank
 };
 
-// A tile should have left when the next mainloop is 60 % through, and the SMs together should not send more
-// than the link takes. In the last wave that only holds if a whole wave of own tiles follows; otherwise
-// somebody is waiting already.
+// A tile should have left when 60 % of the next mainloop are done, and all SMs together should not exceed the
+// bandwidth of the link. In the last wave pacing applies only if a whole wave of own tiles follows; otherwise a
+// rank is already waiting (docs/design/gemm-rs.md#pacing).
 inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
   constexpr int kCyclesPerBlock = 40;   // 60 % of the 66 that a k-block of one chunk's columns takes
   constexpr int kLinkCyclesPerSm = 20;  // 4 KB from an SM in 20 cycles for each SM: 307 GB/s at 1.5 GHz

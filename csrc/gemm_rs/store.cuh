@@ -21,9 +21,9 @@ struct SlotStore {
     runtime::SymmBuffer symm;
     Layout layout;
     Pace pace;
-    uint32_t epoch;  // of a call that the host counts, because copy engines carry its tiles; else 0
+    uint32_t epoch;  // if copy engines carry the tiles: the epoch, which the host counts; else 0
     Chunks chunks;
-    char* staging;  // where tiles wait for the copy engine
+    char* staging;  // memory in which tiles wait for the copy engine
     int rows_per_shard;
     int n;
   };
@@ -42,7 +42,7 @@ struct SlotStore {
     return call;
   }
 
-  // x is all here: the rows of every shard, one below the other.
+  // x is local: it contains the rows of all shards, one after the other.
   template <class GemmParams>
   FLUX_DEVICE static gemm::Source source(const GemmParams& params, const Call&, const gemm::Tile& tile) {
     return {&params.a, tile.shard * params.rows_per_shard + tile.m * gemm::kBlockM};
@@ -54,12 +54,11 @@ struct SlotStore {
     return tile.shard == p.symm.rank;
   }
 
-  // Stores to a peer that the link cannot take at once back up into the SM and hold up the loads of the next
-  // mainloop: a burst of 64 KB costs about 12 us of it, whoever issues it. Spread over that mainloop it costs
-  // next to nothing (docs/design/gemm-rs.md#pacing).
+  // Stores to a peer that exceed the bandwidth of the link back up into the SM and delay the loads of the next
+  // mainloop. Spread over that mainloop they cost next to nothing (docs/design/gemm-rs.md#pacing).
   //
-  // Calls behind one that ran out of time send nothing: they no longer wait for their peers, so a peer that
-  // is merely late may be two calls behind and would find its buffers overwritten.
+  // Calls after a timed-out one send nothing: they no longer wait for their peers, so a late peer may be two calls
+  // behind and would find its buffers overwritten.
   FLUX_DEVICE static void send(const Params& p, Call& call, const gemm::Tile& tile, bool last_wave,
                                int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
     const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
@@ -194,8 +193,7 @@ struct SlotStore {
   FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 
  private:
-  // Chunks of a tile that hold anything, for one warpgroup: what lies past the edges of the shard does not
-  // travel.
+  // The chunks of a tile that contain data, for one warpgroup. Data beyond the edges of the shard does not travel.
   FLUX_DEVICE static int chunks_of(const Params& p, const gemm::Tile& tile, int warpgroup) {
     if (tile.m * gemm::kBlockM + warpgroup * 64 >= p.rows_per_shard) return 0;
     const int block_n = p.layout.tile_bytes / (gemm::kBlockM * gemm::kElementBytes);
