@@ -8,11 +8,11 @@
 
 namespace flux::ag_gemm {
 
-// Enqueues the copies on a stream of their own, behind what is on `stream`. Must come before the launch that waits
-// for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies do not wait for
-// the signals of those before them, so that the last is sooner, and the first signals are later. Shards of 8.4 MB from
-// each of four GPUs are all here after 118 us instead of 148, but a GEMM that computes them meanwhile takes 160 instead
-// of 149.
+// Enqueues the copies on a stream of their own, after the work on `stream`. Must come before the launch that
+// waits for the peers' copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies
+// do not wait for the signals of earlier copies, so the last copy is complete sooner, and the first signals
+// arrive later: good for all_gather, bad for a GEMM that waits for the first rows
+// (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
                          uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream);
 

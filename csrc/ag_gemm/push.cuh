@@ -1,16 +1,15 @@
-// How CTAs send this rank's rows to all peers: in pieces, which are drawn from a counter, so that any number of CTAs
-// is enough, and waits for nobody.
+// Pushes this rank's rows to all peers, in pieces that CTAs draw from a counter. Any number of CTAs is enough,
+// and no CTA waits for another one.
 //
-// A piece is copied by all warps of a CTA but the first, which meanwhile announces the piece before: a release at
-// system scope waits for all that the SM has stored. When each warp announced what it had sent, they waited for each
-// other's: 16 CTAs, that also put the rows together, took 99 us for 17 MB on four GPUs, and take 85.
+// All warps of a CTA except the first copy a piece. Meanwhile the first warp announces the previous piece,
+// because a release at system scope waits for all stores of the SM. If each warp announced its own stores, the
+// warps would wait for each other's stores.
 //
-// Many CTAs write one block of rows. Whoever completes it announces it, so that each signal has one writer and
-// stays an epoch.
+// Several CTAs write one block of rows. The CTA that completes the block signals it, so each signal has one writer.
 //
-// Two slot buffers, chosen by the parity of the epoch, need no closing barrier: this rank finishes call e-1 only
-// after every peer has started e-1, that is finished e-2, so nobody reads buffer e mod 2 when call e begins to
-// write it.
+// The two slot buffers, selected by the parity of the epoch, need no closing barrier: this rank finishes call
+// e-1 only after every peer has started e-1, and so has finished e-2. So no rank reads buffer e mod 2 when call
+// e starts to write it.
 #pragma once
 
 #include "ag_gemm/plan.h"
@@ -21,7 +20,7 @@ namespace flux::ag_gemm {
 
 constexpr int kPushThreads = 384;
 
-// All threads of a CTA of kPushThreads, one of `pushers`.
+// Called by all kPushThreads threads of a CTA that is one of `pushers`.
 __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const Layout& layout,
                                           const void* rows, const sync::Call& call, int pushers) {
   __shared__ int drawn[2];
@@ -31,8 +30,8 @@ __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const
   const int pieces_per_block = static_cast<int>((block_bytes + piece_bytes - 1) / piece_bytes);
   const int num_pieces = layout.num_signals() * pieces_per_block;
   const auto draw = [&] { return static_cast<int>(atomicAdd(&header->next_piece, 1u)); };
-  // Calls behind one that ran out of time send nothing: they no longer wait for their peers, so a peer that is
-  // merely late may be two calls behind and would find its buffers overwritten.
+  // Calls after a timed-out one send nothing: they no longer wait for their peers, so a late peer may be two calls
+  // behind and would find its buffers overwritten.
   if (threadIdx.x == 0) drawn[0] = call.aborted ? num_pieces : draw();
   __syncthreads();
   for (int i = 0;; ++i) {

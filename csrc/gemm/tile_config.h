@@ -68,8 +68,8 @@ constexpr int max_pieces(const TileConfig& c) {
   return pieces < 8 ? pieces : 8;
 }
 
-// Barriers come in full/empty pairs: one for each stage and entry of the tile queue, and for each math
-// warpgroup one for each slab and each piece. One more tells the loader that an own tile waits for nobody, two
+// Barriers come in full/empty pairs: one pair for each stage and each entry of the tile queue, and for each math
+// warpgroup one pair for each slab and each piece. One more tells the loader that an own tile waits for nobody, two
 // are for CTAs that split K.
 constexpr int num_barriers(const TileConfig& c) {
   return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;

@@ -1,14 +1,12 @@
-// Sums a matrix that every rank has: AllReduce and ReduceScatter, and what follows the GEMM where GEMM+AllReduce takes
-// two launches.
+// Sums a matrix over ranks: AllReduce, ReduceScatter, and the second launch of a GEMM+AllReduce in two launches.
 #pragma once
 
 #include "gemm/finish.cuh"
 
 namespace flux::gemm_ar {
 
-// Each thread has one vector under way at a time, so that large sums need many of them, and small ones many SMs. Of 704
-// instead of 352, sums of 1.5, 3 and 6 MiB of two GPUs take 7.8, 12.7 and 22.5 us and not 8.0, 13.3 and 24.6, and one of
-// 24 KiB 3.2 and not 2.9 (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json).
+// Each thread has one vector in flight, so large sums need many threads, and small sums many SMs
+// (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json).
 constexpr int kFewThreads = 352, kManyThreads = 704;
 constexpr int kNormThreads = 512;      // two vectors of 8192 columns each; other numbers were not measured
 constexpr int kClosingThreads = 32;    // a warp that closes the call
@@ -17,10 +15,10 @@ constexpr int kNormMemory = 48 << 10;  // for a row and the norm's weight
 struct SumParams {
   gemm::ExchangeParams exchange;
   const void* x;
-  int row;  // elements of a row, with which `bias` repeats
+  int row;  // elements of a row, after which `bias` repeats
 };
 
-// A user's NaN may look like a vector that has not arrived; there are others.
+// Replaces NaNs of the user that look like kAbsent by another NaN.
 FLUX_DEVICE uint4 presentable(uint4 v) {
   for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
     if (*word == runtime::kAbsent) *word = 0x7FFF7FFF;
@@ -28,8 +26,9 @@ FLUX_DEVICE uint4 presentable(uint4 v) {
   return v;
 }
 
-// A matrix as one row of vectors, of which each rank sums all (one-shot) or a shard. This rank's own part is read where it
-// lies, and where x is also the result, by the thread that then writes there.
+// A matrix as one row of vectors. Each rank sums all of them (one-shot), or a shard. The rank's own
+// contribution is read in place; if x is also the result, the thread that reads a vector is the thread that
+// overwrites it.
 template <class Element>
 struct FlatSum {
   static constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
@@ -40,7 +39,7 @@ struct FlatSum {
   const int row, rank, vectors, shard;
   const int64_t results, slot_bytes;
   const bool one_shot, two_shot;
-  // Behind a call that ran out of time nothing is sent: a late peer may not have read what lies there.
+  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   const bool sends;
 
   FLUX_DEVICE FlatSum(const SumParams& params, const sync::Call& call)
@@ -61,7 +60,8 @@ struct FlatSum {
   FLUX_DEVICE int shard_size(int owner) const { return min(max(vectors - shard_begin(owner), 0), shard); }
   FLUX_DEVICE char* area(int peer) const { return p.symm.exchange(peer, call.epoch); }
 
-  // To whoever sums it. for_each(owner, use) does use(i) with the caller's vectors i of an owner's shard.
+  // Sends x to the ranks that sum it. for_each(owner, use) calls use(i) for the caller's vectors i of an
+  // owner's shard.
   template <class ForEach>
   FLUX_DEVICE void send(ForEach for_each) const {
     if (!sends) return;
@@ -83,7 +83,7 @@ struct FlatSum {
     });
   }
 
-  // The sum of a vector of this rank's shard, also for the others.
+  // Sums a vector of this rank's shard; in two-shot mode also sends the sum to the peers.
   FLUX_DEVICE uint4 sum(int i) const {
     exchange::Parts<4> parts;
     uint4 bias, residual;
@@ -106,7 +106,7 @@ struct FlatSum {
     return v;
   }
 
-  // Two-shot: of a vector of another rank's shard, which has sent it.
+  // Two-shot: receives the sum of a vector of another rank's shard.
   FLUX_DEVICE uint4 result(int owner, int i) const {
     char* const at = area(rank) + results + static_cast<int64_t>(shard_begin(owner) + i) * kBytes;
     return exchange::take(p.symm, call, at, ptx::load_relaxed_sys(at),
@@ -114,11 +114,11 @@ struct FlatSum {
   }
 };
 
-// Asks which call it is. The closing warp then closes it, while the others sum.
+// Reads the epoch. The closing warp then closes the call, while the other warps sum.
 FLUX_DEVICE sync::Call begin_sum(const runtime::SymmBuffer& symm) {
   ptx::wait_for_earlier_kernels();
   const sync::Call call = sync::begin_call(symm);
-  __syncthreads();  // all threads know the call
+  __syncthreads();  // all threads have read the epoch
   ptx::let_next_kernel_start();
   if (threadIdx.x == blockDim.x - kClosingThreads) sync::end_call(symm, call.epoch);
   return call;
@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   });
 }
 
-// The same with RMSNorm. Shards are of whole rows, and a CTA takes a row at a time: it sends those that it later writes.
+// The same with RMSNorm. Shards are whole rows, and a CTA processes a row at a time. A CTA sends the rows that
+// it later writes, so no norm overwrites a row that still has to be sent.
 template <class Element, int kThreads>
 FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory) {
   const sync::Call call = begin_sum(params.exchange.symm);

@@ -1,6 +1,6 @@
-// GEMM+AllReduce in ordinary tiles, as a Store policy: rows of a finished tile go to whoever sums them, and after its
-// last tile every CTA sums what ranks have sent (gemm/finish.cuh). One launch, for more rows than swap-AB tiles are
-// good for; the product is never in memory.
+// GEMM+AllReduce in ordinary tiles, as a Store policy: the rows of a finished tile go to the ranks that sum
+// them. After its last tile, every CTA sums the contributions of the ranks (gemm/finish.cuh). One launch, for
+// more rows than swap-AB tiles serve well. The product is never stored to memory.
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -20,7 +20,7 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
   FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 
-  // Through the slabs, which hold all of it: so that neighbouring threads send neighbouring vectors.
+  // The tile goes through the slabs, which hold all of it, so that neighbouring threads send neighbouring vectors.
   template <class Element, class Smem, int kSums>
   FLUX_DEVICE static void contribute(const Params& p, const Call& call, const gemm::Tile& tile,
                                      const Smem& smem, int warpgroup, int thread, int first_chunk,
@@ -31,7 +31,7 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
     static_assert(kTile.slab_n * kTile.slabs >= kTile.block_n && kTile.slab_n % kPanelN == 0);
     const uint32_t slabs = smem.slab(warpgroup, 0);
     const int barrier = 2 + warpgroup;
-    ptx::named_barrier_sync(barrier, 128);  // nobody still reads the last tile
+    ptx::named_barrier_sync(barrier, 128);  // no thread still reads the previous tile
 #pragma unroll
     for (int i = 0; i < kSums / gemm::kChunkAccumulators; ++i) {
       if (first_chunk + i >= end_chunk) break;

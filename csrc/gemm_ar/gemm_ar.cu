@@ -23,14 +23,14 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
   return exchange;
 }
 
-// Tiles that are one above the other send at the same time, and of an ordinary one both warpgroups do.
+// Tiles in one column send at the same time, and so do both warpgroups of an ordinary tile.
 int rows_at_once(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms) {
   const bool swaps_ab = choice.swaps_ab();
   const int height = swaps_ab ? gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows : gemm::kBlockM;
   const int width = swaps_ab ? gemm::kSwapAbN : gemm::kTileConfigs[choice.config].block_n;
   const int tiles = gemm::ceil_div(args.m(), height) * gemm::ceil_div(args.n(), width);
   const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
-  // Where rows do not come out even sums wait longer, and where CTAs have several tiles this gained nothing.
+  // If the rows are not divisible, sums wait longer; if CTAs have several tiles, this order gained nothing.
   return args.m() % at_once == 0 && tiles <= num_sms ? at_once : 1;
 }
 

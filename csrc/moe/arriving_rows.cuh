@@ -1,10 +1,10 @@
-// Tokens of all ranks as Rows of a grouped GEMM: own ones are read where the user has them, those of peers from
-// this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before they compute, in the
-// order in which experts need them (SendOrder).
+// Layer 0: the tokens of all ranks as Rows of a grouped GEMM. Own tokens are read from x, those of peers from
+// this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before they compute,
+// in the order in which experts need them (SendOrder).
 //
-// A call ends only after the first signal of every peer has arrived, needed or not: with expert parallelism a rank
-// may need nothing from a peer, and without hearing from it could get two calls ahead, into buffers that the peer
-// still reads.
+// A call ends only after the first signal of every peer has arrived, needed or not. With expert parallelism a
+// rank may need no token of a peer; without the signal it could get two calls ahead, and write to buffers that
+// the peer still reads.
 #pragma once
 
 #include "moe/plan.h"
@@ -33,7 +33,7 @@ struct ArrivingRows {
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
-  // Slots of peers, and own tokens where the user has them.
+  // The slots of peers, and x for own tokens.
   FLUX_DEVICE static Sources sources(const Params& p, const Call& call) {
     return {p.symm.slots(p.symm.rank, call.epoch), p.x};
   }
@@ -46,7 +46,7 @@ struct ArrivingRows {
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
     constexpr int kMostTokens = kUnitRows * kMaxShares;  // of a part
-    // The first warp is done with a unit before the others: what it says of the next one has a place of its own.
+    // The first warp finishes a unit before the others, so the description of the next unit has its own memory.
     struct Unit {
       int drawn[2], count[2], tokens[kMostTokens], slot_rows[kMostTokens];
     };
@@ -54,9 +54,9 @@ struct ArrivingRows {
     const SendOrder& order = p.order;
     const int units = order.units();
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
-    // Calls behind one that ran out of time send nothing: a late peer may not have read what lies there.
+    // Calls after a timed-out one send nothing: a late peer may not have read the buffer yet.
     int next = threadIdx.x != 0 ? 0 : call.aborted ? units : draw();
-    uint32_t* stored = nullptr;  // the signal of the unit before, announced while this one is copied
+    uint32_t* stored = nullptr;  // signal of the previous unit, announced while this one is copied
     for (int turn = 0;; turn ^= 1) {
       if (threadIdx.x == 0) {
         drawn[turn] = next;
@@ -96,13 +96,13 @@ struct ArrivingRows {
     }
   }
 
-  // Signals of each peer that have been seen.
+  // The signals of each peer that have been seen.
   struct Progress {
     int signals = 0;
   };
 
-  // A tile with nothing but own tokens waits for nothing; any other for its expert's share of all peers' tokens, which
-  // arrive side by side. A load takes half a microsecond, so each lane asks for others.
+  // A tile with only own tokens does not wait. Any other tile waits for its expert's share of all peers'
+  // tokens, which arrive concurrently. Each lane polls different signals, to overlap their latency.
   FLUX_DEVICE static bool admit(const Params& p, const Call& call, Progress& progress, int expert,
                                 int last_row) {
     if (p.rows[last_row] / p.layout.max_tokens == p.symm.rank) return true;

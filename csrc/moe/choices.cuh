@@ -1,5 +1,5 @@
-// What ranks tell each other before they route: the experts and weights that each token chose. They travel as vectors
-// that say by themselves that they are there (runtime/device/exchange.cuh).
+// The exchange before routing: the experts and weights that each token chose. They travel as vectors without
+// signals (runtime/device/exchange.cuh).
 #pragma once
 
 #include "moe/moe.h"
@@ -18,8 +18,8 @@ struct ChoiceParams {
   float* weights;  // [source][token][choice]: those of all ranks
 };
 
-// A vector of a token's experts, from choice j on. Whole vectors are read at once where they can be: words one by one, of
-// rows that lie apart, would each cost as much.
+// A vector of a token's experts, from choice j on. Reads whole vectors if possible: reading single words of
+// rows that are apart costs as much for each word.
 __device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j) {
   uint32_t low[kWords], high[kWords] = {};
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j
   return {low[0], low[1], low[2], low[3]};
 }
 
-// The same of its weights, as bits. A user's NaN may look like a word that has not arrived; there are others.
+// The same for its weights, as bits. NaNs of the user that look like kAbsent are replaced by another NaN.
 __device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, int j) {
   uint32_t bits[kWords] = {};
   const auto* from =
@@ -80,7 +80,7 @@ __device__ __forceinline__ int64_t vector_offset(const ChoiceParams& p, int sour
 // Neighbouring threads send neighbouring vectors, so that whole lines go over the link.
 template <int kThreads>
 __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int first) {
-  // Behind a call that ran out of time nothing is sent: a late peer may not have read what lies there.
+  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   if (call.aborted) return;
   constexpr int kBatch = 4;  // vectors of a thread that are read before the first is sent
   const Layout& layout = p.layout;

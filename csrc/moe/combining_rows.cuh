@@ -1,12 +1,13 @@
-// Layer 1 as Rows of a grouped GEMM: its rows are here, in order. What is computed is summed, a chunk of columns
-// behind the tiles: for each token of a peer its choices' rows times their weights, sent to the peer's slots; for
-// each own token the same, and what peers have sent for it, in rank order.
+// Layer 1 as Rows of a grouped GEMM: its rows are local and in order. Products are summed one chunk of columns
+// after the tiles. For each token of a peer, its choices' rows times their weights are summed and sent to the
+// peer's slots. For each own token, the same sum and the peers' contributions are added in rank order.
 //
-// Each warpgroup does that by itself, in units of a block of tokens. It first puts into shared memory where the rows of
-// these tokens lie, so that the copies of what is summed wait for nothing. A thread has those of its next vectors under
-// way while it adds one up.
+// Each warpgroup works independently, in units of a block of tokens. It first writes the locations of these
+// tokens' rows to shared memory, so that the copies of the rows need no lookup. A thread has the copies for its
+// next vectors in flight while it sums one vector.
 //
-// A call ends only after the first block of every peer's first chunk, needed or not (arriving_rows.cuh says why).
+// A call ends only after the first block of every peer's first chunk has arrived, needed or not (see
+// arriving_rows.cuh).
 #pragma once
 
 #include "moe/plan.h"
@@ -19,7 +20,7 @@ struct CombiningRows {
   struct Params {
     runtime::SymmBuffer symm;
     Layout layout;
-    Products products;    // what the GEMM writes [max_rows, n], and how it is summed
+    Products products;    // results of the GEMM [max_rows, n], and how they are summed
     ColumnChunks chunks;  // of tiles
     int block_n;          // columns of a tile
     int n;
@@ -74,7 +75,7 @@ struct CombiningRows {
         computed = unit.chunk + 1;
       }
       const bool whole = ptx::named_barrier_and(barrier, kGroupThreads, here);
-      // The next unit is on its way while this one is summed.
+      // The next unit is drawn while this one is summed.
       const int next = thread == 0 ? draw() : 0;
       if (own) {
         sum<Element>(p, call, block, copies, unit, rows, whole, thread);
@@ -101,13 +102,13 @@ struct CombiningRows {
   static constexpr int kGroupThreads = 128;
   static constexpr int kAnnouncer = 96;  // of another warp than the thread that draws
   static constexpr int kNoRow = -1;
-  // A thread adds up one vector after the other, each in batches of up to kBatch that it is the sum of, and has the next
-  // kAhead - 1 batches under way.
+  // A thread sums one vector after the other, in batches of up to kBatch terms, with the next kAhead - 1
+  // batches in flight.
   static constexpr int kAhead = 4, kBatch = 8;
-  static_assert(runtime::kMaxWorldSize - 1 <= kBatch);  // what all peers have sent is in one batch
+  static_assert(runtime::kMaxWorldSize - 1 <= kBatch);  // the contributions of all peers fit into one batch
   using Copies = uint4[kAhead][kBatch][kGroupThreads];
 
-  // What a warpgroup knows of the tokens of its unit.
+  // A warpgroup's data about the tokens of its unit.
   struct alignas(16) Block {
     int positions[kBlockRows][kMaxTopK];  // of the products of each token, those that there are first
     float weights[kBlockRows][kMaxTopK];
@@ -139,14 +140,14 @@ struct CombiningRows {
     return p.symm.slots(owner, call.epoch) + index * p.n * gemm::kElementBytes;
   }
 
-  // Tiles wait for nobody, so this ends as soon as they are computed.
+  // Tiles never wait, so this wait ends as soon as they are computed.
   FLUX_DEVICE static bool wait_for_tiles(const Params& p, int chunk, int num_tile_rows) {
     const uint32_t halves = num_tile_rows * p.chunks.size(chunk) * gemm::kNumMathWarpgroups;
     return sync::wait_signal(p.symm, &p.symm.header()->pieces_pushed[chunk], halves,
                              {kOp, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
   }
 
-  // A warpgroup: half a warp for a row, a lane for a choice.
+  // Called by a warpgroup: half a warp handles a row, a lane handles a choice.
   FLUX_DEVICE static void find_rows(const Params& p, Block& block, const CommUnit& unit, int rows,
                                     int thread) {
     constexpr int kSteps = kBlockRows * kMaxTopK / kGroupThreads;
@@ -160,7 +161,7 @@ struct CombiningRows {
       const int row = step * (kGroupThreads / kMaxTopK) + first;
       tokens[step] = kNoRow;
       if (row < rows && choice < p.products.top_k) {
-        // Without expert parallelism a peer's token that nobody needs has a slot row too, and is none.
+        // Without expert parallelism, a peer's token that no rank needs has a slot row too, but no sum.
         tokens[step] =
             unit.peer == p.symm.rank ? begin + row : __ldg(p.incoming + tokens_of_peer + begin + row);
       }
@@ -185,7 +186,8 @@ struct CombiningRows {
     }
   }
 
-  // What peers send for the tokens of the block. A token for which a peer sends nothing waits for its first block.
+  // Waits for the peers' contributions to the tokens of the block. If a peer sends nothing, waits for its first
+  // block.
   FLUX_DEVICE static bool wait_for_peers(const Params& p, const Call& call, Block& block,
                                          const CommUnit& unit, int thread) {
     bool here = true;
@@ -207,15 +209,15 @@ struct CombiningRows {
     return here;
   }
 
-  // Calls visit(row, column, sum, parts) for each vector of the block that falls to this thread: the weighted sum of its
-  // choices and, of own tokens, what peers have sent, in rank order, kGroupThreads vectors apart.
+  // Calls visit(row, column, sum, parts) for each vector of the block that falls to this thread: the weighted
+  // sum of its choices and, of own tokens, what peers have sent, in rank order, kGroupThreads vectors apart.
   template <class Element, class Visit>
   FLUX_DEVICE static void for_each_sum(const Params& p, const Call& call, const Block& block, Copies& copies,
                                        const CommUnit& unit, int rows, int thread, const Visit& visit) {
     const Columns columns = CombiningRows::columns(p, unit.chunk);
     const int vectors = rows * columns.vectors, rank = p.symm.rank;
     const int peers = unit.peer == rank ? p.layout.world_size - 1 : 0;
-    // The last batch of a vector has what peers have sent, and room for so many choices.
+    // The last batch of a vector contains the peers' contributions, and room for so many choices.
     const int last_choices = kBatch - peers;
     const int batches = 1 + max(0, ceil_div(p.products.top_k - last_choices, kBatch));
 
@@ -318,7 +320,7 @@ struct CombiningRows {
         for (int j = 0; j < kVector; ++j) total[j] += part[j];
       }
       const int64_t at = static_cast<int64_t>(row) * p.n + column;
-      // The host will raise; until then nobody shall mistake what was summed for a result.
+      // The host will raise. Until then no partial sum may look like a result.
       const uint4 result = whole ? gemm::round<Element>(total) : uint4{~0u, ~0u, ~0u, ~0u};
       *reinterpret_cast<uint4*>(out + at * gemm::kElementBytes) = result;
     };

@@ -1,9 +1,9 @@
-// What a CTA of the grouped GEMM computes next, and all that its roles must know of it. One warp does nothing but ask:
-// for a number, for the tile with that number, for its expert's rows, where they lie, whether they have arrived. Each
-// is a trip to memory, and loaders that asked by themselves stood still meanwhile (docs/design/moe.md).
+// The tile scheduler of the grouped GEMM. One warp looks up the next tile: its index, its expert, its rows,
+// their locations, and whether they have arrived. Each lookup is a trip to memory; loaders that did this
+// themselves stalled (docs/design/moe.md#the-grouped-gemm).
 //
-// It asks when the loader says so, not as soon as there is room in the queue: a tile drawn long before its turn is one
-// that a free CTA cannot have.
+// The warp starts when the loader requests it, not as soon as the queue has room: a tile that is drawn long
+// before its turn is not available to a free CTA.
 #pragma once
 
 #include "gemm/smem.cuh"
@@ -18,11 +18,11 @@ struct Job {
   int chunk;         // of columns
 };
 
-// Lies in shared memory from `base` on.
+// The queue in shared memory, from `base` on.
 struct JobQueue {
   static constexpr int kEntries = 2;
   static constexpr int kWords = sizeof(Job) / 4;
-  static constexpr int kPlaces = gemm::kBlockM;  // where the rows of the tile lie, if they must be gathered
+  static constexpr int kPlaces = gemm::kBlockM;  // locations of the tile's rows, if they must be gathered
   static constexpr int kBytes = 8 * (2 * kEntries + 1) + 4 * kEntries * (kPlaces + kWords);
 
   uint32_t base;
@@ -35,7 +35,7 @@ struct JobQueue {
   }
   __device__ uint32_t word(int entry, int i) const { return place(kEntries, 0) + 4 * (entry * kWords + i); }
 
-  // One thread, before anybody uses a barrier.
+  // Called by one thread before any barrier is used.
   __device__ void init(int readers) const {
     for (int entry = 0; entry < kEntries; ++entry) {
       ptx::mbarrier_init(full(entry), 32);
@@ -46,8 +46,8 @@ struct JobQueue {
   }
 };
 
-// What a thread that reads jobs keeps. Who reads an entry gives it back itself, and who writes one says so itself:
-// racecheck can follow that.
+// The state of a thread that reads jobs. Each reader of an entry releases it itself, and each writer signals it
+// itself, so that racecheck can follow.
 struct JobReader {
   gemm::RingCursor<JobQueue::kEntries> cursor;
 
@@ -64,7 +64,7 @@ struct JobReader {
     cursor.advance();
   }
 
-  // A warp, of which lane 0 reads: whether there is another tile.
+  // Called by a warp, of which lane 0 reads. Returns whether there is another tile.
   FLUX_DEVICE bool more(const JobQueue& queue) {
     ptx::mbarrier_wait(queue.full(cursor.index), cursor.phase);
     uint32_t rows = 0;
@@ -77,7 +77,7 @@ struct JobReader {
   }
 };
 
-// The warp that asks.
+// The state of the scheduler warp.
 struct JobWriter {
   gemm::RingCursor<JobQueue::kEntries> cursor;
   uint32_t wanted_phase = 0;
@@ -85,7 +85,7 @@ struct JobWriter {
   FLUX_DEVICE void wait_for_room(const JobQueue& queue) const {
     ptx::mbarrier_wait(queue.empty(cursor.index), cursor.phase ^ 1);
   }
-  // All lanes, when each has written its places.
+  // Called by all lanes after each has written its locations.
   FLUX_DEVICE void put(const JobQueue& queue, const Job& job) {
     if (ptx::lane() == 0) {
       const int words[] = {job.num_rows, job.first_row, job.first_column, job.weight_row, job.chunk};

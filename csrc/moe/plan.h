@@ -1,9 +1,9 @@
-// Where the rows of a mixture of experts lie, and in which order they are computed and sent. Pure functions,
-// shared by kernels, host, CPU path and tests. docs/design/moe.md has the reasons.
+// The layout of the rows of a mixture of experts, and the order in which they are computed and sent. Pure
+// functions, shared by kernels, host, CPU path and tests. docs/design/moe.md has the reasons.
 //
-// Tokens are distributed over all ranks of a group, at most max_tokens on each. Experts are cut into ep_size
-// slices; tp_size consecutive ranks share the experts of a slice and hold a part of the columns of each. So
-// ep_size 1 is tensor parallelism, and ep_size = world_size is expert parallelism.
+// Tokens are distributed over all ranks of a group, at most max_tokens on each. Experts are divided into
+// ep_size slices. tp_size consecutive ranks share the experts of a slice, and each holds a part of the columns
+// of every expert. So ep_size = 1 is tensor parallelism, and ep_size = world_size is expert parallelism.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@ namespace flux::moe {
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSteps = 8;    // world sizes
 constexpr int kBlockRows = 32;  // slot rows that share a signal in layer 1, at most
-constexpr int kMaxShares = 8;   // in which tokens travel in layer 0
-constexpr int kUnitRows = 32;   // of such a share about as many leave at a time, at most
-constexpr int kPushers = 16;    // CTAs that send them: 8 store 339 GB/s, 132 store 352
-constexpr int kGroupM = 16;     // tiles one above the other that share the columns of a weight in L2
+constexpr int kMaxShares = 8;   // shares in which tokens travel in layer 0
+constexpr int kUnitRows = 32;   // rows of a share that are sent at a time, at most (about)
+constexpr int kPushers = 16;    // CTAs that send tokens: 8 store 339 GB/s, 132 store 352
+constexpr int kGroupM = 16;     // tiles in one column that share a weight tile in L2
 
 using gemm::ceil_div;
 
@@ -51,23 +51,23 @@ struct Layout {
     return id >= first && id < first + local_experts() ? id - first : -1;  // ids may be any number
   }
 
-  // Own tokens are here at step 0. Everybody sends to rank+1 first, so those of rank-1 come next.
+  // Own tokens are step 0. Every rank sends to rank+1 first, so the tokens of rank-1 arrive next.
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
   FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
 
   FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
-  // Whether only the tokens that a rank needs are sent to it, one after the other. Without expert parallelism
-  // it needs nearly all, and a token keeps its number. So do own tokens, which stay.
+  // Whether the source sends only the tokens that the owner needs, compacted. Without expert parallelism the
+  // owner needs nearly all tokens, and a token keeps its number. So do own tokens, which do not travel.
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
 
-  // Blocks of slot rows in layer 1. A slot with nothing in it has a signal too: every rank must hear of every peer in
+  // Blocks of slot rows in layer 1. An empty slot has a signal too: every rank must receive from every peer in
   // every call.
   FLUX_HD static int blocks_of(int slot_rows, int block_rows) {
     return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
-  // Few enough that what is left to sum when the last tile is done keeps all SMs busy: a chunk has 128 blocks of a peer
-  // and as many own ones, an SM sums three at a time. With 32, layer 1 took 1.03 to 1.11 times as long for 2048 tokens
-  // on two GPUs, with 256 no less (benchmarks/results/tuning/2026-11-23-moe-units-tp2-2xH200.json).
+  // Blocks are small, so that the sums that remain after the last tile keep all SMs busy: a chunk has 128
+  // blocks of each peer and as many own ones, and an SM sums three at a time
+  // (docs/design/moe.md#layer-1-chunks-communication-ctas).
   FLUX_HD static int block_rows(int max_tokens) {
     constexpr int kFewest = 8, kBlocks = 128;
     int rows = kFewest;
@@ -79,8 +79,8 @@ struct Layout {
 // ---- the routing kernel ------------------------------------------------------------------------------------
 
 constexpr int kMaxRouteExperts = 1500;  // on one rank: what fits into shared memory
-// Threads of a CTA, a token each: few, so that many SMs write rows; many, where all CTAs would not fit on the GPU.
-// 8192 tokens of 8 among 128 experts take 13.3 us in CTAs of 256, 18.2 in CTAs of 512.
+// Threads of a CTA, one token each: few, so that many SMs write rows; many, if all CTAs would not be resident
+// otherwise.
 constexpr int kFewRouteThreads = 256, kManyRouteThreads = 512;
 constexpr int kManyRouteCtas = 100;
 
@@ -100,20 +100,22 @@ FLUX_HD int64_t route_scratch_words(const Layout& layout) {
   return ctas * (layout.local_experts() + 2 * layout.ep_size) + 1;
 }
 
-// Vectors of 16 bytes that tell of a token: its experts, then its weights, four in each.
+// 16-byte vectors that describe a token: its experts, then its weights, four in each.
 FLUX_HD int route_vectors(int top_k) { return 2 * ceil_div(top_k, 4); }
-// What each rank must have for what all tokens chose, in one of its two exchange buffers.
+// Bytes that the choices of all tokens take in one of the two exchange buffers.
 FLUX_HD int64_t route_exchange_bytes(const Layout& layout) {
   return static_cast<int64_t>(layout.tokens()) * route_vectors(layout.top_k) * 16;
 }
 
 // ---- layer 0: the order in which tokens travel ---------------------------------------------------------------
 
-// Tiles are computed expert by expert, so tokens travel in the order of the first expert that they are needed by: those
-// of share s have one below ends[s], and none below the ends before. Experts of share 0 can then be computed when a
-// fraction of the tokens has arrived. In the order of tokens every tile would wait for nearly all of them.
+// Tiles are computed expert by expert, so tokens travel in the order of the first expert that needs them.
+// Tokens of share s have an expert below ends[s], and none below the end of the previous share. The experts of
+// share 0 can start when a fraction of the tokens has arrived. In the order of tokens, every tile would wait
+// for nearly all of them.
 //
-// A unit is what one CTA sends at a time: of `part_tokens` neighbouring tokens, those of one share, to one peer.
+// A unit is what one CTA sends at a time: those of `part_tokens` consecutive tokens that belong to one share,
+// to one peer.
 struct SendUnit {
   int share, part, peer;
 };
@@ -129,11 +131,11 @@ struct SendOrder {
     return share;
   }
   FLUX_HD int begin(int share) const { return share == 0 ? 0 : ends[share - 1]; }
-  // Tiles of these experts that own tokens suffice for come first of all, while the first share travels. Of all experts
-  // they would take longer than that, and every weight would be read twice.
+  // Tiles of these experts that need only own tokens come first, while the first share travels. Doing so for
+  // all experts would take longer than that transfer, and would read every weight twice.
   FLUX_HD int early_experts() const { return ends[shares > 1 ? 1 : 0]; }
 
-  // Peers take turns, each rank begins with another one: no peer is sent to by all at a time.
+  // Peers take turns, and each rank starts with a different one, so that no peer receives from all ranks at once.
   FLUX_HD int units() const { return signals() * (world_size - 1); }
   FLUX_HD SendUnit at(int index) const {
     const int peers = world_size - 1, unit = index / peers;
@@ -144,7 +146,7 @@ struct SendOrder {
   FLUX_HD int signal(int share, int part) const { return share * parts + part; }
 };
 
-// Shares of about as many tokens, if they choose evenly: of those with `choices` experts in a slice, a part of
+// Shares of about equal size, if tokens choose evenly: of the tokens with `choices` experts in a slice, a fraction
 // 1 - (1 - e / experts)^choices has one among the first e.
 inline SendOrder make_send_order(const Layout& layout) {
   const int experts = layout.local_experts();
@@ -157,31 +159,31 @@ inline SendOrder make_send_order(const Layout& layout) {
     const int end = static_cast<int>(std::ceil(experts * (1.0 - std::pow(left, 1.0 / choices))));
     if (order.shares == 0 || end > order.ends[order.shares - 1]) order.ends[order.shares++] = end;
   }
-  // Two units for each CTA that sends, if need be of a few rows: all of them send at once then.
+  // At least two units for each sending CTA, if necessary of a few rows, so that all of them send concurrently.
   const int64_t rows = static_cast<int64_t>(layout.world_size - 1) * layout.max_tokens / (2 * kPushers);
   order.part_tokens = static_cast<int>(std::clamp<int64_t>(rows, 8, kUnitRows)) * order.shares;
   order.parts = std::max(1, ceil_div(layout.max_tokens, order.part_tokens));
   return order;
 }
 
-// The two matrices of rows that a sorted row can be made of (sm90_grouped_gemm.cuh).
+// The two matrices from which a sorted row can come (sm90_grouped_gemm.cuh).
 struct Sources {
   const char *first, *second;
 };
 
 // ---- tiles ------------------------------------------------------------------------------------------------
 //
-// Rows are sorted by (expert, step of their source, token), without padding. Tiles start anew with each expert.
-// They are computed expert by expert, but for some that need own tokens only, which are those of step 0.
+// Rows are sorted by (expert, step of their source, token), without padding. The first tile of an expert starts
+// at its first row. Tiles are computed expert by expert, except for some that need only own tokens (step 0).
 
-// Tiles of an expert that come first of all.
+// The number of tiles of an expert that come before all others.
 FLUX_HD int early_tiles(int expert, int early_experts, int own_rows, int rows, int block_m) {
   if (expert >= early_experts) return 0;
   return own_rows == rows ? ceil_div(rows, block_m) : own_rows / block_m;
 }
 
-// One entry for each tile row of the schedule. Those of an expert lie next to each other, but for the early ones; up to
-// kGroupM of them form a group, whose tiles are walked column by column.
+// One entry for each tile row of the schedule. Those of an expert lie next to each other, but for the early
+// ones; up to kGroupM of them form a group, whose tiles are walked column by column.
 struct TileEntry {
   int expert;
   int first_m;  // of the group: tile row within the expert
@@ -224,8 +226,9 @@ struct ColumnChunks {
   }
 };
 
-// The first chunk is not summed before it is computed, nor the last one computed while it is: the more the better.
-// But every chunk reads x again. Of 4, 8 and 16 eight was best or within 2 % in 17 shapes (docs/design/moe.md).
+// The first chunk is computed before any sum, and the last chunk is summed after all tiles, so many chunks
+// overlap better. But every chunk reads x again. Eight was chosen
+// (docs/design/moe.md#layer-1-chunks-communication-ctas).
 inline ColumnChunks make_chunks(int n, int block_n) {
   constexpr int kChunks = 8;
   const int n_tiles = ceil_div(n, block_n);
@@ -240,9 +243,9 @@ struct CommUnit {
   int block;
 };
 
-// Communication CTAs draw units in this order. Own blocks wait for peers, and come one chunk late so that they
-// seldom have to. Units before the first one that waits for something are all drawn, by CTAs that wait, if at
-// all, for earlier chunks: ranks cannot wait for each other in a circle.
+// The order in which communication CTAs draw units. Own blocks wait for peers; they come one chunk later, so
+// that they rarely wait. All units before the first one that waits have been drawn, by CTAs that wait, if at
+// all, for earlier chunks. So ranks cannot deadlock.
 struct CommOrder {
   int world_size;
   int rank;
@@ -263,17 +266,18 @@ struct CommOrder {
     return {chunk - 1, rank, in_round - sends()};
   }
 
-  // Peers take turns, so that a rank sends to all of them at any time.
+  // Peers take turns, so that a rank sends to all of them concurrently.
   FLUX_HD CommUnit send(int chunk, int index) const {
     const int peers = world_size - 1;
     return {chunk, (rank + 1 + index % peers) % world_size, index / peers};
   }
 };
 
-// How many CTAs begin with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides should be done at
-// the same time: SMs are split as the work is, in microseconds of one SM. With few rows an expert, the work of the GEMM
-// is to read its weights, which seven eighths of the SMs do as fast. That an SM sums 30 GB/s, and has 33 GB/s of the
-// memory, is fitted to sweeps over the number (docs/design/moe.md).
+// The number of CTAs that start with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides
+// should end at the same time: SMs are split in proportion to the work, in microseconds of one SM. With few
+// rows an expert, the GEMM is bound by reading its weights, which seven eighths of the SMs do equally fast. The
+// rates of an SM, 30 GB/s of sums and 33 GB/s of memory, are fitted to sweeps over this number
+// (docs/design/moe.md#layer-1-chunks-communication-ctas).
 inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k,
                               int world_size, int num_sms) {
   constexpr double kFlopsPerSmUs = 4.5e6;

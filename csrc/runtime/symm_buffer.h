@@ -17,15 +17,16 @@ namespace flux::runtime {
 constexpr int kMaxWorldSize = 8;
 constexpr int64_t kHeaderBytes = 16384;
 
-// What an exchange buffer holds where nothing has arrived. Two 16-bit NaNs that no conversion from fp32 makes.
+// The content of an exchange buffer where no data has arrived: two 16-bit NaNs that no conversion from fp32
+// produces.
 constexpr uint32_t kAbsent = 0xFFFFFFFF;
 
-// Chunks that copy engines wait for in one call.
+// The largest number of chunks that copy engines send in one call.
 constexpr int kMaxStagedChunks = 64;
 
-// What a kernel leaves in pinned host memory when a wait runs out of time.
+// The record that a kernel writes to pinned host memory when a wait times out.
 struct ErrorRecord {
-  uint32_t code;  // 0: nothing happened; written last
+  uint32_t code;  // 0: no error; written last
   uint32_t op, rank, peer, tile, expected, seen;
   uint32_t reserved[9];
 };
@@ -34,13 +35,14 @@ static_assert(sizeof(ErrorRecord) == 64);
 struct Header {
   uint32_t epoch;       // calls this rank has finished
   uint32_t ctas_done;   // CTAs of the running call that have finished
-  uint32_t aborted;     // sticky: a wait ran out of time, later calls must not wait again
+  uint32_t aborted;     // sticky: a wait timed out, later calls must not wait again
   uint32_t next_tile;   // of the running call: clusters of CTAs draw their next tile here
   uint32_t next_piece;  // of the running call: CTAs that push rows draw what to push next
   uint32_t reserved[59];
-  // Of each chunk that a copy engine sends: pieces of it that are ready. It sets them back.
+  // For each chunk that a copy engine sends: the number of finished pieces. The copy stream resets it.
   uint32_t pieces_staged[kMaxStagedChunks];
-  // Of each block of rows, for each peer; whoever pushes the last piece resets it.
+  // For each block of rows and each peer: the number of pushed pieces. The CTA that pushes the last piece
+  // resets it.
   uint32_t pieces_pushed[kHeaderBytes / 4 - 128];
 };
 constexpr int kMaxPushBlocks = sizeof(Header::pieces_pushed) / sizeof(uint32_t);
@@ -57,8 +59,8 @@ struct SymmBuffer {
   uint64_t timeout_ns;
 
   FLUX_HD Header* header() const { return reinterpret_cast<Header*>(peers[rank]); }
-  // Each source has a region of words of its own, the same in every call: a word that belonged to different
-  // sources in successive calls of different shape could be overtaken by the faster of them.
+  // Each source has its own region of words, the same in every call. If a word belonged to different sources in
+  // successive calls of different shapes, the faster source could signal for the slower one.
   FLUX_HD uint32_t* signal(int peer, int slot, int index) const {
     const int words_per_slot = static_cast<int>(signal_bytes / sizeof(uint32_t)) / (world_size - 1);
     return reinterpret_cast<uint32_t*>(peers[peer] + kHeaderBytes) + slot * words_per_slot + index;

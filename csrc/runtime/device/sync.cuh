@@ -1,8 +1,9 @@
-// Signals between ranks: the whole memory model of the library is in the functions below.
+// Signals between ranks. These functions contain the whole memory model of the library.
 //
 // A signal is an epoch: a u32 that only grows, so nothing is ever reset. The sender's data travels by bulk
-// copies (the async proxy) or ordinary stores; `signal` makes it visible before the epoch, `wait_signal` sees
-// the epoch before the data. Every wait has a deadline: a dead peer must not hang the GPU.
+// copies (the async proxy) or by ordinary stores. `signal` makes the data visible before the epoch;
+// `wait_signal` reads the epoch before the data. Every wait has a deadline, because a dead peer must not hang
+// the GPU.
 #pragma once
 
 #include "runtime/device/ptx.cuh"
@@ -10,31 +11,29 @@
 
 namespace flux::sync {
 
-// One thread, after its bulk copies are complete (ptx::bulk_wait_complete): completion makes them visible to
-// this thread, the proxy fence orders them with the ordinary store that follows, and the release at system
-// scope publishes both.
+// Called by one thread after its bulk copies are complete (ptx::bulk_wait_complete). Completion makes the
+// copies visible to this thread, the proxy fence orders them before the following ordinary store, and the
+// release at system scope publishes both.
 __device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
   ptx::fence_proxy_async();
   ptx::store_release_sys(address, epoch);
 }
 
-// The same for ordinary stores: one thread, at a barrier behind those whose stores it announces.
+// The same for ordinary stores: called by one thread after a barrier with the threads whose stores it announces.
 __device__ __forceinline__ void publish(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }
 
-// As `signal`, for a word that a stream waits for, of which every piece of the data adds one.
+// Like `signal`, for a counter on which a stream waits: every piece of the data adds one.
 __device__ __forceinline__ void count(uint32_t* address) {
   ptx::fence_proxy_async();
   ptx::add_release_sys(address, 1);
 }
 
-// A live sender is in this call or in the next one. Anything else, however large, is a word left from long
-// ago.
+// A live sender is in this call or in the next one. Any other value, however large, is an old one.
 __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
 
-// A call, as every thread of its launch sees it: which one it is, and whether an earlier one on this rank ran
-// out of time.
+// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out.
 struct Call {
   uint32_t epoch;
   bool aborted;
@@ -45,10 +44,11 @@ __device__ __forceinline__ Call begin_call(const runtime::SymmBuffer& symm) {
   return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0};
 }
 
-// One thread of each CTA, when every thread of the CTA that will ask has asked which call it is, and the CTA has drawn
-// all that it will draw. The last CTA closes the call, and calls `reset` for what else the next one must find at zero.
-// A call may be closed before its work is done, since the next launch that asks starts when this one is over: two fences
-// and two atomics (1.1 us) then hide behind that work.
+// Called by one thread of each CTA, after all threads of the CTA have read the epoch, and after the CTA has
+// drawn its last tile. The last CTA closes the call, and calls `reset` for further state that the next call
+// must find at zero. A call may be closed before its work is complete, because the next launch reads the epoch
+// only after this launch has ended. The latency of two fences and two atomics is then hidden
+// (docs/design/decode.md#what-made-the-sum-faster).
 template <class Reset>
 __device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset) {
   runtime::Header* header = symm.header();
@@ -71,7 +71,7 @@ struct WaitInfo {
   uint32_t op, peer, tile;
 };
 
-// First failure wins; the code is written last, so that a host that sees it sees the rest.
+// The first failure wins. The code is written last, so that a host that reads it also sees the other fields.
 inline __device__ __noinline__ void report_timeout(const runtime::SymmBuffer& symm, WaitInfo info,
                                                    uint32_t expected, uint32_t seen) {
   if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return;
@@ -86,9 +86,9 @@ inline __device__ __noinline__ void report_timeout(const runtime::SymmBuffer& sy
   ptx::store_release_sys(&record->code, 1);
 }
 
-// One thread. True: everything the sender wrote before `signal(address, epoch)` is visible to ordinary loads
-// of this thread, and of the threads it then meets at a barrier. False: the deadline has passed here or
-// elsewhere on this rank.
+// Called by one thread. True: everything that the sender wrote before `signal(address, epoch)` is visible to
+// ordinary loads of this thread, and of threads that it then synchronises with. False: a deadline has passed on
+// this rank.
 __device__ __forceinline__ bool wait_signal(const runtime::SymmBuffer& symm, const uint32_t* address,
                                             uint32_t epoch, WaitInfo info) {
   uint32_t seen = ptx::load_acquire_sys(address);
