@@ -159,7 +159,7 @@ def older_measurements(measurements: Sequence[Measurement]) -> str:
         cells = [str(m.gpus), commit_links(m), m.date[:10], str(len(m.rows)), speed(s.geomean_speedup)]
         worst = f"{speed(s.min_speedup)} ({worst_row(m)})"
         rows.append([*cells, worst, span(hosts(m)), ", ".join(marks) or "–"])
-    return table(["GPUs", "file", "date", "rows", "speed-up", "worst", "host µs", "marks"], rows)
+    return table(["GPUs", "commit", "date", "rows", "speed-up", "worst", "host µs", "marks"], rows)
 
 
 class Sections:
@@ -193,7 +193,7 @@ def summary(sections: Sections) -> str:
         speeds = [speed(s.geomean_speedup), speed(s.min_speedup), bar, host]
         name = OPERATORS[m.op].name
         rows.append([name, str(m.gpus), share, *speeds, commit_links(m), m.date[:10], marks])
-    head = ["operator", "GPUs", "rows", "speed-up", "worst", "bar", "host µs", "file", "date", "marks"]
+    head = ["operator", "GPUs", "rows", "speed-up", "worst", "bar", "host µs", "commit", "date", "marks"]
     return table(head, rows)
 
 
@@ -206,7 +206,7 @@ def host_costs(sections: Sections) -> str:
             theirs = ", ".join(f"{name} {value:.0f}" for name, value in medians.items())
             cells = [f"{f(ours):.0f}" for f in (min, median, max)]
             rows.append([OPERATORS[m.op].name, str(m.gpus), *cells, theirs or "–", commit_links(m)])
-    head = ["operator", "GPUs", "flux: least", "median", "most", "median of the others", "file"]
+    head = ["operator", "GPUs", "flux: least", "median", "most", "median of the others", "commit"]
     return table(head, rows)
 
 
@@ -221,7 +221,7 @@ def against_cublas(sections: Sections) -> str:
             worst = f"{speed(ratios[least])} ({both[least].model}, M = {both[least].m})"
             cells = [OPERATORS[m.op].name, str(m.gpus), str(len(both)), speed(geomean(ratios.values()))]
             rows.append([*cells, worst, commit_links(m)])
-    return table(["rows of", "GPUs", "rows", "speed-up", "worst", "file"], rows)
+    return table(["rows of", "GPUs", "rows", "speed-up", "worst", "commit"], rows)
 
 
 def ctas(m: Measurement) -> str:

@@ -68,6 +68,7 @@ Each was checked before it was timed.
 | worst | the row with the smallest speed-up |
 | bar | what rows, geometric mean and time / floor [must reach](benchmarks.md#the-bar) |
 | host µs | what an eager call cost the host at that commit, least to most |
+| commit | what was measured; the link leads to the file |
 | older kernel (8 %) | 8 % of the lines of the kernel's source changed since, not counting comments |
 | unequal rests | some candidates [rested longer](benchmarks.md#traps) before their turn: up to 9 % of error |
 | cut off | the run's time was up: rows are missing |

@@ -109,7 +109,8 @@ def test_a_new_file(tools: Tools, copies: Path) -> None:
     old = FILES[-1]
     data = json.loads(old.read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
     rewrite(copies, "2027-01-01-new.json", data)
-    assert any("results.md" in line for line in tools.stale(copies))
+    marks = tools.measurements.Marks("same", True)
+    assert "/2027-01-01-new.json)" in tools.make.written(ROOT, copies, lambda *_: marks)[PAGE]
 
 
 @pytest.mark.parametrize("data", [{"what": "tuning"}, [1], {}])
