@@ -22,7 +22,7 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults sanitize vllm bench build kernels wheel try-wheel lint format clean distclean
+.PHONY: help test soak faults sanitize vllm bench results build kernels wheel try-wheel lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
+	@echo "make results    write docs/results.md and README's table from benchmarks/results   (ARGS=--check)"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
 	@echo "make wheel      wheels and the sdist in dist/: with kernels if FLUX_CUDA is not off; needs nvcc, no GPU"
@@ -86,6 +87,9 @@ vllm: $(VLLM_STAMP)
 
 bench: build
 	$(PY) -m flux bench $(ARGS)
+
+results: build
+	$(PY) benchmarks/make_results.py $(ARGS)
 
 # The objects are deleted so that the log of ptxas is complete; ccache makes that cheap and replays the log.
 kernels: $(STAMP)
