@@ -124,6 +124,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "FLUX_TORCH_DIR", "", "Folder of the torch package whose headers to compile against.", "build", str
     ),
+    Variable(
+        "FLUX_KERNELS", "", "Compiled kernels (_C.so) to package instead of compiling them.", "build", str
+    ),
+    Variable("FLUX_LOCAL_VERSION", "", "Local version label of the package, for example cpu.", "build", str),
     Variable("FLUX_BUILD_DIR", "", "Folder for object files, to keep them between builds.", "build", str),
 )
 

@@ -144,10 +144,9 @@ def ag_gemm(
     if torch.compiler.is_compiling():
         return _answer(_by_operator, arguments, name, results, many)
     pg = resolve_group(group, "ag_gemm")
-    if direct:
-        call = _call if pg.size() == 1 else _among_ranks
-        return registry.in_turn(pg, x.device, _answer, call, arguments, pg, results, many)
-    return registry.in_turn(pg, x.device, _answer, _by_operator, arguments, name, results, many)
+    function = _by_operator if not direct else _call if pg.size() == 1 else _among_ranks
+    where = pg if direct else name
+    return registry.in_turn(pg, x.device, _answer, function, arguments, where, results, many)
 
 
 def _by_operator(*arguments: Any) -> list[torch.Tensor]:
@@ -321,7 +320,6 @@ def _among_ranks(
         else:
             shared = cast(CpuWorkspace, workspace)
             _fused_cpu(shared, call, plans, epoch, x2, weights, biases, products, gathered)
-
     return outs
 
 
