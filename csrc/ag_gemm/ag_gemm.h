@@ -1,5 +1,5 @@
-// AllGather+GEMM in one launch, and the gather alone (FLUX, arXiv 2406.06858, section 4; that pushing CTAs turn
-// into computing ones is ours).
+// AllGather+GEMM in one launch, and the gather alone (FLUX, arXiv 2406.06858, section 4; that CTAs first push
+// and then compute is our addition).
 #pragma once
 
 #include "ag_gemm/plan.h"
@@ -11,31 +11,32 @@ namespace flux::ag_gemm {
 
 // Who moves the rows. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: CTAs of the launch, and the device counts the calls, so they replay in a CUDA graph. Else copy engines do,
-  // and this is the number of the call on a workspace that only such calls use: which buffer they write to must
-  // be known when they are enqueued.
+  // 0: CTAs of the launch move the rows, and the device counts the epochs, so calls can be replayed in a CUDA
+  // graph. Otherwise copy engines move them, and this is the epoch of the call on a region that only such calls
+  // use: the destination buffer must be known when a copy is enqueued.
   uint32_t copy_epoch;
   int chunk_rows;  // copy engines: rows announced by one signal, a multiple of kBlockM
 };
 
-// out[m, n] = x * weight^T + bias for the rows of all ranks; args.x holds this rank's, contiguous. `reuse`: the
-// rows that the call before on this stream has gathered, once more; nothing is sent.
+// out[m, n] = x * weight^T + bias for the rows of all ranks; args.x holds this rank's rows, contiguous.
+// `reuse`: use the rows that the previous call on this stream has gathered; nothing is sent.
 void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool reuse, cudaStream_t stream);
 
-// out[m, k] = the rows of all ranks. `begun`: copy engines have been told by begin_all_gather, in the same call.
+// out[m, k] = the rows of all ranks. `begun`: begin_all_gather has already started the copies of this call.
 void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
                 const Transport& transport, bool begun, cudaStream_t stream);
 
-// Lets copy engines send x, so that other kernels may come between. x must not change until all_gather is done.
+// Starts the copies of x, so that other kernels can run before all_gather. x must not change until all_gather
+// is done.
 void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
                       cudaStream_t stream);
 
-// The same for rows that the ag_gemm before on this stream has gathered; nothing is sent.
+// The same for rows that the previous ag_gemm on this stream has gathered; nothing is sent.
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
              uint32_t copy_epoch, cudaStream_t stream);
 
-// Loads every kernel: lazy loading behind a spinning kernel would wait for it.
+// Loads every kernel. Lazy loading while another kernel spins would wait for that kernel.
 void prepare();
 void prepare_all_gather();
 

@@ -1,4 +1,4 @@
-// The gather without a GEMM: the same transports, and a kernel that puts rows together as they arrive.
+// The gather without a GEMM: the same transports, and a kernel that assembles the rows as they arrive.
 
 #include <algorithm>
 
@@ -12,8 +12,8 @@ namespace flux::ag_gemm {
 namespace {
 
 constexpr int kThreads = kPushThreads;
-// As many as the links and the memory want: with 16 CTAs rows of 8.4 MB from each of four GPUs take 172 us, with 32 130,
-// with 64 108. Fewer of many ranks, all of which can live on one GPU.
+// As many CTAs as links and memory need: with 16, 8.4 MB from each of four GPUs take 172 us, with 32 130, with
+// 64 108. Fewer for many ranks, because all ranks may run on one GPU.
 constexpr int kCtas = 64, kCtasOfAllRanks = 384, kCtasPerSm = 3;
 constexpr int kCopyBytes = 65536;
 constexpr uint32_t kOp = 3;
@@ -55,13 +55,13 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
       const int slot = Layout::slot_index(source, rank);
       src = p.symm.slots(rank, call.epoch) + layout.offset(slot, row);
       if (threadIdx.x == 0) {
-        // Gathered by an earlier call on this stream, which has done the waiting.
+        // Gathered by an earlier call on this stream, which has already waited.
         here = p.reuse ||
                sync::wait_signal(p.symm, p.symm.signal(rank, slot, block / p.blocks_per_signal), call.epoch,
                                  {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
       }
       __syncthreads();
-      // The host will raise; until then nobody shall mistake what lies there for a result.
+      // The host will raise. Until then the content must not look like a result.
       if (!here) src = nullptr;
     }
     char* dst = p.out + source * layout.shard_bytes() + static_cast<int64_t>(row) * layout.row_bytes;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
   if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
 }
 
-// Where a launch finds the rows of peers.
+// Where a launch reads the rows of peers.
 enum class Rows { kToSend, kBegun, kHere };
 
 Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport) {

@@ -1,6 +1,6 @@
-// AllGather+GEMM as a Store policy: own rows are read where the user has them, peers' rows from this rank's slots
-// as they arrive, block by block. Either the first CTAs of the launch push this rank's rows before they take part
-// in the GEMM, or copy engines do (copy_engine.h).
+// AllGather+GEMM as a Store policy. Own rows are read from x, peers' rows from this rank's slots as they
+// arrive, block by block. This rank's rows are pushed by the first CTAs of the launch, before they take part in
+// the GEMM, or by copy engines (copy_engine.h).
 #pragma once
 
 #include "ag_gemm/push.cuh"
@@ -46,7 +46,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     push_rows(p.symm, p.layout, p.rows, begin(p), p.num_pushers);
   }
 
-  // CTAs that push come late: what they would have computed is drawn by the others.
+  // CTAs that push start to compute late; the other CTAs draw their tiles.
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
 
   FLUX_DEVICE static bool admit(const Params& p, const Call& call, const gemm::Tile& tile) {

@@ -11,20 +11,20 @@ namespace {
 // Fitted to 75 shapes with 20 to 30 candidates each, on one GPU (docs/design/cost-model.md).
 constexpr double kLaunchUs = 2.0;
 constexpr double kTileUs = 0.3;      // between two mainloops
-constexpr double kKblockUs = 0.031;  // of a k-block, whatever the width: reading A, barriers
-constexpr double kMathUs = 0.0023;   // of a k-block, for each column of a tile: 4 cycles at some 1.75 GHz
-constexpr double kL2Us = 0.0019;     // of a k-block, for each KB of operands that comes from L2
-// With every SM at work the chip is at its power limit and slower by about this; idle SMs of a last, partial
-// wave let the others run faster. From 1.04 to 1.10 the choices are as good.
+constexpr double kKblockUs = 0.031;  // per k-block, for any width: reading A, barriers
+constexpr double kMathUs = 0.0023;   // per k-block and column of a tile: 4 cycles at about 1.75 GHz
+constexpr double kL2Us = 0.0019;     // per k-block and KB of operands from the L2
+// With every SM busy the chip is at its power limit and slower by this factor; idle SMs of a partial last wave let
+// the others run faster. Factors from 1.04 to 1.10 give equally good choices.
 constexpr double kPower = 1.08;
-// Columns of the narrowest tiles for which pairs were ever the best.
+// Columns of the narrowest tiles for which pairs were ever best.
 constexpr int kMinPairM = 80;
 constexpr int kMinPairN = 160;
-// Where CTAs split K: they wait for each other, and fetch what the others have of their columns. Set by hand, so
-// that of eleven weights and 128 to 512 rows the right ones are split (docs/design/cost-model.md).
+// Split K: CTAs wait for each other, and fetch the other CTAs' sums of their columns. Set by hand, so that of
+// eleven weights and 128 to 512 rows the right ones are split (docs/design/cost-model.md#split-k).
 constexpr double kSplitUs = 2.0;
 constexpr double kSplitBytesPerUs = 60e3;
-constexpr int kMinSplitBlocks = 8;  // of K for each
+constexpr int kMinSplitBlocks = 8;  // k-blocks for each part
 constexpr int kAccumulatorBytes = 4;
 // For GEMM+ReduceScatter. kSentTileUs is set by hand, so that mid-size shapes keep the tiles that were
 // measured to be good; the others were fitted to 20 shapes on four GPUs.
@@ -33,33 +33,34 @@ constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running G
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
 
-// For few rows, with weights from memory: fitted to fifteen weights, 1 to 256 rows and every tile and cluster, on one
-// GPU (benchmarks/results/tuning/2026-11-23-few-rows-1xH200.json).
+// For few rows, with weights from memory: fitted to fifteen weights, 1 to 256 rows and every tile and cluster,
+// on one GPU (benchmarks/results/tuning/2026-11-23-few-rows-1xH200.json).
 constexpr int kMaxSwapAbRows = 256;
 constexpr int kAlwaysSwapAbRows = 32;
 constexpr double kSmallLaunchUs = 3.5;
 constexpr double kMemoryBytesPerUs = 4.0e6;  // to ordinary tiles
 constexpr double kSwapAbLaunchUs = 1.8;
 constexpr double kSwapAbMemoryBytesPerUs = 4.14e6;
-// Of a k-block, where a stage has one or two: in whatever tile, for each row of it, and what is lost of the memory's
-// speed where SMs have no tile (an exponent).
+// Costs of a k-block, with one or two k-blocks in a stage: fixed, per row of the tile, and the exponent by
+// which memory bandwidth is lost if SMs have no tile.
 struct SwapAbBlock {
   double us, row_us, unused;
 };
 constexpr SwapAbBlock kSingleBlock = {0.097, 0.0009, 0.175};
 constexpr SwapAbBlock kTwoBlocks = {0.0834, 0.0011, 0.056};
-constexpr double kTwoBlocksMemory = 1.015;  // times as long, with two of them in the lowest tile
-constexpr double kPairMemory = 1.16;        // the same, where a pair fetches the weight together
+constexpr double kTwoBlocksMemory = 1.015;  // factor of the memory time: two of them in the lowest tile
+constexpr double kPairMemory = 1.16;        // factor of the memory time: a pair shares the weight
 constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
 constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
-constexpr double kMeetRowUs = 0.016;        // of partial tiles in distributed shared memory, for each row
+constexpr double kMeetRowUs = 0.016;        // to combine partial tiles in distributed shared memory, per row
 constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
-// CTAs of a cluster share a group of SMs, and what is left over in each holds none: so much of the SMs has room for
-// clusters of four or eight. Pairs fit everywhere.
+// CTAs of a cluster share a group of SMs, and the SMs left over in a group hold no further cluster: the share
+// of the SMs that clusters of four or eight can use. Pairs fit everywhere.
 constexpr double kWideRoom = 15.0 / 16;
-// Of a sum over ranks behind a GEMM: a trip, and the bytes that are not sent while other tiles, or other rows of split
-// tiles, are computed. More, where it is part of an ordinary GEMM, or has a launch of its own. Set by hand, so that of
-// five weights and 1 to 256 rows on two GPUs the right tiles are chosen (docs/design/cost-model.md).
+// Costs of a sum over ranks after a GEMM: a trip, and the bytes that are not sent while other tiles, or other
+// rows of split tiles, are computed. Additional costs if it is part of an ordinary GEMM, or a launch of its
+// own. Set by hand, so that of five weights and 1 to 256 rows on two GPUs the right tiles are chosen
+// (docs/design/cost-model.md#sums-over-ranks-after-the-gemm).
 constexpr double kExchangeUs = 1.7;
 constexpr double kExchangeBytesPerUs = 0.36e6;
 constexpr double kLeftByRounds = 0.7, kLeftByMeetings = 0.4;
@@ -67,11 +68,11 @@ constexpr double kOwnSumUs = 0.5;
 constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 2.2;
 constexpr double kSumBytesPerUs = 3.0e6;
-// Larger sums are sooner in a launch of their own, which has more threads and does not send itself what it has: 4 MiB by
-// 1.5 us, but 3 MiB are 1.6 to 4 us later (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
+// Larger sums are faster in a launch of their own, which has more threads and reads its own contribution in place
+// (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
 constexpr double kMaxOwnSumBytes = 3.7e6;
 
-// Of the weight, which nothing holds in a cache.
+// Time to read the weight, which is in no cache.
 double memory_us(const Problem& p, double bytes_per_us) {
   return static_cast<double>(p.n) * p.k * kElementBytes / bytes_per_us;
 }
@@ -82,7 +83,7 @@ double exchange_us(const Problem& p, double left) {
 }
 
 bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
-  // Clusters of three are not all on the GPU at once, and must be where they wait for peers.
+  // Clusters of three are not all resident at once, and CTAs that wait for peers must be.
   const bool can = supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
   return can && sum_bytes(p) <= kMaxOwnSumBytes;
 }
@@ -90,10 +91,10 @@ bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
 constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPairN, Cluster::kSplit2,
                                  Cluster::kSplit3};
 
-// Of one tile, to ask what a cluster is.
+// An order of one tile, to query the properties of a cluster.
 TileOrder one_tile(Cluster cluster) { return {1, 1, 1, 0, cluster, 1}; }
 
-// Parts of K are for problems that leave SMs without a tile, and long enough to make up for the meeting.
+// Splitting K pays if SMs would have no tile, and if K is long enough to make up for combining the parts.
 bool worth_splitting(const Problem& p, const TileConfig& tile, int split) {
   const int tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, tile.block_n);
   // Groups of SMs are even, so that clusters of three leave some SMs without a CTA.
@@ -144,8 +145,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double waves = ceil_div(order.num_clusters(), slots);
   const double average = std::max(1.0, static_cast<double>(order.num_clusters()) / slots);
 
-  // A pair shares one operand. What the idle half of a pair loads is charged to the tiles there are, so a
-  // pair at a single row of tiles gains nothing.
+  // A pair shares one operand. Loads of the idle half of a pair are charged to the real tiles, so a pair gains
+  // nothing with a single row of tiles.
   const int split = order.split();
   const double useful_ctas = static_cast<double>(m_tiles) * p.world_size * n_tiles * split;
   const double ctas_per_tile = order.num_clusters() * order.cluster_size() / useful_ctas;
@@ -169,7 +170,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     return time_us + exchange_us(p, 1.0) + sum_us;
   }
 
-  // What must leave over the link, then this rank's own share of the tiles.
+  // The transfer over the link, then this rank's own share of the tiles.
   const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
   const double wire_bytes =
       static_cast<double>(p.m) * p.n * kElementBytes * (p.world_size - 1) / p.world_size;
@@ -209,7 +210,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   double weight_us = memory_us(p, kSwapAbMemoryBytesPerUs) * unused;
   if (sharers > 1) weight_us *= kPairMemory;
   if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
-  // Loads go on while a tile ends, but not for as long as three meetings take.
+  // Loads continue while a tile ends, but not for as long as combining partial tiles three times takes.
   const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
   const double math_us = rounds * (k_blocks * (block.us + block.row_us * tile.rows) + end_us);
   const double load_us = std::max(static_cast<double>(rounds) * k_blocks * l2_us, weight_us) + ends * end_us;
@@ -263,7 +264,7 @@ Choice selected(const Problem& p, int packed_choice) {
             {},
             std::max(1, fixed_cluster)};
   }
-  // What a plan made before: on the path of every launch, so nothing is scored or named.
+  // A choice that a plan has already made. This is on the path of every launch, so nothing is scored or named.
   if (fixed && fixed_cluster > 0 && fixed_group_m > 0) {
     return {fixed_config, static_cast<Cluster>(fixed_cluster), fixed_group_m, 0.0, "fixed", {}};
   }

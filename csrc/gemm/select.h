@@ -1,6 +1,5 @@
-// Chooses a tile shape and raster for a GEMM: every candidate is scored by a small, printable model of the
-// machine, no table of shapes and no tuning file. The constants were fitted to measurements
-// (docs/design/cost-model.md).
+// Selects tile shape and raster for a GEMM. A small model of the machine scores every candidate; there is no
+// table of shapes and no tuning file. The constants are fitted to measurements (docs/design/cost-model.md).
 #pragma once
 
 #include <string>
@@ -12,19 +11,19 @@
 namespace flux::gemm {
 
 struct Problem {
-  int m, n, k;            // what this rank multiplies: [m, k] x [k, n]
+  int m, n, k;            // the GEMM of this rank: [m, k] x [k, n]
   bool transpose_weight;  // weight stored as [K, N]
-  int world_size;         // 1: plain GEMM; else the rows are world_size shards and the tiles of others travel
+  int world_size;         // 1: plain GEMM; else the rows are world_size shards, and tiles of other shards travel
   int num_sms;
-  bool gathers = false;      // it is x that travels: rows of other shards arrive, results stay
-  bool all_reduced = false;  // results are summed over ranks, if the tile allows in the same launch
+  bool gathers = false;      // rows of x travel instead of tiles; results stay local
+  bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it
 };
 
 struct Choice {
   int config;  // -1: the problem and its SMs do not allow what was asked for
   Cluster cluster;
   int group_m;     // of a swap-AB tile the CTAs that share its weight
-  double time_us;  // the model's guess
+  double time_us;  // modelled
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
   int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
@@ -36,15 +35,15 @@ struct Choice {
 std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split, int sharers);
 
-// Time of a k-block of a tile, for which so many KB of operands come from the L2, in microseconds.
+// Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds.
 double k_block_us(int block_n, double kbytes);
 
-// Time the model gives one candidate, in microseconds.
+// Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);
 
-// For tests and sweeps: a choice as one integer, as the low-level ops take it. 0 for cluster or group_m
-// leaves that part to the model, -1 leaves everything. Of a swap-AB tile the split stands for the cluster, and the
-// number of CTAs that share the weight for group_m.
+// For tests and sweeps: a choice as one integer, the form in which the low-level ops take it. 0 for cluster or
+// group_m leaves that part to the model; -1 leaves everything to it. For a swap-AB tile, `cluster` is the split
+// of K, and `group_m` the number of CTAs that share the weight.
 constexpr int pack_choice(int config, int cluster, int group_m) {
   return config | cluster << 8 | group_m << 16;
 }

@@ -7,8 +7,8 @@ namespace flux::gemm_rs {
 
 namespace {
 
-// Behind the launch, which has all its SMs: it waits for what peers' copy engines bring, and these for what their
-// launches have computed. Chunks go in the order in which they are computed.
+// Enqueued after the launch. The launch waits for the peers' copies, and each copy waits for tiles of its own
+// rank's launch. Chunks are sent in the order in which they are computed.
 void send_staged(const runtime::SymmBuffer& symm, const Layout& layout, const Chunks& chunks,
                  const Transport& transport, cudaStream_t stream) {
   runtime::CopyQueue queue;

@@ -1,5 +1,5 @@
-// GEMM+ReduceScatter in one launch (FLUX, arXiv 2406.06858, section 4; the storer and the own-shard epilogue
-// are ours).
+// GEMM+ReduceScatter in one launch (FLUX, arXiv 2406.06858, section 4; the storer and the epilogue of the own
+// shard are our additions).
 #pragma once
 
 #include "gemm/gemm.h"
@@ -9,12 +9,12 @@ namespace flux::gemm_rs {
 
 // Who carries the tiles. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: storers of the launch, and the device counts the calls, so they replay in a CUDA graph. Else copy engines,
-  // and this is the number of the call on a workspace that only such calls use: which buffer they write to must
-  // be known when they are enqueued.
+  // 0: storers carry the tiles, and the device counts the epochs, so calls can be replayed in a CUDA graph.
+  // Otherwise copy engines carry them, and this is the epoch of the call on a region that only such calls use:
+  // the destination buffer must be known when a copy is enqueued.
   uint32_t copy_epoch;
-  int chunks;     // that a copy engine sends each peer
-  char* staging;  // where tiles wait for it: as large as the slots, until the stream has passed the call
+  int chunks;     // chunks that a copy engine sends to each peer
+  char* staging;  // memory in which tiles wait for the copy, as large as the slots; used until the call is complete
 };
 
 // out[m / world_size, n] = rows of this rank of the sum over ranks of x * weight^T, plus bias once.

@@ -1,9 +1,9 @@
-// Routing on the GPU: ranks tell each other what their tokens chose, and sort (token, expert) pairs by expert, a
-// counting sort that is stable in the order of steps and tokens. Each CTA takes kThreads tokens of one source, a
-// thread a token: those of this rank are first sent to all peers, those of a peer are waited for. Within a warp the
-// order is found from one word for each expert, in which each lane that chose it sets its bit; between warps and
-// CTAs from counts. So nothing depends on who comes first. One grid-wide barrier separates counting from placing;
-// one CTA more makes the tile schedule meanwhile.
+// Routing on the GPU: ranks exchange the choices of their tokens, and sort (token, expert) pairs by expert with
+// a counting sort that is stable in the order of steps and tokens. Each CTA handles kThreads tokens of one
+// source, one token a thread. Tokens of this rank are first sent to all peers; those of a peer are awaited.
+// Within a warp, the order comes from one word for each expert, in which each lane that chose it sets its bit;
+// between warps and CTAs, from counts. So no result depends on timing. One grid-wide barrier separates counting
+// from placing; one additional CTA writes the tile schedule meanwhile.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace flux::moe {
 namespace {
 
-// Of the tokens of one CTA, those that a slice of experts needs.
+// The tokens of one CTA that a slice of experts needs.
 struct Needed {
   int count;
   int end;  // one behind the last of them, counted from the source's first token
@@ -42,14 +42,14 @@ struct Params : ChoiceParams {
   }
 };
 
-// Of the tokens of a source that a slice needs: how many are in CTAs before this one, how many there are, and one
-// behind the last of them.
+// The tokens of a source that a slice needs: their number in earlier CTAs, their total, and the index after the
+// last one.
 struct Numbers {
   int before, count, end;
 };
 
-// What a CTA does for kThreads tokens of one source, each with at most kTopK choices. Nothing runs more than a few times
-// in a launch, so a loop that is unrolled without need costs more to fetch than it saves.
+// The work of a CTA for kThreads tokens of one source, each with at most kTopK choices. No instruction runs
+// more than a few times in a launch, so an unrolled loop costs more instruction fetches than it saves.
 template <int kThreads, int kTopK>
 struct Cta {
   static constexpr int kWarps = kThreads / 32;
@@ -183,8 +183,8 @@ struct Cta {
 
   // ---- placing --------------------------------------------------------------------------------------------------
 
-  // Of an expert's tokens those in CTAs begin to end - 1, and of these those before `middle`. Many are read before the
-  // first is added, as every answer of the L2 takes as long.
+  // The number of an expert's tokens in CTAs begin to end - 1, and in those before `middle`. Many counts are
+  // loaded before the first is added, to overlap the L2 latency.
   struct Counts {
     int all, before;
   };
@@ -210,7 +210,7 @@ struct Cta {
   // The row at which each expert's tokens of this CTA begin; returns how many rows there are.
   __device__ static int find_first_rows(const Params& p, const Shared& shared) {
     const int ctas = p.layout.world_size * p.chunks, cta = static_cast<int>(blockIdx.x);
-    // Where there are threads enough, two add up an expert.
+    // If there are enough threads, two threads sum an expert.
     const int parts = 2 * p.experts <= kThreads ? 2 : 1;
 #pragma unroll 1
     for (int i = threadIdx.x; i < parts * p.experts; i += kThreads) {
@@ -233,8 +233,8 @@ struct Cta {
     return num_rows;
   }
 
-  // What slices need of the tokens of this CTA's source: of its own, which leave, each slice; of a peer's, this rank's.
-  // A warp for each.
+  // Counts the tokens of this CTA's source that slices need: for own tokens, which are sent, every slice; for
+  // tokens of a peer, this rank's slice. One warp for each slice.
   __device__ static void number_needed(const Params& p, const Place& place, Numbers* numbers) {
     const Layout& layout = p.layout;
     const int slice = warp_id();
@@ -311,7 +311,7 @@ struct Cta {
       }
       store_words(p.out.positions + (begin + place.token) * layout.top_k, rows, layout.top_k);
     }
-    // What lies behind the last row.
+    // Entries after the last row.
     const int threads = layout.world_size * p.chunks * kThreads;
 #pragma unroll 1
     for (int i = num_rows + blockIdx.x * kThreads + threadIdx.x; i < p.max_rows; i += threads) {
@@ -327,11 +327,11 @@ struct Cta {
     }
   }
 
-  // By a CTA that has no tokens: offsets, counts and the tile schedule.
+  // Run by a CTA without tokens: writes offsets, counts and the tile schedule.
   __device__ static void make_schedule(const Params& p, const Shared& shared) {
     const Layout& layout = p.layout;
     const int steps = layout.world_size;
-    // Memory that the other CTAs use otherwise.
+    // Memory that the other CTAs use for other purposes.
     static_assert(Shared::kRows >= 3 && Shared::kRows >= kMaxSteps);
     auto* counts = reinterpret_cast<int32_t*>(shared.lanes);  // [step][expert]
     int32_t* rows = shared.first;
@@ -400,7 +400,7 @@ struct Cta {
     Place place;
     if (has_tokens) place = count_tokens(p, call, shared, ballots);
     cooperative_groups::this_grid().sync();
-    // Every CTA has taken what it waited for: the call is over before its result is.
+    // Every CTA has received its data, so the call can be closed before its results are complete.
     if (p.exchanges && threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
     if (!has_tokens) {
       make_schedule(p, shared);
@@ -470,7 +470,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   });
   FLUX_CHECK(kernel != std::end(kKernels), layout.top_k);
   void* arguments[] = {&params};
-  // Cooperative: the launch fails, instead of waiting for ever, if not all CTAs fit on the GPU at once.
+  // Cooperative: if not all CTAs fit on the GPU at once, the launch fails instead of hanging.
   FLUX_CUDA_CHECK(cudaLaunchCooperativeKernel(kernel->function, route_ctas(layout), threads, arguments,
                                               kernel->smem_bytes(layout.local_experts()), stream));
 }

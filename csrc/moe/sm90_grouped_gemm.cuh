@@ -3,43 +3,43 @@
 // tile.
 //
 //   loader     warp 0                 B by TMA, one thread; A too, unless its rows must be gathered
-//   scheduler  warp 1                 what comes next (job_queue.cuh)
-//   storers    warps 2 and 3          one for each math warpgroup: its slabs to the rows that there are; or
-//   gatherers  warps 2 and 3          if rows of x must be gathered: 64 rows of A each, by 16 bytes a thread
-//   math       warpgroups 1 and 2     wgmma, then the activation; where there are no storers, to memory as well
+//   scheduler  warp 1                 looks up the next tile (job_queue.cuh)
+//   storers    warps 2 and 3          one for each math warpgroup: stores its slabs to the existing rows; or
+//   gatherers  warps 2 and 3          if rows of x must be gathered: 64 rows of A each, 16 bytes a thread
+//   math       warpgroups 1 and 2     wgmma, then the activation; without storers, also the stores to memory
 //
-// Rows lets a row be anywhere:
+// A Rows policy defines where rows come from:
 //
 //   struct Params
-//   struct Call                     what a thread learns once a launch
+//   struct Call                     state that a thread reads once a launch
 //   begin(params) -> Call
 //   kInOrder                        sorted rows are those of x
 //   sources(params, call), place(params, row)
-//                                   otherwise, two matrices of rows, and what sorted row number `row` is made of: a row
-//                                   of the first one, or the complement of the number of a row of the second
-//   tile_counter(params)            where CTAs draw their next tile, zero at launch; null: by a fixed stride
+//                                   otherwise: two matrices, and the source of sorted row number `row`: a row of the
+//                                   first matrix, or the complement of the number of a row of the second
+//   tile_counter(params)            counter from which CTAs draw their next tile, zero at launch; null: fixed stride
 //   kArrive                         some rows come from peers
 //   kCombine                        results are summed and sent as soon as a chunk of columns is complete
 //
-// where kArrive
+// if kArrive
 //
-//   num_pushers(params)             CTAs that send before they compute
-//   push(params, call, memory)      all threads of such a CTA; shared memory that nobody else uses yet
-//   struct Progress                 what each thread of the scheduler remembers
+//   num_pushers(params)             number of CTAs that send before they compute
+//   push(params, call, memory)      called by all threads of such a CTA; `memory`: shared memory that is not in use yet
+//   struct Progress                 state of each thread of the scheduler
 //   admit(params, call, progress, expert, row) -> bool
-//                                   a warp: wait for all rows of an expert up to this one
+//                                   called by a warp: waits for all rows of an expert up to this one
 //
-// where kCombine
+// if kCombine
 //
 //   may_draw(params, tiles_drawn, first_chunk) -> bool
-//                                   false: this CTA leaves tiles to others and goes on to combine
-//   stored(params, chunk)           one thread: half a tile of a chunk is in memory
+//                                   false: this CTA computes no further tiles and goes on to combine
+//   stored(params, chunk)           called by one thread: half a tile of a chunk is in memory
 //   combine<Element>(params, call, num_tile_rows, memory)
-//                                   all threads, after the CTA's last tile; shared memory that nobody else uses now
+//                                   called by all threads after the CTA's last tile; `memory`: free shared memory
 //
-// and with either of them
+// if kArrive or kCombine
 //
-//   end(params, call)               one thread of each CTA, after combine, or when it has drawn all its tiles
+//   end(params, call)               called by one thread of each CTA, after combine, or after its last tile is drawn
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -74,7 +74,7 @@ struct GroupedParams {
   typename Rows::Params rows;
 };
 
-// K-blocks of a tile that are still to be loaded when the next one is asked for: about 4 us of them.
+// The next tile is requested when this many k-blocks of the current one remain to be loaded: about 4 us.
 constexpr int kAskBefore = 16;
 
 // After the stages, slabs and barriers of the house: the queue of jobs.
@@ -100,8 +100,8 @@ FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
   }
 }
 
-// A warp: kRows staged rows (gemm::stage_rows), which are those of the tile from `first_row` on, to memory, in columns
-// from `column` of the tile on; those rows and columns that there are.
+// A warp: kRows staged rows (gemm::stage_rows), which are those of the tile from `first_row` on, to memory, in
+// columns from `column` of the tile on; those rows and columns that there are.
 template <int kColumns, int kRows, class Rows>
 FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job, int tile_columns,
                                    uint32_t staged, int first_row, int column) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   const int warp = ptx::warp();
   [[maybe_unused]] const auto call = Rows::begin(params.rows);
   if constexpr (Rows::kArrive) {
-    // Memory that TMA never writes, so that no fence is needed between it and the pusher.
+    // The pusher uses memory that TMA never writes, so no fence is needed.
     uint8_t* const memory = raw_smem + (smem.slab(0, 0) - ptx::smem_addr(raw_smem));
     if (blockIdx.x < Rows::num_pushers(params.rows)) Rows::push(params.rows, call, memory);
   }
@@ -167,12 +167,12 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     smem.init(/*cluster_size=*/1, /*sharers=*/1, /*loaders=*/1 + kGatherers);
     queue.init(/*readers=*/1 + kGatherers + gemm::kNumMathWarpgroups * (kStorers + kMath));
   }
-  // Behind this, all threads have asked which call it is.
+  // After this barrier all threads have read the epoch.
   __syncthreads();
 
   const int k_blocks = (params.k + kBlockK - 1) / kBlockK;
   const int num_tile_rows = *params.num_tile_rows;
-  // Columns of the result that a tile has.
+  // Columns of the result in a tile.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
   if (warp < 4) {
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
             ptx::mbarrier_arrive_expect_tx(full, Rows::kInOrder ? Shared::kABytes + kBBytes : kBBytes);
             if constexpr (Rows::kInOrder) {
-              // Rows after the expert's last one are loaded too, and dropped in the end.
+              // Rows after the expert's last one are loaded too, and dropped at the end.
               ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, job.first_row);
             }
             ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.weight_row);
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if (index < num_tiles) job = look_up(params, num_tile_rows, tile_columns, index);
         jobs.wait_for_room(queue);
         if constexpr (!Rows::kInOrder) {
-          // Nothing is loaded from the place of a row that there is not.
+          // No row is loaded from the location of a row that does not exist.
           const int last_row = job.first_row + job.num_rows - 1;
 #pragma unroll
           for (int row = 0; row < kBlockM; row += 32) {
@@ -245,9 +245,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if (lane == 0) Rows::end(params.rows, call);  // while the last tiles are computed
       }
     } else if constexpr (!Rows::kInOrder) {
-      // Eight threads for the 128 bytes of a row and a k-block; four rows at a time. Rows that there are not stay what
-      // they were, and what is computed from them is dropped: to load the last one again in their place, one line many
-      // times over, is slow (docs/design/moe.md).
+      // Eight threads load the 128 bytes of a row in a k-block; a warp loads four rows at a time. Rows that do
+      // not exist keep their old content, and their results are dropped. Loading the last row again instead is
+      // slow, because many copies of one line follow each other (docs/design/moe.md#the-grouped-gemm).
       constexpr int kEach = kBlockM / 2 / 4;
       const int piece = ptx::lane() % 8, row_in_four = ptx::lane() / 8;
       const int first_row = (warp - 2) * (kBlockM / 2) + row_in_four;
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
           const uint32_t a = smem.a(ring.index) + first_row * 128;
 #pragma unroll
           for (int i = 0; i < kEach; ++i) {
-            // The number of the row within eight says how it is swizzled.
+            // The index of the row within eight determines its swizzle.
             const uint32_t dst = a + i * 512 + (piece ^ (i % 2 * 4 + row_in_four)) * 16;
             if (first_row + i * 4 < job.num_rows) ptx::copy_async_16(dst, rows[i] + offset, valid);
           }
@@ -319,14 +319,15 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       int held = -1;  // the stage whose wgmmas may still be running
 #pragma unroll 1
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-        // While the next k-block is on its way, the stage of the last one shall be loaded again.
+        // If the next k-block has not arrived, release the stage of the last one, so that it can be loaded again.
         if (held >= 0 && !ptx::mbarrier_test(smem.full(ring.index), ring.phase)) {
           cute::warpgroup_wait<0>();
           if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
           held = -1;
         }
-        // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them: wgmma
-        // needs no fence here. One for the async proxy would wait for the wgmmas that still run: 411 TFLOP/s, not 650.
+        // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them, so
+        // wgmma needs no fence here. A fence for the async proxy would wait for the running wgmmas
+        // (docs/design/moe.md#the-grouped-gemm).
         ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
         const uint64_t a = gemm::make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
         const uint64_t b = gemm::make_descriptor(smem.b(ring.index), 0, 1024);
@@ -336,7 +337,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
           Mma::step(a + k * (32 >> 4), b + k * (32 >> 4), d, kb > 0 || k > 0);
         }
         cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
+        cute::warpgroup_wait<1>();  // all k-blocks except this one are done: the previous stage is free
         if (held >= 0 && ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
         held = ring.index;
       }
@@ -368,7 +369,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if constexpr (Rows::kInOrder) {
           ptx::mbarrier_arrive(smem.slab_full(warpgroup, slabs.index));
         } else {
-          // A warp's 16 rows of a slab are its own. That all lanes have read the slab before is known here too.
+          // Each warp owns 16 rows of a slab. All lanes have also read the previous slab at this point.
           static_assert(kTile.slabs > 1);
           __syncwarp();
           const int row = warp % 4 * 16;
@@ -381,7 +382,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   }
   if constexpr (Rows::kCombine) {
     __syncthreads();
-    // All warps do the same from here on: registers are dealt out evenly again.
+    // All warps do the same work from here on, so registers are redistributed evenly.
     if (warp < 4) {
       ptx::setmaxnreg_inc<kGroupedLaunchRegisters>();
     } else {

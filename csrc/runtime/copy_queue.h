@@ -1,5 +1,5 @@
-// Copies between GPUs by their copy engines, which take no SM, and the words that tell kernels of them and wait
-// for kernels.
+// Copies between GPUs by copy engines, which need no SM, and the words by which kernels and copies wait for
+// each other.
 #pragma once
 
 #include <cuda.h>
@@ -13,25 +13,25 @@ namespace flux::runtime {
 // A stream of copies of the current device, held for this thread while the object lives. What is enqueued here
 // runs in order.
 //
-// One stream, one peer after the other: with all ranks sending to all peers at once, on a stream for each peer,
-// copies of 32 MB came to 223 GB/s a GPU, in this order to 354, and 338 beside a GEMM (4 GPUs behind a switch).
+// One stream, one peer after the other. If all ranks send to all peers at once, on a stream for each peer,
+// copies have less bandwidth (docs/design/gemm-rs.md#copy-engines).
 class CopyQueue {
  public:
   CopyQueue();
 
-  // What follows here waits for what is on `stream` now.
+  // Later work of this queue waits for the work that is on `stream` now.
   void follow(cudaStream_t stream);
   void copy(void* dst, const void* src, int64_t bytes);
-  // After all copies before it are visible, to this GPU and to others.
+  // Writes the word after all earlier copies are visible, to this GPU and to others.
   void write(uint32_t* address, uint32_t value);
-  // The same, but what follows here does not wait for it.
+  // The same, but later work of this queue does not wait for it.
   void announce(uint32_t* address, uint32_t value);
-  // Until the word has come to `value`, which a kernel brings about.
+  // Waits until a kernel has raised the word to `value`.
   void wait(const uint32_t* address, uint32_t value);
-  // What follows on `stream` waits for what is here now.
+  // Later work on `stream` waits for the work that is in this queue now.
   void join(cudaStream_t stream);
-  // The last thing to call, unless it is join: words are written and waited for by one call to the driver for all
-  // that follow each other, since each costs the host some microseconds.
+  // Must be the last call, unless that is join. Consecutive writes and waits of words are batched into one
+  // driver call, because each driver call costs the host some microseconds.
   void submit();
 
  private:

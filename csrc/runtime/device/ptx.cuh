@@ -15,8 +15,9 @@ __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
 
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x & 31; }
 
-// For all lanes of a warp: true in one of them, not always the first. Behind a comparison of lanes the compiler does
-// not know that there is only one thread, and makes a loop over threads of every TMA instruction, at 80 cycles each.
+// Called by all lanes of a warp: true in one of them, not always the first. After a comparison of lanes
+// instead, the compiler does not know that only one thread is left, and emits a loop over threads for every TMA
+// instruction, which takes 80 cycles.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -26,7 +27,7 @@ __device__ __forceinline__ bool elect_one() {
       : "=r"(elected));
   return elected != 0;
 }
-// Of the CTA; the compiler knows that all threads of a warp have the same.
+// Index of the warp in the CTA, in a form that the compiler knows to be uniform in a warp.
 __device__ __forceinline__ int warp() {
   return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
 }
@@ -64,12 +65,12 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// As one of those threads, without waiting for the others.
+// bar.arrive: counts as one of those threads, without waiting for the others.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Of all of them; true in all threads if `condition` holds in all of them.
+// bar.red.and: true in every participating thread iff `condition` holds in all of them.
 __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool condition) {
   uint32_t all;
   asm volatile(
@@ -83,7 +84,8 @@ __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool cond
   return all != 0;
 }
 
-// Orders no memory, which would wait for all that is under way. Behind fence_mbarrier_init, enough for barriers.
+// Does not order memory, which would wait for everything in flight. After fence_mbarrier_init, sufficient for
+// barriers.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -133,7 +135,7 @@ __device__ __forceinline__ void store_async_cluster(uint32_t address, uint32_t v
       : "memory");
 }
 
-// Whether the phase is over, for all lanes of a warp alike.
+// Whether the phase is complete; the same answer in all lanes of a warp.
 __device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t phase) {
   uint32_t done;
   asm volatile(
@@ -189,8 +191,8 @@ __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t sr
                : "memory");
 }
 
-// 16 bytes to shared memory, as this thread's; zeros if not `valid`. Part of the group that the thread commits next, and
-// of what the next mbarrier_arrive_after_copies waits for.
+// 16 bytes to shared memory, as this thread's; zeros if not `valid`. Part of the group that the thread commits
+// next, and of what the next mbarrier_arrive_after_copies waits for.
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
@@ -202,7 +204,7 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t bar) {
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but this thread's newest kPending groups have landed, for this thread to read.
+// Waits until all but this thread's newest kPending groups have landed and are visible to this thread.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -272,7 +274,8 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
   return value;
 }
 
-// 16 bytes that ranks exchange without a signal: neither may linger in a cache. Each 32-bit word is whole.
+// 16-byte load and store for vectors that ranks exchange without a signal. Neither may stay in a cache. Each
+// 32-bit word is atomic.
 __device__ __forceinline__ void store_relaxed_sys(void* address, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
@@ -289,7 +292,7 @@ __device__ __forceinline__ uint4 load_relaxed_sys(const void* address) {
 
 // --- programmatic dependent launch ---
 
-// Until all that the stream's earlier kernels wrote is visible. Returns at once in an ordinary launch.
+// Waits until all writes of the stream's earlier kernels are visible. Returns immediately in an ordinary launch.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
