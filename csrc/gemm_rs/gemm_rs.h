@@ -14,7 +14,7 @@ struct Transport {
   // the destination buffer must be known when a copy is enqueued.
   uint32_t copy_epoch;
   int chunks;     // chunks that a copy engine sends to each peer
-  char* staging;  // memory in which tiles wait for the copy, as large as the slots; used until the call is complete
+  char* staging;  // tiles wait here for the copy; as large as the slots, used until the call is complete
 };
 
 // out[m / world_size, n] = rows of this rank of the sum over ranks of x * weight^T, plus bias once.
