@@ -58,16 +58,16 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "FLUX_FUSED",
         "auto",
-        "off: all collectives run unfused through torch, to find out whether a problem is flux's. Read when a "
-        "group is first used.",
+        "off: all collectives run unfused through torch, to find out whether a problem is flux's. Read when "
+        "a group is first used.",
         "run",
         _one_of("auto", "off"),
     ),
     Variable(
         "FLUX_DEBUG",
         "off",
-        "compare: ranks compare the arguments of every call, and the contents of tensors that must be equal on "
-        "all ranks; slow. Read when a group is first used; one rank's setting applies to all.",
+        "compare: ranks compare the arguments of every call, and the contents of tensors that must be equal "
+        "on all ranks; slow. Read when a group is first used; one rank's setting applies to all.",
         "run",
         _one_of("off", "compare"),
     ),
@@ -103,7 +103,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "FLUX_CUDA",
         "auto",
-        "Build CUDA kernels: auto (if nvcc is found, and a GPU is visible or FLUX_CUDA_ARCHS is set), on, off.",
+        "Build CUDA kernels: auto (if nvcc is found, and a GPU is visible or FLUX_CUDA_ARCHS is set), on (or "
+        "fail), off.",
         "build",
         _one_of("auto", "on", "off"),
     ),
