@@ -22,7 +22,7 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults sanitize vllm bench build kernels lint format clean distclean
+.PHONY: help test soak faults sanitize vllm bench build kernels docs lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
+	@echo "make docs       build the documentation site in build/docs/html; a broken link is an error"
 	@echo "make lint       ruff, mypy, clang-format        make format    rewrite to that format"
 	@echo "make clean      remove what was built           make distclean    and .venv, $(VLLM_VENV)"
 
@@ -93,6 +94,11 @@ kernels: $(STAMP)
 	  $(PY) setup.py --quiet build_ext --build-lib $(KERNELS)/lib >$(KERNELS)/build.log 2>&1 \
 	  || { cat $(KERNELS)/build.log; exit 1; }
 	$(PY) tests/sass/check_sass.py $(KERNELS)/lib/flux/_C.so --log $(KERNELS)/build.log
+
+# -E: pages show docstrings and files of the repository, whose changes Sphinx does not look for.
+docs: build
+	$(PY) -m sphinx -E -W --keep-going --quiet docs build/docs/html $(ARGS)
+	@echo "build/docs/html/index.html"
 
 lint: $(STAMP)
 	@failed=; \

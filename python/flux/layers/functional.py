@@ -61,6 +61,14 @@ def column_linear(
         ValueError: there is no weight, `biases` has another length than `weights`, or shapes, dtypes or
             devices do not fit. Both are raised before anything is exchanged.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
+
+    Example::
+
+        from flux.layers import column_linear
+
+        x, gate, up = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32, 64)
+        a, b = column_linear(x, [gate, up])
+        assert a.shape == b.shape == (8 * p, 32)
     """
     op = "column_linear"
     _arguments.tensor(op, "x", x)
@@ -105,6 +113,14 @@ def row_linear(
         TypeError: an argument is of another type.
         ValueError: shapes, dtypes or devices do not fit. Both are raised before anything is exchanged.
         CommTimeoutError, RuntimeError: as flux.gemm_rs.
+
+    Example::
+
+        from flux.layers import row_linear
+
+        x, weight = torch.randn(8 * p, 16, requires_grad=True), torch.randn(64, 16)
+        assert row_linear(x, weight).shape == (8, 64)
+        row_linear(x, weight, sequence_parallel=False).sum().backward()  # [M, N] on all ranks
     """
     op = "row_linear"
     _arguments.tensor(op, "x", x)

@@ -101,6 +101,7 @@ def ag_gemm(
         bias: [N/p], dtype and device of x. For a list of weights: a list with one entry, which may be None,
             for each.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        transpose_weight: weight is [K, N/p].
         return_gathered: also return the gathered x, without another communication.
         out: contiguous [M, ..., N/p] to write to; for a list of weights a list of those.
 
@@ -115,6 +116,12 @@ def ag_gemm(
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+
+    Example::
+
+        x, gate, up = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32, 64)
+        hidden, gathered = flux.ag_gemm(x, [gate, up], return_gathered=True)
+        assert [h.shape for h in hidden] == [(8 * p, 32)] * 2  # [M, N/p] for each weight
     """
     many = isinstance(weight, (list, tuple))
     count = len(weight) if many else None
