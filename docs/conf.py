@@ -58,7 +58,7 @@ napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 add_module_names = True
 default_role = "code"
-smartquotes = False  # shapes such as [M, ..., N] stay as they are typed
+smartquotes_action = "D"  # dashes only: shapes such as [M, ..., N] stay as they are typed
 
 html_theme = "furo"
 html_static_path = ["_static"]

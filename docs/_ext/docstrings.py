@@ -11,6 +11,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
@@ -91,6 +92,11 @@ def rewrite(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
         lines[:] = [_NAME.sub(_link, line) for line in lines]
 
 
+def signature(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, str] | None:
+    """None for what flux makes and users only read: its attributes say the same."""
+    return ("", "") if name in ("flux.Plan", "flux.moe.Routing") else None
+
+
 def order(app: Sphinx, domain: str, kind: str, content: addnodes.desc_content) -> None:
     """Puts the type of a result behind its description, and leaves out the one that says nothing."""
     for fields in content.findall(nodes.field_list):
@@ -138,9 +144,13 @@ def one_signature(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     # Before napoleon, which comes at the default priority.
     app.connect("autodoc-process-docstring", rewrite, priority=400)
+    app.connect("autodoc-process-signature", signature)
     # After autodoc, which adds types.
     app.connect("object-description-transform", order, priority=900)
     app.connect("builder-inited", find_names)
     app.connect("builder-inited", one_signature)
     app.add_transform(NameLinks)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     return {"parallel_read_safe": True, "parallel_write_safe": True}
