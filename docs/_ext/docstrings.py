@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
-from functools import cache
 from typing import Any
 
 from docutils import nodes
+from names import public
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
-from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
 
-MODULES = (
-    "flux",
-    "flux.layers",
-    "flux.moe",
-    "flux.moe.reference",
-    "flux.testing",
-    "flux.integrations.async_tp",
-    "flux.integrations.dtensor",
-    "flux.integrations.megatron",
-    "flux.integrations.transformers",
-    "flux.integrations.vllm",
-)
 _SEVERAL_ERRORS = re.compile(r"^( +)(\w+(?:, \w+)+): (.*)$")
 _NAME = re.compile(r"(?<![\w./`\"])(flux(?:\.\w+)+)(\(\w*\))?")
 
 
-@cache
-def public_names() -> frozenset[str]:
-    """Full names of all functions and classes that the reference describes."""
-    found = set()
-    for module in map(importlib.import_module, MODULES):
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value) or inspect.isroutine(value):
-                found.add(f"{module.__name__}.{name}")
-    return frozenset(found)
-
-
 def _link(match: re.Match[str]) -> str:
     name = match.group(1)
-    return f":py:obj:`{match.group()} <{name}>`" if name in public_names() else match.group()
+    return f":py:obj:`{match.group()} <{name}>`" if name in public() else match.group()
 
 
 def _errors(lines: list[str]) -> list[str]:
@@ -105,7 +78,7 @@ def order(app: Sphinx, domain: str, kind: str, content: addnodes.desc_content) -
         if returns is None or kind_of_result is None:
             continue
         fields.remove(kind_of_result)
-        if kind_of_result[1].astext() not in ("Any", "typing.Any"):
+        if kind_of_result[1].astext() not in ("Any", "typing.Any", "~typing.Any"):
             fields.insert(fields.index(returns) + 1, kind_of_result)
 
 
@@ -118,19 +91,13 @@ class NameLinks(SphinxTransform):
         for node in list(self.document.findall(nodes.literal)):
             name = node.astext().removesuffix("()")
             linked = isinstance(node.parent, (nodes.reference, addnodes.pending_xref))
-            if linked or name not in public_names():
+            if linked or name not in public():
                 continue
             reference = addnodes.pending_xref(
                 "", refdomain="py", reftype="obj", reftarget=name, refdoc=self.env.docname, refexplicit=True
             )
             node.replace_self(reference)
             reference += node
-
-
-def find_names(app: Sphinx) -> None:
-    """Imports what is described; frameworks that are not installed are stood in for, as autodoc does it."""
-    with mock(app.config.autodoc_mock_imports):
-        public_names()
 
 
 def one_signature(app: Sphinx) -> None:
@@ -147,7 +114,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-signature", signature)
     # After autodoc, which adds types.
     app.connect("object-description-transform", order, priority=900)
-    app.connect("builder-inited", find_names)
     app.connect("builder-inited", one_signature)
     app.add_transform(NameLinks)
     for field in PyObject.doc_field_types:

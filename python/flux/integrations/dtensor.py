@@ -225,7 +225,7 @@ class FluxRowwiseParallel(RowwiseParallel):
 
         mesh = init_device_mesh("cpu", (p,))
         layer = parallelize_module(nn.Linear(16 * p, 64), mesh, FluxRowwiseParallel(output_layouts=Shard(0)))
-        assert layer(torch.randn(8 * p, 16)).to_local().shape == (8, 64)
+        assert layer(torch.randn(8 * p, 16)).shape == (8, 64)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
