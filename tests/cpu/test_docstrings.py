@@ -39,18 +39,24 @@ NO_ERRORS = {
     "flux.testing.SpawnError",
 }
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$\n((?:^(?: .*)?$\n?)+)", re.MULTILINE)
-_ENTRY = re.compile(r"^    (\w+(?:, \w+)*): ", re.MULTILINE)
+_ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*\n(?:^     .*\n)*)", re.MULTILINE)
 
 
 def sections(node: Definition) -> dict[str, str]:
     return dict(_SECTION.findall(ast.get_docstring(node) or ""))
 
 
-def documented(node: Definition) -> set[str]:
-    """Arguments, or attributes, that a docstring describes."""
+def documented(node: Definition) -> dict[str, str]:
+    """Arguments, or attributes, that a docstring describes, and what it says of them."""
     found = sections(node)
-    entries = _ENTRY.findall(found.get("Args", "") + "\n" + found.get("Attributes", ""))
-    return {name for entry in entries for name in entry.split(", ")}
+    entries = _ENTRY.findall(found.get("Args", "") + "\n" + found.get("Attributes", "") + "\n")
+    return {name: text for names, text in entries for name in names.split(", ")}
+
+
+def tensors(node: ast.FunctionDef) -> set[str]:
+    """Arguments of a function that are tensors, or sequences of them."""
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return {a.arg for a in named if a.annotation and "Tensor" in ast.unparse(a.annotation)}
 
 
 def arguments(node: Definition, module: ast.Module) -> set[str]:
@@ -79,9 +85,16 @@ def lacks(name: str, node: Definition, module: ast.Module) -> list[str]:
     # Those of another library's class are documented there.
     if not re.search(r"^Arguments\b[^.]* are those\s+of ", text, re.MULTILINE):
         taken, described = arguments(node, module), documented(node)
-        missing += sorted(taken - described)
+        missing += sorted(taken - described.keys())
         if isinstance(node, ast.FunctionDef):
-            missing += [f"no argument {other}" for other in sorted(described - taken)]
+            missing += [f"no argument {other}" for other in sorted(described.keys() - taken)]
+            missing += [
+                f"shape of {name}"
+                for name in sorted(tensors(node) & described.keys())
+                if "[" not in described[name] and "shape" not in described[name]
+            ]
+            if tensors(node) and not re.search(r"dtype|float", "".join(described.values())):
+                missing.append("dtype")
     if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or ast.Constant(None)) != "None":
         missing += [] if "Returns" in found else ["Returns"]
     if ("Raises" in found) == (name in NO_ERRORS):
@@ -130,6 +143,7 @@ def f(x: int) -> int:
         ("(x: int)", "(x: int, *, z: int)", ["z"]),
         ("Returns:", "Gives:", ["Returns"]),
         ("Raises:", "Errors:", ["Raises"]),
+        ("(x: int)", "(x: torch.Tensor)", ["shape of x", "dtype"]),
     ],
 )
 def test_incomplete_docstrings_are_found(old: str, new: str, expected: list[str]) -> None:

@@ -44,7 +44,8 @@ def column_linear(
 
     Args:
         x: [M/p, ..., K] with `sequence_parallel`, the rank's rows; else [M, ..., K], the same on all ranks.
-        weights: of [N/p, K] each; for all of them x is gathered once.
+            bfloat16, float16, float32 or float64.
+        weights: of [N/p, K] each, dtype and device of x; for all of them x is gathered once.
         biases: None, or one for each weight, which may be None: [N/p].
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
@@ -100,8 +101,8 @@ def row_linear(
     """Sum over ranks of x · weightᵀ, plus bias once; each rank has K/p columns of x and weight. A collective.
 
     Args:
-        x: [M, ..., K/p]
-        weight: [N, K/p]
+        x: [M, ..., K/p], bfloat16, float16, float32 or float64.
+        weight: [N, K/p], dtype and device of x.
         bias: [N], the same on all ranks; so is its gradient.
         group, gradient_accumulation_fusion: as in column_linear.
         sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
