@@ -37,14 +37,11 @@ extensions = [
 ]
 root_doc = "index"
 nitpicky = True
-# What a page links to instead of a page of the site: a file of the repository.
 exclude_patterns = ["_ext/**"]
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
-# Words that look like code of no language, such as the output of a program.
+# Blocks without a language are commands and the output of programs.
 highlight_language = "text"
-suppress_warnings = ["misc.highlighting_failure"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

@@ -66,7 +66,7 @@ def rewrite(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
 
 
 def signature(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, str] | None:
-    """None for what flux makes and users only read: its attributes say the same."""
+    """No arguments for what flux makes and users only read: its attributes say the same."""
     return ("", "") if name in ("flux.Plan", "flux.moe.Routing") else None
 
 
