@@ -22,7 +22,7 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults sanitize vllm bench build kernels docs lint format clean distclean
+.PHONY: help test soak faults sanitize vllm bench results build kernels wheel try-wheel docs lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,8 +32,11 @@ help:
 	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
+	@echo "make results    write docs/results.md and README's table from benchmarks/results   (ARGS=--check)"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
+	@echo "make wheel      wheels and the sdist in dist/: with kernels if FLUX_CUDA is not off; needs nvcc, no GPU"
+	@echo "make try-wheel  install the wheel into a fresh environment elsewhere, and run tests there"
 	@echo "make docs       build the documentation site in build/docs/html; a broken link is an error"
 	@echo "make lint       ruff, mypy, clang-format        make format    rewrite to that format"
 	@echo "make clean      remove what was built           make distclean    and .venv, $(VLLM_VENV)"
@@ -86,6 +89,9 @@ vllm: $(VLLM_STAMP)
 bench: build
 	$(PY) -m flux bench $(ARGS)
 
+results: build
+	$(PY) benchmarks/make_results.py $(ARGS)
+
 # The objects are deleted so that the log of ptxas is complete; ccache makes that cheap and replays the log.
 kernels: $(STAMP)
 	@mkdir -p $(KERNELS)
@@ -94,6 +100,13 @@ kernels: $(STAMP)
 	  $(PY) setup.py --quiet build_ext --build-lib $(KERNELS)/lib >$(KERNELS)/build.log 2>&1 \
 	  || { cat $(KERNELS)/build.log; exit 1; }
 	$(PY) tests/sass/check_sass.py $(KERNELS)/lib/flux/_C.so --log $(KERNELS)/build.log
+
+# PYTHONS="python3.12 python3.13" builds for those, too.
+wheel: $(STAMP)
+	$(PY) tools/make_wheel.py --python $(abspath $(PY)) $(PYTHONS)
+
+try-wheel:
+	$(PYTHON) tools/try_wheel.py
 
 # -E: pages show docstrings and files of the repository, whose changes Sphinx does not look for.
 docs: build

@@ -6,6 +6,8 @@ Environment variables (all optional):
   FLUX_CUDA_ARCHS   architectures to compile kernels for; Hopper's is 90a.
   FLUX_CUTLASS_DIR  CUTLASS 4 source tree; default: the one of the nvidia-cutlass package.
   FLUX_TORCH_DIR    folder of the installed torch package; default: found, not imported.
+  FLUX_KERNELS      a _C.so to pack instead of compiling one: wheels for several Pythons share it.
+  FLUX_LOCAL_VERSION  added to the version, such as cpu for 0.2.0+cpu.
   FLUX_BUILD_DIR    where CMake works; default: build/ in the source tree, so that rebuilds are incremental.
   MAX_JOBS          compile jobs at a time; default: one a core.
   CMAKE_ARGS        further options for CMake, such as -DFLUX_SANITIZE=ON.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -54,6 +57,15 @@ def find_nvcc() -> str | None:
     return next((str(path) for path in candidates if path.exists()), None)
 
 
+def cuda_version(nvcc: str) -> str:
+    """Such as 13.0."""
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", told)
+    if found is None:
+        raise SystemExit(f"flux: `{nvcc} --version` names no release: {told}")
+    return found[1]
+
+
 def gpu_visible() -> bool:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
@@ -90,6 +102,10 @@ def why_no_kernels() -> str:
     choice = os.environ.get("FLUX_CUDA", "auto").lower()
     if choice not in ("auto", "on", "off"):
         raise SystemExit(f"flux: FLUX_CUDA={choice!r}; expected auto, on or off")
+    if os.environ.get("FLUX_KERNELS"):
+        if choice == "off":
+            raise SystemExit("flux: FLUX_CUDA=off and FLUX_KERNELS contradict each other")
+        return ""
     if choice == "off":
         return "flux was built with FLUX_CUDA=off"
     if find_nvcc() is None:
@@ -126,7 +142,9 @@ class CMakeBuild(build_ext):
         import pybind11
 
         cmake = find_tool("cmake")
-        flavour = "cpu" if note else "cuda"
+        packed = None if note else os.environ.get("FLUX_KERNELS")
+        compiles = not note and not packed
+        flavour = "cuda" if compiles else "cpu"
         default = ROOT / "build" / f"{sys.implementation.cache_tag}-{flavour}"
         work = Path(os.environ.get("FLUX_BUILD_DIR") or default)
         configure = {
@@ -136,9 +154,10 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "FLUX_VERSION": self.distribution.get_version(),
             "FLUX_BUILD_NOTE": note,
-            "FLUX_CUDA": "OFF" if note else "ON",
+            "FLUX_CUDA": "ON" if compiles else "OFF",
+            "FLUX_CUDA_VERSION": "" if note else cuda_version(find_nvcc() or "nvcc"),
         }
-        if not note:
+        if compiles:
             configure |= {
                 "CMAKE_CUDA_COMPILER": find_nvcc() or "",
                 "FLUX_CUDA_ARCHS": os.environ.get("FLUX_CUDA_ARCHS") or "90a",
@@ -157,7 +176,8 @@ class CMakeBuild(build_ext):
                     f"flux: the native build failed; the messages above say why. Command: {' '.join(command)}"
                 )
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        return [work / f"_core{suffix}"] + ([] if note else [work / KERNELS])
+        kernels = Path(packed) if packed else work / KERNELS
+        return [work / f"_core{suffix}"] + ([] if note else [kernels])
 
     def get_outputs(self) -> list[str]:
         outputs = super().get_outputs()
@@ -175,7 +195,9 @@ class FreshBuildPy(build_py):
 
 
 # Naming the module makes the wheel a platform wheel; CMake knows its sources.
+local_version = os.environ.get("FLUX_LOCAL_VERSION")
 setup(
+    options={"egg_info": {"tag_build": f"+{local_version}"}} if local_version else {},
     ext_modules=[Extension("flux._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuildPy},
 )

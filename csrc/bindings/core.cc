@@ -25,7 +25,6 @@
 #include "gemm_rs/plan.h"
 #include "runtime/host_atomics.h"
 #include "runtime/symm_buffer.h"
-#include "runtime/turn.h"
 
 namespace py = pybind11;
 
@@ -291,83 +290,6 @@ void bind_atomics(py::module_& m) {
         "out. `addr` is trusted.");
 }
 
-// Threads' turns on a group, and whether one of their calls was broken off after it had told peers of itself. In
-// C++, because here no exception can come between the end of a call and the note that it has ended.
-class CallTurn {
- public:
-  explicit CallTurn(py::object refusals) : refusals_(std::move(refusals)) {}
-
-  // The arguments are fn and what it takes.
-  py::object call(PyObject* const* args, Py_ssize_t count) {
-    if (!turn_.try_acquire()) {
-      py::gil_scoped_release release;
-      turn_.acquire([] {
-        py::gil_scoped_acquire acquire;
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      });
-    }
-    const bool outermost = turn_.depth() == 1;
-    if (outermost) open_ = false;
-    try {
-      PyObject* const result = PyObject_Vectorcall(args[0], args + 1, count - 1, nullptr);
-      if (result == nullptr) throw py::error_already_set();
-      if (outermost) open_ = false;
-      turn_.release();
-      return py::reinterpret_steal<py::object>(result);
-    } catch (py::error_already_set& error) {
-      if (outermost && open_ && !error.matches(refusals_))
-        broken_by_ = error.type().attr("__name__").cast<std::string>();
-      if (outermost) open_ = false;
-      turn_.release();
-      throw;
-    }
-  }
-
-  void open() { open_ = true; }
-  const std::optional<std::string>& broken_by() const { return broken_by_; }
-  void forget() { broken_by_.reset(); }
-
- private:
-  runtime::Turn turn_;
-  py::object refusals_;
-  bool open_ = false;  // peers have heard of the call that is being made
-  std::optional<std::string> broken_by_;
-};
-
-// pybind11's own way to call takes several times as long, and every operator comes by here.
-PyObject* call_in_turn(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (count == 0) {
-    PyErr_SetString(PyExc_TypeError, "call: expected a function, and its arguments");
-    return nullptr;
-  }
-  try {
-    return py::handle(self).cast<CallTurn&>().call(args, count).release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-void bind_turn(py::module_& m) {
-  py::class_<CallTurn> type(m, "CallTurn",
-                            "The calls of a process on one group: one after the other, in order of arrival.");
-  type.def(py::init<py::object>(), py::arg("refusals"),
-           "refusals: types of exceptions that all ranks raise together, which break nothing off.")
-      .def("open", &CallTurn::open,
-           "From here to its end, an exception breaks the call off: peers have heard of it.")
-      .def_property_readonly("broken_by", &CallTurn::broken_by,
-                             "Name of the exception that broke a call off, or None.")
-      .def("forget", &CallTurn::forget, "Forgets what broke a call off.");
-  static PyMethodDef call = {
-      "call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_in_turn)), METH_FASTCALL,
-      "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. A call may be made of "
-      "others."};
-  type.attr("call") = py::reinterpret_steal<py::object>(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &call));
-}
-
 void bind_workspace(py::module_& m) {
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
@@ -503,6 +425,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Plans, tile orders and shared-memory atomics of flux: no torch, no CUDA.";
   m.attr("VERSION") = FLUX_VERSION;
   m.attr("WHY_NO_KERNELS") = FLUX_BUILD_NOTE;
+  m.attr("CUDA_VERSION") = FLUX_CUDA_VERSION;
   bind_atomics(m);
   bind_turn(m);
   bind_workspace(m);

@@ -38,7 +38,7 @@ else:
         return sorted({*globals(), "layers"})
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CommTimeoutError",

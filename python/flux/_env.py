@@ -108,6 +108,8 @@ VARIABLES: tuple[Variable, ...] = (
         "FLUX_CUTLASS_DIR", "", "CUTLASS source tree instead of the nvidia-cutlass package.", "build", str
     ),
     Variable("FLUX_TORCH_DIR", "", "Torch package whose headers to build against.", "build", str),
+    Variable("FLUX_KERNELS", "", "A _C.so to pack instead of compiling one.", "build", str),
+    Variable("FLUX_LOCAL_VERSION", "", "Added to the version of the package, such as cpu.", "build", str),
     Variable("FLUX_BUILD_DIR", "", "Where object files go, to keep them between builds.", "build", str),
 )
 

@@ -76,13 +76,13 @@ def test_cpu_only_wheel(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
-    (wheel,) = tmp_path.glob("flux-*.whl")
+    (wheel,) = tmp_path.glob("flux_kernels-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "unpacked")
     package = tmp_path / "unpacked" / "flux"
     assert not (package / "_C.so").exists()
     assert (package / "bench" / "suites" / "default.toml").exists()
-    assert any((tmp_path / "unpacked").glob("flux-*.dist-info/**/LICENSE"))
+    assert any((tmp_path / "unpacked").glob("flux_kernels-*.dist-info/**/LICENSE"))
 
     # In a process of its own: pybind11 registers the types of one _core in a process.
     show = "import _core; print(_core.VERSION, _core.WHY_NO_KERNELS)"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flux.comm import shm
+from flux.errors import CommTimeoutError
 from flux.testing import spawn
 
 NBYTES = 3 * mmap.PAGESIZE
@@ -137,7 +138,6 @@ BAD_SEGMENTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: os.truncate(path, NBYTES - 1), f"bytes: expected {NBYTES}, got {NBYTES - 1}"),
     (lambda path: os.truncate(path, NBYTES + 1), f"bytes: expected {NBYTES}, got {NBYTES + 1}"),
     (lambda path: os.truncate(path, 0), f"bytes: expected {NBYTES}, got 0"),
-    (lambda path: path.unlink(), "No such file or directory"),
     (symlinked, "symbolic link"),
     (as_folder, "Is a directory"),
     (as_pipe, "type: expected regular file, got file of type p"),
@@ -158,6 +158,24 @@ def test_what_is_no_private_segment_is_refused(
     assert expected in message and "\n" not in message
     assert meeting.facts[1]["error"] in message, "the other ranks are told"
     assert held(folder) == before, "although the exception lives"
+
+
+def test_a_peer_that_has_given_up_meanwhile_did_not_come(folder: Path) -> None:
+    """Its segment is gone, as this rank was stopped for longer than peers wait: ranks no longer agree."""
+    meeting = good_peer()
+    with pytest.raises(CommTimeoutError) as caught:
+        meet(meeting)
+    assert (caught.value.op, caught.value.rank, caught.value.peer) == ("gemm_rs", 0, 1)
+    assert "removed its segment before rank 0 had opened it" in str(caught.value)
+    assert meeting.facts[1]["gone"] == 1, "those who are still there are told"
+
+
+def test_all_ranks_fail_alike_where_one_finds_a_segment_gone(folder: Path) -> None:
+    make_segment(folder)
+    meeting = WithPeer({"name": PEER, "error": "", "full": False}, {"error": "", "gone": 0})
+    with pytest.raises(CommTimeoutError) as caught:
+        meet(meeting)
+    assert caught.value.peer == 0
 
 
 def test_a_segment_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

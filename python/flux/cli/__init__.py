@@ -17,7 +17,6 @@ app = typer.Typer(
     cls=Commands,
     name="flux",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("bench")(bench.command)

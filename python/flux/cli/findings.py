@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import flux
+import flux_kernels
 from flux import _env, _native
 from flux.bench import machine
 
@@ -41,7 +42,9 @@ def kernels_fit(index: int) -> bool:
 
 def versions() -> Iterator[Finding]:
     section = "versions"
-    yield Finding(section, "flux", f"{flux.__version__} ({machine.commit()})")
+    yield Finding(section, "flux-kernels", f"{flux.__version__} ({machine.commit()})")
+    if other := flux_kernels.other_project():
+        yield Finding(section, "other project", "the PyPI project `flux` is here too", "bad", other)
     yield Finding(section, "python", platform.python_version())
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield Finding(section, "torch", f"{torch.__version__} ({cuda})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich import box
@@ -33,8 +33,13 @@ def show_losses(data: dict[str, list[float]], console: Console) -> None:
     rows = [{"step": str(i)} | {name: f"{curve[i]:.4f}" for name, curve in data.items()} for i in steps]
     _table("losses", rows, console)
     if len(curves) > 1:
-        apart, step = max((max(at) - min(at), i) for i, at in enumerate(zip(*curves, strict=True)))
+        apart, step = furthest_apart(curves)
         console.print(f"furthest apart: {apart:.2e}, at step {step} of {last + 1}", highlight=False)
+
+
+def furthest_apart(curves: Iterable[list[float]]) -> tuple[float, int]:
+    """The largest distance between curves of equal length, and its step."""
+    return max((max(at) - min(at), i) for i, at in enumerate(zip(*curves, strict=True)))
 
 
 def _is_scalar(value: Any) -> bool:

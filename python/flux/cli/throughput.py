@@ -29,22 +29,31 @@ def show(data: dict[str, Any], console: Console) -> None:
         console.print(Text(f"FAULT: {fault}", style="bold red"))
 
 
+def over_stock(runs: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
+    """Of each run and metric: tokens per second, and how many times those of stock in the same mode."""
+    return {
+        name: {
+            metric: (rate, rate / stock[metric] if metric in stock else None)
+            for metric, rate in run["tokens_per_s"].items()
+        }
+        for name, run in runs.items()
+        for stock in [runs.get(f"stock-{name.rsplit('-', 1)[1]}", {}).get("tokens_per_s", {})]
+    }
+
+
 def _rates(runs: dict[str, Any], title: str) -> Table:
-    metrics = list(dict.fromkeys(metric for run in runs.values() for metric in run["tokens_per_s"]))
+    found = over_stock(runs)
+    metrics = list(dict.fromkeys(metric for rates in found.values() for metric in rates))
     table = Table(title=f"{title} · tokens/s", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("run")
     for metric in metrics:
         table.add_column(metric, justify="right")
         table.add_column("/ stock", justify="right")
-    for name, run in runs.items():
-        rates = run["tokens_per_s"]
-        stock = runs.get(f"stock-{name.rsplit('-', 1)[1]}", {}).get("tokens_per_s", {})
+    for name, rates in found.items():
         cells = []
         for metric in metrics:
-            cells.append(f"{rates[metric]:.0f}" if metric in rates else "–")
-            cells.append(
-                f"{rates[metric] / stock[metric]:.3f}" if metric in rates and metric in stock else "–"
-            )
+            rate, ratio = rates.get(metric, (None, None))
+            cells += ["–" if rate is None else f"{rate:.0f}", "–" if ratio is None else f"{ratio:.3f}"]
         table.add_row(name, *cells)
     return table
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from flux.comm.group import Meeting
+from flux.errors import CommTimeoutError
 
 _DIRECTORY = Path("/dev/shm")
 # The process id is for people who list the directory. flux does not rely on it: in another container the same
@@ -70,7 +71,7 @@ class SharedMemory:
 
     Raises:
         NoSharedMemory: on all ranks, if one of them cannot create its segment or refuses that of a peer.
-        CommTimeoutError: a rank did not come.
+        CommTimeoutError: a rank did not come, or gave up before another one came.
     """
 
     def __init__(self, nbytes: int, rank: int, meeting: Meeting, op: str) -> None:
@@ -116,14 +117,21 @@ class SharedMemory:
             )
         _raise_if_any(op, errors, advice)
 
-        error = ""
+        error, gone = "", None
         for peer, name in enumerate(names[1:]):
-            if peer != rank and not error:
+            if peer != rank and not error and gone is None:
                 try:
                     self.views.append(_open(name, self.nbytes))
+                except FileNotFoundError:
+                    gone = peer
                 except (OSError, ValueError) as e:
                     error = f"segment of rank {peer}: {e}"
-        facts = meeting.exchange(op, {"error": error})
+        facts = meeting.exchange(op, {"error": error, "gone": gone})
+        for finder, fact in enumerate(facts):
+            # A peer removes its segment before all have opened it only if it stops waiting for them.
+            if isinstance(lost := fact.get("gone"), int):
+                detail = f"It removed its segment before rank {finder} had opened it."
+                raise CommTimeoutError(op, rank, lost, 0, detail=detail)
         _raise_if_any(op, [_text(fact.get("error")) for fact in facts])
         self.views.insert(rank, self.views.pop(0))
 

@@ -151,10 +151,9 @@ def ag_gemm(
     if torch.compiler.is_compiling():
         return _answer(_by_operator, arguments, name, results, many)
     pg = resolve_group(group, "ag_gemm")
-    if direct:
-        call = _call if pg.size() == 1 else _among_ranks
-        return registry.in_turn(pg, x.device, _answer, call, arguments, pg, results, many)
-    return registry.in_turn(pg, x.device, _answer, _by_operator, arguments, name, results, many)
+    function = _by_operator if not direct else _call if pg.size() == 1 else _among_ranks
+    where = pg if direct else name
+    return registry.in_turn(pg, x.device, _answer, function, arguments, where, results, many)
 
 
 def _by_operator(*arguments: Any) -> list[torch.Tensor]:
@@ -219,15 +218,6 @@ def _fake(
     return [*outs, _new_gathered(x, p)] if return_gathered else outs
 
 
-def _check_outs(x: torch.Tensor, outs: Tensors, shapes: list[list[int]], gathered: bool, p: int) -> None:
-    if gathered:
-        shapes = [*shapes, [x.shape[0] * p, *x.shape[1:]]]
-    if len(outs) != len(shapes):
-        _check.fail("ag_gemm", "out", f"{len(shapes)} tensors", f"{len(outs)}")
-    for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)):
-        _check.out_arg("ag_gemm", out, shape, x, f"[{i}]" if len(shapes) - gathered > 1 else "")
-
-
 def _fake_out(
     x: torch.Tensor,
     weights: Tensors,
@@ -239,7 +229,7 @@ def _fake_out(
 ) -> None:
     p = process_group(group_name).size()
     shapes, _, _, _ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-    _check_outs(x, outs, shapes, return_gathered, p)
+    _check.out_args("ag_gemm", outs, shapes, x, return_gathered, p)
 
 
 def _eager(
@@ -328,7 +318,6 @@ def _among_ranks(
         else:
             shared = cast(CpuWorkspace, workspace)
             _fused_cpu(shared, call, plans, epoch, x2, weights, biases, products, gathered)
-
     return outs
 
 
@@ -348,7 +337,7 @@ def _results(
             results.append(_new_gathered(x, p))
     else:
         results = list(outs)
-        _check_outs(x, results, shapes, return_gathered, p)
+        _check.out_args("ag_gemm", results, shapes, x, return_gathered, p)
         for i, out in enumerate(results):
             which = f"[{i}]" if len(shapes) > 1 else ""
             _check.separate("ag_gemm", "out" + which, out, x, *weights, *biases, *results[:i])

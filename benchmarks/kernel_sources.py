@@ -1,0 +1,136 @@
+"""Whether the kernel of a result file has changed since: its sources then, and in the working tree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+# Where the device code of each operator begins, in csrc. What these files include counts too.
+_MOE = ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu", "moe/routing.cu")
+_GEMM_AR = ("gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu", "gemm/gemm.cu")
+SOURCES = {
+    "gemm": ("gemm/gemm.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu"),
+    "gemm_rs": ("gemm_rs/gemm_rs.cu",),
+    "ag_gemm": ("ag_gemm/ag_gemm.cu",),
+    "gemm_ar": _GEMM_AR,
+    "gemm_ar_norm": _GEMM_AR,
+    "all_reduce": ("gemm_ar/all_reduce.cuh",),
+    "moe_route": ("moe/routing.cu",),
+    "moe_layer0": ("moe/ag_scatter_gemm.cu",),
+    "moe_layer1": ("moe/gemm_gather_rs.cu",),
+    "moe_ctas": ("moe/gemm_gather_rs.cu",),
+    "layer_forward": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
+    "layer_training": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
+    "e2e_prefill": _GEMM_AR,
+    "e2e_decode": _GEMM_AR,
+    "losses": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
+    "vllm": _GEMM_AR,
+    "vllm_moe": (*_GEMM_AR, *_MOE),
+}
+# Until this commit each candidate rested for as long as its own host needed: docs/benchmarks.md, "Traps".
+EQUAL_RESTS = "e0cb697"
+
+_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.DOTALL)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<[^>]+>)[^\n]*$', re.MULTILINE)
+Read = Callable[[str], str | None]
+
+
+Code = dict[str, list[str]]
+
+
+def code(text: str) -> list[str]:
+    """The lines of a source without comments, includes and whitespace: what remains is what is compiled."""
+    text = _COMMENT.sub(lambda match: match.group(1) or " ", text)
+    lines = ("".join(line.split()) for line in _INCLUDE.sub("", text).splitlines())
+    return [line for line in lines if line]
+
+
+def share_changed(then: Code, now: Code) -> float:
+    """The share of the lines of `now` that `then` has nowhere; 0 where no text differs, and only there."""
+    if {path: "".join(lines) for path, lines in then.items()} == {p: "".join(q) for p, q in now.items()}:
+        return 0.0
+    before, after = (Counter(line for lines in code.values() for line in lines) for code in (then, now))
+    return max((after - before).total(), 1) / max(after.total(), 1)
+
+
+def device_code(sources: tuple[str, ...], read: Read) -> Code:
+    """The code of these sources and of all that they include, by path in csrc; absent files are left out.
+
+    A .h that only a .cu or a launcher includes is host code: arguments, checks, the choice of tiles.
+    """
+    found: Code = {}
+    todo = list(sources)
+    while todo:
+        path = todo.pop()
+        text = None if path in found else read(path)
+        if text is None:
+            continue
+        found[path] = code(text)
+        on_host = path.endswith(".cu") or "launch" in Path(path).name
+        names = [match.group(1) for match in _INCLUDE.finditer(text) if match.group(1)]
+        todo += [name for name in names if name.endswith(".cuh") or not on_host]
+    return found
+
+
+class History:
+    """The commits of a repository, read through one git process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._now: dict[tuple[str, ...], Code] = {}
+        self._read = cache(self._show)
+        command = ["git", "-C", str(root), "cat-file", "--batch"]
+        try:
+            self._git: subprocess.Popen[bytes] | None = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except FileNotFoundError:
+            self._git = None
+
+    def close(self) -> None:
+        if self._git and self._git.stdin and self._git.stdout:
+            with suppress(BrokenPipeError):  # no repository
+                self._git.stdin.close()
+            self._git.wait()
+            self._git.stdout.close()
+
+    def _show(self, name: str) -> str | None:
+        """The text of an object, None where there is none of this name."""
+        if not (self._git and self._git.stdin and self._git.stdout):
+            return None
+        try:
+            self._git.stdin.write(f"{name}\n".encode())
+            self._git.stdin.flush()
+        except BrokenPipeError:  # no repository
+            return None
+        head = self._git.stdout.readline().split()
+        if len(head) != 3 or not head[2].isdigit():
+            return None
+        return self._git.stdout.read(int(head[2]) + 1).decode(errors="replace")
+
+    def has(self, commit: str) -> bool:
+        return self._read(f"{commit}^{{commit}}") is not None
+
+    def changed(self, op: str, commit: str) -> float:
+        """The share of the device code of an operator that is not as at a commit that is there."""
+        sources = SOURCES[op]
+        if sources not in self._now:
+            self._now[sources] = device_code(sources, self._in_tree)
+        then = device_code(sources, lambda path: self._read(f"{commit}:csrc/{path}"))
+        return share_changed(then, self._now[sources])
+
+    def _in_tree(self, path: str) -> str | None:
+        file = self.root / "csrc" / path
+        return file.read_text() if file.is_file() else None
+
+    def contains(self, commit: str, ancestor: str) -> bool | None:
+        """Whether a commit has another one before it; None where the history does not reach that far."""
+        if not (self.has(commit) and self.has(ancestor)):
+            return None
+        command = ["git", "-C", str(self.root), "merge-base", "--is-ancestor", ancestor, commit]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -1,0 +1,340 @@
+"""docs/results.md, and the table of it that README.md has, as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flux.bench.cases import OPS
+from flux.bench.model import Row, geomean, over_best
+from flux.bench.report import BARS, notes
+from flux.cli.tables import furthest_apart
+from flux.cli.throughput import over_stock
+from measurements import Marks, Measurement, Other, Source, ranked
+from results_text import CTAS, HEAD, HOSTS, LOSSES, OPERATORS, README_HEAD, README_NOTES, VLLM
+
+RESULTS = "../benchmarks/results/"
+_NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table. Columns of numbers are set to the right."""
+    lines = list(rows)
+    columns = zip(*lines, strict=True)
+    rule = ["--:" if all(map(_NUMERIC.fullmatch, cells)) else "---" for cells in columns]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rule, *lines))
+
+
+def speed(value: float | None) -> str:
+    """Two digits, three where two would hide which side of 1 it is; bold below 1."""
+    if value is None:
+        return "–"
+    text = f"{value:.3f}" if 0.99 <= value < 1.005 else f"{value:.2f}"
+    return f"**{text}**" if value < 1 else text
+
+
+def span(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low}–{high}"
+
+
+def time(ms: float) -> str:
+    return f"{1e3 * ms:.1f} µs" if ms < 0.1 else f"{1e3 * ms:.0f} µs" if ms < 1 else f"{ms:.1f} ms"
+
+
+def gpus(m: Measurement) -> str:
+    return "1 GPU" if m.gpus == 1 else f"{m.gpus} GPUs"
+
+
+def links(sources: Iterable[Source], texts: Iterable[str]) -> str:
+    return ", ".join(f"[{text}]({RESULTS}{s.name})" for s, text in zip(sources, texts, strict=True))
+
+
+def commit_links(m: Measurement) -> str:
+    """A measurement's commit, linked to its files."""
+    return links(m.sources, [m.commit, *(f"part {i}" for i in range(2, len(m.sources) + 1))])
+
+
+def remarks(marks: Marks, complete: bool = True) -> list[str]:
+    found = [f"older kernel ({marks.changed})"] if marks.changed != "same" else []
+    return found + ([] if marks.equal_rests else ["unequal rests"]) + ([] if complete else ["cut off"])
+
+
+def origin(sources: Sequence[Source], complete: bool = True) -> str:
+    """Which files, of which commit, machine and day, and what changed since."""
+    last = max(sources, key=lambda source: source.date)
+    names = links(sources, (source.name for source in sources))
+    marks = ", ".join(remarks(last.marks, complete)).capitalize() or "The kernel is the same since"
+    return f"{names}: commit {last.commit[:7]}, {last.machine}, {last.date[:10]}. **{marks}.**"
+
+
+def hosts(m: Measurement) -> list[float]:
+    return [row.host_us["flux"] for row in m.rows if "flux" in row.host_us]
+
+
+def label(m: Measurement, row: Row) -> str:
+    return f"{row.model} ({row.pattern})" if m.op == "gemm" else row.name
+
+
+def worst_row(m: Measurement) -> str:
+    rows = [(d.speedup, row) for row, d in zip(m.rows, m.derived, strict=True) if d.speedup is not None]
+    _, row = min(rows, key=lambda found: found[0])
+    return f"{label(m, row)}, M = {row.m}"
+
+
+def pivot(m: Measurement) -> str:
+    """Speed-ups: a line for each model and variant, a column for each M."""
+    sizes = sorted({row.m for row in m.rows})
+    lines: dict[str, dict[int, str]] = {}
+    for row, d in zip(m.rows, m.derived, strict=True):
+        lines.setdefault(label(m, row), {})[row.m] = speed(d.speedup) if row.ok else "wrong"
+    head = ["", *(f"M = {size}" for size in sizes)]
+    return table(head, ([name, *(cells.get(size, "–") for size in sizes)] for name, cells in lines.items()))
+
+
+def facts(m: Measurement) -> str:
+    """What a table of speed-ups does not show, a sentence each."""
+    s, bar = m.summary, BARS[m.op]
+    mean, worst = speed(s.geomean_speedup), speed(s.min_speedup)
+    lines = [f"Speed-up: {mean} in the geometric mean, {worst} at worst ({worst_row(m)})."]
+    if s.geomean_bar_met is False:
+        lines.append(f"The geometric mean is under the bar of {bar.geomean:.2f}.")
+    if s.under_row_bar:
+        lines.append(f"Rows under the bar of {bar.row:.2f}: {s.under_row_bar} of {s.rows}.")
+    if s.geomean_over_floor is not None:
+        floor = f"{s.geomean_over_floor:.2f} in the geometric mean, {s.max_over_floor:.2f} at most"
+        over = f", over the bar in {s.over_floor_bar} of {s.floor_bar_rows} rows" if s.over_floor_bar else ""
+        lines.append(f"[Time / floor](benchmarks.md#columns): {floor}{over}.")
+    names = Counter(d.peer_name for d in m.derived if d.peer_name).most_common()
+    counted = (f"{name} in {count} rows" if count > 1 else f"{name} in 1 row" for name, count in names)
+    lines.append(f"Best peer: {', '.join(counted)}." if len(names) > 1 else f"Peer: {names[0][0]}.")
+    ours = sorted(d.flux for d in m.derived if d.flux is not None)
+    theirs = sorted(d.peer for d in m.derived if d.peer is not None)
+    times = [f"{time(values[0])} to {time(values[-1])}" for values in (ours, theirs)]
+    lines.append(f"A call takes {times[0]}, the best peer {times[1]}.")
+    if not m.is_full:
+        lines.append(f"The file has {m.covered} of the suite's {m.shapes} shapes.")
+    return " ".join(lines)
+
+
+def remarks_of_files(m: Measurement) -> list[str]:
+    """Notes in the files that are not about one row's data."""
+    found = {line.removesuffix(" [all rows]") for record in m.records for line in notes(record)}
+    return sorted(line for line in found if not re.match(r"std of|the plan: ", line))
+
+
+def pictures(m: Measurement, figures: Path) -> list[str]:
+    """The pictures that `bench --plot` drew of these files: their captions say of which."""
+    found = []
+    for path in sorted(figures.glob("*.svg")):
+        said = " ".join(re.findall(r"<!-- (.*?) -->", path.read_text()))
+        commit = re.search(r"flux \S+ \(([0-9a-f]+)\)", said)
+        if commit and commit[1].startswith(m.commit) and f"{m.op}  ·" in said and f"{m.gpus}× " in said:
+            found.append(path.name)
+    return found
+
+
+def drawn(m: Measurement, figures: Path) -> str:
+    names = pictures(m, figures)
+    many = len(names) > 1
+    return "".join(f" [Picture{f' {i}' if many else ''}](figures/{name})." for i, name in enumerate(names, 1))
+
+
+def headline(m: Measurement, figures: Path, title: str = "") -> str:
+    text = f"### {OPERATORS[m.op].name}, {gpus(m)}{title}\n\n{facts(m)}{drawn(m, figures)}\n\n{pivot(m)}\n"
+    text += f"From {origin(m.sources, m.complete)}\n"
+    return text + "".join(f"\nNoted in the file: {line}.\n" for line in remarks_of_files(m))
+
+
+def older_measurements(measurements: Sequence[Measurement]) -> str:
+    rows = []
+    for m in measurements:
+        s, marks = m.summary, remarks(m.marks, m.complete)
+        cells = [str(m.gpus), commit_links(m), m.date[:10], str(len(m.rows)), speed(s.geomean_speedup)]
+        worst = f"{speed(s.min_speedup)} ({worst_row(m)})"
+        rows.append([*cells, worst, span(hosts(m)), ", ".join(marks) or "–"])
+    return table(["GPUs", "commit", "date", "rows", "speed-up", "worst", "host µs", "marks"], rows)
+
+
+class Sections:
+    """The measurements of each operator and number of GPUs, in the order of the page."""
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        unknown = {m.op for m in measurements} - {*OPERATORS, "moe_ctas"}
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"no section for {names}: add it to benchmarks/results_text.py")
+        self._all = measurements
+
+    def of(self, op: str) -> list[list[Measurement]]:
+        """For each number of GPUs, the headline and then the others."""
+        mine = [m for m in self._all if m.op == op]
+        keys = sorted({(m.gpus, m.tp, m.suite) for m in mine})
+        return [ranked(m for m in mine if (m.gpus, m.tp, m.suite) == key) for key in keys]
+
+    def heads(self) -> list[Measurement]:
+        return [found[0] for op in OPERATORS for found in self.of(op)]
+
+
+def summary(sections: Sections) -> str:
+    rows = []
+    for m in sections.heads():
+        s = m.summary
+        host = span(hosts(m)) if BARS[m.op].host_us is not None else "–"
+        share = str(s.rows) if m.is_full else f"{s.rows} (a part)"
+        bar = "met" if s.meets_bar else "missed"
+        marks = ", ".join(remarks(m.marks, m.complete)) or "–"
+        speeds = [speed(s.geomean_speedup), speed(s.min_speedup), bar, host]
+        name = OPERATORS[m.op].name
+        rows.append([name, str(m.gpus), share, *speeds, commit_links(m), m.date[:10], marks])
+    head = ["operator", "GPUs", "rows", "speed-up", "worst", "bar", "host µs", "commit", "date", "marks"]
+    return table(head, rows)
+
+
+def host_costs(sections: Sections) -> str:
+    rows = []
+    for m in sections.heads():
+        names = dict.fromkeys(name for row in m.rows for name in row.host_us if name != "flux")
+        medians = {name: median(r.host_us[name] for r in m.rows if name in r.host_us) for name in names}
+        if ours := hosts(m):
+            theirs = ", ".join(f"{name} {value:.0f}" for name, value in medians.items())
+            cells = [f"{f(ours):.0f}" for f in (min, median, max)]
+            rows.append([OPERATORS[m.op].name, str(m.gpus), *cells, theirs or "–", commit_links(m)])
+    head = ["operator", "GPUs", "flux: least", "median", "most", "median of the others", "commit"]
+    return table(head, rows)
+
+
+def against_cublas(sections: Sections) -> str:
+    """`flux.gemm` and cuBLAS, which every row of an operator with a GEMM has beside it."""
+    rows = []
+    for m in sections.heads():
+        both = [row for row in m.rows if {"cuBLAS", "flux.gemm"} <= row.times.keys()]
+        ratios = {i: row.times["cuBLAS"].median / row.times["flux.gemm"].median for i, row in enumerate(both)}
+        if ratios:
+            least = min(ratios, key=lambda i: ratios[i])
+            worst = f"{speed(ratios[least])} ({both[least].model}, M = {both[least].m})"
+            cells = [OPERATORS[m.op].name, str(m.gpus), str(len(both)), speed(geomean(ratios.values()))]
+            rows.append([*cells, worst, commit_links(m)])
+    return table(["rows of", "GPUs", "rows", "speed-up", "worst", "commit"], rows)
+
+
+def ctas(m: Measurement) -> str:
+    """The plan's number of communication CTAs against the best number."""
+    lines = []
+    for row in m.rows:
+        best = over_best(row)
+        if best is not None:
+            plan = str((row.plan or {}).get("communication_ctas", "–"))
+            lines.append([row.name, str(row.m), plan, str(best.best_ctas), f"{best.ratio:.3f}"])
+    return table(["", "M", "plan's CTAs", "best CTAs", "time / best time"], lines)
+
+
+def vllm(found: Sequence[Other]) -> list[str]:
+    """A table for each file, newest first."""
+    parts = []
+    for other in sorted(found, key=lambda o: o.source.date, reverse=True):
+        settings, machine, runs = (other.data[key] for key in ("settings", "machine", "runs"))
+        rates = over_stock(runs)
+        metrics = list(dict.fromkeys(metric for of_run in rates.values() for metric in of_run))
+        lines = [
+            [name, *(_rate(*of_run[metric]) if metric in of_run else "–" for metric in metrics)]
+            for name, of_run in rates.items()
+        ]
+        model = settings["model"]
+        title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
+        title += f", vLLM {machine['vllm']}, `FLUX_VLLM_MIN_TOKENS={settings['min_tokens']}`."
+        parts.append(f"{title} {scatter(runs)} From {origin([other.source])}\n")
+        parts.append(table(["tokens/s", *metrics], lines))
+    return parts
+
+
+def scatter(runs: Mapping[str, Any]) -> str:
+    """How far the samples are apart from which a rate is the median."""
+    spread = {
+        f"{name}, {metric}": max(samples) / min(samples) - 1
+        for name, run in runs.items()
+        for metric, samples in run["samples_s"].items()
+    }
+    widest = max(spread, key=lambda name: spread[name])
+    return f"The samples of a rate are up to {100 * spread[widest]:.0f} % apart ({widest})."
+
+
+def _rate(rate: float, ratio: float | None) -> str:
+    return f"{rate:,.0f}" if ratio in (None, 1.0) else f"{rate:,.0f} ({speed(ratio)})"
+
+
+def losses(found: Sequence[Other]) -> list[str]:
+    parts = []
+    for other in found:
+        curves = other.data
+        apart, step = furthest_apart(curves.values())
+        steps = len(next(iter(curves.values())))
+        at = (0, steps // 2, steps - 1)
+        lines = [[name, *(f"{curve[i]:.4f}" for i in at)] for name, curve in curves.items()]
+        text = f"The curves are at most {apart:.3f} apart, at step {step} of {steps}."
+        parts.append(f"{text} From {origin([other.source])}\n")
+        parts.append(table(["loss", *(f"step {i}" for i in at)], lines))
+    return parts
+
+
+def files(measurements: Sequence[Measurement], found: Sequence[Other]) -> str:
+    """Every file, once for each operator in it. The marks of a page are read back from here."""
+    sources = [s for m in measurements for s in m.sources] + [other.source for other in found]
+    rows = []
+    for s in sorted(sources, key=lambda s: (s.name, s.op)):
+        rests = "–" if s.op not in OPS else "equal" if s.marks.equal_rests else "unequal"
+        rows.append([f"[{s.name}]({RESULTS}{s.name})", s.op, str(s.rows), s.marks.changed, rests])
+    return table(["file", "what", "rows", "kernel since", "rests"], rows)
+
+
+def page(measurements: Sequence[Measurement], found: Sequence[Other], figures: Path) -> str:
+    sections = Sections(measurements)
+    parts = [HEAD, "## Summary\n", summary(sections), "## Host cost of a call\n", HOSTS, host_costs(sections)]
+    for op, operator in OPERATORS.items():
+        older: list[Measurement] = []
+        for i, (first, *others) in enumerate(sections.of(op)):
+            if i == 0:
+                parts.append(
+                    f"## {operator.name}\n\n{operator.what} See [{operator.page}]({operator.page}).\n"
+                )
+            parts.append(headline(first, figures))
+            newer = [m for m in others if m.date > first.date]
+            parts += [headline(m, figures, f", a part of the suite at {m.commit}") for m in newer]
+            older += others[len(newer) :]
+        if older:
+            parts += [f"Older measurements of {operator.name}:\n", older_measurements(older)]
+        if op == "gemm":
+            parts.append("`flux.gemm` against cuBLAS in the files of other operators:\n")
+            parts.append(against_cublas(sections))
+    parts += ["## Communication CTAs\n", CTAS]
+    for m in (m for group in sections.of("moe_ctas") for m in group):
+        parts.append(f"{gpus(m)}, from {origin(m.sources, m.complete)}{drawn(m, figures)}\n\n{ctas(m)}")
+    parts += ["## vLLM\n", VLLM, *vllm([other for other in found if "runs" in other.data])]
+    parts += ["## Losses of a training\n", LOSSES, *losses([o for o in found if "runs" not in o.data])]
+    return "\n".join([*parts, "## All files\n", files(measurements, found)])
+
+
+def block(measurements: Sequence[Measurement]) -> str:
+    """The table in README.md: geometric mean and worst row at 2 and 4 GPUs."""
+    sections = Sections(measurements)
+    rows = []
+    for op, operator in OPERATORS.items():
+        by_ranks = {group[0].tp: group[0] for group in sections.of(op)}
+        if by_ranks:
+            rows.append([operator.name, *(_cell(by_ranks.get(ranks)) for ranks in (2, 4))])
+    return f"{README_HEAD}{table(['operator', '2 GPUs', '4 GPUs'], rows)}{README_NOTES}"
+
+
+def _cell(m: Measurement | None) -> str:
+    if m is None:
+        return "–"
+    s = m.summary
+    signs = [m.marks.changed != "same", not m.marks.equal_rests, not m.is_full, m.gpus < m.tp]
+    marks = "".join(sign for sign, holds in zip("¹²³⁴", signs, strict=True) if holds)
+    return f"{speed(s.geomean_speedup)} ({speed(s.min_speedup)}) {marks}".strip()

@@ -1,0 +1,222 @@
+"""docs/results.md and README.md's table are what benchmarks/make_results.py writes; it notices changes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = sorted(RESULTS.glob("*.json"))
+PAGE = ROOT / "docs" / "results.md"
+MODULES = ("kernel_sources", "measurements", "results_text", "results_page", "make_results")
+
+
+class Tools:
+    """The modules in benchmarks, and the history of this repository."""
+
+    def __init__(self) -> None:
+        self.sources, self.measurements, _, self.page, self.make = map(importlib.import_module, MODULES)
+        self.history = self.sources.History(ROOT)
+        self.judge = self.measurements.Marker(self.history, PAGE.read_text())
+
+    def stale(self, results: Path = RESULTS) -> list[str]:
+        found: list[str] = self.make.stale(ROOT, results, self.judge)
+        return found
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[Tools]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        found = Tools()
+        yield found
+        found.history.close()
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Path:
+    """A folder with the results, links that a test may replace."""
+    for file in FILES:
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def rewrite(folder: Path, name: str, data: Any) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_text(json.dumps(data))
+
+
+def test_results_are_current(tools: Tools) -> None:
+    assert tools.stale() == [], "run `make results`"
+
+
+def test_marks_are_current(tools: Tools) -> None:
+    """Part of the test above, which a clone without the measured commits passes with the page's own marks."""
+    tools.stale()
+    if unchecked := set(tools.judge.unchecked):
+        pytest.skip(
+            f"git lacks the commits of {len(unchecked)} files: whether their kernels changed is not known"
+        )
+
+
+def test_every_file_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    assert len(FILES) > 40
+    assert [file.name for file in FILES if f"/{file.name})" not in text] == []
+
+
+def test_every_picture_of_results_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    pictures = (ROOT / "docs" / "figures").glob("*.svg")
+    drawn = [path.name for path in pictures if "NVIDIA" in path.read_text()]
+    assert len(drawn) > 5
+    assert [name for name in drawn if f"figures/{name})" not in text] == []
+
+
+def test_headlines_do_not_depend_on_the_result(tools: Tools) -> None:
+    """The newest of those with most shapes, where an older one is faster too."""
+    found, _ = tools.measurements.read(RESULTS, tools.judge)
+    sections = tools.page.Sections(found)
+    slower = 0
+    for op in tools.page.OPERATORS:
+        for first, *others in sections.of(op):
+            assert all((m.covered, m.date) < (first.covered, first.date) for m in others), op
+            slower += any(m.summary.geomean_speedup > first.summary.geomean_speedup for m in others)
+    assert slower > 0
+
+
+def test_a_changed_number(tools: Tools, copies: Path) -> None:
+    name = next(file.name for file in FILES if "e2e-70b" in file.name)
+    data = json.loads((copies / name).read_text())
+    data["rows"][0]["times"]["flux"]["samples_ms"] = [1.0] * 7
+    rewrite(copies, name, data)
+    assert tools.stale(copies)
+
+
+def test_a_missing_file(tools: Tools, copies: Path) -> None:
+    (copies / next(file.name for file in FILES if "gemm_rs-8b" in file.name)).unlink()
+    assert tools.stale(copies)
+
+
+def test_a_new_file(tools: Tools, copies: Path) -> None:
+    old = FILES[-1]
+    data = json.loads(old.read_text()) | {"date": "2027-01-01T00:00:00+00:00"}
+    rewrite(copies, "2027-01-01-new.json", data)
+    marks = tools.measurements.Marks("same", True)
+    assert "/2027-01-01-new.json)" in tools.make.written(ROOT, copies, lambda *_: marks)[PAGE]
+
+
+@pytest.mark.parametrize("data", [{"what": "tuning"}, [1], {}])
+def test_a_file_of_another_kind(tools: Tools, copies: Path, data: Any) -> None:
+    rewrite(copies, "2027-01-01-other.json", data)
+    with pytest.raises(ValueError, match="2027-01-01-other.json: no result"):
+        tools.stale(copies)
+
+
+def test_an_unknown_operator(tools: Tools, copies: Path) -> None:
+    data = json.loads(FILES[-1].read_text())
+    for row in data["rows"]:
+        row["op"] = "new_op"
+    rewrite(copies, "2027-01-01-new.json", data)
+    with pytest.raises(ValueError, match="which kernels new_op has"):
+        tools.stale(copies)
+
+
+def test_a_file_whose_commit_is_nowhere(tools: Tools, copies: Path) -> None:
+    rewrite(copies, "2027-01-01-new.json", json.loads(FILES[-1].read_text()) | {"commit": "f" * 40})
+    with pytest.raises(ValueError, match="is not in this history"):
+        tools.stale(copies)
+
+
+def test_a_kernel_that_changed(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = {(op, changed) for _, op, changed, _ in tools.measurements._LISTED.findall(PAGE.read_text())}
+    assert len(marked) > 20
+    monkeypatch.setattr(tools.history, "contains", lambda *_: True)
+    monkeypatch.setattr(tools.history, "changed", lambda op, _: 0.99)
+    assert tools.stale()
+
+
+def test_without_history_the_marks_of_the_page_are_kept(tools: Tools, tmp_path: Path) -> None:
+    history = tools.sources.History(tmp_path)
+    judge = tools.measurements.Marker(history, PAGE.read_text())
+    assert tools.make.stale(ROOT, RESULTS, judge) == []
+    assert {file.name for file in FILES} == set(judge.unchecked)
+    history.close()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A kernel with headers, committed."""
+    sources = {
+        "gemm_rs/gemm_rs.cu": '#include "gemm_rs/store.cuh"\n#include "gemm/select.h"\nvoid k() {}\n',
+        "gemm_rs/store.cuh": '#include "gemm_rs/plan.h"\nint store();  // stores\n',
+        "gemm_rs/plan.h": "int plan();\n",
+        "gemm/select.h": "int select();\n",
+        "moe/routing.cu": "int route();\n",
+    }
+    for name, text in sources.items():
+        path = tmp_path / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "kernel")
+    return tmp_path
+
+
+def git(root: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "changes"),
+    [
+        ("gemm_rs/store.cuh", '#include "gemm_rs/plan.h"\n\n/* other */ int store( );\n', False),
+        ("gemm_rs/store.cuh", '#include "gemm_rs/plan.h"\nint store(int);\n', True),
+        ("gemm_rs/store.cuh", "int store();\n", True),  # one header less
+        ("gemm_rs/plan.h", "int plan(int);\n", True),
+        ("gemm/select.h", "int select(int);\n", False),  # of the host
+        ("moe/routing.cu", "int route(int);\n", False),  # of another operator
+    ],
+)
+def test_what_changes_a_kernel(tools: Tools, repository: Path, name: str, text: str, changes: bool) -> None:
+    (repository / "csrc" / name).write_text(text)
+    history = tools.sources.History(repository)
+    assert (history.changed("gemm_rs", "HEAD") > 0) == changes
+    assert history.contains("HEAD", "HEAD") and history.contains("HEAD", "0" * 40) is None
+    history.close()
+
+
+def test_code_keeps_strings_with_slashes(tools: Tools) -> None:
+    assert tools.sources.code('f("// no comment");  // one\n#include <a>\n/* b\nc */ g();\n') == [
+        'f("//nocomment");',
+        "g();",
+    ]
+
+
+def test_every_operator_of_a_source_table_exists(tools: Tools) -> None:
+    """A renamed kernel would be an older one for ever."""
+    for sources in tools.sources.SOURCES.values():
+        assert all((ROOT / "csrc" / source).is_file() for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.984, "**0.98**"),
+        (0.9996, "**1.000**"),
+        (1.0, "1.000"),
+        (1.004, "1.004"),
+        (1.2, "1.20"),
+    ],
+)
+def test_speeds_show_their_side_of_one(tools: Tools, value: float | None, text: str) -> None:
+    assert tools.page.speed(value) == text
