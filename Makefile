@@ -22,7 +22,7 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults sanitize vllm bench results build kernels wheel try-wheel lint format clean distclean
+.PHONY: help test soak faults sanitize vllm bench results build kernels wheel try-wheel docs lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
 	@echo "make wheel      wheels and the sdist in dist/: with kernels if FLUX_CUDA is not off; needs nvcc, no GPU"
 	@echo "make try-wheel  install the wheel into a fresh environment elsewhere, and run tests there"
+	@echo "make docs       build the documentation site in build/docs/html; a broken link is an error"
 	@echo "make lint       ruff, mypy, clang-format        make format    rewrite to that format"
 	@echo "make clean      remove what was built           make distclean    and .venv, $(VLLM_VENV)"
 
@@ -106,6 +107,11 @@ wheel: $(STAMP)
 
 try-wheel:
 	$(PYTHON) tools/try_wheel.py
+
+# -E: pages show docstrings and files of the repository, whose changes Sphinx does not look for.
+docs: build
+	$(PY) -m sphinx -E -W --keep-going --quiet docs build/docs/html $(ARGS)
+	@echo "build/docs/html/index.html"
 
 lint: $(STAMP)
 	@failed=; \

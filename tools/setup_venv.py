@@ -66,7 +66,7 @@ def requirements(borrow: bool) -> list[str]:
     if borrow:
         return [*build, *run, "pytest"]
     torch = "torch>=2.10" if gpu_visible() else CPU_TORCH
-    return [torch, *build, *run, *extras["dev"], *extras["plot"], *extras["transformers"]]
+    return [torch, *build, *run, *extras["dev"], *extras["docs"], *extras["plot"], *extras["transformers"]]
 
 
 def module_of(requirement: str) -> str:

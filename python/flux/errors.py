@@ -17,6 +17,15 @@ class CommTimeoutError(RuntimeError):
         seen: the last call of which this rank has seen anything from the peer (None: not known).
         tile: linear index of the tile that was waited for (None: the peer never came to the call).
         timeout_s: the deadline in seconds.
+        detail: what else is known.
+
+    Example::
+
+        try:
+            flux.all_reduce(torch.ones(4, 64))
+            flux.check()
+        except flux.CommTimeoutError as error:
+            raise SystemExit(f"rank {error.rank} lost rank {error.peer} in {error.op}") from error
     """
 
     def __init__(

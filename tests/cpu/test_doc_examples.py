@@ -1,5 +1,5 @@
-"""The examples of README.md and docs/*.md run: scripts as they are printed, other blocks on four CPU ranks,
-with smaller sizes and with the names that their page takes for granted.
+"""The examples of README.md, docs/*.md and of all public docstrings run: scripts as they are printed, other
+blocks on four CPU ranks, with smaller sizes and with the names that their page takes for granted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from flux.testing import spawn
 from megatron_models import make_config, make_model, prepare, stock_spec
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "_ext"))
+
+from names import example, public  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The page that docstrings are shown on, which says what their examples take for granted.
+REFERENCE = "docs/api"
 RANKS = 4
 ROWS = 8
 
@@ -38,8 +44,9 @@ ROWS = 8
 NOT_HERE = {
     "torch.cuda.graph(": "captures a CUDA graph",
     "init_process_group": "a script for torchrun, which has a test of its own",
-    "spawn(work": "a script, which has a test of its own",
 }
+# What marks a script, which runs by itself.
+SCRIPT = 'if __name__ == "__main__":'
 # What blocks need beside torch.
 PACKAGES = {"integrations.megatron": "megatron", "transformers": "transformers"}
 # What one rank can run for all, as it takes long to import and communicates nothing.
@@ -72,7 +79,10 @@ def script(mark: str) -> str:
 
 
 BLOCKS = {name: text for page in PAGES for name, text in blocks(page)}
-RUN = {name: text for name, text in BLOCKS.items() if not any(mark in text for mark in NOT_HERE)}
+BLOCKS |= {f"{REFERENCE}:{name}": example(node) for name, (_, node) in public().items()}
+SCRIPTS = {name: text for name, text in BLOCKS.items() if SCRIPT in text}
+LEFT_OUT = (SCRIPT, *NOT_HERE)
+RUN = {name: text for name, text in BLOCKS.items() if not any(mark in text for mark in LEFT_OUT)}
 
 
 def common(rank: int) -> dict[str, Any]:
@@ -156,8 +166,13 @@ def pytorch(rank: int) -> dict[str, Any]:
     }
 
 
+def reference(rank: int) -> dict[str, Any]:
+    return {"torch": torch, "dist": dist, "flux": flux, "rank": rank, "p": RANKS, **megatron(rank)}
+
+
 NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
     "README.md": readme,
+    REFERENCE: reference,
     "docs/ag_gemm.md": ag_gemm,
     "docs/gemm_ar.md": lambda rank: {**common(rank), **decoding()},
     "docs/gemm_rs.md": gemm_rs,
@@ -189,9 +204,11 @@ def run_page(rank: int, page: str) -> dict[str, str]:
         answers[name] = ""
         if ALONE in text and rank > 0:
             continue
+        # One docstring does not continue another.
+        known = {**names} if page == REFERENCE else names
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(smaller(text), name, "exec"), names)
+                exec(compile(smaller(text), name, "exec"), known)
         except Exception:
             answers[name] = traceback.format_exc()
     return answers
@@ -239,8 +256,8 @@ def test_the_decoding_example_has_torchs_eps() -> None:
 def test_what_is_not_run() -> None:
     """Each mark is that of one block: an example that gets one by mistake would be silently left out."""
     for mark in NOT_HERE:
-        assert sum(mark in text for text in BLOCKS.values()) == 1, mark
-    assert len(RUN) == len(BLOCKS) - len(NOT_HERE)
+        assert sum(mark in text for name, text in BLOCKS.items() if name not in SCRIPTS) == 1, mark
+    assert len(RUN) == len(BLOCKS) - len(NOT_HERE) - len(SCRIPTS)
     for size in SMALLER:
         assert any(size in text for text in RUN.values()), f"{size} is in no example any more"
 
@@ -252,6 +269,25 @@ def run_script(*arguments: str) -> str:
     return subprocess.run(
         command, check=True, timeout=240, env=environment, stdout=subprocess.PIPE, text=True
     ).stdout
+
+
+def test_scripts(tmp_path: Path) -> None:
+    """Those that start their own ranks, all in one process: it imports torch once."""
+    files = []
+    for i, (name, text) in enumerate(SCRIPTS.items()):
+        if "init_process_group" not in text:
+            files.append(tmp_path / f"script_{i}.py")
+            files[-1].write_text(f"# {name}\n{text}")
+    assert len(files) >= 3
+    run_all = "import runpy, sys\nfor file in sys.argv[1:]: runpy.run_path(file, run_name='__main__')"
+    run_script("-c", run_all, *map(str, files))
+
+
+def test_the_quick_start_under_torchrun(tmp_path: Path) -> None:
+    (text,) = (text for text in SCRIPTS.values() if "init_process_group" in text)
+    file = tmp_path / "mlp.py"
+    file.write_text(smaller(text))
+    run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file))
 
 
 def test_the_laptop_example(tmp_path: Path) -> None:

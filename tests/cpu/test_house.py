@@ -44,7 +44,14 @@ MAY_IMPORT = {
     "bench": _BASE | {"flux", "ops", "moe", "comm", "layers", "integrations", "testing"},
     "cli": _BASE | {"flux", "ops", "comm", "testing", "bench"},
 }
-PUBLIC_HOSTS = {"www.apache.org", "arxiv.org", "docs.nvidia.com", "docs.pytorch.org", "github.com"}
+PUBLIC_HOSTS = {
+    "www.apache.org",
+    "arxiv.org",
+    "docs.nvidia.com",
+    "docs.python.org",
+    "docs.pytorch.org",
+    "github.com",
+}
 
 
 def files(root: Path, suffixes: set[str], *folders: str) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,8 @@ import flux
 from flux._log import say_once
 from flux.ops.plan import why_unfused
 
+__all__ = ["install", "uninstall"]
+
 _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
 
@@ -39,6 +41,17 @@ def install() -> None:
     reach each other. CPU tensors, for which torch has no implementation, take flux's CPU path.
 
     Process-wide; a second call does nothing. Needs neither a GPU nor a process group.
+
+    Example::
+
+        from flux.integrations import async_tp
+
+        async_tp.install()
+        x, weight = torch.randn(8, 64), torch.randn(64, 32)
+        gathered, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x, [weight], gather_dim=0, group_name=dist.group.WORLD.group_name
+        )
+        assert out.shape == (8 * p, 32)
     """
     if _installed:
         return
@@ -56,7 +69,15 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives the operators back to torch. Does nothing if flux is not installed."""
+    """Gives the operators back to torch. Does nothing if flux is not installed.
+
+    Example::
+
+        from flux.integrations import async_tp
+
+        async_tp.install()
+        async_tp.uninstall()
+    """
     while _installed:
         _installed.pop()._destroy()
 

@@ -21,6 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import flux
 from flux._log import say_once
 
+__all__ = ["FluxColwiseParallel", "FluxRowwiseParallel", "FluxSharedColwiseParallel", "gemm_ar"]
+
 # These get their layers with each call: a deep copy of a module must not compute with the original's weights.
 Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 ForwardOfMany = Callable[[Sequence[nn.Linear], torch.Tensor], list[torch.Tensor]]
@@ -35,6 +37,19 @@ class FluxColwiseParallel(ColwiseParallel):
 
     The output [..., N/p] has dimension `dim` first in memory: where that is not dimension 0, the next
     FluxRowwiseParallel takes it without a copy, and code that flattens it needs reshape instead of view.
+
+    Example::
+
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from flux.integrations.dtensor import FluxColwiseParallel
+
+        mesh = init_device_mesh("cpu", (p,))
+        layer = parallelize_module(nn.Linear(64, 32 * p), mesh, FluxColwiseParallel(input_layouts=Shard(0)))
+        assert layer(torch.randn(8, 64)).shape == (8 * p, 32)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -93,6 +108,27 @@ class FluxSharedColwiseParallel(ParallelStyle):
     Args:
         names: of the layers, in the module.
         input_layouts, use_local_output: as of FluxColwiseParallel.
+
+    Example::
+
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from flux.integrations.dtensor import FluxSharedColwiseParallel
+
+        class Gated(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gate, self.up = nn.Linear(64, 32 * p), nn.Linear(64, 32 * p)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.silu(self.gate(x)) * self.up(x)
+
+        style = FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(0))
+        block = parallelize_module(Gated(), init_device_mesh("cpu", (p,)), style)
+        assert block(torch.randn(8, 64)).shape == (8 * p, 32)
     """
 
     def __init__(self, *names: str, input_layouts: Placement, use_local_output: bool = True) -> None:
@@ -177,6 +213,19 @@ class FluxRowwiseParallel(RowwiseParallel):
     Arguments are those of RowwiseParallel. flux serves nn.Linear with ``input_layouts=Shard(-1)``, and
     ``output_layouts=Shard(dim)``, where `dim` counts rows (gemm_rs), or ``Replicate()`` (gemm_ar). Everything
     else, and a weight or number of rows that does not divide by the ranks, is left to RowwiseParallel.
+
+    Example::
+
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from flux.integrations.dtensor import FluxRowwiseParallel
+
+        mesh = init_device_mesh("cpu", (p,))
+        layer = parallelize_module(nn.Linear(16 * p, 64), mesh, FluxRowwiseParallel(output_layouts=Shard(0)))
+        assert layer(torch.randn(8 * p, 16)).shape == (8, 64)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -239,8 +288,27 @@ class _GemmAllReduce(torch.autograd.Function):
 def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
     """flux.gemm_ar for model code in which the result, and hence its gradient, is the same on all ranks.
 
-    The backward pass then needs no communication, as in tensor parallelism everywhere: x [..., K/p], weight
-    [N, K/p], bias [N] or None; returns [..., N].
+    The backward pass then needs no communication, as in tensor parallelism everywhere.
+
+    Args:
+        x: [..., K/p]; bfloat16, float16, float32 or float64.
+        weight: [N, K/p], dtype and device of x.
+        bias: [N], dtype and device of x, the same on all ranks, or None.
+        group: name of the process group.
+
+    Returns:
+        [..., N] in x's dtype, the sum over ranks.
+
+    Raises:
+        TypeError, ValueError, CommTimeoutError, RuntimeError: as flux.gemm_ar.
+
+    Example::
+
+        from flux.integrations.dtensor import gemm_ar
+
+        x, weight = torch.randn(4, 64, requires_grad=True), torch.randn(32, 64)
+        gemm_ar(x, weight, None, dist.group.WORLD.group_name).sum().backward()
+        assert x.grad.shape == (4, 64)
     """
     if not torch.is_grad_enabled():
         return flux.gemm_ar(x, weight, bias, group=group)

@@ -19,6 +19,8 @@ from transformers.distributed import tensor_parallel as hf
 from flux._log import say_once
 from flux.integrations.dtensor import gemm_ar
 
+__all__ = ["FluxRowwiseParallel", "install", "register", "uninstall"]
+
 STYLE = "flux_rowwise"
 
 _registry: Any = hf.ALL_PARALLEL_STYLES
@@ -36,6 +38,14 @@ class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]
 
     Serves nn.Linear with plain floating-point weights whose in_features divide by the ranks. Quantised and
     other layers, and inputs that are DTensors, take the style of transformers.
+
+    Example::
+
+        from flux.integrations import transformers as flux_transformers
+
+        flux_transformers.register()
+        styles = flux_transformers.hf.ALL_PARALLEL_STYLES
+        assert isinstance(styles["flux_rowwise"], flux_transformers.FluxRowwiseParallel)
     """
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
@@ -62,7 +72,15 @@ class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Adds the style "flux_rowwise", for plans that name it."""
+    """Adds the style "flux_rowwise", for plans that name it.
+
+    Example::
+
+        from flux.integrations import transformers as flux_transformers
+
+        flux_transformers.register()
+        tp_plan = {"model.layers.*.mlp.down_proj": "flux_rowwise"}  # for from_pretrained
+    """
     _registry.register(STYLE, FluxRowwiseParallel())
 
 
@@ -70,6 +88,13 @@ def install() -> None:
     """Puts flux behind the style "rowwise" too, so that every model's own plan (``tp_plan="auto"``) uses it.
 
     Process-wide, for models that are loaded later; a second call does nothing.
+
+    Example::
+
+        from flux.integrations import transformers as flux_transformers
+
+        flux_transformers.install()  # before from_pretrained(..., tp_plan="auto")
+        flux_transformers.uninstall()
     """
     register()
     if not _replaced:
@@ -78,7 +103,15 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives the style "rowwise" back to transformers. Models that are loaded keep what they have."""
+    """Gives the style "rowwise" back to transformers. Models that are loaded keep what they have.
+
+    Example::
+
+        from flux.integrations import transformers as flux_transformers
+
+        flux_transformers.install()
+        flux_transformers.uninstall()  # models loaded from here on run without flux
+    """
     while _replaced:
         _registry.register("rowwise", _replaced.pop())
 

@@ -44,7 +44,8 @@ def column_linear(
 
     Args:
         x: [M/p, ..., K] with `sequence_parallel`, the rank's rows; else [M, ..., K], the same on all ranks.
-        weights: of [N/p, K] each; for all of them x is gathered once.
+            bfloat16, float16, float32 or float64.
+        weights: of [N/p, K] each, dtype and device of x; for all of them x is gathered once.
         biases: None, or one for each weight, which may be None: [N/p].
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
@@ -61,6 +62,14 @@ def column_linear(
         ValueError: there is no weight, `biases` has another length than `weights`, or shapes, dtypes or
             devices do not fit. Both are raised before anything is exchanged.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
+
+    Example::
+
+        from flux.layers import column_linear
+
+        x, gate, up = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32, 64)
+        a, b = column_linear(x, [gate, up])
+        assert a.shape == b.shape == (8 * p, 32)
     """
     op = "column_linear"
     _arguments.tensor(op, "x", x)
@@ -92,8 +101,8 @@ def row_linear(
     """Sum over ranks of x · weightᵀ, plus bias once; each rank has K/p columns of x and weight. A collective.
 
     Args:
-        x: [M, ..., K/p]
-        weight: [N, K/p]
+        x: [M, ..., K/p], bfloat16, float16, float32 or float64.
+        weight: [N, K/p], dtype and device of x.
         bias: [N], the same on all ranks; so is its gradient.
         group, gradient_accumulation_fusion: as in column_linear.
         sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
@@ -105,6 +114,14 @@ def row_linear(
         TypeError: an argument is of another type.
         ValueError: shapes, dtypes or devices do not fit. Both are raised before anything is exchanged.
         CommTimeoutError, RuntimeError: as flux.gemm_rs.
+
+    Example::
+
+        from flux.layers import row_linear
+
+        x, weight = torch.randn(8 * p, 16, requires_grad=True), torch.randn(64, 16)
+        assert row_linear(x, weight).shape == (8, 64)
+        row_linear(x, weight, sequence_parallel=False).sum().backward()  # [M, N] on all ranks
     """
     op = "row_linear"
     _arguments.tensor(op, "x", x)

@@ -123,6 +123,13 @@ class ColumnParallelLinear(_ParallelLinear):
 
     State dict: "weight" [out_features/p, in_features] and "bias" [out_features/p] of this rank. Loading also
     takes those of the whole layer, such as an nn.Linear's, and keeps the rank's part.
+
+    Example::
+
+        from flux.layers import ColumnParallelLinear
+
+        layer = ColumnParallelLinear(64, 32 * p)
+        assert layer(torch.randn(8, 64)).shape == (8 * p, 32)
     """
 
     split_dim = 0
@@ -185,6 +192,13 @@ class RowParallelLinear(_ParallelLinear):
 
     State dict: "weight" [out_features, in_features/p] of this rank, "bias" [out_features]. Loading also takes
     the whole weight.
+
+    Example::
+
+        from flux.layers import RowParallelLinear
+
+        layer = RowParallelLinear(16 * p, 64)
+        assert layer(torch.randn(8 * p, 16)).shape == (8, 64)
     """
 
     split_dim = 1

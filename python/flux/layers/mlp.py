@@ -36,6 +36,14 @@ class ParallelMLP(nn.Module):
     Raises:
         ValueError: unknown activation, ffn_size is not divisible by p, or as the layers.
         TypeError: an argument is of another type.
+
+    Example::
+
+        from flux.layers import ParallelMLP
+
+        mlp = ParallelMLP(64, 24 * p)
+        x = torch.randn(8, 64)  # the rank's rows
+        assert mlp(x).shape == (8, 64)
     """
 
     def __init__(

@@ -27,6 +27,13 @@ class RMSNorm(nn.RMSNorm):
     Raises:
         ValueError: hidden_size is less than 1, eps is negative, or dtype is not a floating one of flux's.
         TypeError: an argument is of another type.
+
+    Example::
+
+        from flux.layers import RMSNorm
+
+        norm = RMSNorm(64)
+        assert norm(torch.randn(8, 64)).shape == (8, 64)
     """
 
     sequence_parallel = False
@@ -89,6 +96,16 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     Raises:
         TypeError: `module` is no torch.nn.Module.
         ValueError: there is no such group.
+
+    Example::
+
+        from flux.layers import RMSNorm, reduce_replicated_grads
+
+        norm = RMSNorm(64)
+        norm(torch.ones(8, 64)).sum().backward()
+        own = norm.weight.grad.clone()
+        reduce_replicated_grads(norm)
+        assert torch.allclose(norm.weight.grad, p * own)
     """
     if not isinstance(module, nn.Module):
         _arguments.wrong_type("reduce_replicated_grads", "module", "a torch.nn.Module", module)

@@ -56,6 +56,17 @@ def ag_scatter_gemm(
     Raises:
         ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
+
+    Example::
+
+        from flux.moe import ag_scatter_gemm, route
+
+        topk_ids = torch.tensor([[0, 3], [1, 2], [2, 0]])  # 3 tokens choose 2 of 4 experts
+        topk_weights = torch.full((3, 2), 0.5)
+        routing = route(topk_ids, topk_weights, num_experts=4)
+        x, w1 = torch.randn(3, 64), torch.randn(4, 32, 64)  # w1: each expert's 32 columns on this rank
+        rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
+        assert rows.shape == (6 * p, 16)
     """
     direct = may_skip_layer_dispatch(x, weight, routing)
     if not direct:

@@ -53,6 +53,17 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
 
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.moe.ag_scatter_gemm.
+
+    Example::
+
+        from flux.moe import ag_scatter_gemm, gemm_gather_rs, route
+
+        topk_ids = torch.tensor([[0, 3], [1, 2], [2, 0]])  # 3 tokens choose 2 of 4 experts
+        topk_weights = torch.full((3, 2), 0.5)
+        routing = route(topk_ids, topk_weights, num_experts=4)
+        x, w1, w2 = torch.randn(3, 64), torch.randn(4, 32, 64), torch.randn(4, 64, 16)
+        rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
+        assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
     direct = may_skip_layer_dispatch(x, weight, routing)
     if not direct:

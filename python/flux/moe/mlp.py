@@ -47,6 +47,15 @@ class MoEMLP(ShardedModule):
 
     State dict: "w1" and "w2" of this rank. Loading also takes those of the whole layer, w1 [E, N, H] with N =
     I, for "swiglu" 2 * I (all gates, then all ups), and w2 [E, H, I], and keeps the rank's part.
+
+    Example::
+
+        from flux.moe import MoEMLP
+
+        experts = MoEMLP(64, 32 * p, num_experts=4, dtype=torch.float32)
+        scores = torch.randn(3, 4).softmax(-1)  # of your router, for 3 tokens
+        topk_weights, topk_ids = scores.topk(2)
+        assert experts(torch.randn(3, 64), topk_ids, topk_weights).shape == (3, 64)
     """
 
     def __init__(
@@ -132,7 +141,15 @@ class MoEMLP(ShardedModule):
         )
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """x [..., H], topk_ids and topk_weights [..., k] -> [..., H]; a collective.
+        """The experts' results for this rank's tokens. A collective.
+
+        Args:
+            x: [..., H], dtype and device of the weights.
+            topk_ids: int32 or int64 [..., k], as in flux.moe.route.
+            topk_weights: floating [..., k].
+
+        Returns:
+            [..., H] in x's dtype.
 
         Raises:
             ValueError, TypeError: an argument does not fit; before anything is exchanged.

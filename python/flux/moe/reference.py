@@ -15,6 +15,8 @@ from flux.comm.group import process_group
 from flux.ops._tensors import wide_type
 from flux.ops.grouped_gemm import activate
 
+__all__ = ["moe_mlp"]
+
 Tensor = torch.Tensor
 GROUP_M = 16  # csrc/moe/plan.h: kGroupM
 
@@ -27,9 +29,28 @@ def moe_mlp(
     w2: Tensor,
     activation: str | None = "swiglu",
 ) -> Tensor:
-    """The whole layer on one rank that holds all experts: x [T, H], w1 [E, N, H], w2 [E, H, I] -> [T, H].
+    """The whole layer on one rank that holds all experts.
 
-    Accumulated in fp32 (fp64 for fp64) throughout, and rounded once.
+    Accumulated in fp32 (fp64 for fp64) throughout, and rounded once. No collective.
+
+    Args:
+        x: [T, H], floating.
+        topk_ids: int32 or int64 [T, k], the experts of each token.
+        topk_weights: floating [T, k].
+        w1: [E, N, H], dtype and device of x.
+        w2: [E, H, I], dtype and device of x; I is N, for "swiglu" N/2.
+        activation: "swiglu", "silu", "gelu" or None.
+
+    Returns:
+        [T, H] in x's dtype.
+
+    Example::
+
+        from flux.moe.reference import moe_mlp
+
+        x, w1, w2 = torch.randn(3, 64), torch.randn(4, 32, 64), torch.randn(4, 64, 16)
+        topk_ids, topk_weights = torch.tensor([[0, 3], [1, 2], [2, 0]]), torch.full((3, 2), 0.5)
+        assert moe_mlp(x, topk_ids, topk_weights, w1, w2).shape == (3, 64)
     """
     wide = wide_type(x.dtype)
     out = torch.zeros(x.shape[0], w2.shape[1], dtype=wide, device=x.device)

@@ -50,6 +50,15 @@ class Routing(NamedTuple):
         max_tokens: of one rank.
         num_tokens: that this rank has.
         group_name: of the group whose tokens these are.
+
+    Example::
+
+        from flux.moe import route
+
+        topk_ids = torch.tensor([[0, 3], [1, 2], [2, 0]])  # 3 tokens choose 2 of 4 experts
+        topk_weights = torch.full((3, 2), 0.5)
+        routing = route(topk_ids, topk_weights, num_experts=4)
+        assert routing.num_tokens == 3 and routing.counts.shape == (4, p)
     """
 
     offsets: torch.Tensor
@@ -98,9 +107,21 @@ def route(
             e * p / ep_size on, each with a part of the columns. 1: tensor parallelism; p: expert parallelism.
         max_tokens: what no rank exceeds; the same on all ranks. None: all ranks have as many as this one.
 
+    Returns:
+        The Routing that flux.moe.ag_scatter_gemm and flux.moe.gemm_gather_rs take.
+
     Raises:
         ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
+
+    Example::
+
+        from flux.moe import route
+
+        topk_ids = torch.tensor([[0, 3], [1, 2], [2, 0]])  # 3 tokens choose 2 of 4 experts
+        topk_weights = torch.full((3, 2), 0.5)
+        routing = route(topk_ids, topk_weights, num_experts=4)
+        assert routing.offsets.tolist() == [0, 2 * p, 3 * p, 5 * p, 6 * p]  # rows of each expert
     """
     sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
     _gate.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)

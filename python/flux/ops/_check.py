@@ -240,6 +240,18 @@ def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor, which
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
 
 
+def out_args(
+    op: str, outs: Sequence[torch.Tensor], shapes: list[list[int]], x: torch.Tensor, gathered: bool, p: int
+) -> None:
+    """Checks the `out` of several products, behind which the gathered x may be."""
+    if gathered:
+        shapes = [*shapes, [x.shape[0] * p, *x.shape[1:]]]
+    if len(outs) != len(shapes):
+        fail(op, "out", f"{len(shapes)} tensors", f"{len(outs)}")
+    for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)):
+        out_arg(op, out, shape, x, f"[{i}]" if len(shapes) - gathered > 1 else "")
+
+
 def output(
     op: str,
     out: torch.Tensor | None,

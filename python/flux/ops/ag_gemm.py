@@ -101,6 +101,7 @@ def ag_gemm(
         bias: [N/p], dtype and device of x. For a list of weights: a list with one entry, which may be None,
             for each.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        transpose_weight: weight is [K, N/p].
         return_gathered: also return the gathered x, without another communication.
         out: contiguous [M, ..., N/p] to write to; for a list of weights a list of those.
 
@@ -115,6 +116,12 @@ def ag_gemm(
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+
+    Example::
+
+        x, gate, up = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32, 64)
+        hidden, gathered = flux.ag_gemm(x, [gate, up], return_gathered=True)
+        assert [h.shape for h in hidden] == [(8 * p, 32)] * 2  # [M, N/p] for each weight
     """
     many = isinstance(weight, (list, tuple))
     count = len(weight) if many else None
@@ -211,15 +218,6 @@ def _fake(
     return [*outs, _new_gathered(x, p)] if return_gathered else outs
 
 
-def _check_outs(x: torch.Tensor, outs: Tensors, shapes: list[list[int]], gathered: bool, p: int) -> None:
-    if gathered:
-        shapes = [*shapes, [x.shape[0] * p, *x.shape[1:]]]
-    if len(outs) != len(shapes):
-        _check.fail("ag_gemm", "out", f"{len(shapes)} tensors", f"{len(outs)}")
-    for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)):
-        _check.out_arg("ag_gemm", out, shape, x, f"[{i}]" if len(shapes) - gathered > 1 else "")
-
-
 def _fake_out(
     x: torch.Tensor,
     weights: Tensors,
@@ -231,7 +229,7 @@ def _fake_out(
 ) -> None:
     p = process_group(group_name).size()
     shapes, _, _, _ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
-    _check_outs(x, outs, shapes, return_gathered, p)
+    _check.out_args("ag_gemm", outs, shapes, x, return_gathered, p)
 
 
 def _eager(
@@ -339,7 +337,7 @@ def _results(
             results.append(_new_gathered(x, p))
     else:
         results = list(outs)
-        _check_outs(x, results, shapes, return_gathered, p)
+        _check.out_args("ag_gemm", results, shapes, x, return_gathered, p)
         for i, out in enumerate(results):
             which = f"[{i}]" if len(shapes) > 1 else ""
             _check.separate("ag_gemm", "out" + which, out, x, *weights, *biases, *results[:i])

@@ -37,6 +37,11 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
 
     Raises:
         TypeError, ValueError, CommTimeoutError, RuntimeError: as flux.ag_gemm.
+
+    Example::
+
+        rows = flux.all_gather(torch.full((2, 64), float(rank)))
+        assert rows.shape == (2 * p, 64) and rows[2 * rank, 0] == rank
     """
     direct = may_skip_dispatch(x)
     if not direct or out is not None:

@@ -40,6 +40,12 @@ def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
         ValueError: an argument does not fit or needs a gradient in grad mode; `out` shares memory with x
             without being it; or, where the ranks notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.gemm_ar.
+
+    Example::
+
+        x = torch.ones(4, 64)
+        flux.all_reduce(x, out=x)
+        assert (x == p).all()
     """
     direct = may_skip_dispatch(x)
     if not direct or out is not None:

@@ -29,6 +29,7 @@ def gemm(
         x: [..., K], bfloat16 or float16 for the kernel; float32 and float64 go through torch.
         weight: [N, K] as in nn.Linear, or [K, N] with `transpose_weight`; dtype and device of x.
         bias: [N], dtype and device of x.
+        transpose_weight: weight is [K, N].
         out: contiguous [..., N] to write to.
 
     Returns:
@@ -38,6 +39,11 @@ def gemm(
         TypeError: an argument is of another type.
         ValueError: an argument does not fit, or needs a gradient in a call with `out`; or `out` shares memory
             with an input.
+
+    Example::
+
+        x, weight, bias = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32)
+        assert flux.gemm(x, weight, bias).shape == (8, 32)
     """
     direct = may_skip_dispatch(x, weight, bias)
     if not direct or out is not None:

@@ -79,6 +79,7 @@ def gemm_ar(
         weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x.
         bias: [N], dtype and device of x, the same on all ranks.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        transpose_weight: weight is [K/p, N].
         residual: [..., N], dtype and device of x, the same on all ranks.
         norm_weight: [N], dtype and device of x: also apply RMSNorm with this weight to the rows of the sum.
         eps: of RMSNorm; nothing without `norm_weight`. None: that of fp32 (fp64 for fp64), as in torch.
@@ -96,6 +97,13 @@ def gemm_ar(
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+
+    Example::
+
+        x, weight = torch.randn(4, 64), torch.randn(32, 64)  # [M, K/p], [N, K/p]
+        residual, norm_weight = torch.zeros(4, 32), torch.ones(32)
+        normalised, total = flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight)
+        assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
     direct = may_skip_dispatch(x, weight, bias, residual, norm_weight)
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}

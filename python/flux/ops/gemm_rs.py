@@ -41,6 +41,7 @@ def gemm_rs(
         weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x.
         bias: [N], dtype and device of x; each rank adds it to its own rows.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        transpose_weight: weight is [K/p, N].
         out: contiguous [M/p, ..., N] to write to.
 
     Returns:
@@ -53,6 +54,12 @@ def gemm_rs(
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
+
+    Example::
+
+        x, weight = torch.randn(8 * p, 64), torch.randn(32, 64)  # [M, K/p], [N, K/p]
+        out = flux.gemm_rs(x, weight)
+        assert out.shape == (8, 32)  # [M/p, N]
     """
     direct = may_skip_dispatch(x, weight, bias)
     if not direct or out is not None:

@@ -47,6 +47,13 @@ def grouped_gemm(
     Raises:
         TypeError: an argument is of another type.
         ValueError: an argument does not fit.
+
+    Example::
+
+        x, weight = torch.randn(6, 64), torch.randn(3, 32, 64)
+        offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)  # 2 rows, none, 4 rows
+        out = flux.grouped_gemm(x, weight, offsets, activation="silu")
+        assert out.shape == (6, 32)
     """
     _gate.check("grouped_gemm", x=x, weight=weight, offsets=offsets, rows=rows, activation=activation)
     result: torch.Tensor = _op(x, weight, offsets, rows, activation)

@@ -44,16 +44,38 @@ _GATHERED_PARTS = 4
 class Plan:
     """How one problem runs. ``print(plan)`` explains it.
 
-    m counts rows of all ranks (gemm_rs: those of x on one rank, ag_gemm: those of the result), n the columns
-    of the result and k the columns of x on one rank.
-
     Attributes:
+        op: name of the operator.
+        m: rows of all ranks; of gemm_rs those of x on one rank, of ag_gemm those of the result.
+        n: columns of the result on one rank.
+        k: columns of x on one rank.
+        dtype: of x.
+        world_size: ranks of the group.
+        transpose_weight: weight is [k, n].
+        fused: whether flux's kernel runs (on CPU: its protocol).
+        transport: what carries data between ranks.
+        reason: why it runs fused or not.
+        config: id of the tile shape, or -1.
+        config_name: its name.
+        cluster: CTAs of a cluster.
+        group_m: rows of tiles in a raster group.
+        time_us: microseconds that the cost model expects.
+        candidates: name and time of each alternative, the fastest first.
+        signal_bytes: of signals in the workspace.
+        slot_bytes: of slots in each of the workspace's two buffers.
+        exchange_bytes: of the exchange in each of them.
         copied: tiles or gathered rows go by copy engine, except while a CUDA graph is being captured; then,
             and if not copied, the SMs send them.
         chunk_rows: after how many gathered rows the copy engines signal.
         chunks: in how many parts copy engines send the tiles of one peer.
         mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
             exchange.
+
+    Example::
+
+        plan = flux.explain("ag_gemm", m=8 * p, n=32, k=64, dtype=torch.float32)
+        assert (plan.op, plan.world_size) == ("ag_gemm", p)
+        print(f"{plan.transport}; {plan.slot_bytes} bytes for each of two buffers")
     """
 
     op: str
@@ -368,15 +390,32 @@ def explain(
 ) -> Plan:
     """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
 
-    `m`, `n`, `k` are those of the GEMM on one rank: for gemm_rs x is [m, k], with m the rows of all ranks and
-    k this rank's part of K; for ag_gemm m counts the gathered rows, and n is this rank's part of N; for
-    gemm_ar k is this rank's part of K; for all_reduce and reduce_scatter x is [m, n], and k means nothing.
     Decides for the current CUDA device if there is one, else for CPU tensors. Not a collective: before the
     group's first call it cannot know whether the peers can be reached, and says so in `reason`.
+
+    Args:
+        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce" or "reduce_scatter".
+        m: rows of x on one rank; for ag_gemm the gathered rows.
+        n: columns of the result on one rank: for ag_gemm this rank's part of N. Of all_reduce and
+            reduce_scatter the columns of x.
+        k: columns of x on one rank: for gemm_rs and gemm_ar this rank's part of K. Nothing for all_reduce and
+            reduce_scatter.
+        dtype: of x.
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+        transpose_weight: weight is [k, n].
+
+    Returns:
+        The plan; printing it explains it.
 
     Raises:
         ValueError: unknown op or group, a negative size, an unsupported dtype, or m not divisible by the
             ranks where these share rows.
+
+    Example::
+
+        plan = flux.explain("gemm_rs", m=1024, n=1024, k=256, dtype=torch.float32)
+        print(plan)
+        assert plan.fused or plan.reason
     """
     if op not in OPS:
         _check.fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))

@@ -45,6 +45,11 @@ def reduce_scatter(
         ValueError: an argument does not fit; `out` shares memory with x; or, where the ranks notice, they
             made different calls.
         CommTimeoutError, RuntimeError: as flux.gemm_rs.
+
+    Example::
+
+        rows = flux.reduce_scatter(torch.ones(2 * p, 64))
+        assert rows.shape == (2, 64) and (rows == p).all()
     """
     direct = may_skip_dispatch(x)
     if not direct or out is not None:

@@ -44,6 +44,14 @@ def wgrad_accum(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Ten
         TypeError: an argument is of another type.
         ValueError: an argument does not fit or needs a gradient in grad mode; or `main_grad` shares memory
             with another argument.
+
+    Example::
+
+        main_grad = torch.zeros(32, 64)
+        for _ in range(2):  # two micro-batches
+            x, grad_output = torch.ones(8, 64), torch.ones(8, 32)
+            flux.wgrad_accum(grad_output, x, main_grad)
+        assert (main_grad == 16.0).all()
     """
     _gate.check("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)
     _check.no_backward("wgrad_accum", grad_output=grad_output, x=x, main_grad=main_grad)

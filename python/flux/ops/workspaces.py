@@ -35,6 +35,7 @@ def reserve(
     shards that go by copy engine have buffers of their own, which are reserved too.
 
     Args:
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         max_m: rows of all ranks: those of x for gemm_rs and gemm_ar, of the result for ag_gemm and
             all_gather.
         max_n: columns of the result. Only gemm_rs and gemm_ar send them: without those, 1 will do. all_reduce
@@ -47,6 +48,11 @@ def reserve(
     Raises:
         ValueError: an argument does not fit, or the ranks ask for different sizes.
         CommTimeoutError: a rank did not come.
+
+    Example::
+
+        flux.reserve(max_m=256, max_n=128, max_k=64, dtype=torch.float32)
+        # Now a CUDA graph can capture calls of up to these sizes.
     """
     _gate.check("reserve", max_m=max_m, max_n=max_n, max_k=max_k, dtype=dtype, slots=slots)
     for name, size in (("max_m", max_m), ("max_n", max_n), ("max_k", max_k)):
@@ -107,8 +113,16 @@ def release(group: GroupLike = None) -> None:
 
     CUDA graphs that captured calls on the group must not be replayed afterwards.
 
+    Args:
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+
     Raises:
         CommTimeoutError: a rank did not come. The caller's side is freed nevertheless.
+
+    Example::
+
+        flux.gemm_rs(torch.ones(p, 64), torch.ones(32, 64))
+        flux.release()  # a later call makes a new workspace
     """
     registry.release(resolve_group(group, "release"))
 
@@ -116,9 +130,17 @@ def release(group: GroupLike = None) -> None:
 def check(group: GroupLike = None) -> None:
     """Waits for the current stream, and raises what went wrong on the group's workspaces, if anything.
 
+    Args:
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+
     Raises:
         CommTimeoutError: a peer did not deliver in time in some call since the workspace was made.
         RuntimeError: a call was broken off by an exception, when peers had heard of it.
+
+    Example::
+
+        out = flux.gemm_rs(torch.ones(p, 64), torch.ones(32, 64))
+        flux.check()  # the result is there, and no peer was lost
     """
     pg = resolve_group(group, "check")
     if _cuda.is_available() and _cuda.is_initialized():

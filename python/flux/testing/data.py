@@ -51,6 +51,27 @@ class GemmRsCase:
 
     `k` is what one rank holds. With world_size 1 it is a plain GEMM. Every rank can make every rank's data
     from the seed, so the expected result needs no communication.
+
+    Args:
+        m: rows of x on each rank, a multiple of `world_size`.
+        n: columns of the result.
+        k: columns of x on one rank.
+        world_size: ranks.
+        dtype: bfloat16, float16, float32 or float64.
+        transpose_weight: weight is [k, n].
+        bias: whether there is one.
+        seed: of the data.
+
+    Raises:
+        ValueError: so many ranks cannot be marked in `dtype`. Raised when the data is asked for.
+
+    Example::
+
+        from flux.testing import GemmRsCase
+
+        case = GemmRsCase(m=8 * p, n=32, k=64, world_size=p, bias=True)
+        x, weight, bias = case.inputs(rank)
+        assert torch.equal(flux.gemm_rs(x, weight, bias), case.expected(rank))
     """
 
     m: int
@@ -137,6 +158,27 @@ class AgGemmCase:
     `m` counts the rows of all ranks, `n` what one rank computes. Every rank can make every rank's data from
     the seed, so the expected result needs no communication. x does not depend on `n`: cases that differ only
     there are several weights for one x.
+
+    Args:
+        m: rows of all ranks, a multiple of `world_size`.
+        n: columns of the result on one rank.
+        k: columns of x.
+        world_size: ranks.
+        dtype: bfloat16, float16, float32 or float64.
+        transpose_weight: weight is [k, n].
+        bias: whether there is one.
+        seed: of the data; number the calls of a test 0, 1, 2, ...
+
+    Raises:
+        ValueError: so many ranks cannot be marked in `dtype`. Raised when the data is asked for.
+
+    Example::
+
+        from flux.testing import AgGemmCase
+
+        case = AgGemmCase(m=8 * p, n=32, k=64, world_size=p)
+        x, weight, bias = case.inputs(rank)
+        assert torch.equal(flux.ag_gemm(x, weight, bias), case.expected(rank))
     """
 
     m: int
@@ -150,7 +192,7 @@ class AgGemmCase:
 
     @property
     def unit(self) -> int:
-        """Q: what every product but that with the mark is a multiple of."""
+        """Q, of which every product but that with the mark is a multiple."""
         return 1 << (3 * self.world_size).bit_length()
 
     @property

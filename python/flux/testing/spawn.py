@@ -26,8 +26,19 @@ _KILL_S = 10.0
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank ended that returned nothing: its exit code (negative: killed by that signal) and traceback,
-    if any.
+    """How a rank ended that returned nothing.
+
+    Attributes:
+        rank: which one.
+        exit_code: negative if a signal killed it; None if it did not finish in time.
+        traceback: of its exception, or empty.
+
+    Example::
+
+        from flux.testing import RankFailure
+
+        failure = RankFailure(rank=1, exit_code=-9, traceback="")
+        assert str(failure) == "rank 1 died with exit code -9"
     """
 
     rank: int
@@ -43,7 +54,26 @@ class RankFailure:
 
 
 class SpawnError(RuntimeError):
-    """One or more ranks failed. `failures` has them in the order in which they were noticed."""
+    """One or more ranks failed.
+
+    Attributes:
+        failures: the RankFailure of each, in the order in which they were noticed.
+
+    Example::
+
+        from flux.testing import SpawnError, spawn
+
+        def fail(rank: int, world_size: int) -> None:
+            raise ValueError(f"no work for rank {rank}")
+
+        if __name__ == "__main__":
+            try:
+                spawn(fail, 2)
+            except SpawnError as error:
+                assert "no work for rank" in error.failures[0].traceback
+            else:
+                raise SystemExit("expected SpawnError")
+    """
 
     def __init__(self, failures: list[RankFailure]) -> None:
         self.failures = failures
@@ -69,6 +99,9 @@ def spawn(
     process is killed, by whatever signal, they are too.
 
     Args:
+        fn: what each rank calls.
+        world_size: how many ranks.
+        args: further arguments of `fn`.
         timeout_s: after that many seconds every rank still running is killed.
         backend: for init_process_group; default: nccl for CUDA and gloo for CPU tensors if there are enough
             GPUs, else gloo.
@@ -86,8 +119,15 @@ def spawn(
 
     Example::
 
+        import torch
+
+        import flux
+        from flux.testing import spawn
+
+
         def total(rank, world_size, addend):
             return flux.all_reduce(torch.full((4, 8), rank + addend))
+
 
         if __name__ == "__main__":
             assert all((result == 3.0).all() for result in spawn(total, 2, 1.0))

@@ -15,15 +15,37 @@ def tolerance(
 ) -> tuple[float, float]:
     """(atol, rtol) for x·Wᵀ summed over ranks, against a float64 or float32 reference.
 
-    `k` columns a rank, zero-mean independent entries with the given standard deviations. A partial sum then
-    has standard deviation s = x_std * weight_std * sqrt(k); elements are taken to stay within 6 s (1 in 10^9
-    does not).
+    For zero-mean independent entries with the given standard deviations, a partial sum has standard deviation
+    s = x_std * weight_std * sqrt(k); elements are taken to stay within 6 s (1 in 10^9 does not).
 
     - The result is rounded once: relative error u (half an ulp), the rtol.
     - Of the p partial sums, those that travel are rounded too: each errs by at most u * 6 s; the errors are
       independent, so sqrt(p) of them, not p, with a margin of 2.
     - fp32 accumulation of k * p terms: a random walk of roundings of at most 2^-24 * 6 s, hence sqrt(k * p)
       of them, times 4, because tensor cores truncate some low bits instead of rounding.
+
+    Args:
+        k: columns of x on one rank.
+        dtype: of x: bfloat16, float16, float32 or float64.
+        world_size: ranks over which is summed.
+        x_std: standard deviation of the entries of x.
+        weight_std: standard deviation of the entries of the weight.
+
+    Returns:
+        Absolute and relative tolerance, as torch.testing.assert_close takes them.
+
+    Raises:
+        KeyError: another dtype.
+
+    Example::
+
+        from flux.testing import tolerance
+
+        torch.manual_seed(rank)
+        x, weight = torch.randn(8 * p, 64), torch.randn(32, 64)
+        exact = flux.reduce_scatter(x.double() @ weight.double().t())
+        atol, rtol = tolerance(64, x.dtype, p)
+        torch.testing.assert_close(flux.gemm_rs(x, weight).double(), exact, atol=atol, rtol=rtol)
     """
     u = _UNIT[dtype]
     accumulate = _UNIT[torch.float64] if dtype == torch.float64 else _UNIT[torch.float32]

@@ -22,6 +22,22 @@ def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> N
 
     For models with stock layers too, such as GPTModel's output layer: those refuse the option
     `gradient_accumulation_fusion` where Apex is missing. Build the model without it, then call this.
+
+    Args:
+        model: in which flux's layers are looked for.
+        enabled: whether they add gradients to `main_grad` of a weight that has one.
+
+    Example::
+
+        from flux.integrations.megatron import FluxColumnParallelLinear, accumulate_into_main_grad
+
+        layer = FluxColumnParallelLinear(
+            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
+        )
+        accumulate_into_main_grad(layer)
+        layer.weight.main_grad = torch.zeros(8, 32)
+        layer(torch.ones(4, 1, 32, requires_grad=True))[0].sum().backward()
+        assert (layer.weight.main_grad != 0).any()
     """
     for module in model.modules():
         if isinstance(module, _FluxLinear):
@@ -78,6 +94,19 @@ class FluxColumnParallelLinear(_FluxLinear, ColumnParallelLinear):  # type: igno
     parallelism flux.gemm, and flux.gemm_ar backward.
 
     Arguments, parameters, state and results are those of Megatron's class.
+
+    Raises:
+        ValueError: config asks for fp8 or fp4.
+
+    Example::
+
+        from flux.integrations.megatron import FluxColumnParallelLinear
+
+        layer = FluxColumnParallelLinear(
+            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
+        )
+        product, bias = layer(torch.randn(4, 1, 32))
+        assert product.shape[-1] == 8
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -104,6 +133,25 @@ class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[mis
     flux.gemm_ar, and flux.gemm backward.
 
     Arguments, parameters, state and results are those of Megatron's class.
+
+    Raises:
+        ValueError: config asks for fp8 or fp4.
+
+    Example::
+
+        from flux.integrations.megatron import FluxRowParallelLinear
+
+        layer = FluxRowParallelLinear(
+            8 * p,
+            32,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        )
+        total, bias = layer(torch.randn(4, 1, 8))
+        assert total.shape[-1] == 32
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

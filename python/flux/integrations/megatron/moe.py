@@ -24,6 +24,15 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     dispatcher and the calls of single experts; for tensor and expert parallelism and both.
 
     Arguments, parameters, state and results are those of Megatron's class.
+
+    Example::
+
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        from flux.integrations.megatron import FluxMoELayer, convert_spec
+
+        spec = convert_spec(get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False))
+        assert spec.submodules.mlp.module is FluxMoELayer
     """
 
     def __init__(

@@ -58,6 +58,13 @@ class FluxNorm(nn.Module):
 
     Raises:
         ValueError: config.normalization is neither LayerNorm nor RMSNorm.
+
+    Example::
+
+        from flux.integrations.megatron import FluxNorm
+
+        norm = FluxNorm(config, 32)
+        assert norm(torch.randn(4, 1, 32)).shape == (4, 1, 32)
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
@@ -75,8 +82,20 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
 
     The norm is torch's; the rows are gathered after it, so every rank normalises its own only.
 
+    Arguments, parameters, state and results are those of Transformer Engine's class.
+
     Raises:
         ValueError: config.normalization is neither LayerNorm nor RMSNorm.
+
+    Example::
+
+        from flux.integrations.megatron import FluxLayerNormColumnParallelLinear
+
+        layer = FluxLayerNormColumnParallelLinear(
+            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
+        )
+        product, bias = layer(torch.randn(4, 1, 32))
+        assert product.shape[-1] == 8
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:

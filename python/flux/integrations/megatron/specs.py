@@ -34,6 +34,21 @@ def convert_spec(spec: Any) -> Any:
     Replaced are column- and row-parallel linear layers, Megatron's and Transformer Engine's, layers of
     experts, and torch's norm, which knows no sequence parallelism. Everything else stays, such as the
     attention itself.
+
+    Args:
+        spec: ModuleSpec, submodules, or a list or tuple of those.
+
+    Returns:
+        The copy; `spec` stays as it is.
+
+    Example::
+
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        from flux.integrations.megatron import FluxRowParallelLinear, convert_spec
+
+        spec = convert_spec(get_gpt_layer_local_spec())
+        assert spec.submodules.mlp.submodules.linear_fc2 is FluxRowParallelLinear
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(convert_spec(part) for part in spec)
@@ -56,6 +71,13 @@ def get_flux_layer_spec(
 
     Returns:
         TransformerBlockSubmodules, for this rank's pipeline stage.
+
+    Example::
+
+        from flux.integrations.megatron import get_flux_layer_spec
+
+        spec = get_flux_layer_spec(config, use_transformer_engine=False)
+        assert len(spec.layer_specs) == config.num_layers
     """
     use_te = gpt_layer_specs.HAVE_TE if use_transformer_engine is None else use_transformer_engine
     return convert_spec(

