@@ -97,8 +97,8 @@ def common(rank: int) -> dict[str, Any]:
     }
 
 
-def readme(rank: int) -> dict[str, Any]:
-    return {**common(rank), **decoding(), **megatron(rank)}
+def quickstart(rank: int) -> dict[str, Any]:
+    return {**common(rank), **decoding()}
 
 
 def decoding() -> dict[str, Any]:
@@ -171,7 +171,8 @@ def reference(rank: int) -> dict[str, Any]:
 
 
 NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "README.md": readme,
+    "README.md": common,
+    "docs/quickstart.md": quickstart,
     REFERENCE: reference,
     "docs/ag_gemm.md": ag_gemm,
     "docs/gemm_ar.md": lambda rank: {**common(rank), **decoding()},
@@ -290,14 +291,8 @@ def test_the_quick_start_under_torchrun(tmp_path: Path) -> None:
     run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file))
 
 
-def test_the_laptop_example(tmp_path: Path) -> None:
-    file = tmp_path / "laptop.py"
-    file.write_text(script("spawn(work"))
-    assert run_script(str(file)).count("[") == 9  # a tensor of 8 rows
-
-
 def test_the_torchrun_example(tmp_path: Path) -> None:
-    """It prints what the README says."""
+    """What the README begins with."""
     file = tmp_path / "rs.py"
     file.write_text(script("init_process_group"))
     # Each rank to a file of its own: in one, their lines would mix.
@@ -306,6 +301,16 @@ def test_the_torchrun_example(tmp_path: Path) -> None:
     printed = {log.parent.name: log.read_text() for log in tmp_path.glob("logs/**/stdout.log")}
     assert printed.keys() == {"0", "1", "2", "3"}
     for rank, lines in printed.items():
-        assert f"rank {rank}: [256, 1024]\n" in lines
-    explained = re.findall(r"```\n(gemm_rs: x .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(explained) == 1 and explained[0] in printed["0"], printed["0"]
+        assert f"rank {rank}: [256, 1024], 4096\n" in lines
+
+
+def explained(rank: int, p: int) -> str:
+    flux.gemm_rs(torch.ones(p, 4), torch.ones(4, 4))  # the ranks ask each other how they are connected
+    return str(flux.explain("gemm_rs", 1024, 1024, 1024, torch.float32))
+
+
+def test_what_explain_prints() -> None:
+    """The quick start shows it as it is."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (shown,) = re.findall(r"```\n(gemm_rs: x .*?)```", page, re.DOTALL)
+    assert spawn(explained, RANKS) == [shown.rstrip()] * RANKS
