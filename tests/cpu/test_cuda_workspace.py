@@ -16,7 +16,7 @@ from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
 from flux.ops import ag_gemm, all_gather, gemm_rs
 from flux.ops import gemm_rs_with_gather as beside
-from flux.ops.plan import Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
+from flux.ops.plan import Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs, workspace_plan
 
 
 class Echo:
@@ -37,6 +37,8 @@ class Machine:
         self.stream = 7
         self.waits: list[tuple[int, int]] = []
         self.allocated: list[int] = []
+        self.foreign: set[int] = set()  # streams that torch does not own
+        self.destroyed: set[int] = set()
 
 
 @pytest.fixture
@@ -49,10 +51,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
             self.peers = [4096, 8192]
 
     def external_stream(raw: int, device: torch.device) -> Any:
+        assert raw not in state.destroyed, "undefined behaviour"
         return SimpleNamespace(record_event=lambda: raw)
 
     def current_stream(device: torch.device) -> Any:
-        return SimpleNamespace(wait_event=lambda event: state.waits.append((event, state.stream)))
+        # Ids of torch's own streams are odd.
+        stream_id = 2 * state.stream + (state.stream not in state.foreign)
+        return SimpleNamespace(
+            wait_event=lambda event: state.waits.append((getattr(event, "behind", event), state.stream)),
+            stream_id=stream_id,
+        )
+
+    def event() -> Any:
+        made = SimpleNamespace(behind=None)
+        made.record = lambda stream: setattr(made, "behind", state.stream)
+        return made
 
     zeros = torch.zeros
     properties = SimpleNamespace(multi_processor_count=132, uuid="A")
@@ -67,7 +80,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(symm_mem, "why_not", lambda group, device: None)
     monkeypatch.setattr(symm_mem, "SymmetricMemory", Memory)
     monkeypatch.setattr(cuda, "load_kernels", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(CudaWorkspace, "_last_streams", {})
+    monkeypatch.setattr(CudaWorkspace, "_last_events", {})
     yield state
 
 
@@ -137,6 +152,37 @@ def test_calls_on_another_stream_wait_for_the_last_one(machine: Machine) -> None
     machine.capturing, machine.stream = True, 9
     enter(workspace, plan(128))
     assert len(machine.waits) == 3, "a graph must not wait for work outside of it"
+
+
+def test_a_stream_that_may_be_destroyed_is_not_recorded_on_later(machine: Machine) -> None:
+    workspace = make()
+    machine.foreign = {8}
+    for stream in (7, 8):
+        machine.stream = stream
+        enter(workspace, plan(128))
+    machine.destroyed = {8}
+    for stream in (9, 9, 7):
+        machine.stream = stream
+        enter(workspace, plan(128))
+    assert machine.waits == [(7, 8), (8, 9), (9, 7)]
+    # A new stream may have the address of the destroyed one.
+    machine.destroyed = set()
+    machine.stream = 8
+    enter(workspace, plan(128))
+    enter(workspace, plan(128))
+    assert machine.waits[3:] == [(7, 8), (8, 8)]
+
+
+def test_no_copy_engines_where_launches_block(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1024, 4096, dtype=torch.bfloat16)
+    assert all_gather.gather_plan(make(), x).copied
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    workspace = make()
+    chosen = all_gather.gather_plan(workspace, x)
+    assert not chosen.copied and "CUDA_LAUNCH_BLOCKING=1" in chosen.transport
+    assert entered(workspace, chosen) == (workspace._symm_buffer.address, 0, 0)
+    rows = workspace_plan(workspace, "gemm_rs", 16384, 8192, 8192, torch.bfloat16, False)
+    assert rows.fused and not rows.copied
 
 
 def gathering(rows: int, k: int = 4096, world_size: int = 2) -> Plan:

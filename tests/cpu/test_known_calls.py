@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         monkeypatch.setattr(module, "_kernel", record(module.__name__.rpartition(".")[2]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))
     monkeypatch.setattr(CudaWorkspace, "_last_streams", {})
     monkeypatch.setattr(registry, "_workspaces", {})
     monkeypatch.setattr(registry, "_turns", {})
@@ -252,3 +255,21 @@ def test_a_timeout_is_raised_by_a_known_call(op: str, group: Any, launches: Laun
         with pytest.raises(flux.CommTimeoutError):
             call(group, op)
     assert len(launches) == 1
+
+
+def test_a_call_is_made_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks torch about the current stream, such as whether that is captured, is about this device."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(registry, "_turns", {})
+    group: Any = Group(2)
+    seen = [registry.in_turn(group, torch.device("cuda", i), lambda: current[0]) for i in (0, 1, 0)]
+    assert seen == [0, 1, 0] and current == [0]

@@ -86,7 +86,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
-    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext(77), raising=False)
+    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     made = plan(m=8, n=16)
     x, out = torch.ones(4, 32).bfloat16(), torch.zeros(1, 32).bfloat16()
     _exchange.run_fused(workspace, made, 0, x, out)

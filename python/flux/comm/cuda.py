@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -51,13 +52,18 @@ def load_kernels() -> None:
     torch.ops.flux._prepare()
 
 
+def _owned_by_others(stream_id: int) -> bool:
+    """Whether torch only wraps a stream. The ids of its own streams are odd, that of the default one is 0."""
+    return stream_id != 0 and stream_id % 2 == 0
+
+
 def refuse_capture(group: ProcessGroup, op: str) -> None:
     """Raises RuntimeError while a CUDA graph is being captured: it cannot capture an allocation."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: group {group.group_name!r} has no workspace large enough for this call, and a CUDA graph "
             "cannot capture its allocation. Before the capture call flux.reserve(group, max_m=, max_n=, "
-            "max_k=, dtype=) on all ranks, or run the operator once with this shape."
+            "max_k=, dtype=) on all ranks."
         )
 
 
@@ -70,7 +76,9 @@ class CudaWorkspace(Workspace):
     copy goes must be known when it is enqueued. Such calls are never captured.
     """
 
-    _last_streams: ClassVar[dict[int, int]] = {}  # by device: where the last call of any group went
+    # By device: where the last call of any group went, and an event behind it on streams of others.
+    _last_streams: ClassVar[dict[int, int]] = {}
+    _last_events: ClassVar[dict[int, Any]] = {}
     _same: Same = NOTHING  # of the call that is being made, for when it must grow
 
     def __init__(
@@ -111,6 +119,8 @@ class CudaWorkspace(Workspace):
             "host": shm.host_id(),
             "backend": _env.get("FLUX_SYMM_BACKEND"),
             "num_sms": properties.multi_processor_count,
+            # With blocking launches the host waits for a copy before it launches what the copy waits for.
+            "copies": os.environ.get("CUDA_LAUNCH_BLOCKING") != "1",
             "uuid": str(properties.uuid),
         }
 
@@ -215,13 +225,24 @@ class CudaWorkspace(Workspace):
     def _follow_last_call(self) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         last_stream = self._last_streams.get(self._index)
-        if stream != last_stream:
+        if stream != last_stream or self._index in self._last_events:
+            current = torch.cuda.current_stream(self.device)
+            event = self._last_events.pop(self._index, None)
             if last_stream is not None:
                 # Calls must run in the order they were made, whatever their streams and groups: a kernel
                 # waits on all its SMs for its peers, who may be waiting for the other one.
-                event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
-                torch.cuda.current_stream(self.device).wait_event(event)
+                if event is None:
+                    event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
+                current.wait_event(event)
             self._last_streams[self._index] = stream
+            if _owned_by_others(current.stream_id):
+                # It may be destroyed before the next call, which could then not record behind it.
+                self._last_events[self._index] = _cuda.Event()
+
+    def _launched(self) -> None:
+        event = self._last_events.get(self._index)
+        if event is not None and not torch.cuda.is_current_stream_capturing():
+            event.record(torch.cuda.current_stream(self.device))
 
     def check(self) -> None:
         """Raises what made the workspace unusable, such as a timeout that a kernel has recorded. Does not
@@ -272,7 +293,12 @@ class Launch:
         return workspace._address, 0
 
     def __exit__(self, *_: object) -> None:
-        self._workspace._launch_lock.release()
+        workspace = self._workspace
+        try:
+            if workspace._last_events:
+                workspace._launched()
+        finally:
+            workspace._launch_lock.release()
 
 
 class CopyLaunch:
@@ -296,4 +322,9 @@ class CopyLaunch:
         return workspace._copy_address, workspace._copy_epoch
 
     def __exit__(self, *_: object) -> None:
-        self._workspace._launch_lock.release()
+        workspace = self._workspace
+        try:
+            if workspace._last_events:
+                workspace._launched()
+        finally:
+            workspace._launch_lock.release()

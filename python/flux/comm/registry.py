@@ -36,6 +36,10 @@ def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *ar
     if group.size() == 1:
         return fn(*arguments)
     its_turn = _turns.get((group, device)) or turn(group, device)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # What a call asks torch without naming a device is about the current one.
+        with torch.cuda.device(device):
+            return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
     return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
 
 

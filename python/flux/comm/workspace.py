@@ -141,10 +141,12 @@ class Workspace(ABC):
         failure: what made the workspace unusable, or None.
         turn: in which calls are made, and which knows whether one was broken off.
         compares_contents: whether ranks compare what tensors hold (FLUX_DEBUG=compare on any rank).
+        copies: whether copy engines may carry calls. Equal on all ranks.
     """
 
     transport: str  # what carries the tiles, for people to read
     compares_contents = False
+    copies = True
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
@@ -163,6 +165,7 @@ class Workspace(ABC):
         self._meeting = meeting
         facts = meeting.exchange(op, {**self._facts(), "compare": _env.get("FLUX_DEBUG") == "compare"})
         self.num_sms = min(f["num_sms"] for f in facts)
+        self.copies = all(f.get("copies", True) for f in facts)
         self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
         if self.why_not is not None:
@@ -183,7 +186,7 @@ class Workspace(ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """why_not, host, backend and num_sms of this rank."""
+        """why_not, host, backend and num_sms of this rank; `copies` if it is False."""
 
     @abstractmethod
     def _unreachable(self, facts: list[dict[str, Any]]) -> str | None:

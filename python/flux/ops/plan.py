@@ -6,7 +6,7 @@ Everything here follows from facts that all ranks of a group share, so ranks can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -364,7 +364,7 @@ def workspace_plan(
     key = (op, m, n, k, dtype, transpose_weight)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
-        plan = workspace.plans[key] = PLANNERS[op](
+        plan = PLANNERS[op](
             workspace.device.type,
             m,
             n,
@@ -376,7 +376,16 @@ def workspace_plan(
             workspace.num_sms,
             workspace.transport,
         )
+        plan = workspace.plans[key] = carried_by(workspace, plan)
     return plan
+
+
+def carried_by(workspace: Workspace, plan: Plan) -> Plan:
+    """The plan, with SMs that send where this workspace has no use for copy engines."""
+    if workspace.copies or not plan.copied:
+        return plan
+    transport = f"{workspace.transport} (CUDA_LAUNCH_BLOCKING=1 rules out copy engines)"
+    return replace(plan, copied=False, transport=transport)
 
 
 def explain(
