@@ -79,13 +79,15 @@ PyObject* call_in_turn(PyObject* self, PyObject* const* args, Py_ssize_t count) 
 void bind_turn(py::module_& m) {
   py::class_<CallTurn> type(m, "CallTurn",
                             "The calls of a process on one group: one after the other, in order of arrival.");
+  // A member function would take None for a null pointer.
   type.def(py::init<py::object>(), py::arg("refusals"),
            "refusals: types of exceptions that all ranks raise together, which break nothing off.")
-      .def("open", &CallTurn::open,
-           "From here to its end, an exception breaks the call off: peers have heard of it.")
+      .def(
+          "open", [](CallTurn& self) { self.open(); },
+          "From here to its end, an exception breaks the call off: peers have heard of it.")
       .def_property_readonly("broken_by", &CallTurn::broken_by,
                              "Name of the exception that broke a call off, or None.")
-      .def("forget", &CallTurn::forget, "Forgets what broke a call off.");
+      .def("forget", [](CallTurn& self) { self.forget(); }, "Forgets what broke a call off.");
   static PyMethodDef call = {
       "call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_in_turn)), METH_FASTCALL,
       "call(fn, *args)\n--\n\nfn(*args), when no other thread is inside a call. A call may be made of "

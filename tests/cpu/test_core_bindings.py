@@ -172,3 +172,9 @@ def test_threads_wait_at_the_same_time() -> None:
         thread.join()
     assert seen == [1] * threads
     assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("method", ["open", "forget"])
+def test_a_method_of_nothing_is_refused(method: str) -> None:
+    with pytest.raises(TypeError):
+        getattr(core.CallTurn, method)(None)
