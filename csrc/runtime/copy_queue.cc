@@ -8,13 +8,15 @@ namespace flux::runtime {
 struct CopyQueue::Queue {
   std::mutex mutex;
   cudaStream_t stream, aside;
-  cudaEvent_t begin, copied, done;
+  cudaEvent_t begin, copied, announced, done;
+  bool announces = false;  // since the last call began
 
   Queue() {
     FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     FLUX_CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
     FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
     FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming));
+    FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&announced, cudaEventDisableTiming));
     FLUX_CUDA_CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
   }
 
@@ -37,6 +39,11 @@ void CopyQueue::follow(cudaStream_t stream) {
   submit();
   FLUX_CUDA_CHECK(cudaEventRecord(queue_.begin, stream));
   FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.stream, queue_.begin));
+  if (!queue_.announces) return;
+  // The last call's epoch must not land on one that this call writes.
+  FLUX_CUDA_CHECK(cudaEventRecord(queue_.announced, queue_.aside));
+  FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.stream, queue_.announced));
+  queue_.announces = false;
 }
 
 void CopyQueue::copy(void* dst, const void* src, int64_t bytes) {
@@ -59,6 +66,7 @@ void CopyQueue::announce(uint32_t* address, uint32_t value) {
   FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.aside, queue_.copied));
   write(address, value);
   submit_to(queue_.aside);
+  queue_.announces = true;
 }
 
 void CopyQueue::wait(const uint32_t* address, uint32_t value) {
