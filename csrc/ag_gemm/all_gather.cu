@@ -40,32 +40,32 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
   const Layout& layout = p.layout;
   if (p.push) push_rows(p.symm, layout, p.rows, call, gridDim.x);
   // Own rows first, then peers in the order of their arrival: rank-1, rank-2 and so on.
-  const int num_blocks = layout.row_blocks(), rank = p.symm.rank, world_size = p.symm.world_size;
-  const int copies_per_block = (gemm::kBlockM * layout.row_bytes + kCopyBytes - 1) / kCopyBytes;
-  for (int copy = blockIdx.x; copy < num_blocks * world_size * copies_per_block; copy += gridDim.x) {
-    const int index = copy / copies_per_block;
-    const int source = (rank + world_size - index / num_blocks) % world_size;
-    const int block = index % num_blocks;
+  const int rank = p.symm.rank, world_size = p.symm.world_size;
+  const Pieces copies = make_pieces(layout, kCopyBytes);
+  for (int copy = blockIdx.x; copy < copies.count(world_size); copy += gridDim.x) {
+    const Piece piece = copies.at(copy);
+    if (piece.bytes == 0) continue;
+    const int source = (rank + world_size - piece.peer) % world_size, block = piece.block;
     const int row = block * gemm::kBlockM;
-    const int offset = copy % copies_per_block * kCopyBytes;
-    const int bytes = min(kCopyBytes, min(gemm::kBlockM, layout.rows - row) * layout.row_bytes - offset);
-    if (bytes <= 0) continue;
     const char* src = p.rows + static_cast<int64_t>(row) * layout.row_bytes;
     if (source != rank) {
       const int slot = Layout::slot_index(source, rank);
       src = p.symm.slots(rank, call.epoch) + layout.offset(slot, row);
       if (threadIdx.x == 0) {
-        // Gathered by an earlier call on this stream, which has already waited.
-        here = p.reuse ||
-               sync::wait_signal(p.symm, p.symm.signal(rank, slot, block / p.blocks_per_signal), call.epoch,
-                                 {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
+        // The launch before has waited for what it gathered, or has timed out.
+        const uint32_t* signal = p.symm.signal(rank, slot, block / p.blocks_per_signal);
+        here = p.reuse
+                   ? !call.aborted
+                   : sync::wait_signal(p.symm, signal, call.epoch,
+                                       {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
       }
       __syncthreads();
       // The host will raise. Until then the content must not look like a result.
       if (!here) src = nullptr;
     }
     char* dst = p.out + source * layout.shard_bytes() + static_cast<int64_t>(row) * layout.row_bytes;
-    runtime::copy_bytes<kThreads>(dst + offset, src == nullptr ? nullptr : src + offset, bytes, threadIdx.x);
+    const char* from = src == nullptr ? nullptr : src + piece.offset;
+    runtime::copy_bytes<kThreads>(dst + piece.offset, from, piece.bytes, threadIdx.x);
     __syncthreads();  // `here` is about to be written again
   }
   __syncthreads();

@@ -20,12 +20,47 @@ struct Layout {
   FLUX_HD int64_t offset(int slot, int row) const {
     return slot * shard_bytes() + static_cast<int64_t>(row) * row_bytes;
   }
+  // The last block of a shard may have fewer rows than a tile.
+  FLUX_HD int64_t block_bytes(int block) const {
+    const int left = rows - block * gemm::kBlockM;
+    return static_cast<int64_t>(left < gemm::kBlockM ? left : gemm::kBlockM) * row_bytes;
+  }
   FLUX_HD int num_signals() const { return (world_size - 1) * row_blocks(); }
   FLUX_HD int64_t slot_bytes() const { return (world_size - 1) * shard_bytes(); }
 };
 
 FLUX_HD Layout make_layout(int m, int k, int world_size) {
   return {m / world_size, k * gemm::kElementBytes, world_size};
+}
+
+// A part of a block of rows. A block of long rows has more bytes than an int counts, a piece has not.
+struct Piece {
+  int peer, block;  // the peer's number in an order that the caller chooses
+  int64_t offset;   // in the block
+  int bytes;        // 0: beyond the end of the block
+};
+
+// All blocks of the first peer, then all of the second, and so on, each in pieces of the same size.
+struct Pieces {
+  Layout layout;
+  int size;       // of a piece, in bytes
+  int per_block;  // the last block has pieces beyond its end if it is shorter than the others
+
+  FLUX_HD int count(int peers) const { return peers * layout.row_blocks() * per_block; }
+  FLUX_HD Piece at(int index) const {
+    const int all_blocks = index / per_block, block = all_blocks % layout.row_blocks();
+    const int64_t offset = static_cast<int64_t>(index % per_block) * size;
+    const int64_t left = layout.block_bytes(block) - offset;
+    return {all_blocks / layout.row_blocks(), block, offset,
+            left <= 0 ? 0 : static_cast<int>(left < size ? left : size)};
+  }
+  FLUX_HD int of_block(int block) const {
+    return static_cast<int>((layout.block_bytes(block) + size - 1) / size);
+  }
+};
+
+FLUX_HD Pieces make_pieces(const Layout& layout, int size) {
+  return {layout, size, static_cast<int>((layout.block_bytes(0) + size - 1) / size)};
 }
 
 // The bytes that a CTA sends at a time. Each pushing CTA gets at least two pieces of a shard, so that all of

@@ -232,6 +232,17 @@ ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size) {
   return ag_gemm::make_layout(m, k, world_size);
 }
 
+std::optional<std::tuple<int, int, int64_t, int>> piece_of_rows(const ag_gemm::Layout& self, int size,
+                                                                int peers, int index) {
+  check_range("size", size, 1, kMaxExtent);
+  check_range("peers", peers, 1, runtime::kMaxWorldSize);
+  check_range("index", index, 0, kMaxExtent);
+  const ag_gemm::Pieces pieces = ag_gemm::make_pieces(self, size);
+  if (index >= pieces.count(peers)) return std::nullopt;
+  const ag_gemm::Piece piece = pieces.at(index);
+  return std::tuple(piece.peer, piece.block, piece.offset, piece.bytes);
+}
+
 int64_t row_offset(const ag_gemm::Layout& self, int slot, int row) {
   check_range("slot", slot, 0, self.world_size - 2);
   check_range("row", row, 0, self.rows - 1);
@@ -412,7 +423,9 @@ void bind_ag_gemm(py::module_& m) {
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
       .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
-      .def("offset", &row_offset, py::arg("slot"), py::arg("row"));
+      .def("offset", &row_offset, py::arg("slot"), py::arg("row"))
+      .def("piece", &piece_of_rows, py::arg("size"), py::arg("peers"), py::arg("index"),
+           "(peer, block, offset, bytes) of what a CTA copies at a time, or None beyond the last piece.");
   m.def("ag_gemm_layout", &ag_gemm_layout, py::arg("m"), py::arg("k"), py::arg("world_size"));
   m.def("ag_gemm_tiles", &ag_gemm_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
         py::arg("config"), py::arg("cluster"), py::arg("group_m"),

@@ -4,6 +4,7 @@ can deadlock.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -277,3 +278,32 @@ def test_selection_prefers_a_model_and_names_its_candidates() -> None:
                 tile = core.tile_configs()[choice.config]
                 assert tile.supports_transposed_weight or not transpose_weight
                 assert tile.smem_bytes <= 232448
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "world_size", "size"),
+    [
+        (1, 4096, 2, 32 << 10),
+        (1, 2**24, 2, 256 << 10),  # 128 such rows have 2**32 bytes, the gather of one of them was empty
+        (130, 2**23 + 8, 2, 256 << 10),
+        (127, 4104, 3, 65536),
+        (129, 4096, 4, 65536),
+        (300, 8, 8, 32 << 10),
+    ],
+)
+def test_pieces_of_rows_cover_each_block_once(rows: int, k: int, world_size: int, size: int) -> None:
+    layout = core.ag_gemm_layout(rows * world_size, k, world_size)
+    peers = world_size - 1
+    ends = dict.fromkeys(itertools.product(range(peers), range(layout.row_blocks)), 0)
+    for index in itertools.count():
+        piece = layout.piece(size, peers, index)
+        if piece is None:
+            break
+        peer, block, offset, nbytes = piece
+        if nbytes:
+            assert offset == ends[peer, block] and 0 < nbytes <= size, piece
+            ends[peer, block] += nbytes
+        else:
+            assert offset >= ends[peer, block], "only the last block of a shard is shorter"
+            assert block == layout.row_blocks - 1
+    assert ends == {(peer, block): min(128, rows - 128 * block) * layout.row_bytes for peer, block in ends}

@@ -431,3 +431,33 @@ def test_a_late_rank_gets_its_result_or_an_error_but_never_another_calls_rows() 
     assert torch.equal(first, cases[1].expected(1, "cuda")), "what rank 0 sent before it gave up is whole"
     assert second[:200].isnan().all(), "rank 0 has sent nothing for this call"
     assert torch.equal(second[200:], cases[2].expected(1, "cuda")[200:]), "own rows wait for nobody"
+
+
+@pytest.mark.parametrize("copied", TRANSPORTS)
+def test_collected_rows_of_a_missing_rank_are_no_rows_of_an_earlier_call(copied: bool) -> None:
+    missing, ranks = 1, EmulatedRanks(3, timeout_s=0.3)
+    cases = [AgGemmCase(3 * 200, 520, 136, 3, seed=seed) for seed in range(3)]
+    for case in cases[:2]:  # both buffers hold rows
+        ranks.ag_gemm(*gpu_inputs(case)[:2], copied=copied)
+        ranks.check()
+    xs, weights, _ = gpu_inputs(cases[2])
+    ranks.ag_gemm(xs, weights, absent={missing}, copied=copied)
+    collected = ranks.collect(xs, absent={missing}, copied=copied)
+    with pytest.raises(flux.CommTimeoutError):
+        ranks.check()
+    assert_nothing_wrong(collected, gathered_everywhere(cases[2]), missing)
+
+
+@pytest.mark.parametrize("copied", TRANSPORTS)
+@pytest.mark.parametrize("rows", [1, 3, 130])
+def test_blocks_of_more_bytes_than_an_int_counts(rows: int, copied: bool) -> None:
+    """128 rows have at least 2**31 bytes."""
+    world_size, k = 2, 2**24 if rows == 1 else 2**23 + 8
+    ranks = EmulatedRanks(world_size, timeout_s=20)
+    # Bits, as far as 16 of them can tell columns, rows and ranks apart.
+    columns = torch.arange(k, device="cuda", dtype=torch.int32) * 40503 >> 3
+    full = torch.stack([(columns + 977 * row).to(torch.int16) for row in range(world_size * rows)])
+    results = ranks.all_gather(list(full.view(torch.bfloat16).chunk(world_size)), copied=copied)
+    ranks.check()
+    for rank, result in enumerate(results):
+        assert torch.equal(result.view(torch.int16), full), rank

@@ -169,8 +169,8 @@ def can_run_fused(
     if device_type != "cuda":
         return False, f"no kernels for {device_type} tensors"
     row_bytes = k * dtype.itemsize
-    if op in ("all_gather", "ag_gemm") and row_bytes * _BLOCK_M >= 2**31:
-        return False, f"rows of {row_bytes} bytes: {_BLOCK_M} of them have more than the kernel can count"
+    if op in ("all_gather", "ag_gemm") and row_bytes >= 2**31:
+        return False, f"rows of {row_bytes} bytes are longer than the kernel can count"
     if op == "all_gather":
         if row_bytes % _ROW_ALIGNMENT_BYTES:
             return False, f"rows of {row_bytes} bytes are not a multiple of {_ROW_ALIGNMENT_BYTES} bytes"

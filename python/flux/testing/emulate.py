@@ -334,7 +334,12 @@ class EmulatedRanks:
         return core.exchange(m, n, self.world_size, core.ExchangeMode(mode))
 
     def collect(
-        self, xs: Sequence[torch.Tensor], *, join: bool = True, copied: bool = False
+        self,
+        xs: Sequence[torch.Tensor],
+        *,
+        join: bool = True,
+        absent: Collection[int] = (),
+        copied: bool = False,
     ) -> list[torch.Tensor]:
         """For every rank the rows [m, k] that the call of ag_gemm before this one, with the same `xs` and
         `copied`, has gathered.
@@ -346,7 +351,7 @@ class EmulatedRanks:
             epoch = self._copy_epoch(rank, copied, next_=False)
             torch.ops.flux._collect(xs[rank], outs[rank], workspaces.address(rank), epoch)
 
-        self._launch(launch, join, ())
+        self._launch(launch, join, absent)
         return outs
 
     def all_gather(
