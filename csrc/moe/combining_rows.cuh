@@ -75,16 +75,18 @@ struct CombiningRows {
         computed = unit.chunk + 1;
       }
       const bool whole = ptx::named_barrier_and(barrier, kGroupThreads, here);
+      // Calls after a timed-out one send nothing: a late peer may still read the buffer (ag_gemm/push.cuh).
+      const bool sends = !own && whole && !call.aborted;
       // The next unit is drawn while this one is summed.
       const int next = thread == 0 ? draw() : 0;
       if (own) {
         sum<Element>(p, call, block, copies, unit, rows, whole, thread);
-      } else if (whole) {
+      } else if (sends) {
         send<Element>(p, call, block, copies, unit, rows, thread);
       }
       if (thread == 0) block.drawn = next;
       ptx::named_barrier_sync(barrier, kGroupThreads);
-      if (thread == kAnnouncer && !own && whole &&
+      if (thread == kAnnouncer && sends &&
           unit.block < Layout::blocks_of(p.received[unit.peer], p.block_rows)) {
         const int slot = Layout::slot_index(rank, unit.peer);
         sync::publish(p.symm.signal(unit.peer, slot, word(p, unit.chunk, unit.block)), call.epoch);
