@@ -19,7 +19,7 @@ from flux.ops.plan_ar import plan_all_reduce
 
 def test_the_sweep_gives_the_kernel_all_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
-    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext(77), raising=False)
+    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     plan = plan_all_reduce("cuda", 1, 512, 0, torch.bfloat16, False, 2, None, 132, "links")
     monkeypatch.setattr(all_reduce.registry, "get", lambda group, device, op: workspace)
     monkeypatch.setattr(all_reduce, "workspace_plan", lambda *arguments: plan)

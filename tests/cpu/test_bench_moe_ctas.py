@@ -70,7 +70,7 @@ def test_forced_numbers_reach_the_kernel() -> None:
         "moe.gemm_gather_rs", 300, 512, 64, x.dtype, 2, 1, True, "", chunks=((0, 2), (2, 2)), tile=3
     )
     workspace = mock.Mock(num_sms=FEW_SMS)
-    workspace.enter.side_effect = lambda plan: contextlib.nullcontext(4096)
+    workspace.enter.side_effect = lambda plan: contextlib.nullcontext((4096, 0))
     names = [argument.name for argument in torch.ops.flux._moe_gemm_gather_rs.default._schema.arguments]
     with mock.patch.object(module, "_kernel") as kernel:
         for ctas in (0, 16):
