@@ -8,6 +8,7 @@ Environment variables (all optional):
   FLUX_TORCH_DIR    folder of the installed torch package; default: found, not imported.
   FLUX_KERNELS      a _C.so to pack instead of compiling one: wheels for several Pythons share it.
   FLUX_LOCAL_VERSION  added to the version, such as cpu for 0.2.0+cpu.
+  FLUX_COMMIT       commit that benchmark records of the installed package name.
   FLUX_BUILD_DIR    where CMake works; default: build/ in the source tree, so that rebuilds are incremental.
   MAX_JOBS          compile jobs at a time; default: one a core.
   CMAKE_ARGS        further options for CMake, such as -DFLUX_SANITIZE=ON.
@@ -154,6 +155,7 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "FLUX_VERSION": self.distribution.get_version(),
             "FLUX_BUILD_NOTE": note,
+            "FLUX_COMMIT": os.environ.get("FLUX_COMMIT", ""),
             "FLUX_CUDA": "ON" if compiles else "OFF",
             "FLUX_CUDA_VERSION": "" if note else cuda_version(find_nvcc() or "nvcc"),
         }

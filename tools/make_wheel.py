@@ -36,6 +36,12 @@ def commit_time() -> str:
     return told.stdout.strip() or "315532800"  # no repository: the first time that a zip file can hold
 
 
+def commit() -> str:
+    """What benchmark records of the installed wheel will name."""
+    command = ["git", "describe", "--always", "--dirty", "--tags"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def build(python: str, folder: Path, environment: dict[str, str]) -> Path:
     """A wheel for one Python, as its compiler left it."""
     same = Path(python).resolve() == Path(sys.executable).resolve()
@@ -73,7 +79,10 @@ def main() -> None:
     parser.add_argument("--python", nargs="*", default=[sys.executable], help="interpreters to build for")
     pythons = parser.parse_args().python
     kernels = os.environ.get("FLUX_CUDA") != "off"
-    environment = {"SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or commit_time()}
+    environment = {
+        "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or commit_time(),
+        "FLUX_COMMIT": os.environ.get("FLUX_COMMIT") or commit(),
+    }
     if kernels:
         compiling = {"FLUX_CUDA": "on", "FLUX_CUDA_ARCHS": "90a", "FLUX_BUILD_DIR": str(KERNELS)}
         run(

@@ -439,6 +439,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("VERSION") = FLUX_VERSION;
   m.attr("WHY_NO_KERNELS") = FLUX_BUILD_NOTE;
   m.attr("CUDA_VERSION") = FLUX_CUDA_VERSION;
+  m.attr("COMMIT") = FLUX_COMMIT;
   bind_atomics(m);
   bind_turn(m);
   bind_workspace(m);

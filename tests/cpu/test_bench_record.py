@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from flux import _native
 from flux.bench import machine, plot, record, report
 from flux.bench.model import Row, Timing
 from flux.bench.record import Record
@@ -180,6 +181,8 @@ def test_commit_falls_back_to_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert machine.commit() == "v1-2-gabc"
     monkeypatch.delenv("FLUX_COMMIT")
     assert machine.commit() == "unknown"
+    monkeypatch.setattr(_native.core, "COMMIT", "1a2b3c4")
+    assert machine.commit() == "1a2b3c4", "what a wheel was built from"
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from flux import _native
+
 # Multicast is never used by flux, and a peer that used it would be another machine's result.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -75,13 +77,14 @@ def smi() -> list[dict[str, Any]]:
 
 
 def commit() -> str:
-    """``git describe`` of the source tree, FLUX_COMMIT where there is none, else "unknown"."""
+    """``git describe`` of the source tree; without one FLUX_COMMIT, or what the wheel was built from."""
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--tags"]
     # An installed copy may lie inside somebody else's repository: only believe git if this file is tracked.
     tracked = run_text(["git", "-C", str(here), "ls-files", "--error-unmatch", "machine.py"])
     described = run_text(command) if tracked else None
-    return (described or "").strip() or os.environ.get("FLUX_COMMIT", "unknown")
+    given = os.environ.get("FLUX_COMMIT") or _native.core.COMMIT
+    return (described or "").strip() or given or "unknown"
 
 
 def nccl_version() -> str | None:
