@@ -1,5 +1,5 @@
-// AllGather+GEMM in one launch, and the gather alone (FLUX, arXiv 2406.06858, section 4; that CTAs first push
-// and then compute is our addition).
+// AllGather+GEMM in one launch, and AllGather alone (FLUX, arXiv 2406.06858, section 4). Not from the paper: CTAs
+// that first push rows and then compute.
 #pragma once
 
 #include "ag_gemm/plan.h"
@@ -9,11 +9,11 @@
 
 namespace flux::ag_gemm {
 
-// Who moves the rows. Every rank of the workspace must choose the same.
+// How rows are sent to peers: by CTAs or by copy engines. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: CTAs of the launch move the rows, and the device counts the epochs, so calls can be replayed in a CUDA
-  // graph. Otherwise copy engines move them, and this is the epoch of the call on a region that only such calls
-  // use: the destination buffer must be known when a copy is enqueued.
+  // 0: CTAs of the launch push the rows, and the device counts the epochs, so calls can be replayed in a CUDA graph.
+  // Otherwise copy engines push them, and this is the epoch of the call. The host counts these epochs, because it must
+  // know the destination buffer when it enqueues a copy. Only such calls use the region.
   uint32_t copy_epoch;
   int chunk_rows;  // copy engines: rows announced by one signal, a multiple of kBlockM
 };
@@ -32,11 +32,11 @@ void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runt
 void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
                       cudaStream_t stream);
 
-// The same for rows that the previous ag_gemm on this stream has gathered; nothing is sent.
+// out[m, k] = the rows that the previous ag_gemm on this stream has gathered; nothing is sent.
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
              uint32_t copy_epoch, cudaStream_t stream);
 
-// Loads every kernel. Lazy loading while another kernel spins would wait for that kernel.
+// Loads every kernel. Lazy loading would wait for a kernel that spins on a peer.
 void prepare();
 void prepare_all_gather();
 

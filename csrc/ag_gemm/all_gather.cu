@@ -1,4 +1,4 @@
-// The gather without a GEMM: the same transports, and a kernel that assembles the rows as they arrive.
+// AllGather without a GEMM: the transports of AllGather+GEMM, and a kernel that copies the rows as they arrive.
 
 #include <algorithm>
 
@@ -12,8 +12,8 @@ namespace flux::ag_gemm {
 namespace {
 
 constexpr int kThreads = kPushThreads;
-// As many CTAs as links and memory need: with 16, 8.4 MB from each of four GPUs take 172 us, with 32 130, with
-// 64 108. Fewer for many ranks, because all ranks may run on one GPU.
+// Number of CTAs that saturates links and memory: 8.4 MB from each of four GPUs take 172 us with 16 CTAs, 130 with
+// 32, 108 with 64. Fewer for many ranks, because all ranks may run on one GPU.
 constexpr int kCtas = 64, kCtasOfAllRanks = 384, kCtasPerSm = 3;
 constexpr int kCopyBytes = 65536;
 constexpr uint32_t kOp = 3;
@@ -25,7 +25,7 @@ struct Params {
   char* out;
   bool push;
   int blocks_per_signal;
-  uint32_t epoch;  // of a call that the host counts, else 0
+  uint32_t epoch;  // if the host counts the epochs (copy engines): the epoch of the call; else 0
   bool reuse;
 };
 
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
       const int slot = Layout::slot_index(source, rank);
       src = p.symm.slots(rank, call.epoch) + layout.offset(slot, row);
       if (threadIdx.x == 0) {
-        // The launch before has waited for what it gathered, or has timed out.
+        // With `reuse`, the previous launch has already waited for these rows, or has timed out.
         const uint32_t* signal = p.symm.signal(rank, slot, block / p.blocks_per_signal);
         here = p.reuse
                    ? !call.aborted
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
                                        {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
       }
       __syncthreads();
-      // The host will raise. Until then the content must not look like a result.
+      // A wait timed out. The host will raise an error; until then the rows are NaN.
       if (!here) src = nullptr;
     }
     char* dst = p.out + source * layout.shard_bytes() + static_cast<int64_t>(row) * layout.row_bytes;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
   if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
 }
 
-// Where a launch reads the rows of peers.
+// Progress of the transfer at launch: not started; started by begin_all_gather; rows already gathered.
 enum class Rows { kToSend, kBegun, kHere };
 
 Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport) {
@@ -107,7 +107,7 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
   const int ctas = std::min(kCtas, kCtasOfAllRanks / symm.world_size);
   all_gather_kernel<<<ctas, kThreads, 0, stream>>>(params);
   FLUX_CUDA_CHECK(cudaGetLastError());
-  if (arrive_copied) runtime::CopyQueue().join(stream);  // x may be overwritten then
+  if (arrive_copied) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Pushes a rank's rows to its peers with the GPU's copy engines: no SM takes part, and a signal follows each chunk.
+// Pushes a rank's rows to its peers with the GPU's copy engines, without SMs. A signal follows each chunk.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -15,8 +15,8 @@ struct GatherParams {
   const void* rows;       // this rank's
   int num_pushers;        // CTAs; 0: copy engines push, or an earlier call has
   int blocks_per_signal;  // of rows; 1 unless copy engines push
-  uint32_t epoch;         // of a call that the host counts, else 0
-  bool reuse;             // the rows of the call before, once more
+  uint32_t epoch;         // if the host counts the epochs (copy engines): the epoch of the call; else 0
+  bool reuse;             // use the rows that the previous call has gathered
 };
 
 struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
@@ -46,7 +46,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     push_rows(p.symm, p.layout, p.rows, begin(p), p.num_pushers);
   }
 
-  // CTAs that push start to compute late; the other CTAs draw their tiles.
+  // A dynamic schedule, because CTAs that push rows start to compute later than the others.
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
 
   FLUX_DEVICE static bool admit(const Params& p, const Call& call, const gemm::Tile& tile) {

@@ -33,7 +33,7 @@ FLUX_HD Layout make_layout(int m, int k, int world_size) {
   return {m / world_size, k * gemm::kElementBytes, world_size};
 }
 
-// A part of a block of rows. A block of long rows has more bytes than an int counts, a piece has not.
+// A part of a block of rows. The bytes of a block may exceed an int, those of a piece do not.
 struct Piece {
   int peer, block;  // the peer's number in an order that the caller chooses
   int64_t offset;   // in the block

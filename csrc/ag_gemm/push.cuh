@@ -34,7 +34,7 @@ __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const
   __syncthreads();
   for (int i = 0;; ++i) {
     if (drawn[i % 2] >= num_pieces) break;
-    // All blocks to rank+1, then all to rank+2: no peer is sent to by all at a time.
+    // All blocks to rank+1, then all to rank+2: so no peer receives from all ranks at the same time.
     const Piece piece = pieces.at(drawn[i % 2]);
     const int peer = (symm.rank + 1 + piece.peer) % symm.world_size, row = piece.block * gemm::kBlockM;
     const int slot = Layout::slot_index(symm.rank, peer);
@@ -48,7 +48,8 @@ __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const
     }
     __syncthreads();
     if (threadIdx.x == 0 && piece.bytes > 0) {
-      // Everything pushed before a count is visible to whoever sees the count, and to whoever it then signals.
+      // Orders this CTA's stores before its count: they are visible to the CTA that reads the full count, and to the
+      // peer that this CTA then signals.
       __threadfence_system();
       uint32_t* const pushed = &header->pieces_pushed[piece.peer * layout.row_blocks() + piece.block];
       if (atomicAdd(pushed, 1u) == pieces.of_block(piece.block) - 1u) {

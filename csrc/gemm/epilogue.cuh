@@ -1,9 +1,9 @@
-// The pieces around the mainloop of sm90_gemm.cuh: how B is fetched and addressed in its two layouts, and how
-// a tile of accumulators leaves the registers.
+// Helpers of the GEMM kernels: TMA loads and wgmma descriptors of the operands, and staging of the accumulators
+// in shared memory.
 //
-// wgmma leaves a 64 x N fp32 tile in 128 threads: warp w holds rows 16w..16w+15; in each block of 8 columns a
-// thread has two neighbouring columns of row lane/4 and the same two of row lane/4 + 8. Two such blocks are a
-// chunk of 16 columns, 8 accumulators a thread, 16 bytes once rounded to a 16-bit type.
+// wgmma leaves a 64 x N fp32 tile in the registers of 128 threads. Warp w holds rows 16w..16w+15. In each block
+// of 8 columns, a thread has two adjacent columns of row lane/4, and the same two of row lane/4 + 8. Two such
+// blocks are a chunk of 16 columns: 8 accumulators a thread, or 16 bytes after rounding to a 16-bit type.
 #pragma once
 
 #include "gemm/policy.h"
@@ -16,7 +16,7 @@ namespace flux::gemm {
 
 constexpr int kPanelBytes = kBlockK * 128;  // MN-major: 64 columns (128 bytes) of all kBlockK rows
 
-// How far 16 steps of k lie apart in a stage.
+// Bytes in a stage from one wgmma step of K (16 elements) to the next.
 template <Major kMajorB>
 constexpr int kBStepBytes = kMajorB == Major::K ? 32 : 16 * 128;
 
@@ -25,12 +25,12 @@ __device__ __forceinline__ uint64_t make_b_descriptor(uint32_t address) {
   return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
 }
 
-// What TMA is told of an operand of a tile. The last tile of rows or columns has boxes of its own, as high as what there
-// is: rows beyond the edge take TMA longer than those before it. What it leaves as it was in a stage only gets into results
-// that are beyond the edge as well.
+// The tensor map and box size of an operand of one tile. A tile at the edge uses smaller boxes, because TMA is
+// slower on rows beyond the edge. The rest of the stage keeps stale data, which affects only results beyond the
+// edge.
 struct Boxes {
   const CUtensorMap* map;
-  int rows;  // of x, or of the weight as [N, K], in a box; of MN-major weights the columns of all boxes
+  int rows;  // rows of a box (x, K-major weight), or columns of all boxes together (MN-major weight)
 };
 
 // A pair of CTAs whose tiles have the same columns shares B: each fetches half and multicasts it to both.
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_b(const Boxes& b, uint32_t dst, uint32_t fu
   }
 }
 
-// The same for A and a pair whose tiles have the same rows.
+// Loads a stage of A. A pair of CTAs whose tiles have the same rows shares A by multicast.
 __device__ __forceinline__ void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int row, int cta,
                                        bool shared) {
   if (!shared) {
@@ -113,8 +113,8 @@ FLUX_DEVICE uint4 round(const float (&f)[kVector]) {
           Pair<Element>::round(f[4], f[5]), Pair<Element>::round(f[6], f[7])};
 }
 
-// A thread's share of a chunk: {left block, row}, {left block, row + 8}, {right block, row}, {right block,
-// row + 8}.
+// The part of a chunk that one thread holds, as pairs of columns: {left block, row}, {left block, row + 8},
+// {right block, row}, {right block, row + 8}.
 struct Fragment {
   uint32_t pair[4];
 };
@@ -144,8 +144,8 @@ __device__ __forceinline__ void add_bias(const void* bias, int first_column, int
 
 // --- staging ---
 
-// Where a vector of a row is staged, as TMA wants to store it: panels of kPanelN columns x 64 rows, 16-byte pieces
-// swizzled so that neither stmatrix nor TMA meets a bank conflict.
+// Shared-memory address at which a 16-byte vector of a row is staged for a TMA store. A panel has kPanelN columns
+// x 64 rows. The vectors of a row are swizzled, so that neither stmatrix nor TMA has bank conflicts.
 template <int kPanelN>
 __device__ __forceinline__ uint32_t staged_vector(uint32_t slab, int row, int vector) {
   constexpr int kRowBytes = kPanelN * kElementBytes, kPieces = kPanelN / kVector;
@@ -161,12 +161,13 @@ __device__ __forceinline__ void stage_rows(uint32_t slab, int chunk, int thread,
   ptx::stmatrix_x4(staged_vector<kPanelN>(slab, row, vector), f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
 }
 
-// In fragment order (policy.h): one 16-byte store a thread, no conflicts, the chunk contiguous.
+// Stages a chunk in fragment order (policy.h): one 16-byte store a thread, no bank conflicts, contiguous.
 __device__ __forceinline__ void stage_fragments(uint32_t slab, int chunk, int thread, const Fragment& f) {
   ptx::store_shared_v4(slab + chunk * kChunkBytes + thread * 16, f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
 }
 
-// Storer thread: 64 rows x `columns` of staged panels to a shard of D. TMA clips what hangs over its edges.
+// Called by the storer thread: stores 64 rows x `columns` of staged panels to a shard of D by TMA, which drops
+// elements beyond the edges of the shard.
 template <int kPanelN>
 __device__ __forceinline__ void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column,
                                              int columns, int num_rows, int n, int shard) {

@@ -131,7 +131,7 @@ struct Summing {
     }
   }
 
-  // The same for sums that their owners have sent (two-shot).
+  // Two-shot: as for_each_sum, for finished sums that their owners have sent.
   template <int kBatch, class Where, class Use>
   FLUX_DEVICE void for_each_result(int begin, int stride, int count, Where where, Use use) const {
     const auto address = [&](const Place& at) { return here + x.result(at.row, at.column); };

@@ -1,4 +1,4 @@
-// Plain GEMM and what every op built on the kernel takes: pointers, sizes, a stream. No torch here.
+// Plain GEMM, and the arguments of every op that uses its kernel: pointers, sizes, a stream. Free of torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,7 +27,7 @@ struct GemmArgs {
 // out = x * weight^T + bias, fp32 accumulation. Rows 16-byte aligned.
 void gemm(const GemmArgs& args, cudaStream_t stream);
 
-// Loads every kernel of this file: lazy loading behind a spinning kernel would wait for it.
+// Loads every kernel of this file. Lazy loading would wait for a kernel that spins on a peer.
 void prepare();
 
 }  // namespace flux::gemm

@@ -1,4 +1,4 @@
-// The GEMM whose CTAs share tiles: instantiated apart from the others, so that both compile at the same time.
+// The GEMM with split K, in a translation unit of its own, so that it compiles in parallel with the other kernels.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// Plain GEMM for few rows of x, apart from gemm.cu so that both compile at the same time.
+// Plain GEMM for few rows of x, in a translation unit of its own, so that it compiles in parallel with gemm.cu.
 #pragma once
 
 #include "gemm/gemm.h"

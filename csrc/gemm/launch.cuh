@@ -1,5 +1,4 @@
-// From GemmArgs to a running kernel, for any Store: picks the instantiation, encodes the tensor maps,
-// launches.
+// Launches the GEMM kernel for any Store: picks the instantiation, encodes the tensor maps, configures clusters.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +16,7 @@ namespace flux::gemm {
 template <class Store>
 using Kernel = void (*)(const GemmParams<Store>);
 
-// [dtype][transpose_weight][config]; null where the shape has no such kernel.
+// Kernels by [dtype][transpose_weight][config]; null if the tile shape has no such kernel.
 template <class Store>
 struct KernelTable {
   Kernel<Store> kernels[2][2][kNumTileConfigs] = {};
@@ -56,7 +55,7 @@ const KernelTable<Store>& kernel_table() {
   return table;
 }
 
-// Raises each kernel's shared-memory limit on the current device, which also loads its code. Once a device.
+// Raises each kernel's shared-memory limit on the current device, which also loads its code. Runs once per device.
 template <class Store>
 void prepare_kernels() {
   static runtime::OncePerDevice once;
@@ -85,7 +84,7 @@ int resident_clusters(int cluster_size) {
   std::atomic<int>& count = known[device][cluster_size];
   if (count.load(std::memory_order_relaxed) == 0) {
     prepare_kernels<Store>();
-    constexpr int kConfig = kNumTileConfigs - 1;  // any: one CTA fills an SM
+    constexpr int kConfig = kNumTileConfigs - 1;  // any config: a CTA occupies a whole SM
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
@@ -103,8 +102,8 @@ int resident_clusters(int cluster_size) {
   return count.load(std::memory_order_relaxed);
 }
 
-// Rows of each box that the last tile of an operand is fetched by, where it is cut off: one box for each CTA that
-// shares it. Several begin where the swizzle's pattern of eight rows does.
+// Rows of the TMA boxes of an operand's last tile, or 0 if that tile is full. Each CTA that shares the operand
+// loads one of `boxes` boxes. Each box must start at a multiple of the swizzle's 8 rows.
 inline int last_box(int rows, int tile_rows, int boxes) {
   const int left = rows % tile_rows;
   return boxes == 1 ? left : ceil_div(left, 8 * boxes) * 8;

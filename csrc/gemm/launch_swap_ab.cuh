@@ -1,4 +1,4 @@
-// From GemmArgs to a running swap-AB kernel, for any Output.
+// Launches the swap-AB kernel for any Output.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ using SwapAbKernel = void (*)(const SwapAbParams<Output>);
 template <class Output>
 class SwapAbKernels {
  public:
-  // Raises each kernel's shared-memory limit on the current device, which also loads its code. Once a device.
+  // Raises each kernel's shared-memory limit on the current device, which also loads its code. Runs once per device.
   static SwapAbKernels& on_current_device() {
     constexpr int kMaxDevices = 64;
     static SwapAbKernels devices[kMaxDevices];
@@ -89,7 +89,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
                       : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN / sharers);
   const int last_rows = args.m() % tile.rows;
   params.last_x = make_tensor_map(args.x, args.dtype, kBlockK, last_rows > 0 ? last_rows : tile.rows);
-  const bool alike = last_rows == 0 || args.m() < tile.rows;  // as in most calls: one map less to encode
+  const bool alike = last_rows == 0 || args.m() < tile.rows;  // the common case: one tensor map fewer
   params.x = alike ? params.last_x : make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
   params.m = args.m();
   params.n = args.n();

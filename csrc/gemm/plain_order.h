@@ -1,4 +1,4 @@
-// The order of tiles where all rows are this rank's.
+// The tile order of a GEMM without communication: all rows belong to one shard.
 #pragma once
 
 #include "gemm/gemm.h"

@@ -1,9 +1,9 @@
-// The contract between the GEMM kernel and an operator: where a finished tile goes, and what is added to it first.
-// A Store is a type, because it changes code on the inner path. Decisions that are made once a tile (order, bias)
-// are data. docs/adding-an-op.md has rules that the compiler does not check.
+// The interface between the GEMM kernel and an operator. A Store policy defines where a finished tile goes, and
+// what is added to it first. It is a template parameter, because it changes code in the inner loops. Decisions made
+// once a tile (order, bias) are data. docs/adding-an-op.md lists rules that the compiler does not check.
 //
 //   struct Params            plain data, part of the kernel's arguments
-//   struct Call              state that a thread reads once a launch (the epoch), and a storer's own state
+//   struct Call              state that each thread reads once a launch (the epoch), and the storer's state
 //   kReduces                 local tiles wait for contributions of peers (fetch, add_arrived)
 //   kGathers                 some rows of x come from peers (push, admit)
 //   kSplitsK                 the CTAs of a cluster share a tile, each with a part of K (split_k.cuh)
@@ -35,7 +35,7 @@
 //   add_arrived(params, tile, warpgroup, smem, cursor, d)
 //                            local tiles: adds those pieces to the accumulators d
 //
-// if kExchanges, called by the math threads, in place of everything that storers do:
+// if kExchanges, called by the math threads instead of the storers' functions:
 //   contribute(params, call, tile, smem, warpgroup, thread, first_chunk, end_chunk, sums)
 //                            sends each row of half a tile (with split K: of these chunks) to the ranks that sum it
 //   finish(params, call, thread, spare)
@@ -59,7 +59,7 @@ struct Source {
   int row;
 };
 
-// Base of stores that neither send tiles nor add to them.
+// Base of Store policies that neither send tiles nor add peers' contributions to them.
 template <class Params, class Call>
 struct KeepsTiles {
   static constexpr bool kReduces = false;
@@ -76,7 +76,7 @@ struct KeepsTiles {
 #endif
 };
 
-// The same for stores whose x is local, and whose tiles are assigned by a fixed stride.
+// Base of KeepsTiles policies whose x is local, and whose tiles are assigned to CTAs with a fixed stride.
 template <class Params, class Call>
 struct FixedTiles : KeepsTiles<Params, Call> {
   static constexpr bool kGathers = false;

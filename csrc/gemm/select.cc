@@ -11,30 +11,30 @@ namespace {
 // Fitted to 75 shapes with 20 to 30 candidates each, on one GPU (docs/design/cost-model.md).
 constexpr double kLaunchUs = 2.0;
 constexpr double kTileUs = 0.3;      // between two mainloops
-constexpr double kKblockUs = 0.031;  // per k-block, for any width: reading A, barriers
+constexpr double kKblockUs = 0.031;  // per k-block, for any width: loads of A, mbarriers
 constexpr double kMathUs = 0.0023;   // per k-block and column of a tile: 4 cycles at about 1.75 GHz
 constexpr double kL2Us = 0.0019;     // per k-block and KB of operands from the L2
-// With every SM busy the chip is at its power limit and slower by this factor; idle SMs of a partial last wave let
-// the others run faster. Factors from 1.04 to 1.10 give equally good choices.
+// Slowdown with every SM busy, because the GPU then runs at its power limit. SMs that idle in a partial last wave
+// let the others run faster. Factors from 1.04 to 1.10 give equally good choices.
 constexpr double kPower = 1.08;
-// Columns of the narrowest tiles for which pairs were ever best.
+// Smallest block_n for which a pair of CTAs was ever the fastest choice.
 constexpr int kMinPairM = 80;
 constexpr int kMinPairN = 160;
-// Split K: CTAs wait for each other, and fetch the other CTAs' sums of their columns. Set by hand, so that of
-// eleven weights and 128 to 512 rows the right ones are split (docs/design/cost-model.md#split-k).
+// Split K: fixed cost of waiting for the other CTAs, and rate of exchanging partial sums. Set by hand, so that the
+// right shapes are split among eleven weights and 128 to 512 rows (docs/design/cost-model.md#split-k).
 constexpr double kSplitUs = 2.0;
 constexpr double kSplitBytesPerUs = 60e3;
 constexpr int kMinSplitBlocks = 8;  // k-blocks for each part
 constexpr int kAccumulatorBytes = 4;
-// For GEMM+ReduceScatter. kSentTileUs is set by hand, so that mid-size shapes keep the tiles that were
-// measured to be good; the others were fitted to 20 shapes on four GPUs.
+// GEMM+ReduceScatter. kSentTileUs is set by hand, so that mid-size shapes keep the tiles that were measured to be
+// good; the other constants were fitted to 20 shapes on four GPUs.
 constexpr double kSentTileUs = 1.0;        // kTileUs, with the tile sent or added to
 constexpr double kLinkBytesPerUs = 310e3;  // stores to peers beside a running GEMM
 constexpr double kArrivalUs = 2.0;         // from the last store to the owner's sum
 constexpr double kAddUs = 5.0;
 
-// For few rows, with weights from memory: fitted to fifteen weights, 1 to 256 rows and every tile and cluster,
-// on one GPU (benchmarks/results/tuning/2026-11-23-few-rows-1xH200.json).
+// Few rows, with weights in global memory and not in the L2: fitted to fifteen weights, 1 to 256 rows and every
+// tile and cluster, on one GPU (benchmarks/results/tuning/2026-11-23-few-rows-1xH200.json).
 constexpr int kMaxSwapAbRows = 256;
 constexpr int kAlwaysSwapAbRows = 32;
 constexpr double kSmallLaunchUs = 3.5;
@@ -48,19 +48,18 @@ struct SwapAbBlock {
 };
 constexpr SwapAbBlock kSingleBlock = {0.097, 0.0009, 0.175};
 constexpr SwapAbBlock kTwoBlocks = {0.0834, 0.0011, 0.056};
-constexpr double kTwoBlocksMemory = 1.015;  // factor of the memory time: two of them in the lowest tile
+constexpr double kTwoBlocksMemory = 1.015;  // factor of the memory time: two k-blocks a stage, lowest tile
 constexpr double kPairMemory = 1.16;        // factor of the memory time: a pair shares the weight
 constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
 constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
 constexpr double kMeetRowUs = 0.016;        // to combine partial tiles in distributed shared memory, per row
 constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
-// CTAs of a cluster share a group of SMs, and the SMs left over in a group hold no further cluster: the share
-// of the SMs that clusters of four or eight can use. Pairs fit everywhere.
+// The share of the SMs that clusters of four or eight CTAs can use. A cluster must fit into one group of SMs (GPC),
+// and the SMs left over in a group hold no further cluster. Pairs can use all SMs.
 constexpr double kWideRoom = 15.0 / 16;
-// Costs of a sum over ranks after a GEMM: a trip, and the bytes that are not sent while other tiles, or other
-// rows of split tiles, are computed. Additional costs if it is part of an ordinary GEMM, or a launch of its
-// own. Set by hand, so that of five weights and 1 to 256 rows on two GPUs the right tiles are chosen
-// (docs/design/cost-model.md#sums-over-ranks-after-the-gemm).
+// Costs of a sum over ranks after a GEMM: the latency of the link, and the transfer of bytes that does not overlap
+// with computation. Then the additional costs of a sum in an ordinary GEMM, and of a separate launch. Set by hand
+// for five weights and 1 to 256 rows on two GPUs (docs/design/cost-model.md#sums-over-ranks-after-the-gemm).
 constexpr double kExchangeUs = 1.7;
 constexpr double kExchangeBytesPerUs = 0.36e6;
 constexpr double kLeftByRounds = 0.7, kLeftByMeetings = 0.4;
@@ -68,11 +67,11 @@ constexpr double kOwnSumUs = 0.5;
 constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 2.2;
 constexpr double kSumBytesPerUs = 3.0e6;
-// Larger sums are faster in a launch of their own, which has more threads and reads its own contribution in place
+// Larger sums are faster in a separate launch, which has more threads and reads this rank's contribution in place
 // (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
 constexpr double kMaxOwnSumBytes = 3.7e6;
 
-// Time to read the weight, which is in no cache.
+// Time to read the weight from global memory.
 double memory_us(const Problem& p, double bytes_per_us) {
   return static_cast<double>(p.n) * p.k * kElementBytes / bytes_per_us;
 }
@@ -83,7 +82,7 @@ double exchange_us(const Problem& p, double left) {
 }
 
 bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
-  // Clusters of three are not all resident at once, and CTAs that wait for peers must be.
+  // CTAs that wait for peers must all be resident at once, which clusters of three are not.
   const bool can = supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
   return can && sum_bytes(p) <= kMaxOwnSumBytes;
 }
@@ -94,10 +93,10 @@ constexpr Cluster kClusters[] = {Cluster::kNone, Cluster::kPairM, Cluster::kPair
 // An order of one tile, to query the properties of a cluster.
 TileOrder one_tile(Cluster cluster) { return {1, 1, 1, 0, cluster, 1}; }
 
-// Splitting K pays if SMs would have no tile, and if K is long enough to make up for combining the parts.
+// Splitting K pays if SMs would otherwise have no tile, and if K is long enough to offset the cost of combining.
 bool worth_splitting(const Problem& p, const TileConfig& tile, int split) {
   const int tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, tile.block_n);
-  // Groups of SMs are even, so that clusters of three leave some SMs without a CTA.
+  // Groups of SMs (GPCs) have an even number of SMs, so clusters of three leave some SMs without a CTA.
   const int room = split == 2 ? p.num_sms : p.num_sms * 7 / 8;
   return supports_split(tile) && tiles * split <= room && ceil_div(p.k, kBlockK) >= kMinSplitBlocks * split;
 }
@@ -115,8 +114,8 @@ bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) 
   }
 }
 
-// A tile that leaves slowly must fit into its slabs whole, or the math warps wait for the link. And narrower
-// tiles lost on all shapes measured.
+// A tile that is sent over a link must fit into its slabs as a whole, or the math warps wait for the link. Tiles
+// narrower than 128 columns were slower on all shapes measured.
 bool worth_sending(const TileConfig& tile) {
   return tile.slab_n * tile.slabs >= tile.block_n && tile.block_n >= 128;
 }
@@ -160,7 +159,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double tile_us = ceil_div(ceil_div(p.k, kBlockK), split) * block_us + (sends ? kSentTileUs : kTileUs);
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average) + meet_us;
   if (!sends) {
-    // SMs without a tile leave some of the memory's speed unused.
+    // SMs without a tile leave memory bandwidth unused.
     const double unused = std::sqrt(waves * slots * order.cluster_size() / useful_ctas);
     time_us =
         std::max(time_us, kSmallLaunchUs + kTileUs + memory_us(p, kMemoryBytesPerUs) * unused + meet_us);
@@ -170,7 +169,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
     return time_us + exchange_us(p, 1.0) + sum_us;
   }
 
-  // The transfer over the link, then this rank's own share of the tiles.
+  // Lower bound by the link: the transfer, then the waves of this rank's own tiles.
   const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
   const double wire_bytes =
       static_cast<double>(p.m) * p.n * kElementBytes * (p.world_size - 1) / p.world_size;
@@ -231,7 +230,7 @@ void consider_swap_ab(const Problem& p, Choice& best) {
     best.split = split;
     best.time_us = time_us;
   };
-  int enough = 0;  // rows of the lowest tile that holds all: of higher ones more would be read for nothing
+  int enough = 0;  // rows of the lowest tile that holds all rows; higher tiles would load rows for nothing
   for (const SwapAbConfig& tile : kSwapAbConfigs) {
     if (p.m <= tile.rows) {
       if (enough == 0) enough = tile.rows;
@@ -239,7 +238,7 @@ void consider_swap_ab(const Problem& p, Choice& best) {
       const int max_split = std::min({kMaxSplit, p.num_sms, swap_ab_stage_blocks(tile, p.k)});
       for (int split = 1; split <= max_split; split *= 2) consider(tile, split, 1);
     } else if (p.m <= 2 * tile.rows && p.num_sms >= 2 && tile.in_pairs) {
-      // Two CTAs that each fetch the weight take a quarter longer for a k-block.
+      // Only pairs: two CTAs that each load the whole weight take a quarter longer for a k-block.
       consider(tile, 1, 2);
     }
   }
@@ -264,7 +263,7 @@ Choice selected(const Problem& p, int packed_choice) {
             {},
             std::max(1, fixed_cluster)};
   }
-  // A choice that a plan has already made. This is on the path of every launch, so nothing is scored or named.
+  // A plan has already made the choice. This is on the path of every launch, so no candidate is scored or named.
   if (fixed && fixed_cluster > 0 && fixed_group_m > 0) {
     return {fixed_config, static_cast<Cluster>(fixed_cluster), fixed_group_m, 0.0, "fixed", {}};
   }
@@ -284,7 +283,7 @@ Choice selected(const Problem& p, int packed_choice) {
       if (is_free ? !worth_a_cluster(p, tile, cluster) : static_cast<int>(cluster) != fixed_cluster) continue;
       const double time_us = model_time_us(p, tile.id, cluster);
       best.candidates.emplace_back(config_name(tile.id, cluster), time_us);
-      if (time_us < best.time_us) {  // of equals the first, which is the widest: it takes the least energy
+      if (time_us < best.time_us) {  // ties: the first is the widest tile, which takes least energy
         best.config = tile.id;
         best.cluster = cluster;
         best.split = 0;

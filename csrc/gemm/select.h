@@ -1,5 +1,5 @@
-// Selects tile shape and raster for a GEMM. A small model of the machine scores every candidate; there is no
-// table of shapes and no tuning file. The constants are fitted to measurements (docs/design/cost-model.md).
+// Selects the tile shape and the raster of a GEMM. A cost model scores every candidate; there is no table of shapes
+// and no tuning file. Its constants are fitted to measurements (docs/design/cost-model.md).
 #pragma once
 
 #include <string>
@@ -20,14 +20,14 @@ struct Problem {
 };
 
 struct Choice {
-  int config;  // -1: the problem and its SMs do not allow what was asked for
+  int config;  // -1: the requested choice is not possible for this problem and number of SMs
   Cluster cluster;
-  int group_m;     // of a swap-AB tile the CTAs that share its weight
+  int group_m;     // group of the raster; for a swap-AB tile: number of CTAs that share its weight
   double time_us;  // modelled
   std::string reason;
   std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
-  int split = 0;  // of a swap-AB tile (swap_ab.h): CTAs that share its K; such a tile has no cluster pair
-  // Where results are summed over ranks: whether the kernel that multiplies does it.
+  int split = 0;  // swap-AB tiles (swap_ab.h): number of CTAs that split K; 0: not a swap-AB tile
+  // If results are summed over ranks: whether the GEMM kernel also sums them.
   bool sums_in_launch = false;
   bool swaps_ab() const { return split > 0; }
 };
@@ -41,9 +41,9 @@ double k_block_us(int block_n, double kbytes);
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);
 
-// For tests and sweeps: a choice as one integer, the form in which the low-level ops take it. 0 for cluster or
-// group_m leaves that part to the model; -1 leaves everything to it. For a swap-AB tile, `cluster` is the split
-// of K, and `group_m` the number of CTAs that share the weight.
+// Packs a choice into one integer, the argument of the low-level ops (also for tests and sweeps). 0 for cluster or
+// group_m leaves that part to the cost model; the packed value -1 leaves everything to it. For a swap-AB tile,
+// `cluster` is the split of K, and `group_m` the number of CTAs that share the weight.
 constexpr int pack_choice(int config, int cluster, int group_m) {
   return config | cluster << 8 | group_m << 16;
 }

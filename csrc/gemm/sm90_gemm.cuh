@@ -1,14 +1,15 @@
-// THE kernel: D = A * B^T, persistent and warp-specialised for sm_90a, with tile-sized hooks (policy.h).
+// The main GEMM kernel: D = A * B^T, persistent and warp-specialised for sm_90a. A Store policy (policy.h) defines
+// where tiles go.
 //
-//   loader   warp 0, one thread     TMA loads of A and B into a ring of stages, a pair of CTAs shares A or B;
+//   loader   warp 0, one thread     TMA loads of A and B into a ring of stages; a pair of CTAs shares A or B;
 //                                   draws the next tile (tile_queue.cuh)
-//   math     warpgroups 1 and 2     wgmma on 64 rows each, then the half tile to shared memory, slab by slab
-//   storers  warps 1 and 2, one     one for each math warpgroup: drains its slabs to D by TMA, or wherever the
-//            thread each            Store policy sends them, and loads the peers' contributions
+//   math     warpgroups 1 and 2     wgmma on 64 rows each; then each stages its half tile, slab by slab
+//   storers  warps 1 and 2, one     one for each math warpgroup: stores its slabs to D by TMA, or sends them as the
+//            thread each            Store policy says, and loads the peers' contributions
 //
-// Separate storers make remote destinations affordable: all CTAs finish a tile at about the same time, and a link
-// needs far longer than local memory to accept that burst. Meanwhile the math warps are in the next
-// mainloop (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
+// Separate storers hide the latency of remote stores. All CTAs finish a tile at about the same time, and a link
+// takes far longer than local memory to accept that burst. Meanwhile the math warps run the next mainloop
+// (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -22,19 +23,19 @@
 namespace flux::gemm {
 
 constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);
-// 65,536 registers a CTA: 128 * 80 + 256 * 208 = 63,488. With 56 the storers of GEMM+ReduceScatter spill, 72 is
-// the edge.
+// Of 65,536 registers a CTA uses 128 * 80 + 256 * 208 = 63,488. The storers of GEMM+ReduceScatter spill with 56
+// registers, and just fit into 72.
 constexpr int kProducerRegisters = 80;
 constexpr int kMathRegisters = 208;
 
 template <class Store>
 struct GemmParams {
   CUtensorMap a, b, d;
-  CUtensorMap last_a, last_b;  // of the last tile of a shard's rows, and of columns
+  CUtensorMap last_a, last_b;  // for the last tile of a shard's rows, and the last tile of columns
   TileOrder order;
   int rows_per_shard;
   int k_blocks;
-  int last_rows, last_columns;  // Boxes::rows of these, or 0: it is like the others
+  int last_rows, last_columns;  // Boxes::rows of last_a and last_b; 0: the last tile is full
   int n;
   const void* bias;  // [n] or null
   typename Store::Params store;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int cluster_size = order.cluster_size();
   const int warp = ptx::warp();
   const int split = Store::kSplitsK ? cluster_size : 1;
-  const int sharers = Store::kSplitsK ? 1 : cluster_size;  // of loads
+  const int sharers = Store::kSplitsK ? 1 : cluster_size;  // CTAs that share loads
   const Part part(Store::kSplitsK ? cta : 0, split, params.k_blocks);
 
   if constexpr (Store::kGathers) {
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         TileQueueReader<Shared> queue;
         TileQueueWriter<Shared> next_tile;
         uint32_t* const counter = Store::tile_counter(params.store);
-        // Drawing takes as long as a k-block or two, so it overlaps with their loads.
+        // The atomic that draws a tile takes as long as one or two k-blocks, so it overlaps with their loads.
         const int draw_at = part.num_blocks > 2 ? part.num_blocks - 2 : 0;
         uint32_t own_phase = 0;
         const auto draw = [&](int index) {
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           const int stage_bytes = (a.rows * a_boxes + b.rows * b_boxes) * kBlockK * kElementBytes;
           // A CTA whose tile still waits for peers must not draw a tile that a free CTA could take.
           const bool waits = Store::kReduces && Store::is_local(params.store, tile);
-          // Unrolling either loop over K would only make the code longer.
+          // Neither this loop over K nor that of the math warps is unrolled: that would only make the code longer.
 #pragma unroll 1
           for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
             if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
@@ -137,8 +138,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::let_next_kernel_start();
         Store::end(params.store, call);
         if (cluster_size > 1) {
-          // Until the others' last arrivals at barriers of this CTA have come. Once it has left, they would hit
-          // those of the next launch.
+          // Waits for the partner's last arrivals on this CTA's mbarriers. If this CTA had exited by then, they
+          // would corrupt the mbarriers of the next launch.
           for (int stage = 0; stage < kTile.stages; ++stage, ring.advance()) {
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
           }
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
             Store::publish(params.store, call, tile, warpgroup);
           }
         }
-        ptx::bulk_wait_read<0>();  // the writes are complete when the launch ends
+        ptx::bulk_wait_read<0>();  // reads only: the end of the launch completes the writes
       }
     }
   } else {
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     typename Shared::Slabs slabs;
 
     TileQueueReader<Shared> queue;
-    // Stages are released to every CTA whose loads fill them: this one, and a partner.
+    // A stage is released to every CTA whose loads fill it: this CTA, and the partner that multicasts.
     const bool releases = static_cast<int>(ptx::lane()) < sharers;
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
     for (int index = queue.next_for_warp(smem); index < last; index = queue.next_for_warp(smem)) {
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           Mma::step(a + k * (32 >> 4), b + k * (kBStepBytes<kMajorB> >> 4), d, kb > 0 || k > 0);
         }
         cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
+        cute::warpgroup_wait<1>();  // only this k-block's wgmmas may still run: the previous stage is free
         if (kb > 0 && releases) ptx::mbarrier_arrive_cluster(smem.empty(held), filler);
         held = ring.index;
       }
@@ -220,12 +221,12 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       const bool local = Store::is_local(params.store, tile);
       if (local) {
         Store::template add_arrived<Element>(params.store, tile, warpgroup, smem, pieces, d);
-        // Once a tile.
+        // With split K, only the first CTA adds the bias, so that it is added once.
         const bool adds_bias = params.bias != nullptr && (!Store::kSplitsK || cta == 0);
         if (adds_bias) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
       }
       if constexpr (Store::kGathers || Store::kReduces) {
-        // The host will raise; until then nobody shall mistake what was computed for a result.
+        // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.
         if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
 #pragma unroll
           for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);

@@ -1,12 +1,12 @@
-// The kernel for few rows: D^T = W * x^T. Each tile belongs to a cluster of CTAs, which split K (swap_ab.h).
+// The GEMM kernel for few rows: D^T = W * x^T. A cluster of CTAs computes each tile and splits its K (swap_ab.h).
 //
 //   math       warpgroup 0            wgmma on the whole tile; writes it to shared memory
-//   epilogue   warpgroup 1            sends the finished tile while the math warpgroup computes the next one; both send
-//                                     the last tile of a CTA. If K is split, fp32 partial sums first go to the CTAs of
-//                                     the cluster, each of which adds and sends a share
+//   epilogue   warpgroup 1            outputs the finished tile while the math warpgroup computes the next one; both
+//                                     output the last tile of a CTA. With split K, the CTAs of the cluster first
+//                                     exchange fp32 partial sums; each CTA adds and outputs a share of the columns
 //   loader     warp 8, one thread     TMA loads of W and x into a ring of stages
 //
-// A second math warpgroup would read all columns of the weight from shared memory once more
+// There is no second math warpgroup, because it would read the whole weight stage from shared memory again
 // (docs/design/decode.md#rejected-for-the-gemm).
 //
 // An Output defines where results go:
@@ -28,17 +28,17 @@
 namespace flux::gemm {
 
 constexpr int kSwapAbMathThreads = 128;
-constexpr int kSwapAbBothThreads = 256;  // that multiply or give
+constexpr int kSwapAbBothThreads = 256;  // math and epilogue warpgroups
 constexpr int kSwapAbThreads = kSwapAbBothThreads + 32;
-constexpr int kBoth = 1, kAsked = 2;  // named barriers
+constexpr int kBoth = 1, kAsked = 2;  // named barriers: of both warpgroups; all threads have read the epoch
 
 template <class Output>
 struct SwapAbParams {
   CUtensorMap weight, x;
-  CUtensorMap last_x;  // of the last tile of rows, whose boxes are as high as there are rows
+  CUtensorMap last_x;  // for the last tile of rows: its box has only the rows that exist
   int m, n;
-  int stage_blocks;    // K in stages; at least one for each part
-  bool shares_weight;  // the cluster, instead of splitting K: a pair, one below the other, each fetches half
+  int stage_blocks;    // K in stages; at least one stage for each part of a split
+  bool shares_weight;  // no split K: a pair of CTAs with adjacent tiles of rows; each loads half the weight
   typename Output::Params output;
 };
 
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
   if (warp == kSwapAbBothThreads / 32) {
     if (ptx::elect_one()) {
-      // Tiles of the same columns are consecutive: the weight is read from memory once, then from the L2.
+      // Tiles in the same columns are consecutive, so later tiles find the weight in the L2.
       const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     ptx::named_barrier_sync(kAsked, kSwapAbThreads);
     if (ptx::elect_one()) Output::end(params.output, Output::begin(params.output));
   } else {
-    // Reading the epoch takes a trip to memory. No thread waits for it before the first loads of the weight are
-    // issued. The call is closed after all threads have read the epoch.
+    // The latency of reading the epoch overlaps with the first TMA loads, which do not depend on it. The loader warp
+    // closes the call after all threads have arrived on kAsked, that is, have read the epoch.
     const auto call = Output::begin(params.output);
     ptx::named_barrier_arrive(kAsked, kSwapAbThreads);
     using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           }
         }
         cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();  // all but this k-block are done: the one before is free
+        cute::warpgroup_wait<1>();  // only this stage's wgmmas may still run: the previous stage is free
         if (block > 0) release(held);
         held = ring.index;
       }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
       if (multiplies) release(held);
 
-      // A thread holds two columns that are eight apart, and pairs of rows of each.
+      // The accumulators of a thread: two columns of D that are 8 apart, and pairs of rows of each.
       const int first_row = row_of(tile), first_column = tile / m_tiles * kSwapAbN;
       const int warp_column = warp * 16;
       float bias[2] = {};
@@ -185,11 +185,11 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;
       const int giver = static_cast<int>(threadIdx.x) - (kSwapAbBothThreads - givers);
       if (split == 1) {
-        // Round, and transpose so that the columns of a row are adjacent.
-        constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // rows begin in different banks
+        // Rounds the accumulators, and transposes them so that the columns of a row are adjacent.
+        constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // padded: rows start in different banks
         static_assert(kRows * kRowBytes <= 2 * swap_ab_meeting_bytes(kTile));
         constexpr int kVectors = kSwapAbN / kVector;
-        if (tile != first_tile) both_warpgroups();  // the last tile has been given away
+        if (tile != first_tile) both_warpgroups();  // the epilogue has read the previous tile
         if (multiplies) {
           const uint32_t address =
               staged + lane % 8 * kRowBytes + (warp_column + lane / 8 % 2 * 8) * kElementBytes;
@@ -214,12 +214,12 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         continue;
       }
 
-      // Combine partial tiles. They are staged by share; one bulk copy delivers each share to the CTA that adds
-      // it, and completes on that CTA's barrier. The share that this CTA adds is written to its place directly.
+      // Split K: exchange partial tiles. A CTA stages its partial sums by share. One bulk copy sends each share to
+      // the CTA that adds it, and completes on that CTA's mbarrier. This CTA's own share is written in place.
       const uint32_t share_bytes = 4 * kMeetingRows * row_floats;
 #pragma unroll
       for (int meeting = 0; meeting < kRows / kMeetingRows; ++meeting, meetings.advance()) {
-        if (tile != first_tile || meeting > 0) both_warpgroups();  // the last sums have been given away
+        if (tile != first_tile || meeting > 0) both_warpgroups();  // the epilogue has read the previous sums
         if (multiplies) {
           ptx::mbarrier_wait(partials_empty, meetings.phase ^ 1);
           if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(partials_full, (split - 1) * share_bytes);
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
             }
           }
         }
-        // After the last exchange no CTA reads this barrier, and no CTA has to wait for another one.
+        // After the last exchange no CTA waits on partials_empty, so no arrival is needed.
         if (is_last && meeting + 1 == kRows / kMeetingRows) break;
         __syncwarp();
         if (lane < split && lane != part) ptx::mbarrier_arrive_cluster(partials_empty, lane);

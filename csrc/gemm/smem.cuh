@@ -1,7 +1,6 @@
-// The shared memory of a CTA: the ring of operand stages, a ring of slabs for each math warpgroup, through
-// which a finished tile leaves, and the barriers. The slabs also serve as inbox: before a tile is written to
-// them, the peers' contributions to that tile pass through the same memory in pieces. All addresses are 32-bit
-// shared addresses.
+// The shared memory of a CTA: a ring of operand stages, a ring of slabs for each math warpgroup, and mbarriers.
+// A finished tile is staged in the slabs. Before that, the same memory is the inbox for the peers' contributions
+// to the tile, which are loaded in pieces. All addresses are 32-bit shared addresses.
 #pragma once
 
 #include "gemm/tile_config.h"
@@ -9,7 +8,7 @@
 
 namespace flux::gemm {
 
-// Position in a ring; the phase flips each time around.
+// Position in a ring, and the mbarrier phase, which flips at each wrap-around.
 template <int kSize>
 struct RingCursor {
   int index = 0;
@@ -46,7 +45,7 @@ struct Smem {
   __device__ uint32_t slab(int warpgroup, int index) const {
     return base + kTile.stages * kStageBytes + (warpgroup * kSlabs + index) * kSlabBytes;
   }
-  // Generic pointer, for ordinary loads that the compiler can schedule.
+  // Converts to a generic pointer, for ordinary loads, which the compiler can schedule.
   __device__ const uint8_t* pointer(uint32_t address) const { return pointer_base + (address - base); }
 
   // The inbox of a warpgroup holds as many pieces as fit; a piece is [peer][chunk].
@@ -79,10 +78,10 @@ struct Smem {
     return barrier(2 * (kTile.stages + kNumMathWarpgroups * (kSlabs + kPieces)) + index);
   }
   __device__ uint32_t tile_empty(int index) const { return tile_full(kTileQueue + index); }
-  // One phase for each own tile: both storers have seen that the peers' contributions have arrived.
+  // Completes one phase for each own tile, after both storers have seen the peers' contributions arrive.
   __device__ uint32_t arrived() const { return tile_empty(kTileQueue); }
-  // Split K: all CTAs of the cluster have finished reading their stages; their sums of this CTA's share have
-  // arrived.
+  // Split K. ring_free: all CTAs of the cluster have finished reading their stages. parts_full: the other CTAs'
+  // partial sums of this CTA's share have arrived.
   __device__ uint32_t ring_free() const { return arrived() + 8; }
   __device__ uint32_t parts_full() const { return ring_free() + 8; }
   __device__ uint32_t tile_index(int index) const { return barrier(num_barriers(kTile)) + index * 4; }
@@ -121,7 +120,7 @@ struct Smem {
     for (int index = 0; index < kTileQueue; ++index) {
       constexpr int kReaders = kNumMathWarpgroups * (kMathWarps + 1);  // math warps and storers
       ptx::mbarrier_init(tile_full(index), 1);
-      // The second CTA's loader reads too, the first one's writes.
+      // In a pair, the loader of the second CTA also reads; the loader of the first CTA writes.
       ptx::mbarrier_init(tile_empty(index), kReaders * cluster_size + cluster_size - 1);
     }
     ptx::fence_mbarrier_init();
@@ -143,7 +142,7 @@ struct SlabRing {
     return smem.slab(warpgroup, filled.index);
   }
 
-  // Ends the bulk group of the slab. Blocks only when no slab would be left for the math warps.
+  // Commits the bulk group of the slab. Blocks only if the math warps would otherwise have no free slab.
   __device__ __forceinline__ void commit(const Smem& smem, int warpgroup) {
     ptx::bulk_commit();
     filled.advance();

@@ -59,7 +59,8 @@ struct Meeting {
   // Called by all math threads after their last wgmma has read its operands: writes the sums and sends them.
   template <int kAccumulators>
   FLUX_DEVICE void send(const float (&d)[kAccumulators]) const {
-    // Other CTAs may now write to this CTA's stages. Both warpgroups must have finished reading them first.
+    // Announces to all CTAs of the cluster that this warp has finished reading the stages, so they may write there.
+    // The named barrier then makes both warpgroups of this CTA finish reading before the stores below.
     const int lane = static_cast<int>(ptx::lane());
     if (lane < split) ptx::mbarrier_arrive_cluster(smem.ring_free(), lane);
     ptx::named_barrier_sync(1, kNumMathWarpgroups * 128);
@@ -71,7 +72,7 @@ struct Meeting {
     ptx::fence_proxy_async_smem();
     ptx::named_barrier_sync(2 + warpgroup, 128);
     if (thread < split) {
-      // Also if nothing is sent: all arrivals must have been received before a CTA exits.
+      // Also waits if nothing is sent, because all arrivals must have been received before a CTA exits.
       ptx::mbarrier_wait(smem.ring_free(), 0);
       const Part share(thread, split, 0);
       const uint32_t bytes = (share.end_chunk - share.first_chunk) * kPartBytes;
@@ -82,10 +83,10 @@ struct Meeting {
                                thread);
       }
     }
-    __syncwarp();  // where no share is to be summed, nothing else would keep a warp together
+    __syncwarp();  // reconverges the warp; a CTA without a share has no later synchronisation
   }
 
-  // Called by all math threads: sums this CTA's share over all CTAs, in their order.
+  // Called by all math threads: sums this CTA's share over all CTAs, in the order of their ranks in the cluster.
   template <int kSums>
   FLUX_DEVICE void sum(const Part& part, float (&sums)[kSums]) const {
 #pragma unroll

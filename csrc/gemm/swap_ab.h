@@ -1,7 +1,7 @@
-// Swap-AB tiles for few rows of x: D^T = W * x^T, with the weight on wgmma's 64-row side. A tile is kSwapAbN
+// Swap-AB tiles for few rows of x: D^T = W * x^T, with the weight as wgmma's 64-row operand. A tile is kSwapAbN
 // columns of the result and up to 16..192 rows of x. Such a GEMM is bound by reading the weight from memory, so
 // all SMs must load it. If there are fewer tiles than SMs, a cluster of CTAs splits K and adds its partial
-// tiles through distributed shared memory. If rows fill two tiles, a pair of CTAs may share the loads of the
+// tiles through distributed shared memory. If rows need two tiles, a pair of CTAs may share the loads of the
 // weight.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace flux::gemm {
 
 constexpr int kSwapAbN = 64;
 constexpr int kMaxSplit = 8;  // CTAs that share a tile's K; powers of two
-// Ids of tile shapes in a packed choice (select.h): from here on these.
+// First id of the swap-AB tile shapes in a packed choice (select.h).
 constexpr int kFirstSwapAb = 64;
 
 struct SwapAbConfig {

@@ -1,8 +1,8 @@
-// The instantiation table: every tile shape the kernel is compiled for, in one place and in the tens.
+// The tile shapes for which the GEMM kernel is instantiated.
 //
 // A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each. K is processed in steps of kBlockK
-// through a ring of `stages`. A finished tile leaves through a second, smaller ring: `slabs` buffers of slab_n
-// columns. Few slabs are enough for local memory and save memory for a stage. Slabs for a whole tile let the
+// through a ring of `stages`. A finished tile is staged in a second ring: `slabs` buffers of slab_n columns. Few
+// slabs are enough for stores to local memory, and leave room for another stage. Slabs for a whole tile let the
 // math warps run ahead of a slow link.
 #pragma once
 
@@ -15,9 +15,9 @@ namespace flux::gemm {
 constexpr int kBlockM = 128;
 constexpr int kBlockK = 64;         // 128 bytes of a 16-bit type: one row of the 128-byte TMA swizzle
 constexpr int kElementBytes = 2;    // bf16 and fp16
-constexpr int kSmemLimit = 232448;  // what sm_90 gives a block
+constexpr int kSmemLimit = 232448;  // shared memory of a CTA on sm_90
 constexpr int kNumMathWarpgroups = 2;
-constexpr int kTileQueue = 2;  // tiles the scheduler may run ahead
+constexpr int kTileQueue = 2;  // entries of the tile queue
 constexpr int kMaxPeers = 7;   // world sizes up to 8
 
 FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -68,9 +68,9 @@ constexpr int max_pieces(const TileConfig& c) {
   return pieces < 8 ? pieces : 8;
 }
 
-// Barriers come in full/empty pairs: one pair for each stage and each entry of the tile queue, and for each math
-// warpgroup one pair for each slab and each piece. One more tells the loader that an own tile waits for nobody, two
-// are for CTAs that split K.
+// Mbarriers come in full/empty pairs: one pair for each stage and each entry of the tile queue, and for each math
+// warpgroup one pair for each slab and each piece. Three more: `arrived` (the contributions to an own tile have
+// arrived), and two for split K.
 constexpr int num_barriers(const TileConfig& c) {
   return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;
 }
@@ -86,8 +86,8 @@ constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_
 // Wider tiles split K for no shape that was measured (docs/design/cost-model.md).
 constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
 
-// Tiles whose slabs hold a whole tile, which leaves row by row (gemm_ar/exchange_store.cuh). Wider tiles are
-// for more rows than this path serves.
+// Tiles for ranks that exchange rows (gemm_ar/exchange_store.cuh): the slabs must hold a whole tile. Wider tiles
+// are for more rows than this path serves.
 constexpr bool supports_exchange(const TileConfig& c) { return c.block_n <= 128; }
 
 // Shared memory that a launch no longer needs for its tiles.

@@ -25,7 +25,7 @@ namespace flux::gemm {
 struct Tile {
   int shard;   // the rank that owns these rows
   int m, n;    // tile coordinates inside the shard
-  bool valid;  // false: the idle half of a CTA pair at the edge of a region
+  bool valid;  // false: no tile; the idle CTA of a pair at the edge of a region
 };
 
 // What the CTAs of a cluster share. kPairM: the loads of W, for two tiles in one column. kPairN: the loads of
@@ -79,11 +79,11 @@ struct TileOrder {
 
     Tile tile;
     tile.valid = row < rows && column < n_tiles;
-    if (row >= rows) row = rows - 1;  // the idle half loads the same as its partner, and drops it
+    if (row >= rows) row = rows - 1;  // the idle CTA of a pair loads its partner's operands, and drops them
     if (column >= n_tiles) column = n_tiles - 1;
     const int others = world_size - 1;
     const bool turns = peers == Peers::kTakeTurns;
-    const int nth = turns ? row % others : row / m_tiles;  // of the other shards
+    const int nth = turns ? row % others : row / m_tiles;  // index among the other shards
     tile.shard = own ? rank : gathers ? (rank + others - nth) % world_size : (rank + 1 + nth) % world_size;
     tile.m = own ? row : turns ? row / others : row % m_tiles;
     tile.n = column;

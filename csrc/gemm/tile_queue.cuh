@@ -7,23 +7,23 @@
 //   serves the SMs unevenly, and with equal shares the slowest SM determines the time.
 // - Draw late: an index that is drawn long before its turn can be a remote tile that a peer waits for.
 // - A CTA whose local tile waits for peers draws nothing until their contributions have arrived. Otherwise it
-//   takes a tile that a free CTA could start, and finishes it after everybody else.
+//   would take a tile that an idle CTA could start, and finish it last.
 //
 // The order itself does not change: every CTA sees all its remote tiles before its first local one. The first
 // tile is drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident
-// cluster, and a CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that others wait for.
+// cluster. A CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that other CTAs wait for.
 #pragma once
 
 #include "gemm/smem.cuh"
 
 namespace flux::gemm {
 
-// What a role keeps to read the queue.
+// The state of a role (math warp, storer, loader) that reads the queue.
 template <class Smem>
 struct TileQueueReader {
   RingCursor<kTileQueue> cursor;
 
-  // For one thread.
+  // Called by one thread: waits for the next tile index.
   __device__ __forceinline__ int next(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
     const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
@@ -31,7 +31,7 @@ struct TileQueueReader {
     cursor.advance();
     return index;
   }
-  // For all lanes of a warp, of which one reads. It also gives the entry back, so that racecheck can follow.
+  // Called by all lanes of a warp. Lane 0 reads the entry and releases it itself, so that racecheck sees the order.
   __device__ __forceinline__ int next_for_warp(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
     const bool reads = ptx::lane() == 0;
@@ -43,7 +43,7 @@ struct TileQueueReader {
   }
 };
 
-// Loader of the cluster's first CTA.
+// The state of the only writer of the queue: the loader of the cluster's first CTA.
 template <class Smem>
 struct TileQueueWriter {
   RingCursor<kTileQueue> cursor;
@@ -62,7 +62,7 @@ struct TileQueueWriter {
     cursor.advance();
   }
 
-  // Until all have read what was put.
+  // Waits until all readers have released all entries.
   __device__ __forceinline__ void drain(const Smem& smem) {
     for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance()) {
       ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);

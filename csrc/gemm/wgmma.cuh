@@ -1,5 +1,5 @@
-// 64 x kN x 16 tensor-core steps on fp32 accumulators, operands in shared memory. The instructions themselves
-// are CUTLASS's atoms; what is added is the operand descriptors and the call on a register array.
+// wgmma of 64 x kN x 16 with fp32 accumulators and both operands in shared memory. Wraps CUTLASS's MMA atoms:
+// adds the shared-memory descriptors, and the call on an array of accumulators.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -58,8 +58,8 @@ struct Wgmma {
   }
 };
 
-// Shared-memory operand with the 128-byte TMA swizzle. Offsets in bytes; `leading` is only read for MN-major
-// operands.
+// wgmma descriptor of a shared-memory operand with the 128-byte swizzle. Offsets are in bytes; wgmma reads
+// `leading` only for MN-major operands.
 __device__ __forceinline__ uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |

@@ -1,4 +1,5 @@
-// Sums a matrix over ranks: AllReduce, ReduceScatter, and the second launch of a GEMM+AllReduce in two launches.
+// Kernels that sum a matrix over ranks: AllReduce, ReduceScatter, and the second launch of GEMM+AllReduce if that
+// takes two launches.
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -10,7 +11,7 @@ namespace flux::gemm_ar {
 constexpr int kFewThreads = 352, kManyThreads = 704;
 constexpr int kNormThreads = 512;      // two vectors of 8192 columns each; other numbers were not measured
 constexpr int kClosingThreads = 32;    // a warp that closes the call
-constexpr int kNormMemory = 48 << 10;  // for a row and the norm's weight
+constexpr int kNormMemory = 48 << 10;  // shared memory for a row and the norm's weight
 
 struct SumParams {
   gemm::ExchangeParams exchange;
@@ -18,7 +19,7 @@ struct SumParams {
   int row;  // elements of a row, after which `bias` repeats
 };
 
-// Replaces NaNs of the user that look like kAbsent by another NaN.
+// Replaces words of the user's data that equal kAbsent by another NaN.
 FLUX_DEVICE uint4 presentable(uint4 v) {
   for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
     if (*word == runtime::kAbsent) *word = 0x7FFF7FFF;
@@ -26,9 +27,9 @@ FLUX_DEVICE uint4 presentable(uint4 v) {
   return v;
 }
 
-// A matrix as one row of vectors. Each rank sums all of them (one-shot), or a shard. The rank's own
-// contribution is read in place; if x is also the result, the thread that reads a vector is the thread that
-// overwrites it.
+// The sum of a matrix that is treated as one row of vectors. Each rank sums all vectors (one-shot), or a shard. The
+// rank's own contribution is read in place. If x is also the result, the thread that overwrites a vector is the
+// thread that has read it.
 template <class Element>
 struct FlatSum {
   static constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   });
 }
 
-// The same with RMSNorm. Shards are whole rows, and a CTA processes a row at a time. A CTA sends the rows that
-// it later writes, so no norm overwrites a row that still has to be sent.
+// sum_over_ranks with RMSNorm. Shards are whole rows, and a CTA processes one row at a time. A CTA sends the same
+// rows that it later writes, so no norm overwrites a row that still has to be sent.
 template <class Element, int kThreads>
 FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory) {
   const sync::Call call = begin_sum(params.exchange.symm);

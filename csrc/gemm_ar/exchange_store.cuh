@@ -1,6 +1,6 @@
-// GEMM+AllReduce in ordinary tiles, as a Store policy: the rows of a finished tile go to the ranks that sum
-// them. After its last tile, every CTA sums the contributions of the ranks (gemm/finish.cuh). One launch, for
-// more rows than swap-AB tiles serve well. The product is never stored to memory.
+// GEMM+AllReduce with ordinary tiles, as a Store policy. Rows of a finished tile are sent to the ranks that sum
+// them. After its last tile, every CTA sums the contributions of all ranks (gemm/finish.cuh). One launch, for more
+// rows than swap-AB tiles serve well. The local product is never stored to global memory.
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -20,7 +20,7 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
   FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 
-  // The tile goes through the slabs, which hold all of it, so that neighbouring threads send neighbouring vectors.
+  // Stages the half tile in the slabs, which hold all of it, so that adjacent threads send adjacent vectors.
   template <class Element, class Smem, int kSums>
   FLUX_DEVICE static void contribute(const Params& p, const Call& call, const gemm::Tile& tile,
                                      const Smem& smem, int warpgroup, int thread, int first_chunk,

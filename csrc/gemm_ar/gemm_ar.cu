@@ -23,18 +23,18 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
   return exchange;
 }
 
-// Tiles in one column send at the same time, and so do both warpgroups of an ordinary tile.
+// ExchangeParams::rows_at_once: tiles in one column send at the same time, and so do both warpgroups of a tile.
 int rows_at_once(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms) {
   const bool swaps_ab = choice.swaps_ab();
   const int height = swaps_ab ? gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows : gemm::kBlockM;
   const int width = swaps_ab ? gemm::kSwapAbN : gemm::kTileConfigs[choice.config].block_n;
   const int tiles = gemm::ceil_div(args.m(), height) * gemm::ceil_div(args.n(), width);
   const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
-  // If the rows are not divisible, sums wait longer; if CTAs have several tiles, this order gained nothing.
+  // Only if the rows are divisible and each CTA has at most one tile; otherwise sums in this order are not faster.
   return args.m() % at_once == 0 && tiles <= num_sms ? at_once : 1;
 }
 
-// Loads the kernels, which the capture of a graph may forbid.
+// Loads the kernels, because lazy loading may be forbidden while a graph is captured.
 void prepare_sum() {
   static runtime::OncePerDevice once;
   once([] {
@@ -103,7 +103,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
     gemm_ar_in_tiles(product, choice, params, num_sms, stream);
     return;
   }
-  // Each vector is read before the sum is written over it.
+  // Two launches. `out` first holds the product; the sum reads each vector before it overwrites it.
   product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
   gemm::gemm(product, stream);
   launch_sum(params, out, args.dtype, num_sms, stream);

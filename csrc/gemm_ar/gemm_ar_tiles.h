@@ -1,4 +1,5 @@
-// GEMM+AllReduce in ordinary tiles and one launch, apart from gemm_ar.cu so that both compile at the same time.
+// GEMM+AllReduce with ordinary tiles in one launch, in a translation unit of its own, so that it compiles in
+// parallel with gemm_ar.cu.
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -7,7 +8,7 @@
 
 namespace flux::gemm_ar {
 
-// Whether that is possible: there is such a kernel, and all CTAs that wait for peers are on the GPU at once.
+// Whether one launch is possible: the kernel exists, and all its CTAs can be resident at once, as they wait for peers.
 bool sums_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice);
 void gemm_ar_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice,
                       const gemm::ExchangeParams& exchange, int num_sms, cudaStream_t stream);

@@ -7,8 +7,8 @@ namespace flux::gemm_rs {
 
 namespace {
 
-// Enqueued after the launch. The launch waits for the peers' copies, and each copy waits for tiles of its own
-// rank's launch. Chunks are sent in the order in which they are computed.
+// Enqueues the copies, after the launch. Each copy waits for the tiles of this rank's launch, and the launch waits for
+// the peers' copies. Chunks are sent in the order in which they are computed.
 void send_staged(const runtime::SymmBuffer& symm, const Layout& layout, const Chunks& chunks,
                  const Transport& transport, cudaStream_t stream) {
   runtime::CopyQueue queue;

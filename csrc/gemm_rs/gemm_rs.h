@@ -1,5 +1,5 @@
-// GEMM+ReduceScatter in one launch (FLUX, arXiv 2406.06858, section 4; the storer and the epilogue of the own
-// shard are our additions).
+// GEMM+ReduceScatter in one launch (FLUX, arXiv 2406.06858, section 4). Not from the paper: separate storer warps,
+// and adding the peers' contributions in the epilogue of the own shard.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -7,14 +7,14 @@
 
 namespace flux::gemm_rs {
 
-// Who carries the tiles. Every rank of the workspace must choose the same.
+// How tiles are sent to peers: by storer warps or by copy engines. Every rank of the workspace must choose the same.
 struct Transport {
-  // 0: storers carry the tiles, and the device counts the epochs, so calls can be replayed in a CUDA graph.
-  // Otherwise copy engines carry them, and this is the epoch of the call on a region that only such calls use:
-  // the destination buffer must be known when a copy is enqueued.
+  // 0: storers send the tiles, and the device counts the epochs, so calls can be replayed in a CUDA graph.
+  // Otherwise copy engines send them, and this is the epoch of the call. The host counts these epochs, because it must
+  // know the destination buffer when it enqueues a copy. Only such calls use the region.
   uint32_t copy_epoch;
   int chunks;     // chunks that a copy engine sends to each peer
-  char* staging;  // tiles wait here for the copy; as large as the slots, used until the call is complete
+  char* staging;  // source of the copies, as large as the slots; used until the call is complete
 };
 
 // out[m / world_size, n] = rows of this rank of the sum over ranks of x * weight^T, plus bias once.

@@ -27,7 +27,7 @@ struct Layout {
   FLUX_HD int64_t slot_bytes() const { return tile_offset(world_size - 1, 0, 0); }
 };
 
-// Copy engines carry the tiles of a slot in `count` chunks of about equal size, with one signal each. Tiles are
+// Copy engines send the tiles of a slot in `count` chunks of about equal size, with one signal each. Tiles are
 // computed roughly in the order of the slot, so the first chunk is complete long before the last.
 struct Chunks {
   int count;
@@ -40,13 +40,13 @@ struct Chunks {
   FLUX_HD int size(int chunk) const { return first(chunk + 1) - first(chunk); }
 };
 
-// The number of chunks that copy engines send to each peer, or 0 if storers carry the tiles. Storers are faster
+// The number of chunks that copy engines send to each peer, or 0 if storers send the tiles. Storers are faster
 // as long as the transfer fits into the time of the GEMM, because no tile waits for its chunk to be complete
 // (docs/design/gemm-rs.md#copy-engines).
 inline int copy_chunks(int m, int n, int k, int world_size) {
   constexpr double kLinkBytesPerUs = 340e3;
   constexpr double kFlopsPerUs = 750e6;
-  constexpr double kShare = 0.6;  // of the GEMM's time: storers keep up with transfers of up to this share
+  constexpr double kShare = 0.6;  // storers keep up with transfers of up to this share of the GEMM's time
   constexpr int64_t kMinBytes = 32 << 20;
   constexpr int kChunks = 4;
   const int64_t slot_bytes = static_cast<int64_t>(m / world_size) * n * gemm::kElementBytes;
@@ -58,7 +58,7 @@ inline int copy_chunks(int m, int n, int k, int world_size) {
 // The pace of a storer: cycles from the start of one chunk (2 KB) to the next; 0: as fast as possible.
 struct Pace {
   int cycles_per_chunk;
-  int last_wave;  // the same for the CTA's last tile for another rank
+  int last_wave;  // cycles per chunk of the CTA's last tile for another rank
 };
 
 // A tile should have left when 60 % of the next mainloop are done, and all SMs together should not exceed the

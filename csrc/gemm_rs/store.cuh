@@ -1,11 +1,12 @@
-// GEMM+ReduceScatter as a Store policy: tiles of other ranks' shards go to their owner's slot as they are
-// finished, tiles of the own shard come last and add what arrived. One launch, no reduce kernel, no zeroing,
-// one rounding of the sum.
+// GEMM+ReduceScatter as a Store policy. A tile of another rank's shard is sent to its owner's slot as soon as it is
+// finished. Tiles of the own shard come last, and add the peers' contributions in their epilogue. One launch,
+// without a reduce kernel, without zeroing, and with one rounding of the sum.
 //
-// Deterministic: partial tiles travel as 16-bit values and are summed in fp32 in rank order, this rank's own
-// unrounded accumulators at their place in that order. Two slot buffers, chosen by the parity of the epoch,
-// need no closing barrier: this rank finishes call e-1 only after every peer has started e-1, that is
-// finished e-2, so buffer e mod 2 is free when call e begins to write it.
+// The result is deterministic: partial tiles are sent as 16-bit values and summed in fp32 in rank order, with this
+// rank's unrounded accumulators at its place in that order.
+//
+// The two slot buffers, selected by the parity of the epoch, need no closing barrier. This rank finishes call e-1
+// only after every peer has started e-1, and so has finished e-2. So buffer e mod 2 is free when call e writes it.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -21,7 +22,7 @@ struct SlotStore {
     runtime::SymmBuffer symm;
     Layout layout;
     Pace pace;
-    uint32_t epoch;  // if copy engines carry the tiles: the epoch, which the host counts; else 0
+    uint32_t epoch;  // if copy engines send the tiles: the epoch, which the host counts; else 0
     Chunks chunks;
     char* staging;  // memory in which tiles wait for the copy engine
     int rows_per_shard;
@@ -54,7 +55,7 @@ struct SlotStore {
     return tile.shard == p.symm.rank;
   }
 
-  // Stores to a peer that exceed the bandwidth of the link back up into the SM and delay the loads of the next
+  // Paces the stores. Stores that exceed the bandwidth of the link back up into the SM and delay the loads of the next
   // mainloop. Spread over that mainloop they cost next to nothing (docs/design/gemm-rs.md#pacing).
   //
   // Calls after a timed-out one send nothing: they no longer wait for their peers, so a late peer may be two calls
@@ -123,7 +124,7 @@ struct SlotStore {
       const uint32_t full = smem.piece_full(warpgroup, cursor.index);
       ptx::mbarrier_wait(smem.piece_empty(warpgroup, cursor.index), cursor.phase ^ 1);
       if (!arrived) {
-        ptx::mbarrier_arrive(full);  // let the math warps go on; they will see `failed`
+        ptx::mbarrier_arrive(full);  // releases the math warps, which will see `failed`
         continue;
       }
       const uint32_t bytes = min(Smem::kPieceChunks, chunks - chunk) * gemm::kChunkBytes;
@@ -151,8 +152,8 @@ struct SlotStore {
     for (int first = 0; first < kAccumulators; first += kPieceAccumulators) {
       if (first / gemm::kChunkAccumulators >= chunks) break;
       ptx::mbarrier_wait(smem.piece_full(warpgroup, cursor.index), cursor.phase);
-      // [peer][chunk][thread]. The unused half of a piece at an odd edge is added to accumulators nobody
-      // stores.
+      // Layout: [peer][chunk][thread]. If the number of chunks is odd, the unused half of the last piece is added to
+      // accumulators that are not stored.
       const auto* fragments =
           reinterpret_cast<const uint4*>(smem.pointer(smem.piece(warpgroup, cursor.index, num_peers))) +
           threadIdx.x % 128;
@@ -179,7 +180,7 @@ struct SlotStore {
         if (first + i < kAccumulators) sum[i] += d[first + i];
       }
       add_peers(p.symm.rank, num_peers);
-      ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));  // each reader itself: for racecheck
+      ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));  // by each reader, for racecheck
       cursor.advance(num_pieces);
 #pragma unroll
       for (int i = 0; i < kPieceAccumulators; ++i) {

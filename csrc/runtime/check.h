@@ -1,5 +1,5 @@
-// Invariants of the native code. User mistakes are caught in Python with better words; what arrives here and
-// is wrong is a bug or a driver's refusal, and the message carries the values.
+// Invariants of the native code. Python has already checked the user's arguments, so a failure here is a bug in flux
+// or an error of the driver. The message contains the values.
 #pragma once
 
 #include <sstream>

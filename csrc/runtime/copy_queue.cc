@@ -23,7 +23,7 @@ struct CopyQueue::Queue {
   static Queue& of_current_device() {
     constexpr int kMaxDevices = 64;
     static std::mutex mutex;
-    static Queue* by_device[kMaxDevices];  // live as long as the process: their contexts may go first
+    static Queue* by_device[kMaxDevices];  // never deleted: the CUDA context may be destroyed first
     int device = 0;
     FLUX_CUDA_CHECK(cudaGetDevice(&device));
     FLUX_CHECK(device < kMaxDevices, device);
@@ -40,7 +40,7 @@ void CopyQueue::follow(cudaStream_t stream) {
   FLUX_CUDA_CHECK(cudaEventRecord(queue_.begin, stream));
   FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.stream, queue_.begin));
   if (!queue_.announces) return;
-  // The last call's epoch must not land on one that this call writes.
+  // An announcement of the previous call must not overwrite one of this call.
   FLUX_CUDA_CHECK(cudaEventRecord(queue_.announced, queue_.aside));
   FLUX_CUDA_CHECK(cudaStreamWaitEvent(queue_.stream, queue_.announced));
   queue_.announces = false;
@@ -56,7 +56,7 @@ void CopyQueue::write(uint32_t* address, uint32_t value) {
   word.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   word.writeValue.address = reinterpret_cast<CUdeviceptr>(address);
   word.writeValue.value = value;
-  // By default the write comes after a memory barrier for all that the stream has copied.
+  // The default flag includes a memory barrier, so the write is ordered after all earlier copies of the stream.
   word.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
 }
 

@@ -1,5 +1,4 @@
-// Copies between GPUs by copy engines, which need no SM, and the words by which kernels and copies wait for
-// each other.
+// Copies between GPUs by copy engines, which need no SM. Kernels and copies synchronise through 32-bit words.
 #pragma once
 
 #include <cuda.h>
@@ -10,8 +9,8 @@
 
 namespace flux::runtime {
 
-// A stream of copies of the current device, held for this thread while the object lives. What is enqueued here
-// runs in order.
+// Exclusive access of this thread to the copy stream of the current device, for the lifetime of the object. Work in
+// the queue runs in order.
 //
 // One stream, one peer after the other. If all ranks send to all peers at once, on a stream for each peer,
 // copies have less bandwidth (docs/design/gemm-rs.md#copy-engines).
@@ -24,7 +23,7 @@ class CopyQueue {
   void copy(void* dst, const void* src, int64_t bytes);
   // Writes the word after all earlier copies are visible, to this GPU and to others.
   void write(uint32_t* address, uint32_t value);
-  // The same, but later work of this queue does not wait for it.
+  // As write, but later work of this queue does not wait for it.
   void announce(uint32_t* address, uint32_t value);
   // Waits until a kernel has raised the word to `value`.
   void wait(const uint32_t* address, uint32_t value);

@@ -1,5 +1,5 @@
-// Facts about the current GPU and the way to driver functions without linking libcuda: the library must load
-// where there is no driver.
+// Properties of the current GPU, and access to driver functions without linking libcuda, because the library must
+// load on machines without a driver.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,20 +11,20 @@
 namespace flux::runtime {
 
 int num_sms();                            // of the current device; cached
-void* driver_function(const char* name);  // cuXxx entry point, or an error that says which driver it needs
+void* driver_function(const char* name);  // a cuXxx entry point; throws an error that names the needed driver
 
-// Programmatic dependent launch: the kernel comes onto the GPU while the stream's kernel before it still runs, and waits
-// for that one's results where it needs them (ptx::wait_for_earlier_kernels).
+// Attribute of a programmatic dependent launch: the kernel starts while the previous kernel of the stream still runs,
+// and waits for its results in ptx::wait_for_earlier_kernels.
 inline cudaLaunchAttribute early_start() {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   return attribute;
 }
-// Not where the launch was given a part of the SMs: it must not take others meanwhile.
+// A launch that is limited to some of the SMs must not start early, because it would occupy other SMs meanwhile.
 inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
 
-// Does something once on each device; make it a static object.
+// Calls a function once per device. Use it as a static object.
 class OncePerDevice {
  public:
   template <class Function>

@@ -78,8 +78,8 @@ inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode)
   return {m, n, world_size, mode, shard};
 }
 
-// Treats a matrix as one row; in two-shot mode an owner gets whole rows of the matrix. Needs the room of a
-// matrix whose number of rows is rounded up to a multiple of the ranks.
+// Treats a matrix as one row, but in two-shot mode an owner gets whole rows of the matrix. Needs the space of a
+// matrix whose number of rows is rounded up to a multiple of the world size.
 inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
   Exchange exchange = make_exchange(1, m * n, world_size, mode);
   if (mode == Exchange::Mode::kTwoShot) exchange.shard = (m + world_size - 1) / world_size * n;

@@ -1,6 +1,5 @@
-// Signals between processes of one host: 32-bit words in shared memory, named by their address because Python
-// maps them. The CPU path waits with these where kernels wait with ld.acquire.sys, so both run the same
-// protocol.
+// Signals between processes of one host: atomics on 32-bit words in shared memory. Words are passed as addresses,
+// because Python maps the memory. The CPU path uses them where kernels use ld.acquire.sys: the protocol is the same.
 #pragma once
 
 #include <sched.h>
@@ -15,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 inline uint32_t* word_at(uint64_t address) { return reinterpret_cast<uint32_t*>(address); }
 
-// What this thread wrote before becomes visible to whoever acquires the value.
+// Earlier writes of this thread are visible to a thread that acquires the value.
 inline void store_release(uint64_t address, uint32_t value) {
   __atomic_store_n(word_at(address), value, __ATOMIC_RELEASE);
 }
@@ -38,10 +37,9 @@ inline void cpu_relax() {
 #endif
 }
 
-// Waits until the word has reached `epoch` or `timeout` has passed; returns the value last seen, acquired. A
-// peer that is about to signal is met by the short spin; one that shares this core needs the yields; one that
-// is busy for long costs nothing but a wake-up every 50 us. `poll` is called about every 50 ms and may throw
-// to end the wait.
+// Waits until the word has reached `epoch` or `timeout` has passed; returns the last value, acquired. Spins first,
+// for a peer that signals soon; then yields, for a peer on the same core; then sleeps 50 us at a time. `poll` is
+// called about every 50 ms, and may throw to end the wait.
 template <class Poll>
 uint32_t wait_at_least(uint64_t address, uint32_t epoch, Clock::duration timeout, Poll&& poll) {
   constexpr int kSpins = 200, kYields = 64;

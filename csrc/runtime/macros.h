@@ -1,5 +1,5 @@
-// The only place that asks which compiler reads a header: everything marked FLUX_HD also compiles with plain
-// g++, so that tile orders and plans can be enumerated by CPU tests.
+// The only header that depends on the compiler. Functions marked FLUX_HD also compile with g++, so that CPU tests can
+// enumerate tile orders and plans.
 #pragma once
 
 #ifdef __CUDACC__

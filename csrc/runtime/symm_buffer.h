@@ -1,6 +1,6 @@
-// A group's symmetric workspace as the kernels see it: the same bytes on every rank, reachable by plain
-// pointers. Python allocates and maps it (python/flux/comm); nothing here owns memory. Peers are just
-// pointers, so several ranks can also live on one GPU, which is how most kernel tests run.
+// The symmetric workspace of a group: the same layout on every rank, accessible through plain pointers. Python
+// allocates and maps the memory (python/flux/comm); nothing here owns it. Several ranks can share one GPU, as in
+// most kernel tests.
 //
 //   [0, 16384)                 header: words only the owning rank touches
 //   then signal_bytes          signals: one u32 epoch for each half tile of each slot, written by peers

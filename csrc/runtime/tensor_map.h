@@ -15,12 +15,12 @@ struct Matrix {
   int64_t row_stride;  // in elements; the last dimension is contiguous
 };
 
-// A box of box_columns x box_rows lands in shared memory row by row, 16-byte pieces swizzled within the row's
-// box_columns * 2 = 32, 64 or 128 bytes. What lies outside the matrix is read as zero and not written.
+// A box of box_columns x box_rows is stored in shared memory row by row, with the swizzle of the row's size:
+// box_columns * 2 = 32, 64 or 128 bytes. Elements outside the matrix are read as zero and not written.
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows);
 
-// The same for a matrix whose rows are `shards` shards of equal height, with the shard as third coordinate: a
-// box does not reach from one shard into the next.
+// Tensor map of a matrix whose rows are `shards` shards of equal height. The shard is the third coordinate, so a box
+// does not cross from one shard into the next.
 CUtensorMap make_sharded_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows,
                                     int shards);
 

@@ -1,5 +1,5 @@
-// A lock that host threads get in the order in which they ask, and that its holder may take again: calls on one
-// group must not overtake each other, as the peers serve them in that order.
+// A fair recursive mutex: host threads acquire it in the order of their requests, because calls on one group must not
+// overtake each other.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@ namespace flux::runtime {
 
 class Turn {
  public:
-  // Takes the lock if that needs no waiting.
+  // Acquires the lock if it is free and no thread waits for it, or if this thread holds it.
   bool try_acquire() {
     const std::lock_guard lock(mutex_);
     if (depth_ > 0 ? holder_ != std::this_thread::get_id() : !waiting_.empty()) return false;
@@ -20,7 +20,7 @@ class Turn {
     return true;
   }
 
-  // `poll` is called about every 50 ms of waiting; if it throws, the thread gives its place up.
+  // Waits for the lock. Calls `poll` about every 50 ms; if it throws, the thread leaves the queue.
   template <class Poll>
   void acquire(Poll&& poll) {
     constexpr auto kPollEvery = std::chrono::milliseconds(50);
@@ -44,7 +44,7 @@ class Turn {
     take();
   }
 
-  // Of the holder only. Returns whether it has given the lock away, which it may have taken several times.
+  // Called by the holder. Returns true if the lock is now free, false if the holder still has it (recursion).
   bool release() {
     const std::lock_guard lock(mutex_);
     if (--depth_ > 0) return false;
@@ -52,7 +52,7 @@ class Turn {
     return true;
   }
 
-  int depth() const { return depth_; }  // of the holder only
+  int depth() const { return depth_; }  // may be called by the holder only
 
  private:
   void take() {
@@ -64,7 +64,7 @@ class Turn {
   std::condition_variable changed_;
   std::list<std::thread::id> waiting_;  // in order of arrival
   std::thread::id holder_;
-  int depth_ = 0;  // how often its holder has taken it
+  int depth_ = 0;  // number of times that the holder has acquired the lock
 };
 
 }  // namespace flux::runtime

@@ -1,12 +1,12 @@
-// Rows of any size from one place in global memory to another, also a peer's.
+// Copies in global memory, also to and from peers.
 #pragma once
 
 #include <cstdint>
 
 namespace flux::runtime {
 
-// kThreads threads, each with its number; from null all ones, which is NaN in every floating type. `bytes` is a
-// multiple of 16. A thread has kUnroll loads in flight: few threads need many.
+// Called by kThreads threads; `thread` is the caller's index. If `src` is null, writes all ones (NaN in every
+// floating-point type). `bytes` is a multiple of 16. A thread has kUnroll loads in flight.
 template <int kThreads, int kUnroll = 4>
 __device__ __forceinline__ void copy_bytes(char* dst, const char* src, int bytes, int thread) {
   const uint4 ones = {~0u, ~0u, ~0u, ~0u};

@@ -1,6 +1,5 @@
-// The PTX this project uses beyond what CUDA C++ offers, one instruction a function: mbarriers, TMA, bulk
-// copies, memory orders, register hand-over. Shared-memory addresses are the 32-bit ones PTX wants
-// (smem_addr).
+// Wrappers of PTX instructions, one instruction a function: mbarriers, TMA, bulk copies, memory order, setmaxnreg.
+// Shared-memory addresses are 32-bit (smem_addr).
 #pragma once
 
 #include <cuda.h>
@@ -15,9 +14,9 @@ __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
 
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x & 31; }
 
-// Called by all lanes of a warp: true in one of them, not always the first. After a comparison of lanes
-// instead, the compiler does not know that only one thread is left, and emits a loop over threads for every TMA
-// instruction, which takes 80 cycles.
+// elect.sync, called by all lanes of a warp: true in one lane, not always the first. If the branch compared lane
+// numbers instead, the compiler would not know that one thread is active, and would emit a loop over threads of 80
+// cycles for every TMA instruction.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -84,8 +83,8 @@ __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool cond
   return all != 0;
 }
 
-// Does not order memory, which would wait for everything in flight. After fence_mbarrier_init, sufficient for
-// barriers.
+// Cluster barrier that does not order memory, because ordering would wait for all accesses in flight. After
+// fence_mbarrier_init it is sufficient to publish initialised mbarriers.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -99,9 +98,9 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// Says "I have read this" to a CTA of the cluster. What was read is overwritten only by TMA loads and
-// st.async that the arrival itself sets off. Release at cluster scope would cost a full memory barrier each
-// time (measured: 0.7 us).
+// Arrives on an mbarrier of a CTA of the cluster, to release memory that this thread has read. Relaxed is enough,
+// because only TMA loads and st.async that depend on the arrival overwrite that memory. Release at cluster scope
+// would cost a full memory barrier each time (measured: 0.7 us).
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -122,7 +121,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t bar, 
       "r"(bytes), "r"(cta)
       : "memory");
 }
-// A word into the shared memory of a CTA of the cluster; counts as 4 bytes on that CTA's barrier.
+// st.async: stores a word to shared memory of a CTA of the cluster; completes 4 bytes on that CTA's mbarrier.
 __device__ __forceinline__ void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar,
                                                     uint32_t cta) {
   asm volatile(
@@ -135,7 +134,7 @@ __device__ __forceinline__ void store_async_cluster(uint32_t address, uint32_t v
       : "memory");
 }
 
-// Whether the phase is complete; the same answer in all lanes of a warp.
+// Whether the phase is complete, without waiting. Returns the same value in all lanes of a warp.
 __device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t phase) {
   uint32_t done;
   asm volatile(
@@ -175,7 +174,7 @@ __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint32_t dst
       : "memory");
 }
 
-// Lands at the same shared-memory offset in every CTA of `cta_mask`, and counts on each one's barrier.
+// Multicast: writes to the same shared-memory offset in every CTA of `cta_mask`, and completes on each CTA's mbarrier.
 __device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar,
                                                       int x, int y, uint16_t cta_mask) {
   asm volatile(
@@ -191,26 +190,26 @@ __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t sr
                : "memory");
 }
 
-// 16 bytes to shared memory, as this thread's; zeros if not `valid`. Part of the group that the thread commits
-// next, and of what the next mbarrier_arrive_after_copies waits for.
+// cp.async of 16 bytes to shared memory; writes zeros if not `valid`. Completion is tracked by the thread's next
+// commit group, and by its next mbarrier_arrive_after_copies.
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// Arrives once all of this thread's copies before it have landed.
+// Arrives on the mbarrier when all earlier cp.async copies of this thread are complete.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but this thread's newest kPending groups have landed and are visible to this thread.
+// Waits until all but this thread's newest kPending commit groups are complete and visible to this thread.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A contiguous run of bytes (a multiple of 16) from shared memory to any global address, also a peer's.
+// Bulk copy of contiguous bytes (a multiple of 16) from shared memory to global memory, also to a peer.
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
                : "memory");
@@ -223,7 +222,7 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
       : "memory");
 }
 
-// From this CTA's shared memory to that of a CTA of the cluster; counts on that CTA's barrier.
+// Bulk copy from this CTA's shared memory to that of a CTA of the cluster; completes on that CTA's mbarrier.
 __device__ __forceinline__ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
                                                   uint32_t cta) {
   asm volatile(
@@ -237,24 +236,24 @@ __device__ __forceinline__ void bulk_copy_cluster(uint32_t dst, uint32_t src, ui
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// All but the newest kPending groups: their sources in shared memory may be overwritten. Says nothing about
-// destinations.
+// Waits until all but the newest kPending bulk groups have read their sources in shared memory, which may then be
+// overwritten. Does not wait for the writes to the destinations.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// The destinations of all groups are written, as seen by this thread.
+// Waits until all bulk groups are complete: their writes are visible to this thread.
 __device__ __forceinline__ void bulk_wait_complete() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // --- memory order ---
 
-// Shared memory written by ordinary stores before this is seen by TMA after it.
+// Makes earlier ordinary stores to shared memory visible to later TMA stores and bulk copies.
 __device__ __forceinline__ void fence_proxy_async_smem() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// The same between ordinary accesses and bulk copies for global memory, in both directions.
+// Orders ordinary accesses and bulk copies of global memory, in both directions.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
@@ -274,8 +273,8 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
   return value;
 }
 
-// 16-byte load and store for vectors that ranks exchange without a signal. Neither may stay in a cache. Each
-// 32-bit word is atomic.
+// 16-byte load and store of vectors that ranks exchange without a signal. System scope, so that no stale cache line
+// is used. Each 32-bit word is atomic.
 __device__ __forceinline__ void store_relaxed_sys(void* address, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
@@ -296,7 +295,8 @@ __device__ __forceinline__ uint4 load_relaxed_sys(const void* address) {
 __device__ __forceinline__ void wait_for_earlier_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
-// Lets the stream's next kernel start, if it was launched to do so, and run up to that wait.
+// Lets the stream's next kernel start, if it is a programmatic dependent launch, and run up to
+// wait_for_earlier_kernels.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -308,8 +308,8 @@ __device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t a, ui
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-// Accumulators must not be cast to integers: the compiler would carry them as such through the mainloop, and
-// wgmma would wait for the casts.
+// Stores accumulators as floats. If they were cast to integers, the compiler would keep them as integers through the
+// mainloop, and wgmma would wait for the casts.
 __device__ __forceinline__ void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -337,15 +337,15 @@ __device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-// Four 8x8 matrices of 16-bit elements, held as wgmma leaves them, to rows whose addresses the 32 lanes
-// supply.
+// stmatrix: stores four 8x8 matrices of 16-bit elements, in the register layout of wgmma's accumulators, to rows
+// whose addresses the 32 lanes supply.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c,
                                             uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
                "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-// Two of them, transposed; lanes 0 to 15 supply the addresses.
+// stmatrix of two 8x8 matrices, transposed; lanes 0 to 15 supply the row addresses.
 __device__ __forceinline__ void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(a),
                "r"(b)

@@ -19,18 +19,18 @@ __device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }
 
-// The same for ordinary stores: called by one thread after a barrier with the threads whose stores it announces.
+// As `signal`, for data written by ordinary stores: called by one thread after a barrier with the storing threads.
 __device__ __forceinline__ void publish(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }
 
-// Like `signal`, for a counter on which a stream waits: every piece of the data adds one.
+// As `signal`, for a counter on which a stream waits: every finished piece of the data adds one.
 __device__ __forceinline__ void count(uint32_t* address) {
   ptx::fence_proxy_async();
   ptx::add_release_sys(address, 1);
 }
 
-// A live sender is in this call or in the next one. Any other value, however large, is an old one.
+// Whether `seen` signals `epoch`. A live sender is in this call or in the next one; any other value is stale.
 __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
 
 // The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out.
