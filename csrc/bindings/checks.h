@@ -1,5 +1,5 @@
-// What flux._core checks of its arguments before it multiplies, divides or indexes with them. Sizes are not trusted.
-// Addresses are: that a word or an array lies there cannot be seen from here.
+// Argument checks of flux._core, before it multiplies, divides or indexes. Sizes are checked. Addresses are trusted,
+// because C++ cannot check what they point to.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,10 +14,10 @@
 namespace flux::bindings {
 
 constexpr int kMaxExtent =
-    (1 << 30) - 1;  // of M, N or K: the bytes of a row of 2-byte elements fit into 32 bits
-// Tiles of a problem, whatever their shape: three CTAs for each, counted in tenths, fit into 32 bits.
+    (1 << 30) - 1;  // maximum of M, N and K: the bytes of a row of 2-byte elements fit into 32 bits
+// Maximum number of tiles of a problem: three CTAs for each, counted in tenths, fit into 32 bits.
 constexpr int64_t kMaxTiles = 1 << 26;
-constexpr int64_t kMaxListed = 1 << 21;  // entries of a list that is returned
+constexpr int64_t kMaxListed = 1 << 21;  // maximum length of a returned list
 constexpr int kMaxSms = 1 << 16;
 
 // Throws ValueError unless low <= value <= high.
@@ -50,7 +50,7 @@ inline void check_rank(const char* what, int rank, int world_size) {
   check_range(what, rank, 0, world_size - 1);
 }
 
-// A matrix whose rows are one shard for each rank.
+// Checks a matrix whose rows are one shard for each rank.
 inline void check_shards(int m, const char* columns_name, int columns, int world_size) {
   check_world_size(world_size);
   check_range("m", m, 1, kMaxExtent);
@@ -58,14 +58,14 @@ inline void check_shards(int m, const char* columns_name, int columns, int world
   check_multiple("m", m, "world_size " + std::to_string(world_size), world_size);
 }
 
-// The result of a GEMM: in the narrowest tiles, which are 64 wide, no more of them than kMaxTiles.
+// Checks the result of a GEMM: at most kMaxTiles tiles of 64 columns, the narrowest.
 inline void check_problem(int m, int n, int world_size) {
   check_shards(m, "n", n, world_size);
   const int64_t m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM);
   check_range("tiles of [m, n]", world_size * m_tiles * gemm::ceil_div(n, 64), 1, kMaxTiles);
 }
 
-// The slot of `src` among those of `owner`, whose own rows have none.
+// The index of the slot of `src` on `owner`. A rank has no slot for itself.
 template <class Layout>
 int checked_slot_index(int src, int owner) {
   check_rank("src", src, runtime::kMaxWorldSize);

@@ -1,5 +1,5 @@
-// flux._core: the torch-free, CUDA-free part of flux for Python. Plans and tile orders come from the same
-// headers that the kernels compile, so what CPU tests enumerate is what a GPU does.
+// flux._core: the part of the native code that needs neither torch nor CUDA. Plans and tile orders come from the same
+// headers as in the kernels, so CPU tests enumerate exactly what a GPU does.
 
 #include "bindings/core.h"
 
@@ -70,7 +70,7 @@ std::optional<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint3
 runtime::SymmBuffer make_symm_buffer(int rank, int world_size, const std::vector<uint64_t>& peers,
                                      int64_t signal_bytes, int64_t slot_bytes, int64_t exchange_bytes,
                                      uint64_t error, uint64_t timeout_ns) {
-  // Words of signals are counted in 32 bits; addresses behind any of these sizes must fit into 64.
+  // Signals are counted in 32 bits. The sum of any of these sizes and an address must fit into 64 bits.
   constexpr int64_t kMaxSignalBytes = int64_t{4} * INT32_MAX, kMaxSlotBytes = int64_t{1} << 48;
   check_world_size(world_size);
   check_rank("rank", rank, world_size);
@@ -128,7 +128,7 @@ gemm_rs::Layout gemm_rs_layout(int m, int n, int world_size, int config) {
   return gemm_rs::make_layout(m, n, world_size, config_at(config));
 }
 
-// Groups of more rows than there are, are one group; so many columns of them are counted in 32 bits.
+// Limits group_m to the number of tile rows, which gives the same order, so that products fit into 32 bits.
 int checked_group_m(int group_m, const gemm_rs::Layout& layout) {
   check_range("group_m", group_m, 1, kMaxExtent);
   return std::min(group_m, layout.world_size * layout.m_tiles);
@@ -145,7 +145,7 @@ gemm::TileOrder make_order(int m, int n, int world_size, int rank, int config, i
   check_rank("rank", rank, world_size);
   gemm::TileOrder order =
       gemm_rs::make_order(layout, rank, checked_cluster(cluster), checked_group_m(group_m, layout), copied);
-  if (world_size == 1) order.peers = gemm::Peers::kOneByOne;  // peers that take turns are divided by
+  if (world_size == 1) order.peers = gemm::Peers::kOneByOne;  // kTakeTurns divides by the number of peers
   return order;
 }
 
@@ -257,8 +257,8 @@ std::vector<RankTile> ag_gemm_tiles(int m, int n, int world_size, int rank, int 
                                        checked_group_m(group_m, tiles)));
 }
 
-// The same walk as the kernel's: its grid is as many whole clusters as the SMs hold, and no more than there
-// is work for.
+// The tiles of a CTA with a fixed stride, as in the kernel: the grid has as many whole clusters as fit on the SMs, and
+// at most one for each cluster of tiles.
 std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int rank, int config,
                                                int cluster, int group_m, int num_sms, int cta) {
   const gemm::TileOrder order =

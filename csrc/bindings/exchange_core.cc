@@ -1,4 +1,4 @@
-// Exchanges, as flux._core shows them.
+// Bindings of runtime::Exchange in flux._core.
 
 #include <pybind11/pybind11.h>
 
@@ -15,7 +15,7 @@ namespace {
 
 using runtime::Exchange;
 
-// m * n: what a matrix that is one row may have.
+// Checks sizes. m * n is limited like a number of columns, because a matrix may be treated as one row.
 void check_matrix(int m, int n, int world_size) {
   check_world_size(world_size);
   check_range("m", m, 1, kMaxExtent);
@@ -40,7 +40,7 @@ Exchange row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
   return runtime::make_row_exchange(m, n, world_size, mode);
 }
 
-// Of any matrix, also one that is too large for an exchange.
+// Accepts any matrix, also one that is too large for an Exchange.
 Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr int64_t kMax = int64_t{1} << 48;
   check_world_size(world_size);
@@ -53,7 +53,7 @@ int64_t contribution(const Exchange& self, int source, int owner, int row, int c
   check_rank("source", source, self.world_size);
   check_rank("owner", owner, self.world_size);
   check_range("row", row, 0, self.m - 1);
-  // An owner at the edge may have no columns, and begin behind the last one.
+  // An owner at the edge may have no columns; its first column is then after the last column.
   check_range("column", column, 0, std::max<int64_t>(self.n - 1, self.first_column(owner)));
   return self.contribution(source, owner, row, column);
 }
@@ -64,7 +64,7 @@ int64_t result(const Exchange& self, int row, int column) {
   return self.result(row, column);
 }
 
-// A function of a rank.
+// Wraps a member function of Exchange that takes a rank, and checks the rank.
 template <int (Exchange::*of)(int) const>
 int of_rank(const Exchange& self, int rank) {
   check_rank("rank", rank, self.world_size);

@@ -1,5 +1,5 @@
-// The mixture-of-experts part of flux._core. Arrays come as addresses of CPU tensors: the Python side
-// (flux/moe/routing.py) makes them, in the sizes of the layout.
+// The mixture-of-experts part of flux._core. Arrays are passed as addresses of CPU tensors, which Python
+// (flux/moe/routing.py) allocates with the sizes of the layout.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -20,7 +20,7 @@ namespace flux::bindings {
 namespace {
 
 constexpr int kMaxExperts = 1 << 20;
-constexpr int kMaxChoices = (1 << 30) - 1;  // of all ranks' tokens
+constexpr int kMaxChoices = (1 << 30) - 1;  // maximum number of choices of all ranks' tokens
 
 moe::Layout make_layout(int world_size, int rank, int ep_size, int num_experts, int top_k, int max_tokens) {
   check_world_size(world_size);
@@ -69,13 +69,13 @@ int send_signal(const moe::SendOrder& self, int share, int part) {
   return self.signal(share, part);
 }
 
-// Of an array of words, which may be null if it is empty.
+// Converts the address of an array of words, which may be null if the array is empty.
 template <class T>
 T* pointer(const char* what, uint64_t address, bool empty) {
   return reinterpret_cast<T*>(empty && address == 0 ? 0 : checked_word(what, address));
 }
 
-// Addresses in the order of RoutingArrays.
+// `arrays`: addresses in the order of RoutingArrays.
 void route(const moe::Layout& layout, int block_m, uint64_t ids, const std::vector<uint64_t>& arrays) {
   check_range("block_m", block_m, 1, kMaxExtent);
   check_range("len(arrays)", static_cast<int64_t>(arrays.size()), 10, 10);
@@ -103,7 +103,7 @@ std::vector<std::tuple<int, int, int>> tiles(uint64_t address, int num_entries, 
   const auto* entries = pointer<const moe::TileEntry>("entries", address, num_entries == 0);
   std::vector<std::tuple<int, int, int>> all;
   for (int index = 0; index < num_entries * n_tiles; ++index) {
-    // What is no schedule may hold anything.
+    // The array may be no valid schedule, so its values are checked.
     const moe::TileEntry& entry = entries[index / n_tiles];
     check_range("size of a group in entries", entry.size, 1, moe::kGroupM);
     check_range("base of a group in entries", entry.base, 0, index / n_tiles);
@@ -125,7 +125,7 @@ std::vector<std::tuple<int, int>> column_chunks(int n, int block_n) {
   return all;
 }
 
-// All units of an order, as it numbers them.
+// All units of an order, by index.
 template <class Order>
 std::vector<std::tuple<int, int, int>> units_of(const Order& order) {
   check_range("units", order.units(), 0, kMaxListed);

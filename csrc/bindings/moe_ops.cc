@@ -29,8 +29,8 @@ moe::RoutingArrays routing_arrays(const std::vector<Tensor>& arrays) {
           words(arrays[9])};
 }
 
-// ids and weights [tokens, top_k] of this rank, int32 or int64 and float32, contiguous; arrays in the order of
-// RoutingArrays; all_weights [world_size, max_tokens, top_k]. symm_buffer: 0 where there is nobody to tell.
+// ids (int32 or int64) and weights (float32): [tokens, top_k] of this rank, contiguous. arrays: in the order of
+// RoutingArrays. all_weights: [world_size, max_tokens, top_k]. symm_buffer: 0 if there is no exchange.
 void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all_weights, Tensor scratch,
               int64_t symm_buffer, int64_t rank, int64_t ep_size, int64_t num_experts, int64_t block_m) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
@@ -66,7 +66,7 @@ runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
   return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
 }
 
-// What all grouped GEMMs are told; x [m, k], weight [experts, n, k], out [num_rows, ...], all contiguous.
+// The arguments that all grouped GEMMs share. x [m, k], weight [experts, n, k], out [num_rows, ...], all contiguous.
 moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const Tensor& out, int64_t config,
                                   int64_t num_sms) {
   moe::GroupedGemmArgs args = {};

@@ -1,6 +1,5 @@
-// The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Schemas,
-// fakes and CPU implementations live in Python (python/flux/ops); checks with good messages too, so what is
-// left here is unpacking.
+// The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Schemas, fakes, CPU
+// implementations and argument checks are in Python (python/flux/ops). This file only unpacks arguments.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -26,12 +25,12 @@ using torch::stable::Tensor;
 
 runtime::Matrix matrix(const Tensor& tensor) {
   FLUX_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1, tensor.dim());
-  // Of a single row torch does not care for the stride, TMA does.
+  // The stride of a single row may be any number in torch, but TMA requires a valid one.
   const int64_t row_stride = tensor.size(0) == 1 ? tensor.size(1) : tensor.stride(0);
   return {tensor.data_ptr(), tensor.size(0), tensor.size(1), row_stride};
 }
 
-// The same bytes in elements of two bytes, for what only moves them. Rows are multiples of 16 bytes.
+// A matrix of any dtype as a matrix of 2-byte elements, for ops that only copy. Rows are multiples of 16 bytes.
 runtime::Matrix words(const Tensor& tensor) {
   runtime::Matrix result = matrix(tensor);
   for (int64_t* extent : {&result.columns, &result.row_stride}) {

@@ -1,5 +1,5 @@
-// Defects on purpose, in builds with FLUX_SANITIZE only: tests/cpu/test_sanitizers.py runs each of them and expects a
-// report. Without them, a build whose sanitizers do not work would pass as one without defects.
+// Deliberate defects, only in builds with FLUX_SANITIZE. tests/cpu/test_sanitizers.py runs each of them and expects a
+// report, which proves that the sanitizers work.
 
 #include <climits>
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace flux::bindings {
 namespace {
 
-// Volatile, or the compiler would see the defect and remove it.
+// `volatile` keeps the compiler from seeing the defect and removing it.
 int planted_defect(const std::string& kind) {
   volatile int zero = 0;
   std::vector<int> heap(4, 1);

@@ -1,4 +1,4 @@
-// What the ops unpack from torch's tensors.
+// Conversions from torch tensors, for the ops.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,13 +24,13 @@ inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Of the two that kernels take.
+// Kernels support only bf16 and fp16; Python has checked the dtype.
 inline runtime::DType dtype_of(const torch::stable::Tensor& tensor) {
   return tensor.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? runtime::DType::kBFloat16
                                                                          : runtime::DType::kFloat16;
 }
 
-// Python tells where a workspace is described.
+// Converts the address of a SymmBuffer, which Python passes as an integer.
 inline const runtime::SymmBuffer& symm_buffer_at(int64_t address) {
   return *reinterpret_cast<const runtime::SymmBuffer*>(address);
 }

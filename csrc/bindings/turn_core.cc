@@ -1,4 +1,4 @@
-// Turns of host threads on a group, as flux._core shows them.
+// Bindings of runtime::Turn in flux._core.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,13 +15,14 @@ namespace py = pybind11;
 namespace flux::bindings {
 namespace {
 
-// Threads' turns on a group, and whether one of their calls was broken off after it had told peers of itself. In
-// C++, because here no exception can come between the end of a call and the note that it has ended.
+// Serialises the calls of host threads on a group. Also records whether an exception ended a call after the call had
+// become visible to peers. In C++, so that no asynchronous exception (such as KeyboardInterrupt) can occur between the
+// end of a call and its record.
 class CallTurn {
  public:
   explicit CallTurn(py::object refusals) : refusals_(std::move(refusals)) {}
 
-  // The arguments are fn and what it takes.
+  // args: the function, then its arguments.
   py::object call(PyObject* const* args, Py_ssize_t count) {
     if (!turn_.try_acquire()) {
       py::gil_scoped_release release;
@@ -54,11 +55,11 @@ class CallTurn {
  private:
   runtime::Turn turn_;
   py::object refusals_;
-  bool open_ = false;  // peers have heard of the call that is being made
+  bool open_ = false;  // the running call is already visible to peers
   std::optional<std::string> broken_by_;
 };
 
-// pybind11's own way to call takes several times as long, and every operator comes by here.
+// Uses METH_FASTCALL, because pybind11's call takes several times as long, and every operator call passes through here.
 PyObject* call_in_turn(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count == 0) {
     PyErr_SetString(PyExc_TypeError, "call: expected a function, and its arguments");
@@ -79,7 +80,7 @@ PyObject* call_in_turn(PyObject* self, PyObject* const* args, Py_ssize_t count) 
 void bind_turn(py::module_& m) {
   py::class_<CallTurn> type(m, "CallTurn",
                             "The calls of a process on one group: one after the other, in order of arrival.");
-  // A member function would take None for a null pointer.
+  // Lambdas that take a reference, because a member function would accept None as a null pointer.
   type.def(py::init<py::object>(), py::arg("refusals"),
            "refusals: types of exceptions that all ranks raise together, which break nothing off.")
       .def(

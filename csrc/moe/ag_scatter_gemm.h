@@ -1,4 +1,4 @@
-// Layer 0 of a mixture of experts in one launch (COMET, arXiv 2502.19811, section 3). No torch here.
+// Layer 0 of a mixture of experts in one launch (COMET, arXiv 2502.19811, section 3). Free of torch.
 #pragma once
 
 #include "moe/grouped_gemm.h"
@@ -7,8 +7,8 @@
 
 namespace flux::moe {
 
-// args.out = activation(tokens of all ranks, in the order of the routing, * weight^T); args.x holds this
-// rank's. The schedule is the routing's: offsets, rows and schedule of args are not read.
+// args.out = activation(x_sorted * weight^T), where x_sorted has the tokens of all ranks in the order of the routing.
+// args.x holds this rank's tokens. The routing provides the schedule: offsets, rows and schedule of args are not read.
 void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const RoutingArrays& routing,
                      const runtime::SymmBuffer& symm, cudaStream_t stream);
 

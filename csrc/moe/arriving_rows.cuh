@@ -1,6 +1,6 @@
-// Layer 0: the tokens of all ranks as Rows of a grouped GEMM. Own tokens are read from x, those of peers from
-// this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before they compute,
-// in the order in which experts need them (SendOrder).
+// Layer 0 as a Rows policy of the grouped GEMM: the rows are the tokens of all ranks. Own tokens are read from x,
+// peers' tokens from this rank's slots as they arrive. The first CTAs of the launch send this rank's tokens before
+// they compute, in the order in which experts need them (SendOrder).
 //
 // A call ends only after the first signal of every peer has arrived, needed or not. With expert parallelism a
 // rank may need no token of a peer; without the signal it could get two calls ahead, and write to buffers that
@@ -45,8 +45,8 @@ struct ArrivingRows {
   }
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
-    constexpr int kMostTokens = kUnitRows * kMaxShares;  // of a part
-    // The first warp finishes a unit before the others, so the description of the next unit has its own memory.
+    constexpr int kMostTokens = kUnitRows * kMaxShares;  // maximum of SendOrder::part_tokens
+    // `drawn` and `count` are double-buffered: the first warp starts the next unit before the others finish this one.
     struct Unit {
       int drawn[2], count[2], tokens[kMostTokens], slot_rows[kMostTokens];
     };
@@ -56,7 +56,7 @@ struct ArrivingRows {
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
     // Calls after a timed-out one send nothing: a late peer may not have read the buffer yet.
     int next = threadIdx.x != 0 ? 0 : call.aborted ? units : draw();
-    uint32_t* stored = nullptr;  // signal of the previous unit, announced while this one is copied
+    uint32_t* stored = nullptr;  // signal of the previous unit, published while this unit is copied
     for (int turn = 0;; turn ^= 1) {
       if (threadIdx.x == 0) {
         drawn[turn] = next;
@@ -96,7 +96,7 @@ struct ArrivingRows {
     }
   }
 
-  // The signals of each peer that have been seen.
+  // Number of signals of each peer that have arrived.
   struct Progress {
     int signals = 0;
   };

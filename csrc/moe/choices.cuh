@@ -1,5 +1,5 @@
-// The exchange before routing: the experts and weights that each token chose. They travel as vectors without
-// signals (runtime/device/exchange.cuh).
+// The exchange before routing: ranks send each other the experts and weights that each token chose, as vectors
+// without signals (runtime/device/exchange.cuh).
 #pragma once
 
 #include "moe/moe.h"
@@ -7,19 +7,19 @@
 
 namespace flux::moe {
 
-constexpr int kWords = 4;  // of a vector
+constexpr int kWords = 4;  // 32-bit words of a vector
 constexpr uint32_t kRouteOp = 6;
-constexpr int32_t kNowhere = 0x7FFFFFFF;  // no expert's number, and not kAbsent
+constexpr int32_t kNowhere = 0x7FFFFFFF;  // an invalid expert id that differs from kAbsent
 
 struct ChoiceParams {
   Layout layout;
   OwnChoices own;
   runtime::SymmBuffer symm;
-  float* weights;  // [source][token][choice]: those of all ranks
+  float* weights;  // [source][token][choice]: weights of all ranks' tokens
 };
 
-// A vector of a token's experts, from choice j on. Reads whole vectors if possible: reading single words of
-// rows that are apart costs as much for each word.
+// The expert ids of a token's choices j to j + kWords - 1; invalid ids become kNowhere. Reads whole vectors if
+// possible, because a strided load of one word costs as much as a load of a whole vector.
 __device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j) {
   uint32_t low[kWords], high[kWords] = {};
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j
   return {low[0], low[1], low[2], low[3]};
 }
 
-// The same for its weights, as bits. NaNs of the user that look like kAbsent are replaced by another NaN.
+// The weights of these choices, as bits. Words of the user's data that equal kAbsent are replaced by another NaN.
 __device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, int j) {
   uint32_t bits[kWords] = {};
   const auto* from =
@@ -70,19 +70,19 @@ __device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, i
   return {bits[0], bits[1], bits[2], bits[3]};
 }
 
-// A token's choices, in vectors: its experts, then its weights.
+// Byte offset of a vector of a token's choices. A token has the vectors of its experts, then those of its weights.
 __device__ __forceinline__ int64_t vector_offset(const ChoiceParams& p, int source, int token, int vector) {
   const int64_t slot_token = static_cast<int64_t>(source) * p.layout.max_tokens + token;
   return (slot_token * route_vectors(p.layout.top_k) + vector) * sizeof(uint4);
 }
 
-// This rank's tokens from number `first` on, a thread each.
-// Neighbouring threads send neighbouring vectors, so that whole lines go over the link.
+// Sends the choices of kThreads tokens of this rank, from token `first` on, to all peers.
+// Adjacent threads send adjacent vectors, so that whole cache lines go over the link.
 template <int kThreads>
 __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int first) {
   // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   if (call.aborted) return;
-  constexpr int kBatch = 4;  // vectors of a thread that are read before the first is sent
+  constexpr int kBatch = 4;  // vectors that a thread loads before it sends the first
   const Layout& layout = p.layout;
   const int vectors = route_vectors(layout.top_k);
   const int count = min(kThreads, layout.max_tokens - first) * vectors;
@@ -109,7 +109,7 @@ __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int fi
   }
 }
 
-// The words of a token's choices; `to` is aligned as their number allows. kTopK: the most that they can be.
+// Stores one word for each of a token's top_k <= kTopK choices, in 16-byte stores if top_k is a multiple of kWords.
 template <int kTopK>
 __device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kTopK], int top_k) {
   const bool whole = top_k % kWords == 0;
@@ -125,7 +125,8 @@ __device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kT
   }
 }
 
-// The experts of a thread's token; its weights are written where both layers read them.
+// Receives the choices of the calling thread's token: returns its experts in `ids`, and writes its weights to
+// p.weights, where both layers read them.
 template <int kTopK>
 __device__ void learn_choices(const ChoiceParams& p, const sync::Call& call, int source, int token,
                               int32_t (&ids)[kTopK]) {
@@ -135,7 +136,7 @@ __device__ void learn_choices(const ChoiceParams& p, const sync::Call& call, int
   for (int j = 0; j < kTopK; ++j) ids[j] = kNowhere;
   if (token >= p.layout.max_tokens) return;
   float* weights = p.weights + (static_cast<int64_t>(source) * p.layout.max_tokens + token) * top_k;
-  uint32_t factors[kTopK];  // all of them are read before the first is written
+  uint32_t factors[kTopK];  // weights; all are loaded before the first is stored
   const auto keep = [&](int v, const uint4& e, const uint4& w) {
     const uint32_t words[2][kWords] = {{e.x, e.y, e.z, e.w}, {w.x, w.y, w.z, w.w}};
 #pragma unroll

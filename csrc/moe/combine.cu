@@ -1,4 +1,4 @@
-// The weighted sum over a token's experts by itself, in one pass over the products: what layer 1 does where its
+// The weighted sum over a token's experts, as a kernel of its own that reads the products once. Layer 1 uses it if its
 // GEMM and its communication run separately.
 #include <algorithm>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kCtasPerSm = 8;
-constexpr int kChoices = 4;  // whose loads are in flight together
+constexpr int kChoices = 4;  // choices whose loads a thread has in flight at the same time
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
@@ -61,7 +61,7 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
 }
 
 void prepare_combine() {
-  cudaFuncAttributes attributes;  // asking for them loads the kernels
+  cudaFuncAttributes attributes;  // not used: cudaFuncGetAttributes loads the kernels
   FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, combine_kernel<__nv_bfloat16>));
   FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, combine_kernel<__half>));
 }

@@ -1,6 +1,7 @@
-// Layer 1 as Rows of a grouped GEMM: its rows are local and in order. Products are summed one chunk of columns
-// after the tiles. For each token of a peer, its choices' rows times their weights are summed and sent to the
-// peer's slots. For each own token, the same sum and the peers' contributions are added in rank order.
+// Layer 1 as a Rows policy of the grouped GEMM: its rows are local and sorted. Tiles are computed in chunks of
+// columns, and a finished chunk is summed while the next one is computed. For each token of a peer, the weighted sum
+// of its choices' rows is sent to the peer's slots. For each own token, the weighted sum and the peers' contributions
+// are added in rank order.
 //
 // Each warpgroup works independently, in units of a block of tokens. It first writes the locations of these
 // tokens' rows to shared memory, so that the copies of the rows need no lookup. A thread has the copies for its
@@ -21,17 +22,17 @@ struct CombiningRows {
     runtime::SymmBuffer symm;
     Layout layout;
     Products products;    // results of the GEMM [max_rows, n], and how they are summed
-    ColumnChunks chunks;  // of tiles
+    ColumnChunks chunks;  // chunks of columns of tiles
     int block_n;          // columns of a tile
     int n;
     int block_rows;           // slot rows that share a signal
-    int blocks;               // of each slot
+    int blocks;               // blocks of each slot
     const int32_t* incoming;  // [world_size][max_tokens]: token of each slot row of a source
-    const int32_t* received;  // [world_size]: how many
+    const int32_t* received;  // [world_size]: number of slot rows of a source
     const int32_t* sent;      // [ep_size][max_tokens]: slot row of each own token at a slice, or -1
     void* out;                // [num_tokens, n]
     int num_tokens;
-    int communication_ctas;  // that compute nothing once the first chunk is drawn
+    int communication_ctas;  // CTAs that compute no tiles after the first chunk has been drawn
   };
   using Call = sync::Call;
   struct Progress {};
@@ -57,7 +58,7 @@ struct CombiningRows {
     const int barrier = 1 + group, rank = p.symm.rank;
     const CommOrder order = {p.layout.world_size, rank, p.blocks, p.chunks.count()};
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
-    int computed = 0;  // chunks, as this thread knows
+    int computed = 0;  // number of chunks that this thread knows to be complete
     if (thread == 0) block.drawn = draw();
     ptx::named_barrier_sync(barrier, kGroupThreads);
     while (true) {
@@ -77,7 +78,7 @@ struct CombiningRows {
       const bool whole = ptx::named_barrier_and(barrier, kGroupThreads, here);
       // Calls after a timed-out one send nothing: a late peer may still read the buffer (ag_gemm/push.cuh).
       const bool sends = !own && whole && !call.aborted;
-      // The next unit is drawn while this one is summed.
+      // Draws the next unit before this one is summed, to overlap the latency of the atomic.
       const int next = thread == 0 ? draw() : 0;
       if (own) {
         sum<Element>(p, call, block, copies, unit, rows, whole, thread);
@@ -102,7 +103,7 @@ struct CombiningRows {
 
  private:
   static constexpr int kGroupThreads = 128;
-  static constexpr int kAnnouncer = 96;  // of another warp than the thread that draws
+  static constexpr int kAnnouncer = 96;  // the thread that publishes signals; not in the warp that draws
   static constexpr int kNoRow = -1;
   // A thread sums one vector after the other, in batches of up to kBatch terms, with the next kAhead - 1
   // batches in flight.
@@ -112,10 +113,10 @@ struct CombiningRows {
 
   // A warpgroup's data about the tokens of its unit.
   struct alignas(16) Block {
-    int positions[kBlockRows][kMaxTopK];  // of the products of each token, those that there are first
+    int positions[kBlockRows][kMaxTopK];  // rows of each token's products, compacted: valid positions first
     float weights[kBlockRows][kMaxTopK];
     int counts[kBlockRows];
-    int slot_rows[kBlockRows][runtime::kMaxWorldSize];  // own tokens: of what each source has sent, or kNoRow
+    int slot_rows[kBlockRows][runtime::kMaxWorldSize];  // own tokens: slot row of each source, or kNoRow
     int drawn;                                          // the next unit
   };
   struct Group {
@@ -124,7 +125,7 @@ struct CombiningRows {
   };
 
  public:
-  // Of shared memory, for all warpgroups of a CTA.
+  // Bytes of shared memory for all warpgroups of a CTA.
   static constexpr int kCombineBytes = (1 + gemm::kNumMathWarpgroups) * sizeof(Group);
 
  private:
@@ -149,7 +150,8 @@ struct CombiningRows {
                              {kOp, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
   }
 
-  // Called by a warpgroup: half a warp handles a row, a lane handles a choice.
+  // Called by a warpgroup: fills `block` with the positions and weights of the unit's tokens. Half a warp handles a
+  // token, a lane handles a choice.
   FLUX_DEVICE static void find_rows(const Params& p, Block& block, const CommUnit& unit, int rows,
                                     int thread) {
     constexpr int kSteps = kBlockRows * kMaxTopK / kGroupThreads;
@@ -211,15 +213,16 @@ struct CombiningRows {
     return here;
   }
 
-  // Calls visit(row, column, sum, parts) for each vector of the block that falls to this thread: the weighted
-  // sum of its choices and, of own tokens, what peers have sent, in rank order, kGroupThreads vectors apart.
+  // Calls visit(row, column, sum, parts) for each vector of the block that this thread handles. `sum` is the weighted
+  // sum over the choices. `parts`, only for own tokens, are the peers' contributions in rank order, kGroupThreads
+  // vectors apart.
   template <class Element, class Visit>
   FLUX_DEVICE static void for_each_sum(const Params& p, const Call& call, const Block& block, Copies& copies,
                                        const CommUnit& unit, int rows, int thread, const Visit& visit) {
     const Columns columns = CombiningRows::columns(p, unit.chunk);
     const int vectors = rows * columns.vectors, rank = p.symm.rank;
     const int peers = unit.peer == rank ? p.layout.world_size - 1 : 0;
-    // The last batch of a vector contains the peers' contributions, and room for so many choices.
+    // The last batch of a vector holds the peers' contributions, and up to last_choices choices.
     const int last_choices = kBatch - peers;
     const int batches = 1 + max(0, ceil_div(p.products.top_k - last_choices, kBatch));
 
@@ -322,7 +325,7 @@ struct CombiningRows {
         for (int j = 0; j < kVector; ++j) total[j] += part[j];
       }
       const int64_t at = static_cast<int64_t>(row) * p.n + column;
-      // The host will raise. Until then no partial sum may look like a result.
+      // If a wait timed out, the host will raise an error; until then the result is NaN, not a partial sum.
       const uint4 result = whole ? gemm::round<Element>(total) : uint4{~0u, ~0u, ~0u, ~0u};
       *reinterpret_cast<uint4*>(out + at * gemm::kElementBytes) = result;
     };

@@ -18,13 +18,13 @@ struct LocalRows {
   }
 };
 
-// Rows of one matrix as they are.
+// Rows policy: row i of the sorted rows is row i of x.
 struct OrderedRows : LocalRows {
   struct Params {};
   static constexpr bool kInOrder = true;
 };
 
-// Rows of one matrix in an order of their own.
+// Rows policy: row i of the sorted rows is row rows[i] of x.
 struct IndexedRows : LocalRows {
   struct Params {
     const char* x;
@@ -37,7 +37,8 @@ struct IndexedRows : LocalRows {
 
 constexpr int kScheduleThreads = 256;
 
-// Tiles of experts one after the other: sizes by a scan over experts, then every thread writes those of its own.
+// Writes the tile schedule, expert by expert. A scan over the experts' tile rows gives the first entry of each expert;
+// then every thread writes the entries of its experts.
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_kernel(const int32_t* offsets, int experts, TileEntry* tiles, int32_t* num_tile_rows) {
   __shared__ int ends[kScheduleThreads];
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
   if (threadIdx.x == kScheduleThreads - 1) *num_tile_rows = ends[threadIdx.x];
 }
 
-// One launch. words: schedule_words(...) of them.
+// Enqueues schedule_kernel. `words`: schedule_words(...) words of scratch memory, which hold the schedule.
 Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, int32_t* words,
                             cudaStream_t stream) {
   auto* tiles = reinterpret_cast<TileEntry*>(words);

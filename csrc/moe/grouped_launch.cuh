@@ -1,4 +1,4 @@
-// From GroupedGemmArgs to a running kernel, for any Rows.
+// Launches the grouped GEMM kernel for any Rows policy.
 #pragma once
 
 #include "moe/grouped_gemm.h"
@@ -43,14 +43,14 @@ void prepare_grouped_kernels() {
   });
 }
 
-// Both layers: whether workspace and weight are those of the layout.
+// Both layers: checks that the workspace and the weight match the layout.
 inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, const runtime::SymmBuffer& symm) {
   FLUX_CHECK(symm.world_size == layout.world_size && symm.world_size >= 2, symm.world_size,
              layout.world_size);
   FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
 }
 
-// And whether there is room for rows of `columns` and so many signals for each source.
+// Checks that the workspace has room for slot rows of `columns` elements, and for `signals` signals of each source.
 inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int columns, int64_t signals) {
   const int64_t peers = symm.world_size - 1;
   const int64_t slot_bytes = peers * layout.max_tokens * columns * gemm::kElementBytes;
@@ -58,7 +58,7 @@ inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, in
   FLUX_CHECK(peers * signals * 4 <= symm.signal_bytes, symm.signal_bytes);
 }
 
-// expected_rows: what the tile shape is chosen for.
+// expected_rows: the number of rows for which the tile shape is chosen.
 template <class Rows>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {

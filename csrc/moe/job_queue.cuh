@@ -1,9 +1,9 @@
 // The tile scheduler of the grouped GEMM. One warp looks up the next tile: its index, its expert, its rows,
-// their locations, and whether they have arrived. Each lookup is a trip to memory; loaders that did this
+// their locations, and whether they have arrived. Each lookup has the latency of global memory; loaders that did this
 // themselves stalled (docs/design/moe.md#the-grouped-gemm).
 //
-// The warp starts when the loader requests it, not as soon as the queue has room: a tile that is drawn long
-// before its turn is not available to a free CTA.
+// The scheduler draws a tile when the loader requests one, not as soon as the queue has room: a tile that is drawn
+// too early is not available to an idle CTA.
 #pragma once
 
 #include "gemm/smem.cuh"
@@ -11,11 +11,11 @@
 namespace flux::moe {
 
 struct Job {
-  int num_rows;      // of the tile's kBlockM, those that there are; 0: no more tiles
-  int first_row;     // of the result
-  int first_column;  // of the result
-  int weight_row;    // that its first column is computed from
-  int chunk;         // of columns
+  int num_rows;      // valid rows, at most kBlockM; 0: no more tiles
+  int first_row;     // first row in the result
+  int first_column;  // first column in the result
+  int weight_row;    // row of the weight for the first column
+  int chunk;         // chunk of columns
 };
 
 // The queue in shared memory, from `base` on.
@@ -46,8 +46,8 @@ struct JobQueue {
   }
 };
 
-// The state of a thread that reads jobs. Each reader of an entry releases it itself, and each writer signals it
-// itself, so that racecheck can follow.
+// The state of a thread that reads jobs. Each reader of an entry arrives on `empty` itself, and each writer arrives on
+// `full` itself, so that racecheck sees the order.
 struct JobReader {
   gemm::RingCursor<JobQueue::kEntries> cursor;
 
@@ -64,7 +64,7 @@ struct JobReader {
     cursor.advance();
   }
 
-  // Called by a warp, of which lane 0 reads. Returns whether there is another tile.
+  // Called by all lanes of a warp; lane 0 reads. Returns whether there is another tile.
   FLUX_DEVICE bool more(const JobQueue& queue) {
     ptx::mbarrier_wait(queue.full(cursor.index), cursor.phase);
     uint32_t rows = 0;

@@ -11,30 +11,30 @@
 
 namespace flux::moe {
 
-// What the tokens of this rank chose, in device memory.
+// The experts and weights that the tokens of this rank chose, in device memory.
 struct OwnChoices {
-  const void* ids;  // [tokens][top_k]; what is no expert's number is not routed
-  bool wide;        // int64, else int32
+  const void* ids;  // [tokens][top_k]; invalid expert ids are not routed
+  bool wide;        // true: ids are int64; false: int32
   const float* weights;
   int tokens;
   bool whole_vectors =
-      false;  // rows are whole vectors of 16 bytes, and lie at multiples of that; route() finds out
+      false;  // rows are whole vectors of 16 bytes, and 16-byte aligned; route() sets the flag
 };
 
-// Fills the arrays of a routing (all in device memory) from what all ranks chose, exactly as route_on_host does, and
-// `weights` [world_size][max_tokens][top_k] with those of all ranks. A collective of ranks whose workspaces hold
-// route_exchange_bytes(); `symm` may be null for one rank, or no tokens.
-// `scratch` holds route_scratch_words() words, with anything in them. The launch is cooperative; it can be captured
-// in a graph.
+// Computes the routing from the choices of all ranks, with the same result as route_on_host. Fills the arrays of `out`
+// and `weights` [world_size][max_tokens][top_k], all in device memory. A collective: the exchange buffers of the
+// workspace must have route_exchange_bytes(); `symm` may be null for one rank, or for no tokens.
+// `scratch` has route_scratch_words() words and need not be initialised. The launch is cooperative, and can be captured
+// in a CUDA graph.
 void route(const Layout& layout, int block_m, const OwnChoices& own, const runtime::SymmBuffer* symm,
            const RoutingArrays& out, float* weights, int32_t* scratch, cudaStream_t stream);
 
-// out[token] = the sum over its choices of weight times row, for 16-bit products whose columns are a multiple of
-// eight; a choice without a row (position -1) adds nothing. out: [tokens][columns], 16-byte aligned.
+// out[token] = the sum over its choices of weight * row, for 16-bit products. The number of columns must be a multiple
+// of eight. A choice without a row (position -1) adds nothing. out: [tokens][columns], 16-byte aligned.
 void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_t* positions,
              const float* weights, int64_t tokens, int top_k, void* out, cudaStream_t stream);
 
-// Load kernels, so that none is loaded behind one that waits.
+// Load the kernels. Lazy loading would wait for a kernel that spins on a peer.
 void prepare_route();
 void prepare_combine();
 

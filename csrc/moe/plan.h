@@ -15,9 +15,9 @@
 namespace flux::moe {
 
 constexpr int kMaxTopK = 16;
-constexpr int kMaxSteps = 8;    // world sizes
+constexpr int kMaxSteps = 8;    // largest world size
 constexpr int kBlockRows = 32;  // slot rows that share a signal in layer 1, at most
-constexpr int kMaxShares = 8;   // shares in which tokens travel in layer 0
+constexpr int kMaxShares = 8;   // shares in which tokens are sent in layer 0, at most
 constexpr int kUnitRows = 32;   // rows of a share that are sent at a time, at most (about)
 constexpr int kPushers = 16;    // CTAs that send tokens: 8 store 339 GB/s, 132 store 352
 constexpr int kGroupM = 16;     // tiles in one column that share a weight tile in L2
@@ -30,15 +30,15 @@ struct Layout {
   int ep_size;
   int num_experts;
   int top_k;
-  int max_tokens;  // of one rank
+  int max_tokens;  // maximum of each rank
 
   FLUX_HD int tp_size() const { return world_size / ep_size; }
   FLUX_HD int local_experts() const { return num_experts / ep_size; }
   FLUX_HD int slice_of(int owner) const { return owner / tp_size(); }
   FLUX_HD int tokens() const { return world_size * max_tokens; }
-  // A token that names an expert twice has one row there.
+  // A token that chooses an expert twice has only one row there.
   FLUX_HD int max_rows() const { return tokens() * (top_k < local_experts() ? top_k : local_experts()); }
-  // On a rank, if tokens choose evenly.
+  // Rows on each rank if tokens are distributed evenly over experts.
   FLUX_HD int expected_rows() const {
     const int rows = tokens() * top_k / ep_size;
     return rows > 1 ? rows : 1;
@@ -48,7 +48,7 @@ struct Layout {
   // The expert within a slice, or -1 if the slice does not hold it.
   FLUX_HD int local_expert(int id, int slice) const {
     const int first = slice * local_experts();
-    return id >= first && id < first + local_experts() ? id - first : -1;  // ids may be any number
+    return id >= first && id < first + local_experts() ? id - first : -1;  // ids may be invalid
   }
 
   // Own tokens are step 0. Every rank sends to rank+1 first, so the tokens of rank-1 arrive next.
@@ -56,18 +56,17 @@ struct Layout {
   FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
 
   FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
-  // Whether the source sends only the tokens that the owner needs, compacted. Without expert parallelism the
-  // owner needs nearly all tokens, and a token keeps its number. So do own tokens, which do not travel.
+  // Whether the source sends only the tokens that the owner needs, in compacted slot rows. Without expert parallelism
+  // the owner needs nearly all tokens, so a token's slot row is its index. The same holds for own tokens (not sent).
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }
 
-  // Blocks of slot rows in layer 1. An empty slot has a signal too: every rank must receive from every peer in
-  // every call.
+  // Number of blocks of slot rows in layer 1. An empty slot has a signal too, because every rank must receive from
+  // every peer in every call.
   FLUX_HD static int blocks_of(int slot_rows, int block_rows) {
     return slot_rows <= block_rows ? 1 : ceil_div(slot_rows, block_rows);
   }
-  // Blocks are small, so that the sums that remain after the last tile keep all SMs busy: a chunk has 128
-  // blocks of each peer and as many own ones, and an SM sums three at a time
-  // (docs/design/moe.md#layer-1-chunks-communication-ctas).
+  // Blocks are small, so that the sums that remain after the last tile occupy all SMs. A chunk has about 128 blocks
+  // for each rank, and an SM sums three blocks at a time (docs/design/moe.md#layer-1-chunks-communication-ctas).
   FLUX_HD static int block_rows(int max_tokens) {
     constexpr int kFewest = 8, kBlocks = 128;
     int rows = kFewest;
@@ -78,9 +77,9 @@ struct Layout {
 
 // ---- the routing kernel ------------------------------------------------------------------------------------
 
-constexpr int kMaxRouteExperts = 1500;  // on one rank: what fits into shared memory
-// Threads of a CTA, one token each: few, so that many SMs write rows; many, if all CTAs would not be resident
-// otherwise.
+constexpr int kMaxRouteExperts = 1500;  // experts on one rank, limited by shared memory
+// Threads of a CTA, one token each. Few threads spread the work over more SMs; many are needed if otherwise not all
+// CTAs would be resident.
 constexpr int kFewRouteThreads = 256, kManyRouteThreads = 512;
 constexpr int kManyRouteCtas = 100;
 
@@ -92,30 +91,30 @@ FLUX_HD int route_threads(const Layout& layout) {
 FLUX_HD int route_chunks(const Layout& layout) {
   return layout.max_tokens > 0 ? ceil_div(layout.max_tokens, route_threads(layout)) : 1;
 }
-// One more makes the tile schedule. All of them must be on the GPU at once.
+// All CTAs: one more computes the tile schedule. All of them must be resident at once.
 FLUX_HD int route_ctas(const Layout& layout) { return layout.world_size * route_chunks(layout) + 1; }
-// Counts of each expert and, in pairs that start at even words, of each slice.
+// Words of scratch memory: for each CTA the counts of the experts, and a pair of words for each slice. The pairs start
+// at an even word.
 FLUX_HD int64_t route_scratch_words(const Layout& layout) {
   const int64_t ctas = route_ctas(layout) - 1;
   return ctas * (layout.local_experts() + 2 * layout.ep_size) + 1;
 }
 
-// 16-byte vectors that describe a token: its experts, then its weights, four in each.
+// Number of 16-byte vectors with a token's choices: its experts, then its weights, four in each vector.
 FLUX_HD int route_vectors(int top_k) { return 2 * ceil_div(top_k, 4); }
-// Bytes that the choices of all tokens take in one of the two exchange buffers.
+// Bytes of the choices of all tokens in one of the two exchange buffers.
 FLUX_HD int64_t route_exchange_bytes(const Layout& layout) {
   return static_cast<int64_t>(layout.tokens()) * route_vectors(layout.top_k) * 16;
 }
 
-// ---- layer 0: the order in which tokens travel ---------------------------------------------------------------
+// ---- layer 0: the order in which tokens are sent -------------------------------------------------------------
 
-// Tiles are computed expert by expert, so tokens travel in the order of the first expert that needs them.
-// Tokens of share s have an expert below ends[s], and none below the end of the previous share. The experts of
-// share 0 can start when a fraction of the tokens has arrived. In the order of tokens, every tile would wait
-// for nearly all of them.
+// Tiles are computed expert by expert, so tokens are sent in the order of the first expert that needs them. The first
+// expert of a token of share s is below ends[s], and not below ends[s - 1]. The experts of share 0 can start when a
+// fraction of the tokens has arrived. If tokens were sent in their own order, every tile would wait for nearly all.
 //
-// A unit is what one CTA sends at a time: those of `part_tokens` consecutive tokens that belong to one share,
-// to one peer.
+// A unit is the work of one CTA at a time. Of `part_tokens` consecutive tokens, it sends those of one share to one
+// peer.
 struct SendUnit {
   int share, part, peer;
 };
@@ -123,7 +122,7 @@ struct SendUnit {
 struct SendOrder {
   int world_size, rank;
   int shares, parts, part_tokens;
-  int ends[kMaxShares];  // in experts of a slice
+  int ends[kMaxShares];  // for each share: index after its last expert in a slice
 
   FLUX_HD int share_of(int expert) const {
     int share = 0;
@@ -131,8 +130,9 @@ struct SendOrder {
     return share;
   }
   FLUX_HD int begin(int share) const { return share == 0 ? 0 : ends[share - 1]; }
-  // Tiles of these experts that need only own tokens come first, while the first share travels. Doing so for
-  // all experts would take longer than that transfer, and would read every weight twice.
+  // The first experts, up to the end of share 1. Their tiles with only own tokens are computed first, to overlap with
+  // the transfer of the first share. Doing so for all experts would take longer than that transfer, and would read
+  // every weight twice.
   FLUX_HD int early_experts() const { return ends[shares > 1 ? 1 : 0]; }
 
   // Peers take turns, and each rank starts with a different one, so that no peer receives from all ranks at once.
@@ -141,13 +141,13 @@ struct SendOrder {
     const int peers = world_size - 1, unit = index / peers;
     return {unit / parts, unit % parts, (rank + 1 + index % peers) % world_size};
   }
-  // Each has one, of each peer.
+  // Signals of each peer: one for each pair of share and part.
   FLUX_HD int signals() const { return shares * parts; }
   FLUX_HD int signal(int share, int part) const { return share * parts + part; }
 };
 
-// Shares of about equal size, if tokens choose evenly: of the tokens with `choices` experts in a slice, a fraction
-// 1 - (1 - e / experts)^choices has one among the first e.
+// Shares have about the same number of tokens if tokens are distributed evenly over experts: of the tokens with
+// `choices` experts in a slice, a fraction 1 - (1 - e / experts)^choices has one among the first e experts.
 inline SendOrder make_send_order(const Layout& layout) {
   const int experts = layout.local_experts();
   const double choices = std::max(1.0, static_cast<double>(layout.top_k) / layout.ep_size);
@@ -159,7 +159,7 @@ inline SendOrder make_send_order(const Layout& layout) {
     const int end = static_cast<int>(std::ceil(experts * (1.0 - std::pow(left, 1.0 / choices))));
     if (order.shares == 0 || end > order.ends[order.shares - 1]) order.ends[order.shares++] = end;
   }
-  // At least two units for each sending CTA, if necessary of a few rows, so that all of them send concurrently.
+  // At least two units for each sending CTA, if necessary with few rows, so that all of them send concurrently.
   const int64_t rows = static_cast<int64_t>(layout.world_size - 1) * layout.max_tokens / (2 * kPushers);
   order.part_tokens = static_cast<int>(std::clamp<int64_t>(rows, 8, kUnitRows)) * order.shares;
   order.parts = std::max(1, ceil_div(layout.max_tokens, order.part_tokens));
@@ -182,17 +182,17 @@ FLUX_HD int early_tiles(int expert, int early_experts, int own_rows, int rows, i
   return own_rows == rows ? ceil_div(rows, block_m) : own_rows / block_m;
 }
 
-// One entry for each tile row of the schedule. Those of an expert lie next to each other, but for the early
-// ones; up to kGroupM of them form a group, whose tiles are walked column by column.
+// One entry for each tile row of the schedule. The entries of an expert are adjacent, except for early tiles. Up to
+// kGroupM adjacent tile rows form a group, whose tiles are computed column by column.
 struct TileEntry {
   int expert;
-  int first_m;  // of the group: tile row within the expert
-  int base;     // of the group: its first entry
-  int size;     // of the group
+  int first_m;  // first tile row of the group, within the expert
+  int base;     // first entry of the group
+  int size;     // entries of the group
 };
 static_assert(sizeof(TileEntry) == 16);
 
-// Entry number `index` of the `count` tile rows, from first_m on, that lie next to each other.
+// Entry number `index` of `count` adjacent tile rows that start at first_m and at entry `base`.
 FLUX_HD TileEntry make_entry(int expert, int first_m, int count, int base, int index) {
   const int group = index / kGroupM * kGroupM;
   const int left = count - group;
@@ -204,14 +204,14 @@ struct Tile {
   int m, n;  // tile coordinates within the expert
 };
 
-// Tile number `index` of the schedule, for `n_tiles` columns of tiles. For a column chunk: those of the chunk.
+// Tile number `index` of the schedule, for `n_tiles` columns of tiles (with column chunks: the columns of the chunk).
 FLUX_HD Tile tile_at(const TileEntry* entries, int n_tiles, int index) {
   const TileEntry group = entries[index / n_tiles];
   const int local = index - group.base * n_tiles;
   return {group.expert, group.first_m + local % group.size, local / group.size};
 }
 
-// ---- layer 1: columns in chunks, and what the communication CTAs do ----------------------------------------
+// ---- layer 1: chunks of columns, and the work of communication CTAs ----------------------------------------
 
 // All experts' tiles of one chunk of columns are computed before those of the next.
 struct ColumnChunks {
@@ -226,30 +226,29 @@ struct ColumnChunks {
   }
 };
 
-// The first chunk is computed before any sum, and the last chunk is summed after all tiles, so many chunks
-// overlap better. But every chunk reads x again. Eight was chosen
-// (docs/design/moe.md#layer-1-chunks-communication-ctas).
+// More chunks overlap better, because no sum overlaps with the tiles of the first chunk, and no tile with the sums of
+// the last chunk. But every chunk reads x again. Eight chunks: docs/design/moe.md#layer-1-chunks-communication-ctas.
 inline ColumnChunks make_chunks(int n, int block_n) {
   constexpr int kChunks = 8;
   const int n_tiles = ceil_div(n, block_n);
   return {n_tiles, ceil_div(n_tiles, kChunks)};
 }
 
-// One piece of the work of communication CTAs: a block of tokens of `peer` in a chunk of columns. For a peer:
-// sum each token's rows and send the sums. For the own rank: add what peers have sent, and write the result.
+// A unit of work of the communication CTAs: a block of tokens of `peer` in a chunk of columns. For a peer: sum each
+// token's rows and send the sums. For the own rank: add the peers' contributions and write the result.
 struct CommUnit {
   int chunk;
   int peer;
   int block;
 };
 
-// The order in which communication CTAs draw units. Own blocks wait for peers; they come one chunk later, so
-// that they rarely wait. All units before the first one that waits have been drawn, by CTAs that wait, if at
-// all, for earlier chunks. So ranks cannot deadlock.
+// The order in which communication CTAs draw units. Own blocks wait for peers, so they come one chunk later and rarely
+// have to wait. When a unit waits, all earlier units have been drawn, by CTAs that wait at most for earlier chunks. So
+// ranks cannot deadlock.
 struct CommOrder {
   int world_size;
   int rank;
-  int blocks;  // of one rank's tokens
+  int blocks;  // blocks of one rank's tokens
   int chunks;
 
   FLUX_HD int sends() const { return (world_size - 1) * blocks; }
@@ -258,7 +257,7 @@ struct CommOrder {
   FLUX_HD CommUnit at(int index) const {
     if (index < sends()) return send(0, index);
     index -= sends();
-    const int round = sends() + blocks;  // the sends of a chunk, then the sums of the one before
+    const int round = sends() + blocks;  // the sends of a chunk, then the sums of the previous chunk
     const int chunk = index / round + 1;
     const int in_round = index % round;
     if (chunk == chunks) return {chunk - 1, rank, in_round};
@@ -273,11 +272,10 @@ struct CommOrder {
   }
 };
 
-// The number of CTAs that start with communication (COMET's adaptive assignment, arXiv 2502.19811). Both sides
-// should end at the same time: SMs are split in proportion to the work, in microseconds of one SM. With few
-// rows an expert, the GEMM is bound by reading its weights, which seven eighths of the SMs do equally fast. The
-// rates of an SM, 30 GB/s of sums and 33 GB/s of memory, are fitted to sweeps over this number
-// (docs/design/moe.md#layer-1-chunks-communication-ctas).
+// The number of CTAs that start with communication (COMET's adaptive assignment, arXiv 2502.19811). SMs are divided in
+// proportion to the work, in microseconds of one SM, so that GEMM and communication end at the same time. With few
+// rows an expert the GEMM is bound by reading its weights, which seven eighths of the SMs do equally fast. The rates of
+// an SM are fitted to sweeps over this number (docs/design/moe.md#layer-1-chunks-communication-ctas).
 inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k,
                               int world_size, int num_sms) {
   constexpr double kFlopsPerSmUs = 4.5e6;
@@ -287,7 +285,7 @@ inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int exp
   const double weights = static_cast<double>(experts) * n * k * gemm::kElementBytes;
   const double compute_us = flops / kFlopsPerSmUs, read_us = weights / kReadBytesPerSmUs;
   const double gemm_us = std::max(compute_us, read_us);
-  // Each row is read once; each rank's sums are written once, and those of peers read again.
+  // Each row is read once; the sums for all ranks are written once and read once.
   const double sums = static_cast<double>(own_tokens) * world_size * 2;
   const double comm_us = (expected_rows + sums) * n * gemm::kElementBytes / kSumBytesPerSmUs;
   const int ctas = static_cast<int>(num_sms * comm_us / (gemm_us + comm_us) + 0.5);

@@ -1,4 +1,4 @@
-// What a rank's experts have computed, and how a token's rows of it are summed: for layer 1, and by itself in combine.cu.
+// The products of a rank's experts, and the weighted sum of a token's rows of them. Used by layer 1 and by combine.cu.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -15,7 +15,7 @@ struct Products {
   int top_k;
 };
 
-// Eight columns of one more choice.
+// Adds eight columns of one choice's row, times its weight.
 template <class Element>
 __device__ __forceinline__ void add_choice(const uint4& values, float weight, float (&sum)[kVector]) {
   float terms[kVector];

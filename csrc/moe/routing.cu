@@ -1,9 +1,10 @@
-// Routing on the GPU: ranks exchange the choices of their tokens, and sort (token, expert) pairs by expert with
-// a counting sort that is stable in the order of steps and tokens. Each CTA handles kThreads tokens of one
-// source, one token a thread. Tokens of this rank are first sent to all peers; those of a peer are awaited.
-// Within a warp, the order comes from one word for each expert, in which each lane that chose it sets its bit;
-// between warps and CTAs, from counts. So no result depends on timing. One grid-wide barrier separates counting
-// from placing; one additional CTA writes the tile schedule meanwhile.
+// Routing on the GPU. Ranks exchange the choices of their tokens, and sort (token, expert) pairs by expert with a
+// stable counting sort, in the order of steps and tokens. Each CTA handles kThreads tokens of one source, one token a
+// thread. It sends the choices of own tokens to all peers, or waits for those of a peer's tokens.
+//
+// The result does not depend on timing. Within a warp, the order of tokens comes from one word for each expert, in
+// which each lane that chose the expert sets its bit; between warps and CTAs, from counts. One grid-wide barrier
+// separates counting from placing. One additional CTA writes the tile schedule.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -19,23 +20,23 @@ namespace {
 // The tokens of one CTA that a slice of experts needs.
 struct Needed {
   int count;
-  int end;  // one behind the last of them, counted from the source's first token
+  int end;  // index after the last of them, among the source's tokens
 };
 
 struct Params : ChoiceParams {
   int block_m;
   int chunks;            // CTAs for each source
-  int slice;             // this rank's
-  int experts;           // of each slice
-  uint64_t per_experts;  // 2^32 / experts, rounded up: a product and a shift divide a number below 2^16
-  int early_experts;     // SendOrder
+  int slice;             // slice of this rank
+  int experts;           // experts of each slice
+  uint64_t per_experts;  // 2^32 / experts, rounded up: division by multiply and shift, for numbers below 2^16
+  int early_experts;     // SendOrder::early_experts
   int max_rows, max_tiles;
-  bool exchanges;  // else there are no peers, or no tokens
+  bool exchanges;  // false: there are no peers, or no tokens
   RoutingArrays out;
   int32_t* histograms;  // [step][chunk][expert]
   Needed* needed;       // [step][chunk][slice]
 
-  // The expert of this rank, or -1.
+  // The index of an expert among those of this rank, or -1.
   __device__ __forceinline__ int local_expert(int id) const {
     const int local = id - slice * experts;
     return local >= 0 && local < experts ? local : -1;
@@ -48,19 +49,19 @@ struct Numbers {
   int before, count, end;
 };
 
-// The work of a CTA for kThreads tokens of one source, each with at most kTopK choices. No instruction runs
-// more than a few times in a launch, so an unrolled loop costs more instruction fetches than it saves.
+// The work of a CTA: kThreads tokens of one source, each with at most kTopK choices. Most loops are not unrolled: code
+// runs only a few times in a launch, so unrolling costs more instruction fetches than it saves.
 template <int kThreads, int kTopK>
 struct Cta {
   static constexpr int kWarps = kThreads / 32;
 
   struct Shared {
-    // Rows of each: the CTA that makes the schedule needs some for its own ends.
+    // Rows of `lanes` and `before`. The CTA that writes the schedule uses the same memory, and may need more.
     static constexpr int kRows = kWarps < kMaxSteps ? kMaxSteps : kWarps;
-    uint32_t* lanes;  // [warp][expert]: which lanes chose it
-    int32_t* before;  // [warp][expert]: how many of the CTA's earlier warps' tokens did
-    int32_t* first;   // [expert]: row of the CTA's first token there
-    int32_t* totals;  // [expert]: rows
+    uint32_t* lanes;  // [warp][expert]: bit mask of the lanes that chose the expert
+    int32_t* before;  // [warp][expert]: number of tokens in earlier warps of the CTA that chose the expert
+    int32_t* first;   // [expert]: row of the CTA's first token of the expert
+    int32_t* totals;  // [expert]: rows of the expert
 
     __device__ static Shared carve(void* memory, int experts) {
       auto* lanes = static_cast<uint32_t*>(memory);
@@ -71,24 +72,24 @@ struct Cta {
     __host__ __device__ static constexpr int bytes(int experts) { return (2 * kRows + 2) * experts * 4; }
   };
 
-  // The token of a thread.
+  // The token that a thread handles.
   struct Place {
     int step, source, chunk, token;
     bool valid;
-    int32_t ids[kTopK];  // its experts
-    uint32_t slices;     // bit s: slice s needs it
+    int32_t ids[kTopK];  // experts of the token
+    uint32_t slices;     // bit s: slice s needs the token
   };
 
   __device__ __forceinline__ static int lane_id() { return threadIdx.x % 32; }
   __device__ __forceinline__ static int warp_id() { return threadIdx.x / 32; }
   __device__ __forceinline__ static uint32_t lanes_before() { return (1u << lane_id()) - 1; }
 
-  // Sums of the values of all threads before this one, and of all.
+  // Result of block_scan: the sum over the threads before this one, and the sum over all threads.
   struct Scan {
     int before, total;
   };
 
-  // All threads take part.
+  // Exclusive scan over the threads of the CTA. Called by all threads.
   __device__ __noinline__ static Scan block_scan(int value) {
     __shared__ int warp_sums[kWarps];
     int sum = value;
@@ -109,7 +110,7 @@ struct Cta {
     return scan;
   }
 
-  // Replaces values by the sums of those before; returns the sum of all.
+  // Exclusive scan of an array in place; returns the sum of all values. Called by all threads.
   __device__ static int scan_array(int32_t* values, int count) {
     int carry = 0;
 #pragma unroll 1
@@ -183,8 +184,8 @@ struct Cta {
 
   // ---- placing --------------------------------------------------------------------------------------------------
 
-  // The number of an expert's tokens in CTAs begin to end - 1, and in those before `middle`. Many counts are
-  // loaded before the first is added, to overlap the L2 latency.
+  // `all`: the number of an expert's tokens in CTAs begin to end - 1. `before`: in those of them before `middle`. A
+  // batch of counts is loaded before the first is added, to overlap the L2 latency.
   struct Counts {
     int all, before;
   };
@@ -207,7 +208,7 @@ struct Cta {
     return sum;
   }
 
-  // The row at which each expert's tokens of this CTA begin; returns how many rows there are.
+  // Writes the first row of each expert's tokens of this CTA to shared.first; returns the number of rows.
   __device__ static int find_first_rows(const Params& p, const Shared& shared) {
     const int ctas = p.layout.world_size * p.chunks, cta = static_cast<int>(blockIdx.x);
     // If there are enough threads, two threads sum an expert.
@@ -282,7 +283,7 @@ struct Cta {
     const Layout& layout = p.layout;
     const int64_t begin = static_cast<int64_t>(place.source) * layout.max_tokens;
     number_needed(p, place, numbers);
-    const int num_rows = find_first_rows(p, shared);  // and all threads meet
+    const int num_rows = find_first_rows(p, shared);  // includes __syncthreads, so `numbers` is complete
     const Numbers& needed = numbers[p.slice];
     const bool compact = layout.compacts(place.source, layout.rank);
     if (place.chunk == 0 && threadIdx.x == 0) {
@@ -295,7 +296,7 @@ struct Cta {
         tokens[place.token] = slot;
       } else {
         if (slot >= 0) tokens[slot] = place.token;
-        if (place.token >= needed.count) tokens[place.token] = -1;  // nobody else's slot row
+        if (place.token >= needed.count) tokens[place.token] = -1;  // slot rows after the last one
       }
       uint32_t rows[kTopK];
 #pragma unroll
@@ -311,7 +312,7 @@ struct Cta {
       }
       store_words(p.out.positions + (begin + place.token) * layout.top_k, rows, layout.top_k);
     }
-    // Entries after the last row.
+    // Marks the entries after the last row as empty.
     const int threads = layout.world_size * p.chunks * kThreads;
 #pragma unroll 1
     for (int i = num_rows + blockIdx.x * kThreads + threadIdx.x; i < p.max_rows; i += threads) {
@@ -331,7 +332,7 @@ struct Cta {
   __device__ static void make_schedule(const Params& p, const Shared& shared) {
     const Layout& layout = p.layout;
     const int steps = layout.world_size;
-    // Memory that the other CTAs use for other purposes.
+    // Other CTAs use the same shared memory for other arrays.
     static_assert(Shared::kRows >= 3 && Shared::kRows >= kMaxSteps);
     auto* counts = reinterpret_cast<int32_t*>(shared.lanes);  // [step][expert]
     int32_t* rows = shared.first;
@@ -372,7 +373,7 @@ struct Cta {
         sizes[expert] = bases[expert] = late ? all - early[expert] : early[expert];
       }
       const int count = scan_array(bases, p.experts);
-      // Eight threads for each: with many experts entries are few, with few they are many.
+      // Eight threads for each expert, which balances the work for few and for many experts.
       constexpr int kTogether = 8;
 #pragma unroll 1
       for (int expert = threadIdx.x / kTogether; expert < p.experts; expert += kThreads / kTogether) {
@@ -417,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, 1) routing_kernel(const __grid_const
 }
 
 struct Kernel {
-  int threads, top_k;  // up to
+  int threads, top_k;  // top_k: the largest that the kernel supports
   const void* function;
   int (*smem_bytes)(int experts);
 };
@@ -444,7 +445,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   FLUX_CHECK(!exchanges || symm != nullptr, layout.world_size);
   if (exchanges) FLUX_CHECK(route_exchange_bytes(layout) <= symm->exchange_bytes, symm->exchange_bytes);
   prepare_route();
-  // Pairs of words that are read at once start at even ones.
+  // Words of the histograms. `needed` follows at an even word, because its pairs of words are read as one.
   const int64_t words = static_cast<int64_t>(route_ctas(layout) - 1) * layout.local_experts();
   const int experts = layout.local_experts();
   OwnChoices aligned = own;
@@ -470,7 +471,7 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   });
   FLUX_CHECK(kernel != std::end(kKernels), layout.top_k);
   void* arguments[] = {&params};
-  // Cooperative: if not all CTAs fit on the GPU at once, the launch fails instead of hanging.
+  // Cooperative launch: fails, instead of hanging, if not all CTAs can be resident at once.
   FLUX_CUDA_CHECK(cudaLaunchCooperativeKernel(kernel->function, route_ctas(layout), threads, arguments,
                                               kernel->smem_bytes(layout.local_experts()), stream));
 }

@@ -1,7 +1,7 @@
-// Routing: from every token's experts, the order of rows, what travels between ranks, and the tile schedule.
-// The arrays are what both layers work from; they have fixed maximum sizes, so nothing has to be known on the
-// host. The functions that give each number its meaning are in plan.h; here they are put together on the host,
-// one token after the other, for the CPU path and as what the kernel (routing.cu) is tested against.
+// Routing: computes from every token's experts the order of rows, the tokens that ranks send each other, and the tile
+// schedule. Both layers read the arrays. These have fixed maximum sizes, so the host needs no counts. plan.h defines
+// the meaning of each number. route_on_host is the sequential reference: the CPU path uses it, and tests compare the
+// kernel (routing.cu) with it.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace flux::moe {
 
-// All int32. What an array does not say is -1, or 0 for `tiles`.
+// All int32. Unused entries are -1, or 0 in `tiles`.
 struct RoutingArrays {
   int32_t* offsets;    // [local_experts + 1]: first row of each expert, then the number of rows
   int32_t* counts;     // [local_experts][world_size]: rows of each expert from the source of each step
@@ -26,7 +26,7 @@ struct RoutingArrays {
   int32_t* num_tiles;  // [1]: tile rows of the schedule
 };
 
-// The tile schedule of finished `counts`.
+// Writes the tile schedule for complete `counts`; returns the number of tile rows.
 inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* counts, TileEntry* tiles) {
   const int steps = layout.world_size, early_experts = make_send_order(layout).early_experts();
   int base = 0;
@@ -44,7 +44,7 @@ inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* coun
   return base;
 }
 
-// Of a token with these experts, the first one of a slice, or -1.
+// The lowest expert of a slice among the experts `ids` of a token, or -1.
 inline int first_expert(const Layout& layout, const int32_t* ids, int slice) {
   int first = -1;
   for (int j = 0; j < layout.top_k; ++j) {
@@ -54,7 +54,7 @@ inline int first_expert(const Layout& layout, const int32_t* ids, int slice) {
   return first;
 }
 
-// Numbers the tokens of one source that a slice needs: the slot row of each; returns how many slot rows there are.
+// Writes the slot row of each token of a source that a slice needs, or -1; returns the number of slot rows.
 inline int number_tokens(const Layout& layout, const int32_t* ids, int slice, bool compact, int32_t* slots) {
   int next = 0;
   for (int token = 0; token < layout.max_tokens; ++token) {
@@ -66,12 +66,12 @@ inline int number_tokens(const Layout& layout, const int32_t* ids, int slice, bo
   return next;
 }
 
-// ids: [world_size][max_tokens][top_k], of all ranks; what is no expert's number is not routed.
+// ids: [world_size][max_tokens][top_k], the choices of all ranks; invalid expert ids are not routed.
 inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids, const RoutingArrays& out) {
   const int experts = layout.local_experts(), steps = layout.world_size, k = layout.top_k;
   const int slice = layout.slice_of(layout.rank);
 
-  // The expert of a choice, or -1 if it is elsewhere. `first`: the choice that named it first.
+  // The local expert of a choice, or -1 if another slice holds it. `first`: the token's first choice of that expert.
   const auto choice = [&](int64_t token, int j, int* first) {
     const int32_t* mine = ids + token * k;
     const int expert = layout.local_expert(mine[j], slice);
@@ -90,7 +90,7 @@ inline void route_on_host(const Layout& layout, int block_m, const int32_t* ids,
       }
     }
   }
-  std::vector<int> next(experts * steps);  // row of the next token, by expert and step
+  std::vector<int> next(experts * steps);  // [expert][step]: row of the next token
   int row = 0;
   for (int expert = 0; expert < experts; ++expert) {
     out.offsets[expert] = row;

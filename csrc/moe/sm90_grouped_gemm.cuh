@@ -1,22 +1,22 @@
-// Grouped GEMM: rows sorted by expert, each times the weight of its expert. A sibling of gemm/sm90_gemm.cuh, with
-// the same mainloop, stages and slabs, for rows of x that may lie anywhere and results that end in the middle of a
-// tile.
+// Grouped GEMM: rows sorted by expert, each multiplied by the weight of its expert. Has the mainloop, stages and slabs
+// of gemm/sm90_gemm.cuh. In addition, rows of x may be gathered from any location, and the rows of an expert may end
+// in the middle of a tile.
 //
 //   loader     warp 0                 B by TMA, one thread; A too, unless its rows must be gathered
 //   scheduler  warp 1                 looks up the next tile (job_queue.cuh)
-//   storers    warps 2 and 3          one for each math warpgroup: stores its slabs to the existing rows; or
-//   gatherers  warps 2 and 3          if rows of x must be gathered: 64 rows of A each, 16 bytes a thread
+//   storers    warps 2 and 3          one for each math warpgroup: stores its slabs to the rows that exist; or
+//   gatherers  warps 2 and 3          if rows of x must be gathered: cp.async of 64 rows of A each, 16 bytes a thread
 //   math       warpgroups 1 and 2     wgmma, then the activation; without storers, also the stores to memory
 //
 // A Rows policy defines where rows come from:
 //
 //   struct Params
-//   struct Call                     state that a thread reads once a launch
+//   struct Call                     state that each thread reads once a launch
 //   begin(params) -> Call
-//   kInOrder                        sorted rows are those of x
+//   kInOrder                        the sorted rows are the rows of x
 //   sources(params, call), place(params, row)
-//                                   otherwise: two matrices, and the source of sorted row number `row`: a row of the
-//                                   first matrix, or the complement of the number of a row of the second
+//                                   if not kInOrder: two matrices, and the location of sorted row `row`: i for row i
+//                                   of the first matrix, ~i for row i of the second
 //   tile_counter(params)            counter from which CTAs draw their next tile, zero at launch; null: fixed stride
 //   kArrive                         some rows come from peers
 //   kCombine                        results are summed and sent as soon as a chunk of columns is complete
@@ -24,7 +24,7 @@
 // if kArrive
 //
 //   num_pushers(params)             number of CTAs that send before they compute
-//   push(params, call, memory)      called by all threads of such a CTA; `memory`: shared memory that is not in use yet
+//   push(params, call, memory)      called by all threads of such a CTA; `memory`: shared memory not yet in use
 //   struct Progress                 state of each thread of the scheduler
 //   admit(params, call, progress, expert, row) -> bool
 //                                   called by a warp: waits for all rows of an expert up to this one
@@ -50,7 +50,7 @@
 namespace flux::moe {
 
 constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
-// 168 for each thread at launch: 128 * 104 + 256 * 200 are just as many. A gatherer keeps 16 addresses.
+// The launch has 168 registers a thread; 128 * 104 + 256 * 200 is the same total. A gatherer holds 16 addresses.
 constexpr int kGroupedProducerRegisters = 104;
 constexpr int kGroupedMathRegisters = 200;
 constexpr int kGroupedLaunchRegisters = 168;
@@ -60,24 +60,24 @@ enum class Activation { kNone, kSilu, kGelu, kSwiglu };
 template <class Rows>
 struct GroupedParams {
   CUtensorMap weight;  // [experts * n, k], boxes of half a tile's columns
-  CUtensorMap x;       // [rows, k], where it is in order
+  CUtensorMap x;       // [rows, k], if kInOrder
   const int32_t* offsets;
   const TileEntry* tiles;
   const int32_t* num_tile_rows;
   int n;            // rows of an expert's weight
   int out_columns;  // n, or half of it
   int n_tiles;
-  int tiles_per_chunk;  // columns of tiles that are computed before the next ones; n_tiles: all at once
+  int tiles_per_chunk;  // columns of tiles in a chunk (ColumnChunks); n_tiles: a single chunk
   int k;
   Activation activation;
   void* out;  // [rows, out_columns]
   typename Rows::Params rows;
 };
 
-// The next tile is requested when this many k-blocks of the current one remain to be loaded: about 4 us.
+// The loader requests the next tile when this many k-blocks of the current tile remain to be loaded: about 4 us.
 constexpr int kAskBefore = 16;
 
-// After the stages, slabs and barriers of the house: the queue of jobs.
+// The shared memory of the GEMM kernels, followed by the job queue.
 constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
   return gemm::smem_bytes(c) + JobQueue::kBytes + 8;
 }
@@ -88,7 +88,7 @@ FLUX_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f
 template <int kAccumulators>
 FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
   if (activation == Activation::kSwiglu) {
-    // The tile's first half of columns is the gate, the second is what it gates.
+    // The first half of the tile's columns is the gate, the second half is the gated input.
 #pragma unroll
     for (int i = 0; i < kAccumulators / 2; ++i) d[i] = silu(d[i]) * d[i + kAccumulators / 2];
   } else if (activation == Activation::kSilu) {
@@ -100,8 +100,8 @@ FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
   }
 }
 
-// A warp: kRows staged rows (gemm::stage_rows), which are those of the tile from `first_row` on, to memory, in
-// columns from `column` of the tile on; those rows and columns that there are.
+// Called by a warp: copies kRows staged rows (gemm::stage_rows) to global memory. The first staged element has row
+// `first_row` and column `column` in the tile. Skips rows and columns beyond the edges.
 template <int kColumns, int kRows, class Rows>
 FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job, int tile_columns,
                                    uint32_t staged, int first_row, int column) {
@@ -127,7 +127,7 @@ FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job,
   }
 }
 
-// Tile number `index` of all chunks.
+// The job for tile number `index`, counted over all chunks.
 template <class Rows>
 FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int tile_columns, int index) {
   const ColumnChunks chunks = {p.n_tiles, p.tiles_per_chunk};
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 
   const int k_blocks = (params.k + kBlockK - 1) / kBlockK;
   const int num_tile_rows = *params.num_tile_rows;
-  // Columns of the result in a tile.
+  // Columns of the result that a tile computes.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
   if (warp < 4) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       if (ptx::elect_one()) {
         const int ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
         const int second_column =
-            params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // after the first
+            params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // offset from the first
         constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
         typename Shared::Stages ring;
         JobReader jobs;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     } else if (warp == 1) {
       const int lane = ptx::lane(), num_tiles = num_tile_rows * params.n_tiles;
       uint32_t* const counter = Rows::tile_counter(params.rows);
-      // One thread asks which tile is next.
+      // Called by one lane: draws the index of the next tile.
       const auto draw = [&](int otherwise) {
         if constexpr (Rows::kCombine) {
           const int first_chunk = num_tile_rows * params.tiles_per_chunk;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if (index < num_tiles) job = look_up(params, num_tile_rows, tile_columns, index);
         jobs.wait_for_room(queue);
         if constexpr (!Rows::kInOrder) {
-          // No row is loaded from the location of a row that does not exist.
+          // Rows after the last one get its location, so that every location is valid.
           const int last_row = job.first_row + job.num_rows - 1;
 #pragma unroll
           for (int row = 0; row < kBlockM; row += 32) {
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 
       activate(params.activation, d);
       if constexpr (Rows::kArrive) {
-        // The host will raise; until then nobody shall mistake what was computed for a result.
+        // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.
         if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
 #pragma unroll
           for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);

@@ -1,5 +1,5 @@
-// The tile shapes that grouped GEMMs are compiled for, and which of them to take. Ranks that count chunks of columns
-// in tiles must choose the same, so the choice depends on what they agree on: not on where tokens went.
+// The tile shapes of grouped GEMMs, and the choice among them. Ranks that count chunks of columns in tiles must choose
+// the same shape, so the choice depends only on sizes that are the same on all ranks, not on the routing.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace flux::moe {
 
-// Ids of tile_config.h: those stored in whole 64-column panels.
+// Ids in tile_config.h of the shapes that are stored in whole 64-column panels.
 constexpr int kGroupedConfigs[] = {0, 3, 5, 9};
 
-// The widest shape that needs no more waves of time than others, for so many rows in all. Experts end in the middle
-// of a tile, on average.
+// The fastest shape for `num_rows` rows over all experts, as modelled from the number of waves; ties: the first shape
+// of the list. The last tile of an expert is half full on average.
 inline int choose_grouped_config(int64_t num_rows, int experts, int columns, int k, int num_sms) {
   const double filled = std::min<double>(experts, static_cast<double>(num_rows));
   const double tile_rows =
