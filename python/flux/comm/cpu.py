@@ -30,11 +30,11 @@ _EPOCHS = 1 << 32
 
 
 class CpuWorkspace(Workspace):
-    """Shared memory, and the epoch of this rank.
+    """POSIX shared memory, and the epoch of this rank.
 
-    Besides the epoch, the header of each rank says which call it is making, in one entry for each parity of
-    the epoch: a word for the epoch, one for the length, and the facts of the call as JSON. Ranks that
-    disagree find out where they would wait for each other anyway. Calls that run unfused are compared too.
+    Besides the epoch, the header of each rank describes its current call, in one entry for each parity of the
+    epoch: a word for the epoch, a word for the length, and the facts of the call as JSON. Ranks compare calls
+    where they wait for each other anyway. Unfused calls are compared too.
     """
 
     transport = "POSIX shared memory"
@@ -46,11 +46,11 @@ class CpuWorkspace(Workspace):
     ) -> None:
         super().__init__(group, device, op, meeting, turn)
         self._epoch = 0
-        self._told = b""  # facts of the call that is being made
-        self._agreed = False  # whether all peers have begun it
+        self._told = b""  # facts of the current call, as published to the peers
+        self._agreed = False  # whether all peers have begun the current call, and their facts are equal
         self._memory: Any = None
         if self._shares_memory:
-            # The headers must exist before a first call can compare itself with its peers'.
+            # The first call compares its facts through the headers, so these must exist before it.
             self.grow(PAGE_BYTES, PAGE_BYTES, op, {})
 
     def _facts(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class CpuWorkspace(Workspace):
         return {"why_not": off or alone, "host": shm.host_id(), "backend": "shm", "num_sms": 0, "shm": alone}
 
     def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
-        # Also where nothing runs fused, ranks of one host can compare their calls.
+        # Ranks of one host can compare their calls even if no call runs fused.
         self._shares_memory = all(f["shm"] is None and f["host"] == facts[0]["host"] for f in facts)
         return super()._verdict(op, facts)
 
@@ -76,19 +76,21 @@ class CpuWorkspace(Workspace):
             raise
         self._memory = memory
         self._epoch = 0
-        # Every slot has its own words, whatever the shape of a call: a word that one source wrote in call e
-        # and another in e+1 could tell the owner, still in call e, that the wrong one has arrived.
+        # Every slot has its own signal words, independent of the shape of a call. If a word belonged to
+        # source A in call e and to source B in e+1, B's signal could pass for A's while the owner is still in
+        # call e.
         self._words_per_slot = signal_bytes // 4 // (self.world_size - 1)
 
     @contextmanager
     def calling(self, call: Call, same: Same) -> Iterator[int]:
-        """Tells the peers which call this is, makes room for it, and gives its epoch.
+        """Publishes the facts of the call to the peers, grows the workspace if needed, and yields the epoch.
 
-        Waits for nobody, unless it must grow; at the latest at its end, waits until every peer has begun it.
+        Does not wait for peers unless the workspace must grow. At its end at the latest, waits until every
+        peer has begun the call.
 
         Raises:
-            Disagreement: on all ranks, if any two make different calls. The epoch is spent.
-            CommTimeoutError: a peer did not come.
+            Disagreement: on all ranks, if any two make different calls. The epoch is used up.
+            CommTimeoutError: a peer did not begin the call in time.
         """
         self.raise_if_failed()
         if self._memory is None:
@@ -97,7 +99,7 @@ class CpuWorkspace(Workspace):
         facts = call_facts(call, same, self.compares_contents)
         try:
             self._begin(call, facts)
-            if not call.fused:  # torch's collectives may do anything where ranks differ
+            if not call.fused:  # torch's collectives have undefined behaviour if ranks make different calls
                 self.agree(call.op)
             yield self._next_epoch
             self.agree(call.op)
@@ -119,7 +121,7 @@ class CpuWorkspace(Workspace):
         self._announce()
         if call.signal_bytes <= self.signal_bytes and call.slot_bytes <= self.slot_bytes:
             return
-        # Only ranks that make the same call grow together; the others say so here, and nobody waits for them.
+        # Growing is a collective, so compare first: ranks with different calls raise here instead of hanging.
         self.agree(call.op)
         self.grow(call.signal_bytes, call.slot_bytes, call.op, facts)
         self._announce()
@@ -134,14 +136,15 @@ class CpuWorkspace(Workspace):
         _native.core.store_release(address, self._next_epoch)
 
     def agree(self, op: str) -> None:
-        """Waits until every peer has begun this call, and compares.
+        """Waits until every peer has begun this call, and compares the facts of all ranks.
 
-        No extra synchronisation: no rank can finish a call before every peer has begun it. Nor can a peer
-        overwrite what is read here: its entry of this parity is used again two calls later.
+        This adds no synchronisation, because no rank can finish a call before every peer has begun it. A peer
+        cannot overwrite the entry that is read here, because it uses the entry of this parity again only two
+        calls later.
 
         Raises:
             Disagreement: on all ranks, if any two make different calls.
-            CommTimeoutError: a peer did not come.
+            CommTimeoutError: a peer did not begin the call in time.
         """
         if self._agreed:
             return
@@ -163,16 +166,16 @@ class CpuWorkspace(Workspace):
         return view
 
     def signal(self, rank: int, slot: int, word: int, epoch: int) -> None:
-        """Tells `rank` that what this rank wrote to a piece of its slot is complete."""
+        """Signals to `rank` that this rank's data for a piece of the slot is complete."""
         _native.core.store_release(self._signal(rank, slot, word), epoch)
 
     def wait(self, op: str, source: int, slot: int, word: int, tile: int) -> None:
-        """Waits until `source` has signalled, in this call, a piece of this rank's slot, for `tile`."""
+        """Waits for the signal of `source`, in this call, for a piece of this rank's slot. tile: for errors."""
         self.agree(op)
         self._wait(op, source, self._signal(self.rank, slot, word), tile)
 
     def _finish(self) -> None:
-        """Ends a call: its epoch is spent, whether it succeeded or all ranks refused it."""
+        """Ends a call: uses up its epoch, whether the call succeeded or all ranks refused it."""
         self._epoch = self._next_epoch
         _native.core.store_release(self._memory.peers[self.rank], self._epoch)
 

@@ -1,4 +1,4 @@
-"""The workspace of GPUs that reach each other's memory."""
+"""The workspace of GPUs that can access each other's memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from flux.errors import CommTimeoutError
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 _why_not: dict[int, str | None] = {}
-# Between ordering a call behind the last one on its GPU and launching it, no other thread may launch there.
+# By device. Held from the stream wait for the last call on the GPU until the launch, so that no other thread
+# launches a call in between.
 _launch_locks: dict[int, threading.RLock] = {}
 _COMPARED: AbstractContextManager[int] = nullcontext(0)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why flux's kernels cannot run on that CUDA device at all, or None."""
+    """Why flux's kernels cannot run on a CUDA device, or None."""
     index = device.index
     if index not in _why_not:
         reason = _native.why_not()
@@ -53,12 +54,12 @@ def load_kernels() -> None:
 
 
 def _owned_by_others(stream_id: int) -> bool:
-    """Whether torch only wraps a stream. The ids of its own streams are odd, that of the default one is 0."""
+    """Whether a stream is external to torch. Torch's own streams have odd ids, the default stream id 0."""
     return stream_id != 0 and stream_id % 2 == 0
 
 
 def refuse_capture(group: ProcessGroup, op: str) -> None:
-    """Raises RuntimeError while a CUDA graph is being captured: it cannot capture an allocation."""
+    """Raises RuntimeError during the capture of a CUDA graph, which cannot contain an allocation."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: group {group.group_name!r} has no workspace large enough for this call, and a CUDA graph "
@@ -68,18 +69,18 @@ def refuse_capture(group: ProcessGroup, op: str) -> None:
 
 
 class CudaWorkspace(Workspace):
-    """Symmetric memory, and the record in which a kernel leaves its timeout.
+    """Symmetric memory, and the pinned record to which a kernel reports a timeout.
 
-    The epoch lives in the header on the device, where kernels count it: calls replay in CUDA graphs.
+    Kernels count the epoch in the header on the device, so calls can be replayed in CUDA graphs.
 
-    Calls whose data copy engines move have buffers of their own, and an epoch that the host counts: where a
-    copy goes must be known when it is enqueued. Such calls are never captured.
+    Calls that use copy engines have separate buffers, and the host counts their epoch, because it must know
+    the destination buffer when it enqueues a copy. Such calls are never captured.
     """
 
-    # By device: where the last call of any group went, and an event behind it on streams of others.
+    # By device: stream of the last call of any group, and the event after that call on an external stream.
     _last_streams: ClassVar[dict[int, int]] = {}
     _last_events: ClassVar[dict[int, Any]] = {}
-    _same: Same = NOTHING  # of the call that is being made, for when it must grow
+    _same: Same = NOTHING  # arguments of the current call that ranks compare if the workspace grows
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
@@ -96,15 +97,15 @@ class CudaWorkspace(Workspace):
         self._kept: list[Any] = []
         self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
         self._copy_address = 0
-        self._copy_room = (0, 0)  # signal_bytes, slot_bytes
+        self._copy_room = (0, 0)  # signal_bytes and slot_bytes of the buffers for copy engines
         self._copy_epoch = 0
         if self.why_not is None:
-            # Loading a kernel lazily, behind one that already spins, can hang: load all of them now.
+            # Lazy loading of a kernel can hang behind a kernel that spins, so load all kernels now.
             load_kernels()
             # Pinned: kernels write it, the host reads it without synchronising.
             self._error = torch.zeros(16, dtype=torch.int32, pin_memory=True)
             self._error_address = self._error.data_ptr()
-            # Its first word, which is written last: looking there costs a call less than core.read_error.
+            # The first word is written last. Reading it directly takes less host time than core.read_error.
             self._error_code = ctypes.c_uint32.from_address(self._error_address)
 
     @property
@@ -119,7 +120,8 @@ class CudaWorkspace(Workspace):
             "host": shm.host_id(),
             "backend": _env.get("FLUX_SYMM_BACKEND"),
             "num_sms": properties.multi_processor_count,
-            # With blocking launches the host waits for a copy before it launches what the copy waits for.
+            # With blocking launches the host waits for a copy before it launches the kernel that the copy
+            # waits for: a deadlock.
             "copies": os.environ.get("CUDA_LAUNCH_BLOCKING") != "1",
             "uuid": str(properties.uuid),
         }
@@ -137,7 +139,7 @@ class CudaWorkspace(Workspace):
     def _make_region(
         self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str
     ) -> tuple[symm_mem.SymmetricMemory, Any]:
-        # Peers may still write to the old buffers until they too have come here.
+        # Peers may write to the old buffers until they have reached this point too.
         torch.cuda.synchronize(self.device)
         met = self._meet(op, {"rendezvous": symm_mem.rendezvous_count()})
         nbytes = HEADER_BYTES + signal_bytes + 2 * (slot_bytes + exchange_bytes)
@@ -155,15 +157,15 @@ class CudaWorkspace(Workspace):
             int(self.timeout_s * 1e9),
         )
         if exchange_bytes:
-            memory.tensor[nbytes - 2 * exchange_bytes :].fill_(0xFF)  # nothing has arrived
+            memory.tensor[nbytes - 2 * exchange_bytes :].fill_(0xFF)  # kAbsent: no data has arrived
             torch.cuda.synchronize(self.device)
-        # Nobody may write to buffers that are not in their first state yet.
+        # A barrier: no rank may write to a peer's buffers before they are initialised.
         self._meet(op, {})
         return memory, symm_buffer
 
     def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Compares only with FLUX_DEBUG=compare, and where a call makes the workspace grow: the rest would
-        be a host synchronisation.
+        """Compares calls only with FLUX_DEBUG=compare, and if the workspace grows. Otherwise a comparison
+        would add a synchronisation of the hosts.
         """
         self.raise_if_failed()
         self._same = same
@@ -173,14 +175,14 @@ class CudaWorkspace(Workspace):
         return _COMPARED
 
     def enter(self, call: Call) -> Launch:
-        """Readies the workspace for a launch on the current stream, to be made inside `with`, which gives the
-        address of its SymmBuffer, and 0 as the epoch: the device counts.
+        """Prepares the workspace for a launch on the current stream, which must be inside the `with` block.
+        Yields the address of the SymmBuffer, and 0 as the epoch, because the device counts.
 
-        Synchronises only where it must grow.
+        Synchronises only if the workspace must grow.
 
         Raises:
-            CommTimeoutError: an earlier call on this workspace ran out of time.
-            RuntimeError: it would have to grow while a CUDA graph is being captured.
+            CommTimeoutError: an earlier call on this workspace timed out.
+            RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
         """
         if self._error_code.value:
             self._raise_timeout(call.op)
@@ -191,7 +193,7 @@ class CudaWorkspace(Workspace):
         return self._launch
 
     def enter_copy(self, call: Call) -> CopyLaunch:
-        """The same for a call whose data copy engines move; gives its SymmBuffer's address, and its epoch."""
+        """As enter, for a call that uses copy engines; yields the address of its SymmBuffer, and the epoch."""
         if self._error_code.value:
             self._raise_timeout(call.op)
         if not self._fits_copy(call.signal_bytes, call.slot_bytes):
@@ -200,14 +202,14 @@ class CudaWorkspace(Workspace):
         return self._copy_launch
 
     def reserve_copy(self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any]) -> None:
-        """Collective: makes room for calls of that size, or does nothing where there is room.
+        """Collective: grows the buffers for copy engines to at least these sizes, if they are smaller.
 
         Args:
-            facts: what is called; must be equal on all ranks.
+            facts: describe the call; must be equal on all ranks.
 
         Raises:
             ValueError: the ranks do not make the same call.
-            CommTimeoutError: a rank did not come.
+            CommTimeoutError: a rank did not arrive in time.
         """
         if self._fits_copy(signal_bytes, slot_bytes):
             return
@@ -229,14 +231,14 @@ class CudaWorkspace(Workspace):
             current = torch.cuda.current_stream(self.device)
             event = self._last_events.pop(self._index, None)
             if last_stream is not None:
-                # Calls must run in the order they were made, whatever their streams and groups: a kernel
-                # waits on all its SMs for its peers, who may be waiting for the other one.
+                # Calls must run in program order across all streams and groups: a kernel occupies all its SMs
+                # while it waits for its peers, which may be waiting for the other call of this rank.
                 if event is None:
                     event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
                 current.wait_event(event)
             self._last_streams[self._index] = stream
             if _owned_by_others(current.stream_id):
-                # It may be destroyed before the next call, which could then not record behind it.
+                # An external stream may be destroyed before the next call, so record the event now, not then.
                 self._last_events[self._index] = _cuda.Event()
 
     def _launched(self) -> None:
@@ -245,7 +247,7 @@ class CudaWorkspace(Workspace):
             event.record(torch.cuda.current_stream(self.device))
 
     def check(self) -> None:
-        """Raises what made the workspace unusable, such as a timeout that a kernel has recorded. Does not
+        """Raises the failure of the workspace, if any, such as a timeout that a kernel has recorded. Does not
         synchronise.
         """
         self.raise_if_failed()
@@ -269,8 +271,8 @@ class CudaWorkspace(Workspace):
 
 
 class Launch:
-    """Around the launch of a call. A graph that captures it goes on using the buffers; the user orders its
-    replays, as for any graph.
+    """Context manager of the launch of a call. A CUDA graph that captures the launch keeps using the buffers;
+    the user must order its replays, as for any graph.
     """
 
     __slots__ = ("_workspace",)
@@ -302,7 +304,7 @@ class Launch:
 
 
 class CopyLaunch:
-    """Around the launch of a call that copy engines carry. Its epoch is spent once it is given out."""
+    """Context manager of the launch of a call that uses copy engines. Entering it uses up the epoch."""
 
     __slots__ = ("_workspace",)
 

@@ -1,7 +1,7 @@
-"""Process groups: what users pass, and how their ranks meet on the host.
+"""Process groups: resolves group arguments, and exchanges facts between the ranks' hosts.
 
-Ranks meet through the group's key-value store, not through a collective: it works for every backend, needs no
-GPU, has a deadline, and knows who is missing.
+Ranks exchange facts through the group's key-value store, not through a collective: the store works for every
+backend, needs no GPU, supports a deadline, and shows which rank is missing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flux.errors import CommTimeoutError
 
 _c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
 
-# What a rank leaves in the place of its token when it stops waiting for the others to come.
+# The value that replaces a rank's token when the rank stops waiting for the others.
 _GAVE_UP = "gave up"
-# Of what a rank says in a meeting: sizes, reasons and names, so far at most some KiB.
+# Limit for the facts of a rank. They are sizes, reasons and names, at most some KiB.
 _MAX_FACTS_BYTES = 1 << 16
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | str | None
@@ -89,8 +89,8 @@ def world_size(group: GroupLike, op: str) -> int:
     return resolve_group(group, op).size()
 
 
-# The mark that torch.compiler.assume_constant_result sets. Calling it would import the compiler, which takes
-# longer than all other imports of flux together, also for programs that compile nothing.
+# Functions to mark as torch.compiler.assume_constant_result would. Calling that would import the compiler,
+# which takes longer than all other imports of flux together, also in programs that compile nothing.
 _constant: tuple[Any, ...] = (group_name, world_size)
 for _function in _constant:
     _function._dynamo_marked_constant = True
@@ -99,27 +99,28 @@ for _function in _constant:
 class Meeting:
     """Successive all-to-all exchanges of small facts between the ranks of a group, through its store.
 
-    All ranks must meet in the same order. Keys carry the kind of workspace that the group meets for, and a
-    number that the ranks agree on in begin(): ranks cannot count, as some may have failed more often.
+    All ranks must make the exchanges in the same order. Keys contain the kind of workspace, and a number on
+    which the ranks agree in begin(). Ranks cannot count by themselves, because some may have failed more
+    often.
     """
 
     def __init__(self, group: ProcessGroup, tag: str) -> None:
         self._store = _c10d._get_process_group_store(group)
         self._rank = group.rank()
         self._world_size = group.size()
-        # Groups may share one store (a FileStore given to init_process_group), so the key names the members.
+        # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.
         members = "-".join(str(r) for r in dist.get_process_group_ranks(group))
         self._base = f"flux/{tag}/{group.group_name}/{members}"
         self._prefix = ""
         self._count = 0
 
     def begin(self, op: str) -> None:
-        """Brings all ranks together: rank 0 waits for everybody's token, and answers each with one number.
+        """A barrier that agrees on a number: rank 0 waits for all ranks' tokens, and answers each with it.
 
-        A rank that gives up withdraws its token, so a failure leaves no trace: all may try again.
+        A rank that gives up withdraws its token, so a failure leaves no state: all ranks may try again.
 
         Raises:
-            CommTimeoutError: a rank did not come within FLUX_TIMEOUT_S.
+            CommTimeoutError: a rank did not arrive within FLUX_TIMEOUT_S.
         """
         token = uuid.uuid4().hex
         place = f"{self._base}/join"
@@ -137,7 +138,7 @@ class Meeting:
                 number = self._await_number(op, place, token)
             left = ""
         finally:
-            # The store may be what failed.
+            # The store itself may have failed.
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{place}/{self._rank}", left)
         self._prefix = f"{self._base}/{number}"
@@ -147,7 +148,7 @@ class Meeting:
         try:
             return self._wait(op, 0, f"{self._base}/begin/{self._rank}/{token}", deadline)
         except CommTimeoutError:
-            # Rank 0 may itself be waiting: name who never came.
+            # Rank 0 may itself be waiting for another rank, so name a rank whose token is missing.
             for peer in range(self._world_size):
                 key = f"{place}/{peer}"
                 if not self._store.check([key]) or not self._store.get(key):
@@ -155,17 +156,17 @@ class Meeting:
             raise
 
     def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gives `facts` to every rank and returns those of all ranks, in rank order.
+        """All-gathers `facts`: returns those of all ranks, in rank order.
 
         Raises:
-            CommTimeoutError: a rank did not come within FLUX_TIMEOUT_S.
-            RuntimeError: what the store holds in the place of a rank's facts is none.
+            CommTimeoutError: a rank did not arrive within FLUX_TIMEOUT_S.
+            RuntimeError: the store has an invalid value instead of a rank's facts.
         """
         self._count += 1
         return self._gather(op, str(self._count), facts)
 
     def leave(self, op: str, wait: bool) -> None:
-        """Says that this rank will not come again; with `wait`, returns when all ranks have said so.
+        """Announces that this rank makes no more exchanges; with `wait`, waits until all ranks have done so.
 
         Raises:
             CommTimeoutError: a rank did not leave within FLUX_TIMEOUT_S.
@@ -192,7 +193,7 @@ class Meeting:
     def _wait(
         self, op: str, peer: int, key: str, deadline: float, accept: Callable[[str], bool] | None = None
     ) -> str:
-        """The value of a key that `peer` sets, or causes to be set, as soon as it is acceptable."""
+        """Polls a key that `peer` sets, or causes to be set, until its value is acceptable; returns that."""
         pause_s = 0.0005
         try:
             # Polling, unlike Store.wait, can be interrupted from the keyboard.
@@ -211,7 +212,7 @@ class Meeting:
             raise self._store_failed(op, peer, error) from error
 
     def _store_failed(self, op: str, peer: int, error: RuntimeError) -> CommTimeoutError:
-        # It lives in one of the job's processes.
+        # The store is hosted by one of the job's processes, which may have died.
         detail = f"The store of the group failed: {error}."
         return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s(), detail=detail)
 
@@ -221,7 +222,7 @@ def _is_token(value: str) -> bool:
 
 
 def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
-    """The facts of a rank. Whoever reaches the store can write there, so this is not taken for granted."""
+    """Parses the facts of a rank. Checks the value, because any process with access to the store can write."""
     facts = None
     if len(value) <= _MAX_FACTS_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
@@ -235,5 +236,5 @@ def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
 
 
 def reduce_scatter() -> Callable[..., object]:
-    """torch's reduce-scatter of one tensor, under the name this torch prefers."""
+    """torch's reduce-scatter of one tensor, under the preferred name of this torch version."""
     return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -23,13 +23,14 @@ Key = tuple[ProcessGroup, torch.device]
 
 _workspaces: dict[Key, Workspace] = {}
 _turns: dict[Key, Any] = {}
-# First calls that were broken off when the ranks had met: where they met, and whom they waited for in vain.
+# First calls that failed after the ranks had met: their meeting, and the error if it was a timeout.
 _unfinished: dict[Key, tuple[Meeting, CommTimeoutError | None]] = {}
 
 
 def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any) -> T:
-    """fn(*arguments), a whole call on a group. Threads make them one after the other, in order of arrival.
-    One that is broken off when peers have heard of it makes the group refuse all further calls.
+    """Runs fn(*arguments), a whole call on a group. Calls of several threads run one after the other, in
+    order of arrival. If an exception ends a call that is already visible to peers, the group refuses all
+    further calls.
 
     All ranks must make a group's calls in the same order, which is the callers' responsibility.
     """
@@ -37,20 +38,20 @@ def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *ar
         return fn(*arguments)
     its_turn = _turns.get((group, device)) or turn(group, device)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        # What a call asks torch without naming a device is about the current one.
+        # torch functions without a device argument use the current device.
         with torch.cuda.device(device):
             return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
     return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
 
 
 def turn(group: ProcessGroup, device: torch.device) -> Any:
-    """The turns of a group on a device."""
+    """The CallTurn (fair lock) of a group on a device."""
     key = (group, device)
     return _turns.get(key) or _turns.setdefault(key, _native.core.CallTurn(ON_ALL_RANKS))
 
 
 def get(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
-    """The workspace of a group on a device; making it, at the group's first call there, is a collective."""
+    """The workspace of a group on a device. The group's first call there creates it: a collective."""
     workspace = _workspaces.get((group, device))
     return _make(group, device, op) if workspace is None else workspace
 
@@ -62,7 +63,7 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     _raise_if_unfinished(key)
     _forget_destroyed_groups()
     atexit.unregister(_workspaces.clear)
-    # Before the interpreter tears down what destructors of GPU memory need.
+    # Free workspaces before the interpreter destroys modules that the destructors of GPU memory need.
     atexit.register(_workspaces.clear)
     meeting = Meeting(group, device.type)
     meeting.begin(op)
@@ -111,7 +112,7 @@ def _keys(group: ProcessGroup) -> list[Key]:
 
 
 def check(group: ProcessGroup) -> None:
-    """Raises what makes a group's workspaces unusable, if anything does: see flux.check."""
+    """Raises the failure of a group's workspaces, if any: see flux.check."""
     for key in _keys(group):
         workspace = _workspaces.get(key)
         ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check

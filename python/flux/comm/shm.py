@@ -1,11 +1,11 @@
 """POSIX shared memory between the ranks of one host, for CPU tensors.
 
-Every rank creates one segment in /dev/shm and maps those of all ranks. All names are removed as soon as every
-rank has mapped them; from then on the kernel frees the memory with the last mapping.
+Every rank creates one segment in /dev/shm and maps the segments of all ranks. Names are removed as soon as
+every rank has mapped them; from then on the kernel frees the memory with the last mapping.
 
-Segments have names because ranks may run in containers that share /dev/shm and nothing else. A memfd or an
-O_TMPFILE file has none, but peers could open it only as /proc/<pid>/fd/<n>, which takes one pid namespace,
-equal uid and gid, and a dumpable process.
+Segments have names because ranks may run in containers that share only /dev/shm. A memfd or an O_TMPFILE file
+needs no name, but peers could open it only as /proc/<pid>/fd/<n>, which requires one pid namespace, equal uid
+and gid, and a dumpable process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from flux.comm.group import Meeting
 from flux.errors import CommTimeoutError
 
 _DIRECTORY = Path("/dev/shm")
-# The process id is for people who list the directory. flux does not rely on it: in another container the same
-# number is another process.
+# The process id in the name is only for people who list the directory: in another container, the same id is
+# another process.
 _NAME = re.compile(r"flux-[0-9]{1,10}-[0-9a-f]{40}")
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-# A segment without a lock is either of a dead process, or so young that its creator is about to lock it.
+# A segment without a lock belongs to a dead process, or is so new that its creator has not locked it yet.
 _STALE_AFTER_S = 60.0
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
@@ -85,15 +85,15 @@ class SharedMemory:
                 finally:
                     _remove(names)
             finally:
-                _remove(names)  # again, in case an interrupt broke off the first
+                _remove(names)  # again, in case an interrupt ended the first
             self.peers = [view.data_ptr() for view in self.views]
         except BaseException:
-            # Whoever keeps the traceback keeps this object, but not the memory.
+            # A traceback may keep this object alive, but must not keep the memory mapped.
             self.views.clear()
             raise
 
     def _share(self, names: list[str], rank: int, meeting: Meeting, op: str) -> None:
-        """Fills `views`. `names` holds this rank's name; those of all ranks are added."""
+        """Fills `views`. `names` holds this rank's name; the names of all ranks are added."""
         _remove_stale()
         error, full = "", False
         try:
@@ -103,7 +103,7 @@ class SharedMemory:
             error = f"{self.nbytes} bytes in {_DIRECTORY}, {_free()} free: {e}"
         facts = meeting.exchange(op, {"name": names[0], "error": error, "full": full})
         told = [_name(fact.get("name")) for fact in facts]
-        # All of them: a peer that has died since cannot remove its own.
+        # Add the names of all ranks, because a peer that has died cannot remove its own.
         names.extend(name for name in told if name)
         errors = [
             _text(fact.get("error")) if name else f"expected a segment's name, got {fact.get('name')!r:.80}"
@@ -128,7 +128,7 @@ class SharedMemory:
                     error = f"segment of rank {peer}: {e}"
         facts = meeting.exchange(op, {"error": error, "gone": gone})
         for finder, fact in enumerate(facts):
-            # A peer removes its segment before all have opened it only if it stops waiting for them.
+            # A segment is missing only if its rank has stopped waiting for the others and removed it.
             if isinstance(lost := fact.get("gone"), int):
                 detail = f"It removed its segment before rank {finder} had opened it."
                 raise CommTimeoutError(op, rank, lost, 0, detail=detail)
@@ -137,7 +137,7 @@ class SharedMemory:
 
 
 def _name(name: object) -> str | None:
-    """The name of a segment, or None: nothing that leads out of the directory or to a file not flux's."""
+    """The name if it is a valid segment name, else None: no path out of the directory, no file of others."""
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
@@ -154,7 +154,7 @@ def _raise_if_any(op: str, errors: list[str], advice: str = "") -> None:
 def _create(name: str, nbytes: int) -> torch.Tensor:
     """A new segment, mapped and locked."""
     with _file(name, _FLAGS | os.O_CREAT | os.O_EXCL) as file:
-        # The mapping holds the lock too, so it lasts as long as the segment is in use, in whatever container.
+        # The mapping keeps the lock, so the lock lasts as long as the segment is in use, in any container.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(file.fileno()).st_nlink != 1:
             raise OSError(errno.ESTALE, "removed before it could be locked", name)
@@ -167,10 +167,10 @@ def _open(name: str, nbytes: int) -> torch.Tensor:
     """A peer's segment, mapped.
 
     Raises:
-        ValueError: what has this name is not a private segment of `nbytes` bytes.
+        ValueError: the file with this name is not a private segment of `nbytes` bytes.
     """
     with _file(name, _FLAGS) as file:
-        # Of the open file, not of its path: that could name another file by now.
+        # fstat of the open file, not of its path, which could name another file by now.
         found = os.fstat(file.fileno())
         checks: tuple[tuple[str, Any, Any], ...] = (
             ("type", "regular file", _type(found.st_mode)),
@@ -190,7 +190,7 @@ def _type(mode: int) -> str:
 
 
 def _file(name: str, flags: int) -> io.FileIO:
-    # Inside map() no signal handler runs, so none comes between opening the descriptor and owning it.
+    # Inside map() no signal handler runs, so an interrupt cannot leak the descriptor before FileIO owns it.
     (file,) = map(io.FileIO, map(os.open, [_DIRECTORY / name], [flags], [0o600]), ["r+"])
     return file
 
@@ -228,7 +228,7 @@ def _remove_if_stale(entry: os.DirEntry[str]) -> None:
         old = time.time() - found.st_mtime > _STALE_AFTER_S
         return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and old
 
-    if not removable(entry.stat(follow_symlinks=False)):  # opening a file of somebody else may have effects
+    if not removable(entry.stat(follow_symlinks=False)):  # opening a file of another user may have effects
         return
     with _file(entry.name, _FLAGS) as file:
         if removable(os.fstat(file.fileno())):

@@ -28,8 +28,8 @@ def why_not(group: ProcessGroup, device: torch.device) -> str | None:
     if _backend_set is not None and wanted != _backend_set:
         return f"FLUX_SYMM_BACKEND={wanted}, but this process already allocated with {_backend_set}"
     if wanted == "nvshmem" and group.size() != dist.get_world_size():
-        # nvshmem_malloc is a collective of the whole job: subgroups that grow at different times would hang
-        # each other.
+        # nvshmem_malloc is a collective of the whole job, so subgroups that grow at different times would
+        # deadlock.
         return (
             f"the nvshmem backend allocates on the whole job ({dist.get_world_size()} ranks), the group has "
             f"{group.size()}; FLUX_SYMM_BACKEND=cuda serves any group"
@@ -46,7 +46,7 @@ def why_not(group: ProcessGroup, device: torch.device) -> str | None:
 def unreachable_peer(device: torch.device, uuids: list[str], rank: int) -> str | None:
     """Why this GPU cannot write to a peer's memory, or None.
 
-    Peers hidden by CUDA_VISIBLE_DEVICES are taken to be reachable: the allocation itself then decides.
+    Peers hidden by CUDA_VISIBLE_DEVICES are assumed to be reachable; if they are not, the allocation fails.
     """
     for peer, uuid in enumerate(uuids):
         if peer == rank:
@@ -61,23 +61,23 @@ def unreachable_peer(device: torch.device, uuids: list[str], rank: int) -> str |
 
 
 def rendezvous_count() -> int:
-    """How many allocations this process has shared. Ranks tell each other before they make the next one."""
+    """Number of allocations that this process has shared. Ranks exchange it before the next allocation."""
     return _rendezvous_count
 
 
 def _rendezvous(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
     global _rendezvous_count
-    # Not symm_mem.empty(): newer torch may put that into a shared pool, at an offset.
+    # Not symm_mem.empty(): newer torch may allocate it in a shared pool, at an offset.
     tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
     _rendezvous_count += 1
     return tensor, _SymmetricMemory.rendezvous(tensor, group_name)
 
 
 def _catch_up(count: int, device: torch.device) -> None:
-    """Shares memory with nobody until this process has made `count` allocations.
+    """Makes dummy allocations in a group of one rank until this process has made `count` allocations.
 
-    Up to torch 2.13 the keys under which ranks exchange handles are numbered per process, not per group: two
-    ranks that have met in different numbers of groups would wait for each other's keys for ever.
+    Up to torch 2.13 the keys under which ranks exchange handles are numbered per process, not per group. Two
+    ranks with different numbers of allocations would wait for each other's keys forever.
     """
     global _alone
     if _alone is None and _rendezvous_count < count:

@@ -1,4 +1,4 @@
-"""The memory through which the ranks of a group exchange tiles: what CPU and CUDA workspaces have in common.
+"""The memory through which the ranks of a group exchange tiles: the common part of CPU and CUDA workspaces.
 
 Every rank holds the same layout, on a GPU in symmetric memory, on CPUs in POSIX shared memory:
 
@@ -32,7 +32,7 @@ HEADER_BYTES: int = _native.core.HEADER_BYTES
 PAGE_BYTES = 4096
 MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
 
-# Ids of operators in headers and in the records that kernels leave (csrc/*: kOpId).
+# Ids of operators in headers and in the timeout records of kernels (csrc/*: kOpId).
 OP_IDS = {
     "gemm_rs": 1,
     "ag_gemm": 2,
@@ -48,7 +48,7 @@ OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
 
 
 class Call(Protocol):
-    """What a workspace must know of a call; the plans of the operators are such calls."""
+    """The facts of a call that a workspace needs. The operators' plans implement this protocol."""
 
     @property
     def op(self) -> str: ...
@@ -79,8 +79,8 @@ def round_up(value: int, to: int = PAGE_BYTES) -> int:
     return -(-value // to) * to
 
 
-# Arguments of a call, besides its plan, that must be equal on all ranks. Of a tensor it counts whether it is
-# given; with FLUX_DEBUG=compare, its contents count too.
+# Arguments of a call, besides its plan, that must be equal on all ranks. For a tensor, ranks compare only
+# whether it is given; with FLUX_DEBUG=compare, also its contents.
 Same: TypeAlias = Mapping[str, torch.Tensor | float | str | None]
 NOTHING: Same = {}
 
@@ -89,12 +89,12 @@ class Disagreement(ValueError):
     """The ranks of a group made different calls. Raised on all of them alike, so the group remains usable."""
 
 
-# What all ranks raise together, at the same point of the same call, so that it is not broken off.
+# Exceptions that all ranks raise at the same point of the same call, after which the group remains usable.
 ON_ALL_RANKS = (Disagreement, NoSharedMemory)
 
 
 def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
-    """What must be equal on all ranks, as JSON can carry it. contents: include digests of tensors."""
+    """Facts of a call that must be equal on all ranks, as JSON values. contents: with digests of tensors."""
     facts: dict[str, Any] = {
         "op": call.op,
         "m": call.m,
@@ -132,19 +132,19 @@ def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
 
 
 class Workspace(ABC):
-    """Buffers, plans and failure of one group on one device. Made collectively, at the group's first call.
+    """Buffers, plans and failure of one group on one device. Created by the group's first call, a collective.
 
     Attributes:
         why_not: why the group cannot run fused on this device, or None. Equal on all ranks.
         num_sms: streaming multiprocessors of the smallest GPU of the group (CPU: 0).
-        plans: what the ops decided per problem, kept here because a plan holds for one group.
-        failure: what made the workspace unusable, or None.
-        turn: in which calls are made, and which knows whether one was broken off.
-        compares_contents: whether ranks compare what tensors hold (FLUX_DEBUG=compare on any rank).
-        copies: whether copy engines may carry calls. Equal on all ranks.
+        plans: cache of the operators' plans by problem; here because a plan is valid for one group.
+        failure: the error that made the workspace unusable, or None.
+        turn: the lock under which calls run; records whether an exception ended a call.
+        compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
+        copies: whether calls may use copy engines. Equal on all ranks.
     """
 
-    transport: str  # what carries the tiles, for people to read
+    transport: str  # how tiles are sent, as text for users
     compares_contents = False
     copies = True
 
@@ -180,7 +180,7 @@ class Workspace(ABC):
             for key in ("host", "backend"):
                 if fact[key] != facts[0][key]:
                     return f"ranks 0 and {rank} differ in {key}: {facts[0][key]!r}, {fact[key]!r}"
-        # Each rank sees only its own way to the others; one that has none makes all run unfused.
+        # A rank knows only whether it can write to its peers. If any rank cannot, all run unfused.
         seen = self._meeting.exchange(op, {"why_not": self._unreachable(facts)})
         return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(seen) if f["why_not"]), None)
 
@@ -194,28 +194,28 @@ class Workspace(ABC):
 
     @abstractmethod
     def _allocate(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int, op: str) -> None:
-        """Collective: replaces the buffers by fresh ones of that size."""
+        """Collective: replaces the buffers by new ones of these sizes."""
 
     @abstractmethod
     def calling(self, call: Call, same: Same) -> AbstractContextManager[int]:
-        """Around a call, fused or not: what is compared with the peers.
+        """Context manager of a call, fused or not, which compares the call with those of the peers.
 
-        Gives the epoch of the call (CPU; on GPUs the device counts).
+        Yields the epoch of the call (CPU; on GPUs the device counts).
         """
 
     def raise_if_failed(self) -> None:
-        """Raises what made this workspace unusable, if anything has."""
+        """Raises the failure of this workspace, if any."""
         if self.failure is not None:
             raise self.failure
         if self.turn.broken_by is not None:
             raise broken_off(self.group, self.turn.broken_by)
 
     def check(self) -> None:
-        """The same; on GPUs also what a kernel has recorded."""
+        """As raise_if_failed; on GPUs also a timeout that a kernel has recorded."""
         self.raise_if_failed()
 
     def fits(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int = 0) -> bool:
-        """Whether a call with these needs can run without growing."""
+        """Whether a call that needs these sizes can run without growing the workspace."""
         return (
             signal_bytes <= self.signal_bytes
             and slot_bytes <= self.slot_bytes
@@ -225,14 +225,14 @@ class Workspace(ABC):
     def grow(
         self, signal_bytes: int, slot_bytes: int, op: str, facts: dict[str, Any], exchange_bytes: int = 0
     ) -> None:
-        """Collective: makes room for a call, or does nothing where there is room. Opens the call.
+        """Collective: grows the buffers if they are too small for a call; opens the call (CallTurn.open).
 
         Args:
-            facts: what is called; must be equal on all ranks.
+            facts: describe the call; must be equal on all ranks.
 
         Raises:
             ValueError: the ranks do not make the same call.
-            CommTimeoutError: a rank did not come.
+            CommTimeoutError: a rank did not arrive in time.
         """
         if self.fits(signal_bytes, slot_bytes, exchange_bytes):
             return
@@ -254,12 +254,12 @@ class Workspace(ABC):
             raise
 
     def release(self) -> None:
-        """Waits until no rank uses the buffers any more; after a failure only says that this one does not."""
+        """Waits until no rank uses the buffers; after a failure, only announces that this rank does not."""
         self._meeting.leave("release", wait=self.failure is None and self.turn.broken_by is None)
 
 
 def broken_off(group: ProcessGroup, by: str) -> RuntimeError:
-    """What calls raise after one that was broken off when peers had heard of it."""
+    """The error of all calls after an exception ended a call that was already visible to peers."""
     return RuntimeError(
         f"flux: an earlier call on group {group.group_name!r} was broken off by {by}, and peers may have "
         "seen half of it; call flux.release(group) on all ranks"

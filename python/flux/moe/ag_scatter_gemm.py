@@ -1,5 +1,5 @@
-"""Layer 0 of a mixture of experts: tokens are gathered from all ranks while the tiles whose tokens are here
-already are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
+"""Layer 0 of a mixture of experts: tokens are gathered from all ranks, while tiles whose tokens have arrived
+are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _launch(
     plan: MoePlan,
     workspace: CudaWorkspace,
 ) -> None:
-    x, weight = readable(x), readable(weight)  # before the launch, as they may run out of memory
+    x, weight = readable(x), readable(weight)  # before the launch: copies may run out of memory
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
     with workspace.enter(plan) as (symm_buffer, _):
@@ -161,7 +161,7 @@ def _launch(
 
 
 def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None) -> torch.Tensor:
-    """Gather, then a grouped GEMM, by torch; without waiting for the GPU."""
+    """All-gather, then a grouped GEMM, with torch; without synchronising with the GPU."""
     group = process_group(routing.group_name)
     limit = routing.max_tokens
     gathered = x.new_empty(group.size() * limit, x.shape[1])
@@ -180,8 +180,8 @@ def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation
 
 
 class _Arrivals:
-    """The gather of the CPU path: sends each rank the tokens it needs, in the kernel's order, and waits for
-    those of others as they are needed.
+    """The gather of the CPU path: sends each rank the tokens that it needs, in the kernel's order, and waits
+    for the peers' tokens when they are needed.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class _Arrivals:
         self._epoch = epoch
         self._order = _native.core.MoeSendOrder(layout)
         self._ends: list[int] = self._order.ends
-        self._arrived = 0  # signals of each peer that were waited for
+        self._arrived = 0  # signals of each peer that have arrived
         rank, p = layout.rank, layout.world_size
         for share, part, owner in self._order.units:
             to = layout.slice_of(owner)
@@ -214,7 +214,7 @@ class _Arrivals:
         self.sources = {s: x if s == rank else self._slot(rank, s) for s in range(p)}
 
     def wait(self, expert: int, step: int) -> None:
-        """Waits for what an expert's rows up to those of a step are made of."""
+        """Waits for the tokens of an expert's rows, from step 0 up to `step`."""
         if step > 0:
             share = next(i for i, end in enumerate(self._ends) if expert < end)
             self._wait((share + 1) * self._order.parts)
@@ -229,7 +229,7 @@ class _Arrivals:
             self._arrived = signal + 1
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:
-        """What a source sends to an owner [max_tokens, k]."""
+        """The slot of a source on an owner [max_tokens, k]."""
         limit, k, dtype = self._layout.max_tokens, self._plan.k, self._plan.dtype
         offset = self._layout.slot_index(source, owner) * limit * k * dtype.itemsize
         return self._workspace.slot(owner, self._epoch, offset, limit * k, dtype).view(limit, k)
@@ -256,7 +256,7 @@ class _Tiles:
         self._weight = weight.to(wide_type(weight.dtype))
 
     def compute(self, wait: Callable[[int, int], None], sources: dict[int, torch.Tensor]) -> None:
-        """`wait(expert, step)` before rows of an expert, up to those of a step, are read."""
+        """Computes all tiles. Calls wait(expert, step) before it reads an expert's rows up to that step."""
         limit, columns = self._layout.max_tokens, self._out.shape[1]
         n_tiles = -(-columns // BLOCK_N)
         for expert, m_tile, n_tile in _native.core.moe_tiles(*self._schedule, n_tiles):
@@ -275,7 +275,7 @@ class _Tiles:
             )
 
     def _columns(self, expert: int, columns: slice) -> torch.Tensor:
-        """The rows of the weight that make some columns of the result; for swiglu twice as many."""
+        """The rows of the weight for some columns of the result; for swiglu twice as many."""
         weight = self._weight[expert]
         if self._activation != "swiglu":
             return weight[columns]

@@ -1,8 +1,9 @@
-"""Backward passes of the expert layers. As in flux.ops.autograd they are made of the operators themselves:
-the gradient of layer 0 with respect to its tokens is a layer 1 without routing weights, that of layer 1 with
-respect to its rows a layer 0 of the gradients, both with each expert's weight read in its other layout.
+"""Backward passes of the expert layers. As in flux.ops.autograd, they use the operators themselves.
 
-Gradients are those of the sum of all ranks' losses. Rows after the last are never read, whatever they hold.
+The gradient of layer 0 with respect to its tokens is a layer 1 without routing weights. The gradient of layer
+1 with respect to its rows is a layer 0 of the gradients. Both read each expert's weight transposed.
+
+Gradients are those of the sum of all ranks' losses. Rows after the last one are never read.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from flux.ops.all_gather import all_gather
 from flux.ops.grouped_gemm import grouped_gemm
 
 Tensor = torch.Tensor
-_TENSORS = Routing._fields.index("num_experts")  # of a routing; the last of them are the weights
+_TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
 
 
 def activation_grad(grad: Tensor, product: Tensor, activation: str) -> Tensor:
-    """Gradient of the product [rows, N] for that of its activation, computed in the wide type."""
+    """Gradient of the product [rows, N], from that of its activation; computed in the wide type."""
     wide = wide_type(grad.dtype)
     g, z = grad.to(wide), product.to(wide)
     if activation == "gelu":
@@ -50,7 +51,7 @@ def _silu_slope(z: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The tokens of all ranks [p * max_tokens, ...], and which of them is each row's."""
+    """The tokens of all ranks [p * max_tokens, ...], and the index of each row's token."""
     limit = routing.max_tokens
     padded = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
     tokens = reference.tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
@@ -58,13 +59,13 @@ def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def before_end(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows [R, ...], with zeros for those that are no expert's."""
+    """rows [R, ...], with zeros for rows that belong to no expert."""
     here = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
     return torch.where(here.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
 def each_row_once(positions: Tensor) -> Tensor:
-    """Weights [..., k] that take every row of a token once, even if its expert was named twice."""
+    """Weights [..., k] of 0 and 1 that count each row of a token once, even if it chose an expert twice."""
     k = positions.shape[-1]
     earlier = torch.ones(k, k, dtype=torch.bool, device=positions.device).tril(-1)
     same = positions[..., :, None] == positions[..., None, :]
@@ -72,9 +73,9 @@ def each_row_once(positions: Tensor) -> Tensor:
 
 
 def weights_of_rows(routing: Routing, dtype: torch.dtype) -> Tensor:
-    """What each row is multiplied by [rows]; zero for rows after the last."""
+    """The routing weight of each row [rows]; zero for rows after the last one."""
     rows = routing.rows.shape[0]
-    # What is in no row goes to one more entry, which is cut off.
+    # Choices without a row are scattered to one extra entry, which is dropped.
     target = torch.where(routing.positions >= 0, routing.positions, rows).reshape(-1)
     weights = routing.weights.reshape(-1).to(dtype)
     return weights.new_zeros(rows + 1).index_add(0, target, weights)[:-1]
@@ -84,7 +85,7 @@ def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     x, weight, offsets, rows, ctx.activation = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.tokens = x.shape[0]
-    # The product before the activation is not kept but computed again.
+    # The product before the activation is not saved, but recomputed in the backward pass.
     again = ctx.activation is not None
     ctx.save_for_backward(
         x if needs_weight or again else None, weight if needs_x or again else None, offsets, rows
@@ -140,7 +141,7 @@ def _ag_scatter_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, routing, *sizes = inputs
     ctx.sizes = sizes
-    # One entry for each tensor here, nested as the arguments are in the backward pass: torch's way.
+    # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     needs_scores = ctx.needs_input_grad[1 + _TENSORS]
     ctx.save_for_backward(
@@ -161,7 +162,7 @@ def _gemm_gather_rs_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_weight = _expert_grads(scaled, x, offsets)
     if weight is not None:
         flipped = weight.transpose(1, 2)
-        if needs_weight:  # the gradients of all ranks are here already
+        if needs_weight:  # the gradients of all ranks have already been gathered
             back = grouped_gemm(everybody, flipped, offsets, rows=tokens)
         else:
             back = ag_scatter_gemm(grad, flipped, routing)
@@ -169,14 +170,14 @@ def _gemm_gather_rs_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if needs_x:
             grad_x = (back * scores).to(grad.dtype)
         if needs_routing[-1]:
-            # Of a row's product with the gradient of its token, without making the product again.
+            # Dot product of a row's result with the gradient of its token, without recomputing the result.
             dots = before_end((back * x.to(wide)).sum(-1), offsets)
             grad_scores = _of_choices(dots, routing.positions).to(routing.weights.dtype)
     return grad_x, grad_weight, [*[None] * (_TENSORS - 1), grad_scores], *[None] * 5
 
 
 def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
-    """The entry [rows] of each choice [p, max_tokens, k], zero for choices that are elsewhere."""
+    """The entry of each choice [p, max_tokens, k] in `dots` [rows]; zero for choices without a row here."""
     if dots.shape[0] == 0:
         return dots.new_zeros(positions.shape)
     return torch.where(positions >= 0, dots[positions.clamp(min=0).long()], 0)
@@ -241,7 +242,7 @@ def _expert_grads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 library.impl("grouped_wgrad", _expert_grads_by_loop, "CPU")
 library.impl("grouped_wgrad", _expert_grads_cuda, "CUDA")
 torch.library.register_fake("flux::grouped_wgrad", _expert_grads_fake, lib=library)
-# Of each expert e: grad[rows of e]ᵀ · x[rows of e].
+# For each expert e: grad[rows of e]ᵀ · x[rows of e].
 _expert_grads: Any = torch.ops.flux.grouped_wgrad.default
 
 for _name, _setup, _backward in (

@@ -1,6 +1,6 @@
-"""Layer 1 of a mixture of experts: a grouped GEMM in chunks of columns; each chunk's rows are weighted,
-summed over the experts of a token and sent to the token's owner while the next chunk is computed (COMET,
-arXiv 2502.19811, section 3).
+"""Layer 1 of a mixture of experts: a grouped GEMM in chunks of columns. While the next chunk is computed, the
+rows of the finished chunk are weighted, summed over the experts of a token, and sent to the token's owner
+(COMET, arXiv 2502.19811, section 3).
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def _among_ranks(
 def launch(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, plan: MoePlan, workspace: CudaWorkspace
 ) -> torch.Tensor:
-    """The kernel."""
+    """Launches the kernel."""
     rows, n = x.shape[0], weight.shape[1]
-    # What may run out of memory comes first.
+    # Allocations may run out of memory, so they come before the call is opened.
     x, weight, products, out = (
         readable(x),
         readable(weight),
@@ -146,7 +146,7 @@ def launch(
 
 
 def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """A grouped GEMM, the weighted sum, then a reduce-scatter, by torch; without waiting for the GPU."""
+    """Grouped GEMM, weighted sum, then reduce-scatter, with torch; without synchronising with the GPU."""
     group = process_group(routing.group_name)
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:
@@ -155,7 +155,7 @@ def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.T
     partial = weighted_sum(product, routing.positions, routing.weights)
     if group.size() == 1:
         return partial[0, : routing.num_tokens].to(x.dtype, copy=True)
-    # On CPU, gloo is slow whatever the type, so nothing is lost by summing in fp32.
+    # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     partial = partial.to(x.dtype) if x.is_cuda else partial
     total = partial.new_empty(limit, n)
     reduce_scatter()(total, partial.view(-1, n), group=group)
@@ -163,7 +163,7 @@ def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.T
 
 
 def weighted_sum(product: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As reference.weighted_sum; in one pass, and rounded, where there is a kernel for it."""
+    """As reference.weighted_sum; if there is a kernel, in one pass and rounded to the dtype of `product`."""
     kernel_takes = product.dtype in (torch.bfloat16, torch.float16) and product.shape[1] % 8 == 0
     if not product.is_cuda or not kernel_takes or cuda.why_not(product.device) is not None:
         return reference.weighted_sum(product, positions, weights)
@@ -173,7 +173,7 @@ def weighted_sum(product: torch.Tensor, positions: torch.Tensor, weights: torch.
 
 
 class _Exchange:
-    """The kernel's work on the CPU: chunk after chunk of columns, what is computed, sent and summed."""
+    """The kernel's work on the CPU: computes, sends and sums one chunk of columns after the other."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class _Exchange:
         return slice(first * BLOCK_N, min((first + size) * BLOCK_N, self._plan.n))
 
     def _compute(self, chunk: int) -> None:
-        """All tiles of a chunk of columns, whatever their expert."""
+        """Computes all tiles of a chunk of columns, for all experts."""
         first, size = self._plan.chunks[chunk]
         schedule = (self._routing.tiles.data_ptr(), int(self._routing.num_tiles))
         for expert, m_tile, n_tile in _native.core.moe_tiles(*schedule, size):
@@ -230,20 +230,20 @@ class _Exchange:
             self._products[rows, columns] = tile.to(self._products.dtype)
 
     def _partial(self, source: int, tokens: torch.Tensor, columns: slice) -> torch.Tensor:
-        """This rank's part of the result of some tokens of a source."""
+        """This rank's contribution to the results of some tokens of a source."""
         positions, weights = self._routing.positions, self._routing.weights
         return reference.weighted_sum(
             self._products[:, columns], positions[source, tokens], weights[source, tokens]
         )
 
     def _send(self, chunk: int, peer: int, block: int) -> None:
-        """Sums a block of a peer's tokens and puts it where its owner finds it."""
+        """Sums a block of a peer's tokens, writes the sums to the peer's slot, and signals."""
         layout, received = self._layout, self._received[peer]
         if block >= layout.blocks_of(received, self._block_rows):
             return
         rows = slice(block * self._block_rows, min((block + 1) * self._block_rows, received))
         if rows.start < rows.stop:
-            # Without expert parallelism a slot row may be that of a token that nobody needs.
+            # Without expert parallelism, a slot row may belong to a token that no rank needs.
             tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
             columns = self._columns(chunk)
             self._slot(peer, layout.rank)[rows, columns] = self._partial(peer, tokens, columns).to(
@@ -253,7 +253,7 @@ class _Exchange:
         self._workspace.signal(peer, layout.slot_index(layout.rank, peer), signal, self._epoch)
 
     def _sum(self, chunk: int, block: int) -> None:
-        """Adds up what all ranks have of a block of own tokens, in rank order."""
+        """Sums the contributions of all ranks to a block of own tokens, in rank order."""
         layout = self._layout
         rank, columns = layout.rank, self._columns(chunk)
         tokens = torch.arange(len(self._out))[block * self._block_rows : (block + 1) * self._block_rows]
@@ -266,7 +266,7 @@ class _Exchange:
                 continue
             slot_rows = self._routing.sent[layout.slice_of(source), tokens].long()
             there = slot_rows >= 0
-            # The first block, needed or not: a call must not end before every peer has begun it.
+            # Always wait for the first block: a call must not end before every peer has begun it.
             blocks = {0} if block == 0 else set()
             for needed in sorted(blocks | set((slot_rows[there] // self._block_rows).tolist())):
                 self._wait(source, chunk * self._blocks + needed, needed)
@@ -278,7 +278,7 @@ class _Exchange:
         self._workspace.wait(_OP, source, slot, signal, block)
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:
-        """What a source sends to an owner [max_tokens, n]."""
+        """The slot of a source on an owner [max_tokens, n]."""
         limit, n, dtype = self._layout.max_tokens, self._plan.n, self._plan.dtype
         offset = self._layout.slot_index(source, owner) * limit * n * dtype.itemsize
         return self._workspace.slot(owner, self._epoch, offset, limit * n, dtype).view(limit, n)

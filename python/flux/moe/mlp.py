@@ -95,7 +95,7 @@ class MoEMLP(ShardedModule):
             _check.fail(op, "intermediate", f"a multiple of the {tp} ranks of a slice", intermediate)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.ep_size, self.activation, self.max_tokens, self.init = ep_size, activation, max_tokens, init
-        self._parts = 2 if activation == "swiglu" else 1  # of w1: gates and ups
+        self._parts = 2 if activation == "swiglu" else 1  # parts of w1: gates and ups
         self._columns, self._first_column = intermediate // tp, self.rank % tp * (intermediate // tp)
         self._experts, self._first_expert = num_experts // ep_size, self.rank // tp * (num_experts // ep_size)
         w1 = torch.empty(self._experts, self._parts * self._columns, hidden, dtype=dtype, device=device)
@@ -121,7 +121,7 @@ class MoEMLP(ShardedModule):
         return parts.narrow(-2, self._first_column, self._columns).flatten(-3, -2)
 
     def _draw(self, name: str, parameter: torch.Tensor) -> None:
-        """Expert by expert: all of them may be too large for one rank."""
+        """Initialises expert by expert, because the whole parameter may not fit on one rank."""
         shape = self.whole_shape(name)[1:]
         for expert in range(self.num_experts):
             whole = parameter.new_empty(shape)

@@ -1,4 +1,4 @@
-"""What the ranks of a group must agree on before a mixture-of-experts call, and the room it needs."""
+"""Plans of mixture-of-experts calls: the facts on which ranks must agree, and the workspace sizes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from flux import _native
 from flux.comm.workspace import Workspace, round_up
 from flux.ops.plan import can_run_fused
 
-# Tiles of the CPU path. On GPUs the kernel's.
+# Rows of a tile, the same as in the kernel; also for the CPU path.
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
 BLOCK_N = 256
 
 
 @dataclass(frozen=True)
 class MoePlan:
-    """How one layer runs: the facts that a workspace needs of a call (flux.comm.workspace.Call), and more.
+    """How one layer runs. Implements flux.comm.workspace.Call.
 
-    m counts the tokens of all ranks, n the rows of each expert's weight and k its columns, as on one rank.
+    m: tokens of all ranks. n, k: rows and columns of each expert's weight on one rank.
 
     Attributes:
         chunks: first tile and number of tiles of each chunk of columns (layer 1).
-        tile: id of the tile shape whose columns chunks are counted in.
-        communication_ctas: how many CTAs of a GPU begin with communication (layer 1).
+        tile: id of the tile shape; chunks are counted in its columns.
+        communication_ctas: number of CTAs of a GPU that start with communication (layer 1).
     """
 
     op: str
@@ -33,7 +33,7 @@ class MoePlan:
     k: int
     dtype: torch.dtype
     world_size: int
-    config: int  # ep_size, so that ranks compare it
+    config: int  # holds ep_size, because ranks compare this field
     fused: bool
     reason: str
     signal_bytes: int = 0
@@ -88,15 +88,15 @@ def _make_plan(
     core, tile, ctas = _native.core, 0, 0
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
-        columns = k  # of what travels
+        columns = k  # columns of the rows that ranks exchange
         layout = core.MoeLayout(p, 0, ep_size, experts * ep_size, top_k, max_tokens)
         signals = core.MoeSendOrder(layout).signals
     else:
-        rows = m * top_k // ep_size  # that a rank expects if tokens choose evenly
+        rows = m * top_k // ep_size  # expected rows of a rank
         block_n = BLOCK_N
         ctas = core.moe_communication_ctas(rows, max_tokens, experts, n, k, p, workspace.num_sms)
         if device == "cuda":
-            # Waves are those of the SMs that go on computing: one too many would cost a tile's time.
+            # Count waves on the SMs without communication: an additional wave costs the time of a tile.
             tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas))
             block_n = core.tile_configs()[tile].block_n
         chunks = tuple(core.moe_column_chunks(n, block_n))
@@ -107,7 +107,7 @@ def _make_plan(
     return MoePlan(
         *facts,
         signal_bytes=round_up(4 * (p - 1) * signals),
-        slot_bytes=round_up(slots.slot_bytes * dtype.itemsize // 2),  # it counts in 2-byte elements
+        slot_bytes=round_up(slots.slot_bytes * dtype.itemsize // 2),  # `slots` counts in 2-byte elements
         chunks=chunks,
         tile=tile,
         communication_ctas=ctas,

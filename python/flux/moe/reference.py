@@ -1,6 +1,6 @@
-"""Mixture of experts from torch alone: what the results must be, and what runs where there is no kernel.
+"""Mixture of experts with torch only: the references of the tests, and the fallback where there is no kernel.
 
-`routing_tensors` and the `unfused` functions never wait for a GPU; the references do.
+`routing_tensors` and the `unfused` functions never synchronise with a GPU; the references do.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
     ids = ids.long()
     local = ids - layout.slice_of(rank) * experts
     here = (local >= 0) & (local < experts)
-    # Which tokens need which of this rank's experts; sources in the order of their steps. That permutation
-    # is its own inverse. (Made on the device: a list would have to be copied there.)
+    # Which tokens need which of this rank's experts, with sources in the order of their steps. This
+    # permutation is its own inverse. It is computed on the device, to avoid a copy from the host.
     sources = torch.arange(p, device=device)
     order = (rank - sources) % p
     needs = torch.zeros(p, limit, experts + 1, dtype=torch.bool, device=device)
@@ -92,7 +92,7 @@ def routing_tensors(layout: Any, block_m: int, ids: Tensor) -> list[Tensor]:
     slots, incoming, received = _number_tokens(needed, compact)
     first = sources[:, None] * limit
     rows = torch.full((layout.max_rows + 1,), -1, device=device)
-    # What is in no row goes to one more entry, which is cut off.
+    # Pairs without a row are scattered to one extra entry, which is dropped.
     target = torch.where(needs, row_of, layout.max_rows)
     rows[target] = (first + slots)[..., None].expand(target.shape)
 
@@ -122,7 +122,7 @@ def _number_tokens(needed: Tensor, compact: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _schedule(layout: Any, block_m: int, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of the tile schedule, and how many there are."""
+    """The entries of the tile schedule, and their number."""
     own, rows = counts[:, 0], counts.sum(1)
     every = -(-rows // block_m)
     early = torch.where(own == rows, every, own // block_m)
@@ -147,7 +147,7 @@ def _schedule(layout: Any, block_m: int, counts: Tensor) -> tuple[Tensor, Tensor
 
 
 def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
-    """source * max_tokens + token, of each row of a routing; for rows after the last: of some token."""
+    """source * max_tokens + token of each row of a routing; for rows after the last one: any valid token."""
     limit = incoming.shape[1]
     slot_rows = rows.long().clamp(min=0)
     tokens = incoming.reshape(-1)[slot_rows].long().clamp(min=0)
@@ -191,8 +191,8 @@ def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any) -> Tensor:
 
 
 def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    """Each token's rows [rows, n] times its weights, summed over its choices [..., k] in their order, in wide
-    type. Never reads the rows of choices that are elsewhere (position -1), nor their weights.
+    """The weighted sum of each token's rows of `product` [rows, n] over its choices [..., k], in their order
+    and in the wide type. Never reads the rows and weights of choices without a row here (position -1).
     """
     wide = wide_type(product.dtype)
     total = torch.zeros(*positions.shape[:-1], product.shape[1], dtype=wide, device=product.device)

@@ -1,4 +1,4 @@
-"""Routing: which rank computes which tokens, in which order. What both layers work from."""
+"""Routing: which rank computes which tokens, in which order. Both layers take it as an argument."""
 
 from __future__ import annotations
 
@@ -142,18 +142,18 @@ def _routing(function: Callable[..., Sequence[torch.Tensor]], tokens: int, *argu
 
 
 def make_layout(group: ProcessGroup, num_experts: int, ep_size: int, top_k: int, max_tokens: int) -> Any:
-    """The native description of a distribution, whose sizes have been checked."""
+    """The native layout (flux._core.MoeLayout) of tokens and experts, with checked sizes."""
     return _layout(group.size(), group.rank(), ep_size, num_experts, top_k, max_tokens)
 
 
-# Kept, as it does not change and is asked for in every call.
+# Cached, because every call needs the layout and it does not change.
 _layout: Any = functools.lru_cache(maxsize=1024)(_native.core.MoeLayout)
 
 
 def layout_of(
     routing: Sequence[torch.Tensor], num_experts: int, ep_size: int, max_tokens: int, group: ProcessGroup
 ) -> Any:
-    """The native description of what a routing's tensors hold."""
+    """The native layout of a routing."""
     return make_layout(group, num_experts, ep_size, routing[_POSITIONS].shape[2], max_tokens)
 
 
@@ -165,13 +165,13 @@ def plan_of(workspace: Workspace, op: str, weight: torch.Tensor, routing: Routin
 
 
 def same_routing(routing: Routing) -> Same:
-    """What must be equal on all ranks of a routing, besides what the plan of a layer says."""
+    """The facts of a routing that must be equal on all ranks, besides the plan of a layer."""
     top_k = routing.positions.shape[2]
     return {"experts": routing.num_experts, "top_k": top_k, "routing weights": routing.weights}
 
 
 def may_skip_layer_dispatch(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> bool:
-    """Whether a layer may go straight to its implementation, as flux.ops._library.may_skip_dispatch."""
+    """Whether a layer may bypass torch's dispatcher: see flux.ops._library.may_skip_dispatch."""
     return (
         isinstance(routing, Routing)
         and may_skip_dispatch(x, weight, routing.rows, routing.weights)
@@ -227,7 +227,7 @@ def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
 def checked_shapes(
     p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the arrays that routing results in. tokens: of this rank."""
+    """Shapes of the arrays of a routing. tokens: number of tokens of this rank."""
     if p > MAX_WORLD_SIZE:
         _check.fail(_OP, "group", f"at most {MAX_WORLD_SIZE} ranks", p)
     if ep_size < 1 or p % ep_size:
@@ -254,7 +254,7 @@ def checked_shapes(
     )
 
 
-# What torch traces may have symbolic sizes, which cannot be looked up.
+# Only for eager calls: under tracing, sizes may be symbolic, which cannot be keys of the cache.
 _kept_shapes = functools.lru_cache(maxsize=1024)(checked_shapes)
 
 
@@ -300,7 +300,7 @@ def _among_ranks(
     p, max_tokens, k = layout.world_size, layout.max_tokens, layout.top_k
     if topk_ids.is_cuda:
         workspace = None
-        if p > 1 and max_tokens > 0:  # else there is nobody to tell, or nothing
+        if p > 1 and max_tokens > 0:  # else there are no peers, or no tokens
             workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
         plan = _kernel_plan(layout, topk_ids.device, workspace)
         if plan.fused:
@@ -308,7 +308,7 @@ def _among_ranks(
     everybody = _exchange(_message(topk_ids, topk_weights, layout), group, layout)
     # One copy makes both contiguous.
     parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
-    # To autograd no view: users may change it in place as any other tensor.
+    # .data, so that autograd sees no view, and users may modify it in place like any other tensor.
     weights = parts[0].data
     ids = parts[1].view(torch.int32)
     if ids.is_cuda:
@@ -333,7 +333,7 @@ def _by_kernel(
 ) -> list[torch.Tensor]:
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     int32 = torch.int32
-    # Separate sizes are faster to read than a list.
+    # Separate sizes are faster to parse than a list.
     arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
     all_weights = weights.new_empty(*shapes[_POSITIONS])
     scratch = ids.new_empty(layout.route_scratch_words, dtype=int32)
@@ -347,12 +347,12 @@ def _by_kernel(
 
 
 def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Any) -> torch.Tensor:
-    """What a rank tells the others, float32 [max_tokens, 2 * k]: weights, then the bits of the experts.
+    """The data that a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the experts' bits.
 
-    Tokens that the rank does not have are not routed, nor are numbers that are no expert's.
+    Missing tokens (up to max_tokens) and invalid expert ids are marked as not routed.
     """
     tokens, k = topk_ids.shape
-    # Before they are made 32 bits wide: a larger number would come out as some expert's.
+    # Check ids before they are narrowed to 32 bits, which could turn an invalid id into a valid one.
     known = (topk_ids >= 0) & (topk_ids < layout.num_experts)
     ids = torch.where(known, topk_ids, -1).int()
     parts = (topk_weights.float(), ids.view(torch.float32))
@@ -366,7 +366,7 @@ def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Any) ->
 
 
 def _kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
-    """Whether the kernel routes this: alike on all ranks, as it is also how they tell each other."""
+    """Whether the kernel computes the routing. Equal on all ranks, as the kernel also exchanges the choices."""
     if workspace is None:
         return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
     key = (_OP, layout)
@@ -397,7 +397,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Tensor:
-    """What all ranks told, [p * rows, columns]."""
+    """All-gathers the messages of all ranks, [p * rows, columns]."""
     if group.size() == 1:
         return told
     if told.is_cuda:
@@ -408,7 +408,7 @@ def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Ten
     plan = plan_all_gather(
         "cpu", m, columns, told.dtype, group.size(), workspace.why_not, workspace.transport
     )
-    # Under the name of this operator, and with what else ranks must agree on.
+    # The plan of the gather, but with the name of this operator and the facts on which ranks must agree.
     call = replace(plan, op=_OP, n=layout.num_experts, config=layout.ep_size)
     with workspace.calling(call, NOTHING) as epoch:
         if plan.fused:
