@@ -170,7 +170,7 @@ class CpuWorkspace(Workspace):
         _native.core.store_release(self._signal(rank, slot, word), epoch)
 
     def wait(self, op: str, source: int, slot: int, word: int, tile: int) -> None:
-        """Waits for the signal of `source`, in this call, for a piece of this rank's slot. tile: for errors."""
+        """Waits for the signal of `source`, in this call, for a piece of this rank's slot, for `tile`."""
         self.agree(op)
         self._wait(op, source, self._signal(self.rank, slot, word), tile)
 

@@ -193,7 +193,7 @@ class CudaWorkspace(Workspace):
         return self._launch
 
     def enter_copy(self, call: Call) -> CopyLaunch:
-        """As enter, for a call that uses copy engines; yields the address of its SymmBuffer, and the epoch."""
+        """As enter, for a call that uses copy engines; yields its SymmBuffer's address, and the epoch."""
         if self._error_code.value:
             self._raise_timeout(call.op)
         if not self._fits_copy(call.signal_bytes, call.slot_bytes):

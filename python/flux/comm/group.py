@@ -222,7 +222,7 @@ def _is_token(value: str) -> bool:
 
 
 def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
-    """Parses the facts of a rank. Checks the value, because any process with access to the store can write."""
+    """Parses the facts of a rank. Checks the value, because any client of the store can write it."""
     facts = None
     if len(value) <= _MAX_FACTS_BYTES:
         with contextlib.suppress(ValueError, RecursionError):

@@ -366,7 +366,7 @@ def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Any) ->
 
 
 def _kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
-    """Whether the kernel computes the routing. Equal on all ranks, as the kernel also exchanges the choices."""
+    """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
     if workspace is None:
         return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
     key = (_OP, layout)

@@ -20,7 +20,7 @@ def wrong_type(op: str, argument: str, expected: str, got: object) -> NoReturn:
 
 
 def tensor(op: str, argument: str, value: object) -> None:
-    """Checks that an argument is a tensor that operators can read where it lies."""
+    """Checks that an argument is a tensor that operators can read in place."""
     if not isinstance(value, torch.Tensor):
         wrong_type(op, argument, "a tensor", value)
     if torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
 """Argument checks, shared by the fake, reference, CPU and CUDA implementations of every operator.
 
-Every message names operator, argument, what was expected and what came.
+Every message names the operator, the argument, the expected value and the given value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def fail(op: str, argument: str, expected: str, got: object) -> NoReturn:
 
 
 def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors: torch.Tensor | None) -> None:
-    """Refuses tensors that a backward pass would reach, in a call that has none."""
+    """Refuses tensors that need gradients, in a call without a backward pass."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -32,17 +32,17 @@ def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors:
 
 
 def no_backward_through_out(op: str, **tensors: torch.Tensor | None) -> None:
-    """The same, for a call that writes to `out`."""
+    """As no_backward, for a call that writes to `out`."""
     no_backward(op, "there is no backward pass through out=: leave it away, or ", **tensors)
 
 
 def facts(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
 ) -> tuple[Any, ...]:
-    """All that gemm_args and the plan of a call look at, but for the group and x's device.
+    """A cache key: all that gemm_args and the plan of a call depend on, except the group and x's device.
 
-    What a call with equal facts came to, on the same group and device, holds for this one. Eager calls look
-    it up among the plans of their workspace: checking and planning anew takes the host longer.
+    A plan is valid for all calls with equal facts on the same group and device. Eager calls look it up in the
+    plans of their workspace, because checking and planning again takes the host longer.
     """
     if bias is None:
         return op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight
@@ -121,7 +121,7 @@ def ag_gemm_facts(
     biases: Sequence[torch.Tensor | None],
     transpose_weight: bool,
 ) -> tuple[Any, ...]:
-    """The same for ag_gemm_args; one bias, which may be None, for each weight."""
+    """As facts, for ag_gemm_args; one bias, which may be None, for each weight."""
     if len(weights) == 1:
         return facts(op, x, weights[0], biases[0], transpose_weight)
     of_weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
@@ -189,7 +189,7 @@ def norm_args(op: str, norm_weight: torch.Tensor | None, eps: float | None, n: i
 
 
 def norm_eps(eps: float | None, x: torch.Tensor) -> float:
-    """The epsilon of an RMSNorm. None: what torch adds then, for 16-bit types that of its fp32 sums."""
+    """The epsilon of an RMSNorm. None: torch's default, which for 16-bit types is that of fp32."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
@@ -222,7 +222,7 @@ def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
 
 
 def list_like(op: str, name: str, value: object, like: int | None) -> None:
-    """Checks that an argument is a list where weight is one, of as many entries (`like`), and else is not."""
+    """Checks that an argument is a list of `like` entries if weight is a list, and no list otherwise."""
     is_list = isinstance(value, (list, tuple))
     if like is None and is_list:
         fail(op, name, "a tensor or None, as weight is one tensor", "a list")
@@ -243,7 +243,7 @@ def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor, which
 def out_args(
     op: str, outs: Sequence[torch.Tensor], shapes: list[list[int]], x: torch.Tensor, gathered: bool, p: int
 ) -> None:
-    """Checks the `out` of several products, behind which the gathered x may be."""
+    """Checks the `out` tensors of several products, which the gathered x may follow."""
     if gathered:
         shapes = [*shapes, [x.shape[0] * p, *x.shape[1:]]]
     if len(outs) != len(shapes):
@@ -264,7 +264,7 @@ def output(
     input that `out` may be, if it is exactly that.
     """
     if out is None:
-        return x.new_empty(*shape)  # separate sizes are read 1 us faster than a list
+        return x.new_empty(*shape)  # separate sizes are parsed 1 us faster than a list
     out_arg(op, out, shape, x)
     separate(op, "out", out, x, *others, may_be=may_be)
     return out
@@ -277,7 +277,7 @@ def separate(
     *others: torch.Tensor | None,
     may_be: torch.Tensor | None = None,
 ) -> None:
-    """Checks that a contiguous tensor that a call writes shares no memory with others that it uses."""
+    """Checks that a contiguous output of a call shares no memory with the other tensors of the call."""
     for other in others:
         if other is None or not _share_memory(written, other):
             continue
@@ -302,7 +302,7 @@ def _share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if reach + 1 == other.numel():
         return True
-    # Rows that lie apart: `written` may be in between. Mark every element of the other one, and look.
+    # `other` has gaps, in which `written` may be. Mark every element of `other`, then look at the range.
     marks = torch.zeros(reach + 1, dtype=torch.bool)
     marks.as_strided(other.shape, other.stride()).fill_(True)
     low = max(0, (begin - first) // size)

@@ -1,4 +1,4 @@
-"""Ranks sum matrices that each of them has (csrc/runtime/exchange.h): the CPU path, and the sum by itself."""
+"""Sums of a matrix over ranks (csrc/runtime/exchange.h): the CPU path, and the op without a GEMM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flux.ops._tensors import readable, wide_type, writable
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import VECTOR
 
-# Words of a peer's signals.
+# Signal words of a peer: its contribution has arrived; its result has arrived.
 _CONTRIBUTION, _RESULT = 0, 1
 
 
@@ -27,15 +27,15 @@ def sum_over_ranks(
     out: torch.Tensor,
     addends: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Writes the sum of all ranks' matrices [m, n], or of a scatter this rank's rows of it, to `out`.
+    """Writes the sum of all ranks' matrices [m, n] to `out` (scatter: this rank's rows of the sum).
 
     Args:
-        addends: [n] or [m, n], equal on all ranks: what is added once, in this order, before the one
-            rounding. Not of a scatter.
+        addends: [n] or [m, n], equal on all ranks; added to the sum in this order, before the only
+            rounding. Not for scatter.
     """
     exchange = _Exchange(workspace, plan, epoch)
     rank, p = workspace.rank, workspace.world_size
-    for step in range(1, p + 1):  # the own matrix last
+    for step in range(1, p + 1):  # own matrix last
         owner = (rank + step) % p
         share = matrix[exchange.rows(owner), exchange.columns(owner)]
         exchange.contribution(owner, rank).copy_(share)
@@ -64,11 +64,11 @@ def sum_over_ranks(
 def run_fused(
     workspace: CpuWorkspace | CudaWorkspace, plan: Plan, epoch: int, x: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """The exchange by itself: out = the sum of all ranks' x [m, n], or this rank's rows of it."""
+    """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it."""
     if not isinstance(workspace, CudaWorkspace):
         sum_over_ranks(workspace, plan, epoch, x, out)
         return
-    x, target = readable(x), writable(out)  # before the call is begun, as they may run out of memory
+    x, target = readable(x), writable(out)  # before the call: copies may run out of memory
     with workspace.enter(plan) as (symm_buffer, _):
         _kernel(x, target, symm_buffer, 0, plan.mode)
     if target is not out:
@@ -76,7 +76,7 @@ def run_fused(
 
 
 class _Exchange:
-    """One call's exchange areas, and the signals that say what lies in them."""
+    """The exchange areas of one call, and their signals."""
 
     def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int) -> None:
         self._workspace = workspace
@@ -87,29 +87,29 @@ class _Exchange:
         self._layout = _native.core.exchange(plan.m, round_up(plan.n, VECTOR), plan.world_size, mode)
 
     def rows(self, owner: int) -> slice:
-        """Rows that a rank sums: all, or of a scatter its share."""
+        """Rows that a rank sums: all, or its shard (scatter)."""
         first = self._layout.first_row(owner)
         return slice(first, first + self._layout.slot_rows)
 
     def columns(self, owner: int) -> slice:
-        """Columns that a rank sums: all, or two-shot its share, which may be empty."""
+        """Columns that a rank sums: all, or its shard, which may be empty (two-shot)."""
         first = self._layout.first_column(owner)
-        # What pads the last vector is nobody's.
+        # The padding of the last vector belongs to no rank.
         return slice(first, max(first, min(first + self._layout.columns_of(owner), self._plan.n)))
 
     def contribution(self, owner: int, source: int) -> torch.Tensor:
-        """What a rank has sent to `owner`."""
+        """The contribution of rank `source` in the area of `owner`."""
         layout, columns = self._layout, self.columns(owner)
         offset = layout.contribution(source, owner, layout.first_row(owner), layout.first_column(owner))
         slot = self._area(owner, offset, layout.slot_rows, layout.slot_columns)
         return slot[:, : columns.stop - columns.start]
 
     def results(self, rank: int) -> torch.Tensor:
-        """Where owners write their sums for a rank (two-shot)."""
+        """The part of a rank's area to which owners write their sums (two-shot)."""
         return self._area(rank, self._layout.result(0, 0), self._plan.m, self._layout.n)
 
     def signal(self, peer: int, word: int) -> None:
-        """Tells a rank that what this one wrote to its area is complete."""
+        """Signals to `peer` that this rank's data in its area is complete."""
         if peer != self._workspace.rank:
             self._workspace.signal(peer, _slot(self._workspace.rank, peer), word, self._epoch)
 
@@ -127,7 +127,7 @@ class _Exchange:
 
 
 def _slot(source: int, owner: int) -> int:
-    """Number of a source among those whose signals `owner` has: its own it does not need."""
+    """Index of a source among the signals of `owner`, which has none for itself."""
     return source - (source > owner)
 
 

@@ -1,6 +1,6 @@
-"""One gate for what users pass to operators: the type of each argument, by the operators' schemas.
+"""Checks the types of users' arguments against the operators' schemas.
 
-Sizes and dtypes are checked behind it, in _check.py, where implementations and fakes share the checks.
+Sizes and dtypes are checked later, in _check.py, whose checks implementations and fakes share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from flux.ops import _arguments
 
-# Arguments of public functions that no schema has, or not so.
+# Arguments of public functions that are not in a schema, or have another type there.
 _EXTRA = {
     "moe.route": {"max_tokens": "Optional[int]"},
     "gemm_ar": {"eps": "Optional[float]"},
@@ -33,25 +33,25 @@ _TRANSFORMS = torch._C._functorch.TransformType
 
 @functools.cache
 def kinds(op: str) -> dict[str, str]:
-    """The type of each argument of a public function, as schemas write it."""
+    """The type of each argument of a public function, in the notation of schemas."""
     found: dict[str, str] = {}
     for variant in ("", "_out", "_norm"):
         packet: Any = getattr(torch.ops.flux, op.replace(".", "_") + variant, None)
         for argument in () if packet is None else packet.default._schema.arguments:
             kind = str(argument.type)
-            # What only a variant has may be left away.
+            # Arguments that only a variant has are optional.
             found.setdefault(argument.name, f"Optional[{kind}]" if variant else kind)
     return found | _EXTRA.get(op, {})
 
 
 def check(op: str, **arguments: object) -> None:
-    """Checks the arguments of a public function, before anything else is done with them.
+    """Checks the arguments of a public function, before they are used.
 
     Raises:
-        TypeError, ValueError: naming the operator, the argument, what was expected and what came.
+        TypeError, ValueError: names the operator, the argument, the expected and the given value.
         NotImplementedError: inside a transformation that no operator can run in.
     """
-    if torch.compiler.is_compiling():  # the compiler's own guards and the fakes see to it
+    if torch.compiler.is_compiling():  # the compiler's guards and the fakes check instead
         return
     _refuse_transforms(op)
     known = kinds(op)
@@ -65,10 +65,10 @@ def check(op: str, **arguments: object) -> None:
 
 
 def check_lists(op: str, many: bool, lists: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
-    """Checks lists of tensors, or (`many` false) the only entry of each, which may be None for a bias.
+    """Checks lists of tensors, or (not `many`) the only entry of each list, which may be None for a bias.
 
     Returns:
-        the tensors, by the names that messages give them.
+        the tensors, by their names in messages.
     """
     found = {
         f"{name}[{i}]" if many else name: entry
@@ -82,7 +82,7 @@ def check_lists(op: str, many: bool, lists: Mapping[str, Sequence[Any]]) -> dict
 
 
 def _refuse_transforms(op: str) -> None:
-    # torch.library has no way to register what torch.func.grad and jvp need.
+    # torch.library cannot register what torch.func.grad and jvp need.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     if interpreter is not None and interpreter.key() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
         raise NotImplementedError(

@@ -1,7 +1,7 @@
 """Schemas of all torch operators of flux. Public ones are functional or mutate `out`; `_`-operators are the
 kernels themselves, implemented for CUDA in `_C.so`.
 
-Plain ``Library.impl`` and not ``custom_op``, whose dispatch costs more than a whole call may.
+Uses plain ``Library.impl``, because the dispatch of ``custom_op`` takes too much host time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
 
 _X = "Tensor x, Tensor weight, Tensor? bias"
-# biases: empty, or one for each weight. Results: one for each weight, then the gathered x if it is asked for.
+# biases: empty, or one for each weight. Results: one for each weight, then the gathered x if requested.
 _XS = "Tensor x, Tensor[] weights, Tensor?[] biases, bool transpose_weight"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -31,7 +31,7 @@ library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[
 library.define(
     f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
 )
-# gemm_rs, and all_gather of `rows` beside it.
+# gemm_rs, and a concurrent all_gather of `rows`.
 library.define(
     "gemm_rs_with_gather(Tensor x, Tensor weight, bool transpose_weight, Tensor rows, str group_name) -> "
     "(Tensor, Tensor)",
@@ -52,7 +52,7 @@ library.define("all_reduce_out(Tensor x, str group_name, Tensor(a!) out) -> ()",
 library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 
-# What gradients need besides the operators themselves: see wgrad.py.
+# Gradients of weights: see wgrad.py.
 library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
 
 # Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
@@ -71,44 +71,44 @@ _MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size,
 library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
 library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
 
-# config < 0: the cost model chooses; num_sms 0: all of the device. copy_epoch 0: the SMs of the launch send,
-# and the device counts the calls. Else copy engines do, and the host has counted.
+# config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
+# device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
 library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms) -> ()")
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int copy_epoch, int chunks, Tensor? staging) -> ()"
 )
-# mode: of the exchange (csrc/runtime/exchange.h), 0 one-shot, 1 two-shot. With norm_weight out is the
-# normalised sum, and residual_out the sum.
+# mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
+# residual_out the sum.
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out) -> ()"
 )
-# Of a scatter, mode 2, out is one rank's share of the rows.
+# With scatter (mode 2), `out` is this rank's shard of the rows.
 library.define("_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, int mode) -> ()")
-# Gathering kernels: copy engines signal every chunk_rows rows. reuse: one more weight for the rows
-# that the launch before has gathered, which _collect writes to a tensor of the user.
+# Gathering kernels: copy engines signal every chunk_rows rows. reuse: multiply the rows that the previous
+# launch has gathered by another weight. _collect copies these rows to a tensor of the user.
 library.define(
     f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int copy_epoch, int chunk_rows, bool reuse) -> ()"
 )
-# begun: _begin_all_gather has told the copy engines, and other kernels may have come between.
+# begun: _begin_all_gather has already enqueued the copies; other kernels may have been launched since.
 library.define(
     "_all_gather(Tensor x, Tensor(a!) out, int symm_buffer, int copy_epoch, int chunk_rows, bool begun) -> ()"
 )
 library.define("_begin_all_gather(Tensor x, int symm_buffer, int copy_epoch, int chunk_rows) -> ()")
 library.define("_collect(Tensor x, Tensor(a!) gathered, int symm_buffer, int copy_epoch) -> ()")
-# activation: index of grouped_gemm.ACTIVATIONS + 1, or 0. schedule: int32, room for the tile schedule.
+# activation: 0 for none, else 1 + index in grouped_gemm.ACTIVATIONS. schedule: int32 scratch memory.
 library.define(
     "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
     "Tensor(b!) schedule, int config, int num_sms) -> ()"
 )
-# ids, weights: of this rank. arrays, all_weights: those of a flux.moe.Routing. symm_buffer 0: nobody to tell.
+# ids, weights: of this rank. arrays, all_weights: results (flux.moe.Routing). symm_buffer 0: no exchange.
 library.define(
     "_moe_route(Tensor ids, Tensor weights, Tensor(a!)[] arrays, Tensor(b!) all_weights, Tensor(c!) scratch, "
     "int symm_buffer, int rank, int ep_size, int num_experts, int block_m) -> ()"
 )
-# arrays: as for _moe_route. products: room for what the GEMM writes.
+# arrays: as for _moe_route. products: scratch memory for the result of the GEMM.
 library.define(
     "_moe_ag_scatter_gemm(Tensor x, Tensor weight, Tensor[] arrays, int ep_size, int num_experts, int top_k, "
     "int max_tokens, int activation, Tensor(a!) out, int symm_buffer, int config, int num_sms) -> ()"
@@ -126,20 +126,20 @@ PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether a backward pass would reach one of them: then torch's dispatcher must see the operator."""
+    """Whether one of the tensors needs a gradient: then the call must go through torch's dispatcher."""
     if not torch.is_grad_enabled():
         return False
-    for tensor in tensors:  # noqa: SIM110  (a generator costs the host more than all else here)
+    for tensor in tensors:  # noqa: SIM110  (a generator takes more host time than the rest)
         if tensor is not None and tensor.requires_grad:
             return True
     return False
 
 
 def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether a call on CUDA tensors may go straight to the implementation, which saves 5 us of host time.
+    """Whether a call on CUDA tensors may bypass torch's dispatcher, which saves 5 us of host time.
 
-    Not while torch traces, compiles or transforms, under a dispatch mode or autocast, nor with anything but
-    plain dense tensors: those must see the operator.
+    False while torch traces, compiles or transforms, under a dispatch mode or autocast, and for tensors that
+    are not plain and dense.
     """
     if torch.compiler.is_compiling():
         return False
@@ -162,9 +162,9 @@ def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 def dispatch(
     group_name: str, device: torch.device, op: Any, op_out: Any, arguments: tuple[Any, ...], out: Any = None
 ) -> Any:
-    """A collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
+    """Calls a collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
 
-    With what autograd does behind the operator it is one call on the group. Returns `out` if it is given.
+    Together with autograd's work after the operator, this is one call on the group. Returns `out` if given.
     """
     if not torch.compiler.is_compiling():
         fn = op if out is None else functools.partial(_returning_out, op_out, out)

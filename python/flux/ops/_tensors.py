@@ -1,4 +1,4 @@
-"""Tensors as operators need them: where kernels can read and write, and in which type sums are taken."""
+"""Tensors that kernels can read or write in place, or copies of them; the dtype in which sums are taken."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a type are accumulated in."""
+    """The dtype in which sums of a dtype are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself if TMA can read it where it lies, else a copy. For the kernels' 16-bit types.
+    """The matrix itself if TMA can read it in place, else a copy. For the kernels' 16-bit types.
 
     TMA needs unit column stride and rows that start at multiples of 16 bytes.
     """
     if matrix.data_ptr() % 16 == 0:
-        if matrix.is_contiguous():  # K and N of what the kernels take are multiples of 8
+        if matrix.is_contiguous():  # the kernels' K and N are multiples of 8
             return matrix
         row_stride, column_stride = matrix.stride()
         if column_stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1]:
@@ -25,17 +25,17 @@ def aligned(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if the kernels can read it 16 bytes at a time, as one run of them, else a copy."""
+    """The tensor itself if it is contiguous and 16-byte aligned, as kernels read it, else a copy."""
     if tensor.data_ptr() % 16 == 0 and tensor.is_contiguous():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def readable_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same for an argument that may be missing."""
+    """As readable, for an optional argument."""
     return None if tensor is None else readable(tensor)
 
 
 def writable(out: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor itself if the kernels can write it where it lies, else one to copy from."""
+    """The contiguous tensor itself if kernels can write it in place, else a new one to copy from."""
     return out if out.data_ptr() % 16 == 0 else torch.empty_like(out)

@@ -171,7 +171,7 @@ def _answer(
     outs: list[torch.Tensor] | None,
     many: bool,
 ) -> Any:
-    """What a user gets of the results: one, or a list if there is a list of weights; then the gathered x."""
+    """The public return value: one result, or a list for a list of weights; then the gathered x."""
     results = function(*arguments, group, outs)
     return_gathered = arguments[-1]
     answer = results[: len(arguments[1])] if many else results[0]
@@ -192,7 +192,7 @@ def reference(
 
 
 def _without_none(x: torch.Tensor, weights: Tensors, biases: Biases, transpose_weight: bool) -> Tensors:
-    """Zeros for what is None: torch gives no gradients to the tensors of a list that also holds None."""
+    """Replaces None by zeros: torch gives no gradients to the tensors of a list that contains None."""
     n_axis = -1 if transpose_weight else 0
     return [
         x.new_zeros(weight.shape[n_axis]) if bias is None else bias
@@ -265,7 +265,7 @@ def _call(
     group: ProcessGroup,
     outs: Tensors | None = None,
 ) -> list[torch.Tensor]:
-    """The products, and behind them the gathered x if it is asked for. Without gradients, and without torch's
+    """The products, then the gathered x if requested. Without gradients, and without torch's
     dispatcher.
     """
     p = group.size()
@@ -302,7 +302,7 @@ def _among_ranks(
         workspace = registry.get(group, x.device, "ag_gemm")
     if known is None:
         call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
-        # Contents may differ: each rank has its own columns.
+        # Contents of biases may differ, because each rank has its own columns.
         given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
         workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
     x2 = x
@@ -330,7 +330,7 @@ def _results(
     return_gathered: bool,
     outs: Tensors | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-    """What the call writes, checked if it was given: all of it, the products, and the gathered x or None."""
+    """The tensors that the call writes (new, or given and checked): all, products, gathered x or None."""
     if outs is None:
         results = [x.new_empty(*shape) for shape in shapes]
         if return_gathered:
@@ -369,9 +369,9 @@ def _one_rank(
 def _plans(
     workspace: Workspace, m: int, ns: tuple[int, ...], k: int, dtype: torch.dtype, transpose_weight: bool
 ) -> tuple[Plan, tuple[Plan, ...]]:
-    """The plan of the gather, which is what ranks must agree on, and those of the GEMMs.
+    """The plan of the gather, on which ranks must agree, and the plans of the GEMMs.
 
-    With several weights the former counts the columns of all. If one weight cannot run fused, none does.
+    With several weights, n of the former is the sum of their columns. If one cannot run fused, none does.
     """
     key = ("ag_gemm", m, ns, k, dtype, transpose_weight)
     found = workspace.plans.get(key)
@@ -419,7 +419,7 @@ def _fused_cuda(
     outs: Tensors,
     gathered: torch.Tensor | None,
 ) -> None:
-    # What may run out of memory comes first.
+    # Allocations may run out of memory, so they come before the call is opened.
     x = readable(x)
     operands = [
         (plan.choice, aligned(weight), readable_if_any(bias), writable(out))
@@ -468,7 +468,7 @@ def _compute_tiles(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """The kernel's work tile by tile: those of the own rows first, the others as their rows arrive."""
+    """The kernel's work on the CPU, tile by tile: tiles of own rows first, others as their rows arrive."""
     core = _native.core
     p, rows = plan.world_size, plan.m // plan.world_size
     wide = wide_type(plan.dtype)

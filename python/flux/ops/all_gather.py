@@ -55,7 +55,7 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """The same from torch alone."""
+    """all_gather with torch only."""
     pg = resolve_group(group, "all_gather")
     _check.all_gather_args("all_gather", x, pg.size())
     gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(pg.size())]
@@ -83,7 +83,7 @@ def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
 def call(
     x: torch.Tensor, group: ProcessGroup, out: torch.Tensor | None = None, also: Same = NOTHING
 ) -> torch.Tensor:
-    """all_gather without gradients, and without torch's dispatcher. also: as in gemm_rs."""
+    """all_gather without gradients and without torch's dispatcher. also: as in gemm_rs.call."""
     p = group.size()
     shape = _check.all_gather_args("all_gather", x, p)
     out = _check.output("all_gather", out, shape, x)
@@ -107,7 +107,7 @@ def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: 
 
 
 def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
-    """The plan of all_gather of x [rows, ...] on a workspace, made once for each problem."""
+    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem."""
     rows = x.shape[0]
     m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
     key = ("all_gather", m, k, x.dtype)
@@ -127,25 +127,25 @@ def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
-    """out = the rows of all ranks, by torch."""
+    """out = the rows of all ranks, with torch."""
     if out.numel() > 0:
         torch_all_gather()(out, x.contiguous(), group=group)
 
 
 def torch_all_gather() -> Callable[..., object]:
-    """torch's all-gather into one tensor, under the name this torch prefers."""
+    """torch's all-gather into one tensor, under the preferred name of this torch version."""
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> Launch | CopyLaunch:
-    """Around the launches of a gather on the current stream. Gives the address of its SymmBuffer and
-    copy_epoch, as the kernels take them; `chunk_rows` is the third that they take.
+    """Context manager of a gather's launches on the current stream. Yields the address of its SymmBuffer and
+    copy_epoch, which are arguments of the kernels, as is `chunk_rows`.
     """
     return workspace.enter_copy(plan) if plan.copied_now() else workspace.enter(plan)
 
 
 def chunk_rows(plan: Plan, epoch: int) -> int:
-    """After how many rows copy engines signal; 0 where SMs send."""
+    """Rows for each signal of the copy engines; 0 if SMs send."""
     return plan.chunk_rows if epoch else 0
 
 
@@ -166,7 +166,7 @@ def _fused_cpu(workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor,
 
 
 class Arrivals:
-    """One gather of the CPU path: sends this rank's rows block by block, and finds those of the others."""
+    """One gather of the CPU path: sends this rank's rows block by block, and receives the peers' rows."""
 
     def __init__(self, workspace: CpuWorkspace, plan: Plan, epoch: int, x: torch.Tensor) -> None:
         self._workspace = workspace
@@ -182,7 +182,7 @@ class Arrivals:
                 workspace.signal(owner, self._layout.slot_index(rank, owner), block, epoch)
 
     def block(self, source: int, block: int) -> torch.Tensor:
-        """Block number `block` of the rows of one rank; waits for it."""
+        """Waits for block number `block` of one rank's rows, and returns it."""
         rank, first = self._workspace.rank, block * BLOCK_M
         rows = slice(first, min(first + BLOCK_M, self._layout.rows))
         if source == rank:
@@ -192,7 +192,7 @@ class Arrivals:
         return self._slot_rows(rank, source, rows)
 
     def copy_to(self, out: torch.Tensor, source: int) -> None:
-        """Writes the rows of one rank to their place in `out`."""
+        """Copies the rows of one rank to their position in `out`."""
         start = source * self._layout.rows
         for block, rows in enumerate(self._blocks()):
             out[start + rows.start : start + rows.stop] = self.block(source, block)

@@ -57,7 +57,7 @@ def all_reduce(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """The same from torch alone: gathered, summed in fp32 (or float64) in rank order, one rounding."""
+    """all_reduce with torch only: gathered, summed in fp32 (or float64) in rank order, rounded once."""
     pg = resolve_group(group, "all_reduce")
     _check.all_reduce_args("all_reduce", x)
     wide = wide_type(x.dtype)
@@ -100,7 +100,7 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
 
 def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     workspace = registry.get(group, x.device, "all_reduce")
-    # One row: shares of columns, as two-shot deals them, are then equal whatever the shape.
+    # Treated as one row, so that the column shards of two-shot have equal sizes for any shape.
     plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
     with workspace.calling(plan, NOTHING) as epoch:
         if plan.fused:
@@ -111,10 +111,10 @@ def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> Non
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
-    """out = the sum of all ranks' x, by torch."""
+    """out = the sum of all ranks' x, with torch."""
     if out.numel() == 0:
         return
-    # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
+    # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     total = out if out.is_cuda else torch.empty(out.shape, dtype=wide_type(out.dtype))
     if total is not x:
         total.copy_(x)

@@ -1,6 +1,6 @@
-"""Under torch.autocast, operators that multiply matrices cast their operands, as torch's linear does.
+"""Under torch.autocast, operators with a GEMM cast their operands, as torch's linear does.
 
-With out= nothing is cast, as in torch; nor do sums and gathers cast by themselves.
+With out= nothing is cast, as in torch. Sums and gathers without a GEMM do not cast.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def cast(value: Any, device_type: str) -> Any:
 
 
 def enabled(device: torch.device) -> bool:
-    """Whether calls with tensors there are cast now."""
+    """Whether autocast is currently enabled for tensors on a device."""
     return device.type in _KEYS and torch.is_autocast_enabled(device.type)
 
 
 def cast_if_enabled(*operands: torch.Tensor | None) -> tuple[Any, ...]:
-    """Operands as an operator would cast them, for those who keep what it has used."""
+    """Operands as an operator casts them, for callers that save them for the backward pass."""
     device = next(operand.device for operand in operands if operand is not None)
     return tuple(cast(list(operands), device.type)) if enabled(device) else operands
 

@@ -1,5 +1,5 @@
-"""Backward passes. The gradient of each operator is made of the others: AllGather+GEMM and GEMM+ReduceScatter
-are each other's gradient with respect to x, with the same weight read in its other layout.
+"""Backward passes. Gradients use the operators themselves: AllGather+GEMM and GEMM+ReduceScatter
+are each other's gradient with respect to x, with the weight read transposed.
 
 Gradients are those of the sum of all ranks' losses.
 """
@@ -33,9 +33,9 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 def joined(
     grads: Sequence[Tensor], weights: Sequence[Tensor], transpose_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients and weights next to each other, so that one product of them sums over the weights.
+    """Concatenated gradients and concatenated weights, so that one GEMM sums over the weights.
 
-    Where they do not lie like that they are copied, which costs less than a collective for each weight.
+    They are copied unless adjacent in memory; the copy costs less than a collective for each weight.
     """
     if len(grads) == 1:
         return grads[0], weights[0]
@@ -43,9 +43,9 @@ def joined(
 
 
 def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """torch.cat, but a view where the tensors already lie in memory as it would put them."""
+    """torch.cat, but returns a view if the tensors are already adjacent in memory in that order."""
     first = tensors[0]
-    # A view of the first one is no function of the others: none where somebody differentiates, or traces.
+    # To autograd and tracers, a view of the first tensor does not depend on the others: not for those.
     plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
         return torch.cat(list(tensors), dim)
@@ -128,9 +128,9 @@ def _gemm_rs_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _ag_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, _, ctx.transpose_weight, return_gathered, ctx.group_name = inputs
     ctx.count = len(weights)
-    # One entry for each tensor here, nested as the arguments are in the backward pass: torch's way.
+    # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
     needs_x, *needs_weights = ctx.needs_input_grad[: 1 + ctx.count]
-    # x is gathered again in the backward pass, unless the caller has the gathered one anyway.
+    # x is gathered again in the backward pass, unless the caller keeps the gathered x anyway.
     ctx.saved_gathered = return_gathered
     rows = (output[-1] if return_gathered else x) if any(needs_weights) else None
     ctx.save_for_backward(rows, *(weights if needs_x else ()))
@@ -147,7 +147,7 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
         gathers = any(needs_weights) and not ctx.saved_gathered
         grad_x, gathered = gathered_input_grad(
             used,
-            # None of them was kept if x needs no gradient.
+            # Weights were not saved if x needs no gradient.
             [weight for weight, grad in zip(weights, products, strict=False) if grad is not None],
             ctx.transpose_weight,
             ctx.group_name,
@@ -162,7 +162,7 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
         weight_grad(grad, rows, ctx.transpose_weight) if needed and grad is not None else None
         for grad, needed in zip(products, needs_weights, strict=True)
     ]
-    # A list that holds None counts as one argument without a gradient.
+    # For torch, a list that contains None is one argument without a gradient.
     grad_biases = None
     if isinstance(needs_biases, list):
         grad_biases = [

@@ -1,4 +1,4 @@
-"""Plain GEMM: x · weightᵀ + bias. The yardstick of the fused operators, and what they are on one rank."""
+"""Plain GEMM: x · weightᵀ + bias. The baseline of the fused operators, and their result on one rank."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def gemm(
 def reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, transpose_weight: bool = False
 ) -> torch.Tensor:
-    """The same result from torch alone: fp32 (for float64: float64) product, bias, one rounding."""
+    """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once."""
     shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
     wide = wide_type(x.dtype)
     w = weight if transpose_weight else weight.t()
     total = torch.mm(x.reshape(m, k).to(wide), w.to(wide))
     if bias is not None:
         total += bias.to(wide)
-    # A copy even where nothing is rounded: results are fresh tensors.
+    # Always a copy, because results are fresh tensors.
     return total.to(x.dtype).view(shape)
 
 
@@ -133,7 +133,7 @@ def launch(
     n: int,
     k: int,
 ) -> None:
-    """Runs checked arguments on a GPU: in the kernel, or through torch where the kernel does not apply."""
+    """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them."""
     key = (m, n, k, x.dtype, transpose_weight, x.device)
     plan = _plans.get(key)
     if plan is None:
@@ -167,7 +167,7 @@ def unfused(
     transpose_weight: bool,
     out: torch.Tensor,
 ) -> None:
-    """out [m, n] = x [m, k] · weight + bias by torch."""
+    """out [m, n] = x [m, k] · weight + bias with torch."""
     w = weight if transpose_weight else weight.t()
     if bias is None:
         torch.mm(x, w, out=out)

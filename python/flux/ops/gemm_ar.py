@@ -131,7 +131,7 @@ def reference(
     transpose_weight: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The sum from torch alone, with the same roundings: products in fp32 (or float64), rounded,
+    """gemm_ar with torch only, with the same roundings: products in fp32 (or float64), rounded,
     gathered, summed in rank order, bias, residual, rounded.
     """
     pg = resolve_group(group, "gemm_ar")
@@ -160,7 +160,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
-    """What is added to the sum over ranks, in this order: [n] and [m, n]."""
+    """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
     found = [] if bias is None else [bias]
     return found if residual is None else [*found, residual.reshape(-1, n)]
 
@@ -261,7 +261,7 @@ def _call(
     group: ProcessGroup,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The sum, or with a norm_weight the normalised sum and the sum; without torch's dispatcher."""
+    """The sum, or with a norm_weight the normalised sum and the sum. Without torch's dispatcher."""
     if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
         eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
@@ -362,7 +362,7 @@ def _unfused(
     if total.numel() == 0:
         return
     wide = wide_type(x.dtype)
-    # What NCCL sums stays in x's dtype; gloo on CPU is slow whatever the type.
+    # NCCL sums in x's dtype. On CPU, gloo is slow in any dtype, so it sums in the wide type.
     partial = torch.zeros(total.shape, dtype=x.dtype if x.is_cuda else wide, device=x.device)
     if x.shape[1] > 0:
         w = weight if transpose_weight else weight.t()
@@ -399,11 +399,11 @@ def _fused_cuda(
     norm_weight: Tensor | None,
     eps: float,
 ) -> Tensor | None:
-    # What may run out of memory comes first.
+    # Allocations may run out of memory, so they come before the call is opened.
     target = writable(total)
     normalised = None if norm_weight is None else torch.empty_like(total)
     if residual is not None and residual.data_ptr() == total.data_ptr():
-        # The kernels write their products there before they read the residual.
+        # The kernels write the product to `target` before they read the residual, so it must not be the same.
         target = torch.empty_like(total)
     x, weight = aligned(x), aligned(weight)
     bias, residual, norm_weight = (
@@ -411,7 +411,7 @@ def _fused_cuda(
         readable_if_any(residual),
         readable_if_any(norm_weight),
     )
-    # How CTAs share the rows of a norm depends on how many there are, and must not on the rank.
+    # The number of CTAs determines how they split rows for the norm, so it must be equal on all ranks.
     num_sms = 0 if norm_weight is None else workspace.num_sms
     with workspace.enter(plan) as (symm_buffer, _):
         _kernel(

@@ -80,7 +80,7 @@ def reference(
     group: GroupLike = None,
     transpose_weight: bool = False,
 ) -> torch.Tensor:
-    """The same from torch alone: fp32 products, gathered, summed in rank order, bias, one rounding."""
+    """gemm_rs with torch only: fp32 products, gathered, summed in rank order, bias, rounded once."""
     pg = resolve_group(group, "gemm_rs")
     p = pg.size()
     shape, m, n, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
@@ -144,8 +144,8 @@ def call(
     out: torch.Tensor | None = None,
     also: Same = NOTHING,
 ) -> torch.Tensor:
-    """gemm_rs without gradients, and without torch's dispatcher. also: what else ranks must agree on, where
-    this is a part of another operator.
+    """gemm_rs without gradients and without torch's dispatcher. also: further facts that ranks compare, if
+    the call is a part of another operator.
     """
     if group.size() == 1:
         shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1)
@@ -208,7 +208,7 @@ def _unfused(
         partial = torch.mm(x, weight if transpose_weight else weight.t())
         reduce_scatter()(out, partial, group=group)
     else:
-        # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
+        # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
         wide = wide_type(x.dtype)
         partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight)
         total = torch.empty(out.shape, dtype=wide)
@@ -227,7 +227,7 @@ def fused_cuda(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    # What may run out of memory comes first.
+    # Allocations may run out of memory, so they come before the call is opened.
     target = writable(out)
     x, weight, bias = aligned(x), aligned(weight), readable_if_any(bias)
     chunks, transpose_weight = plan.chunks, plan.transpose_weight
@@ -253,7 +253,7 @@ def _fused_cpu(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """The kernel's work tile by tile: others' tiles go to their owners' slots, the own shard comes last."""
+    """The kernel's work on the CPU, tile by tile: remote tiles to their owners' slots, the own shard last."""
     core = _native.core
     rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
     wide = wide_type(x.dtype)
@@ -276,7 +276,7 @@ def _fused_cpu(
         columns = slice(first_column, first_column + block_n)
         partial = torch.mm(wide_x[row_range], wide_w[:, columns])
         tile = n_tile * layout.m_tiles + m_tile
-        # Within the words of a slot; each half of a tile, the rows of one math warpgroup, has its own.
+        # Indices of signal words in a slot: one for each half tile (the rows of one math warpgroup).
         signals = [layout.signal_index(m_tile, n_tile, half) for half in (0, 1)]
         if owner != rank:
             slot = layout.slot_index(rank, owner)

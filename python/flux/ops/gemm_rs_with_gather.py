@@ -81,7 +81,7 @@ def _both(
     shape: list[int],
     sizes: tuple[int, int, int],
 ) -> Pair:
-    """Two calls, and none of another thread between them."""
+    """Makes both calls, without a call of another thread in between."""
     m, n, k = sizes
     if x.is_cuda and group.size() > 1:
         workspace = cast(CudaWorkspace, registry.get(group, x.device, "gemm_rs"))
@@ -105,12 +105,12 @@ def _plans_beside(
     transpose_weight: bool,
     rows: torch.Tensor,
 ) -> tuple[Plan, Plan] | None:
-    """Plans of both, if copy engines can gather while SMs send tiles; else None. Alike on all ranks."""
+    """Plans of both, if copy engines can gather while SMs send tiles; else None. Equal on all ranks."""
     scattering = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
     gathering = gather.gather_plan(workspace, rows)
     if not (scattering.fused and gathering.fused and gathering.copied_now()):
         return None
-    if scattering.copied:  # copy engines have enough to do
+    if scattering.copied:  # copy engines already send the tiles
         scattering = replace(scattering, copied=False)
     return scattering, gathering
 

@@ -67,7 +67,7 @@ def reference(
     rows: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """The same from torch alone, expert by expert; rows that are no expert's are zero. Reads the offsets on
+    """grouped_gemm with torch only, expert by expert; rows without an expert are zero. Reads the offsets on
     the host.
     """
     shape = _checked(x, weight, offsets, rows, activation)
@@ -81,7 +81,7 @@ def reference(
 
 
 def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
-    """The offsets, and whether rows are there: what only the values can say."""
+    """Checks the values of offsets and rows; returns the offsets."""
     op = "grouped_gemm"
     bounds: list[int] = offsets.tolist()
     count = x.shape[0] if rows is None else rows.shape[0]
@@ -190,13 +190,13 @@ def _cuda(
         launch(x, weight, offsets, rows, activation, out)
         return out
     if rows is not None:
-        # Rows that are no expert's may name none.
+        # Entries after the last expert's rows may be invalid.
         x = x.index_select(0, rows.clamp(min=0))
     return unfused(x, weight, offsets, activation)
 
 
 def _why_not(x: torch.Tensor, columns: int) -> str | None:
-    """Why the kernel does not take that, or None."""
+    """Why the kernel does not support the arguments, or None."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel takes bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
     if x.shape[1] % 8 or columns % 8:
@@ -205,7 +205,7 @@ def _why_not(x: torch.Tensor, columns: int) -> str | None:
 
 
 def schedule_words(num_rows: int, experts: int) -> int:
-    """int32 words of a tile schedule."""
+    """Number of int32 words of a tile schedule."""
     return 4 * (num_rows // _BLOCK_M + experts) + 1
 
 
@@ -219,7 +219,7 @@ def launch(
     config: int = -1,
     num_sms: int = 0,
 ) -> None:
-    """Runs checked arguments in the kernel. config: id of a tile shape, or -1."""
+    """Runs checked arguments in the kernel. config: id of a tile shape; -1: the cost model chooses."""
     words = schedule_words(out.shape[0], weight.shape[0])
     schedule = torch.empty(words, dtype=torch.int32, device=x.device)
     _kernel(
@@ -238,7 +238,7 @@ def launch(
 def unfused(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, activation: str | None
 ) -> torch.Tensor:
-    """The same for rows that are in order already, on a GPU through torch's grouped GEMM."""
+    """grouped_gemm of sorted rows with torch; on a GPU with torch's grouped GEMM."""
     if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         say_once("grouped GEMMs run unfused, through torch: there is no kernel for them yet")
         product: torch.Tensor = torch_grouped_mm()(x.contiguous(), weight.transpose(1, 2), offs=offsets[1:])
@@ -254,7 +254,7 @@ def unfused(
 
 
 def torch_grouped_mm() -> Any:
-    """torch's grouped GEMM, under the name this torch prefers."""
+    """torch's grouped GEMM, under the preferred name of this torch version."""
     return getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
 
 

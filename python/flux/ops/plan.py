@@ -1,6 +1,6 @@
-"""What a call will do, and why: fused or unfused, the tile shape, and the room it needs.
+"""What a call will do, and why: fused or unfused, the tile shape, and the workspace sizes.
 
-Everything here follows from facts that all ranks of a group share, so ranks cannot decide differently.
+Plans depend only on facts that are equal on all ranks of a group, so all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flux.comm.workspace import Workspace, round_up
 from flux.ops import _check, _gate
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
-# Of these x is [m, n].
+# Operators whose x is [m, n].
 _SUMS = ("all_reduce", "reduce_scatter")
 
-# The CPU path walks tiles in the order of a GPU with this many SMs. Any number gives the same result.
+# The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
 CPU_NUM_SMS = 8
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -30,13 +30,13 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8
 _ROW_ALIGNMENT_BYTES = 16
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
-# Pieces of rows that a launch can count while it pushes them (csrc/runtime/symm_buffer.h).
+# Number of blocks of rows for which a launch has counters while it pushes (csrc/runtime/symm_buffer.h).
 _MAX_PUSH_BLOCKS: int = _native.core.MAX_PUSH_BLOCKS
 
-# Gathered shards of this size and more go by copy engine: starting one costs some microseconds, which must be
-# small against the transfer; from there on SMs are better used for the GEMM.
+# Gathered shards of at least this size are sent by copy engines. Starting one takes some microseconds, which
+# must be small against the transfer; for larger shards, SMs are better used for the GEMM.
 COPY_FROM_BYTES = 8 << 20
-# Parts of a shard of which all_gather's copy engines tell, one after the other.
+# Parts of a shard that all_gather's copy engines signal separately.
 _GATHERED_PARTS = 4
 
 
@@ -128,7 +128,7 @@ class Plan:
         ]
         if self.fused and self.config_name:
             tile = self.config_name
-            if self.config < _native.core.FIRST_SWAP_AB:  # those have a split instead, which is in their name
+            if self.config < _native.core.FIRST_SWAP_AB:  # swap-AB tiles have a split, which is in their name
                 tile += f", cluster {self.cluster}, raster groups of {self.group_m}"
             lines += [f"  tile       {tile}", f"  model      {self.time_us:.1f} us"]
         room = self.signal_bytes + 2 * (self.slot_bytes + self.exchange_bytes)
@@ -241,7 +241,7 @@ def plan_gemm_rs(
 
 
 def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtype) -> tuple[int, int]:
-    """signal_bytes and slot_bytes that a workspace must have for one problem."""
+    """The signal_bytes and slot_bytes that one problem needs."""
     layout = _native.core.gemm_rs_layout(m, n, world_size, config)
     # The layout counts in 2-byte elements.
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
@@ -287,9 +287,9 @@ def plan_all_gather(
         return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
     gathering = _gathering(device_type, m, k, dtype, world_size, transport)
     if gathering.get("copied"):
-        # Rows are put together while later ones travel; what comes last should be little.
+        # Rows are copied to the result while later rows arrive, so the last part should be small.
         gathering["chunk_rows"] = round_up(-(-(m // world_size) // _GATHERED_PARTS), _BLOCK_M)
-    # No tile shape, but a number that ranks can tell each other.
+    # There is no tile shape; any number that is equal on all ranks.
     gathering |= {"reason": reason, "config": 0}
     return Plan(*common, **gathering)
 
@@ -314,7 +314,7 @@ def _can_gather_fused(
 def _gathering(
     device_type: str, m: int, k: int, dtype: torch.dtype, world_size: int, transport: str
 ) -> dict[str, Any]:
-    """What travels, by whom, and the room that it needs."""
+    """How rows are sent, and the workspace sizes that they need."""
     rows, row_bytes = m // world_size, k * dtype.itemsize
     signal_bytes, slot_bytes = ag_gemm_room(m, k, world_size, dtype)
     room = {"transport": transport, "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
@@ -326,17 +326,17 @@ def _gathering(
 
 
 def copy_chunk_rows(rows: int) -> int:
-    """After how many rows of a shard its copy engine signals: all of them, in whole tiles.
+    """Rows for each signal of a copy engine: the whole shard, rounded up to tiles.
 
-    Peers get a rank's shard one after the other, and own rows are computed meanwhile. Signalling halves or
-    quarters won up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: each signal costs the
-    copy engine some microseconds, and the host two calls of the driver.
+    Peers get a rank's shard one after the other, while own rows are computed. Signalling halves or
+    quarters gained up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: each signal takes the
+    copy engine some microseconds, and the host two driver calls.
     """
     return round_up(rows, _BLOCK_M)
 
 
 def ag_gemm_room(m: int, k: int, world_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """signal_bytes and slot_bytes that a workspace must have to gather m rows of k elements."""
+    """The signal_bytes and slot_bytes that a gather of m rows of k elements needs."""
     layout = _native.core.ag_gemm_layout(m, k, world_size)
     # The layout counts in 2-byte elements.
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
@@ -360,7 +360,7 @@ PLANNERS: dict[str, Callable[..., Plan]] = {"gemm_rs": plan_gemm_rs, "ag_gemm": 
 def workspace_plan(
     workspace: Workspace, op: str, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
 ) -> Plan:
-    """The plan of gemm_rs or ag_gemm on a workspace, made once for each problem."""
+    """The plan of an operator on a workspace, cached by problem."""
     key = (op, m, n, k, dtype, transpose_weight)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
@@ -381,7 +381,7 @@ def workspace_plan(
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:
-    """The plan, with SMs that send where this workspace has no use for copy engines."""
+    """The plan, changed to sending by SMs if this workspace does not use copy engines."""
     if workspace.copies or not plan.copied:
         return plan
     transport = f"{workspace.transport} (CUDA_LAUNCH_BLOCKING=1 rules out copy engines)"
@@ -456,9 +456,9 @@ def why_unfused(
     group_name: str,
     transpose_weight: bool = False,
 ) -> str | None:
-    """Why a collective call would not run fused, or None: what explain says, for those who ask at each call.
+    """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call.
 
-    Takes some microseconds, once a problem is known. The arguments are not checked: they are those of a call
+    Takes some microseconds for a known problem. Arguments are not checked; they must be those of a call
     that its operator accepts.
     """
     group = groups.process_group(group_name)
@@ -480,7 +480,7 @@ def _plan_without_workspace(
     transpose_weight: bool,
     world_size: int,
 ) -> Plan:
-    """What is known before a group's first call."""
+    """The plan before a group's first call, when no workspace exists."""
     num_sms, why_not = 0, None
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -493,12 +493,12 @@ def _plan_without_workspace(
     )
 
 
-# Where no call ever runs fused, there never is a workspace that would remember.
+# Cached here, because a group whose calls never run fused has no workspace to cache plans.
 _remembered_plan = lru_cache(maxsize=4096)(_plan_without_workspace)
 
 
 def current_device() -> torch.device:
-    """Where explain and reserve look when nobody says: the current GPU, or the CPU."""
+    """Default device of explain and reserve: the current GPU, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -12,18 +12,18 @@ from flux.ops.plan import CPU_NUM_SMS, PLANNERS, Plan, can_run_fused, chosen
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
-# Larger sums are bound by the link, and gemm_rs hides half of what must travel. Of four projections on two
+# Larger sums are bound by the link, and gemm_rs hides half of the transfer. For four projections on two
 # GPUs gemm_rs and all_gather took 20 to 34 % longer than an exchange for sums of 8 MiB, 1 to 7 % less for
 # 16 MiB and 10 to 29 % less for 64 MiB
 # (benchmarks/results/tuning/2026-11-22-gemm_ar-composed-tp2-2xH200.json).
 COMPOSED_FROM_BYTES = 12 << 20
-# Elements of the kernels' 16-byte vectors; on CPUs matrices are padded to it, whatever their type.
+# Elements of the kernels' 16-byte vectors. On CPUs matrices of any dtype are padded to a multiple of it.
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
 
-# Any dimension that no check refuses, for those that an operator does not have.
+# A valid size for dimensions that an operator does not have.
 _NO_MATTER = VECTOR
-# No tile shape, but a number that ranks can tell each other.
+# Value of `config` without a tile shape; must be equal on all ranks.
 _NO_TILE = 0
 
 
@@ -41,7 +41,7 @@ def plan_gemm_ar(
 ) -> Plan:
     """The plan of a GEMM+AllReduce. `num_sms` is that of the group's smallest GPU (0 on CPU).
 
-    `fused` without a `mode` means: composed of flux.gemm_rs and flux.all_gather.
+    `fused` without a `mode`: composed of flux.gemm_rs and flux.all_gather.
     """
     fused, reason = can_run_fused(
         "gemm_ar", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
@@ -119,7 +119,7 @@ def plan_reduce_scatter(
 def _can_sum_fused(
     op: str, device_type: str, m: int, n: int, dtype: torch.dtype, world_size: int, why_not: str | None
 ) -> tuple[bool, str]:
-    """Whether a matrix x [m, n] of each rank is summed by an exchange, and the reason."""
+    """Whether an exchange can sum x [m, n] over ranks, and the reason."""
     if world_size == 1:
         return False, "one rank: x is the sum"
     fused, reason = can_run_fused(
@@ -147,9 +147,9 @@ def _exchanged(
     *,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """How ranks sum a matrix [m, n], why so, and the room that it needs.
+    """How ranks sum a matrix [m, n], why, and the workspace sizes that they need.
 
-    `alone`: by a kernel that does nothing else, to which the matrix is one row, or which deals out its rows.
+    `alone`: a kernel without a GEMM, which treats the matrix as one row, or distributes its rows over ranks.
     """
     core = _native.core
     padded = round_up(n, VECTOR)
@@ -176,12 +176,12 @@ def _exchanged(
 
 
 def _room(device_type: str, exchange_bytes: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """What a workspace must have for an exchange area whose layout counts `exchange_bytes`."""
+    """The workspace sizes for an exchange area whose layout has `exchange_bytes` (of 2-byte elements)."""
     # The layout counts in 2-byte elements.
     area = round_up(exchange_bytes * dtype.itemsize // 2)
     if device_type == "cuda":
         return {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": area}
-    # On CPUs signals say that data has arrived: for each peer a word for contributions, one for results.
+    # On CPUs data is announced by signals: for each peer a word for contributions and a word for results.
     return {"signal_bytes": round_up(4 * 2 * (world_size - 1)), "slot_bytes": area, "exchange_bytes": 0}
 
 
@@ -190,21 +190,21 @@ def exchange_room(
 ) -> dict[str, int]:
     """signal_bytes, slot_bytes and exchange_bytes for any sum of up to max_m rows and max_n columns.
 
-    Not those of the largest sum: a smaller one that goes one-shot may need more.
+    The largest sum is not the maximum, because a smaller sum in one-shot mode may need more.
     """
     core = _native.core
-    edge = max_m * VECTOR  # what rounding columns up to vectors may add
+    edge = max_m * VECTOR  # maximum padding of columns to whole vectors
     most = min(max_m * max_n, MAX_EXCHANGE_BYTES // dtype.itemsize) + edge
-    one_shot, too_many = 0, most // VECTOR + 1  # vectors; smaller sums go one-shot
+    one_shot, too_many = 0, most // VECTOR + 1  # in vectors; smaller sums are one-shot
     while too_many - one_shot > 1:
         middle = (one_shot + too_many) // 2
         if core.all_reduce_mode(1, middle * VECTOR, world_size) == core.ExchangeMode.ONE_SHOT:
             one_shot = middle
         else:
             too_many = middle
-    # Two-shot: contributions, of which shares are rounded up too, and results; and rows for all ranks alike.
+    # Two-shot: contributions and results, with shards rounded up, and rows rounded up to the world size.
     dealt = 2 * world_size * (max_n + VECTOR + VECTOR * world_size)
     elements = max(one_shot * VECTOR * world_size, 2 * most + edge * world_size + dealt)
-    # With what every exchange has beside its vectors.
+    # Plus the constant part of every exchange area.
     smallest = core.exchange(1, VECTOR, world_size, core.ExchangeMode.ONE_SHOT)
     return _room(device_type, 2 * elements + smallest.bytes, world_size, dtype)

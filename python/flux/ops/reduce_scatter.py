@@ -63,7 +63,7 @@ def reduce_scatter(
 
 
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """The same from torch alone: gathered, summed in fp32 (or float64) in rank order, one rounding."""
+    """reduce_scatter with torch only: gathered, summed in fp32 (or float64) in rank order, rounded once."""
     pg = resolve_group(group, "reduce_scatter")
     rows, *_ = _check.reduce_scatter_args("reduce_scatter", x, pg.size())
     wide = wide_type(x.dtype)
@@ -105,7 +105,7 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
 
 def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     workspace = registry.get(group, x.device, "reduce_scatter")
-    # One row for each rank: only their length must suit the vectors that travel, whatever the shape.
+    # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
     plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
     with workspace.calling(plan, NOTHING) as epoch:
         if plan.fused:
@@ -116,10 +116,10 @@ def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> Non
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
-    """out = this rank's rows of the sum of all ranks' x, by torch."""
+    """out = this rank's rows of the sum of all ranks' x, with torch."""
     if out.numel() == 0:
         return
-    # gloo on CPU is slow whatever the type, so nothing is lost by summing in fp32.
+    # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     wide = out.dtype if out.is_cuda else wide_type(out.dtype)
     total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide)
     groups.reduce_scatter()(total, x.to(wide).contiguous(), group=group)

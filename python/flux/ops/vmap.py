@@ -1,6 +1,6 @@
 """torch.vmap of the operators: one call for each entry of the batch, in order.
 
-So all ranks must map over equally many, and nothing is gained over a loop.
+So all ranks must map over the same number of entries, and it is no faster than a loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPS = (
 
 
 def _entry(value: Any, dim: Any, index: int) -> Any:
-    """What a call gets of an argument: its entry, or all of it where it is not mapped over."""
+    """The value of an argument for one call: its entry, or all of it if it is not mapped over."""
     if isinstance(dim, (list, tuple)):
         return [_entry(part, where, index) for part, where in zip(value, dim, strict=True)]
     return value if dim is None else value.select(dim, index)

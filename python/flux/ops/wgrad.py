@@ -1,4 +1,4 @@
-"""Gradients of weights: gradᵀ · x, alone or added to what a buffer has collected from other micro-batches."""
+"""Gradients of weights: gradᵀ · x, or accumulated in a buffer over several micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flux.ops._library import library
 
 
 def weight_grad(grad_output: torch.Tensor, x: torch.Tensor, transpose_weight: bool = False) -> torch.Tensor:
-    """Gradient of the weight in x · weightᵀ, for what the same call got and what came back for its result.
+    """Gradient of the weight in x · weightᵀ.
 
     Args:
         grad_output: [..., N]

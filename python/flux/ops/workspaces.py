@@ -1,4 +1,4 @@
-"""What users do to workspaces: reserve room, release it, ask whether a peer was lost."""
+"""Public functions on workspaces: reserve, release, check."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def _reserve(
         return
     p, device_type = workspace.world_size, workspace.device.type
     m = round_up(max_m, p)
-    # A large sum is gathered: gemm_ar is then gemm_rs + all_gather.
+    # For large sums gemm_ar is gemm_rs + all_gather, so reserve for a gather too.
     is_large = m * max_n * dtype.itemsize >= COMPOSED_FROM_BYTES
     columns = max(max_k, max_n) if is_large else max_k
     gathered = ag_gemm_room(m, columns, p, dtype)
     rooms = [gathered]
     exchange_bytes = 0
-    # Sizes that never run fused need no room; others up to them might.
+    # Reserve if any size up to these can run fused; sizes that never run fused need no workspace.
     if can_run_fused("gemm_rs", device_type=device_type, dtype=dtype, m=8, n=8, k=8)[0]:
         rooms += [gemm_rs_room(m, max_n, p, c.id, dtype) for c in _native.core.tile_configs()]
         exchange = exchange_room(device_type, max_m, max_n, p, dtype)
