@@ -27,9 +27,9 @@ from flux.ops.workspaces import check, release, reserve
 if TYPE_CHECKING:
     from flux import layers
 else:
-    # Hidden from type checkers, which would take every name for one that it knows.
+    # Hidden from type checkers, which would otherwise accept every name.
     def __getattr__(name: str) -> object:
-        """flux.layers, imported when it is first asked for."""
+        """Imports flux.layers at its first use."""
         if name == "layers":
             return import_module("flux.layers")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The logger "flux", and messages that would come with every call or layer."""
+"""The logger "flux", and messages that are logged once instead of at every call or layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads the two native libraries and says why one of them is absent.
+"""Loads the two native libraries, and knows why one of them is absent.
 
 ``_core`` (pybind11: plans and shared-memory atomics, no torch, no CUDA) is part of every build; ``_C.so``
 (the CUDA kernels, torch's stable ABI) only of builds with CUDA. Without ``_C.so`` flux works on CPU tensors,

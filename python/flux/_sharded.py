@@ -1,4 +1,4 @@
-"""Modules that hold this rank's slices of whole parameters: how these are drawn, and loaded."""
+"""Modules that hold this rank's slices of whole parameters: initialisation and loading."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fill(op: str, init: Init, whole: torch.Tensor) -> None:
         ValueError: it returned another tensor, as torch.randn_like does, and so left this one as it was.
     """
     returned = init(whole)
-    # Not `is`: init may have filled whole.data, and returned that.
+    # Compares addresses, not `is`: init may have filled whole.data, and returned that.
     if (
         isinstance(returned, torch.Tensor)
         and returned.untyped_storage()._cdata != whole.untyped_storage()._cdata
@@ -75,7 +75,7 @@ def fill(op: str, init: Init, whole: torch.Tensor) -> None:
 def _take_own_slices(
     module: ShardedModule, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Before a state dict is loaded: cuts the whole tensors in it."""
+    """Hook before a state dict is loaded: replaces whole tensors in it by this rank's slices."""
     for name, parameter in module.named_parameters(recurse=False):
         given = state.get(prefix + name)
         if not isinstance(given, torch.Tensor) or given.shape == parameter.shape:
@@ -83,5 +83,5 @@ def _take_own_slices(
         if given.shape != module.whole_shape(name):
             continue  # torch says that the sizes don't match
         own = module.own_slice(name, given)
-        # With assign=True it becomes the parameter: a view would keep the whole tensor alive.
+        # With assign=True the slice becomes the parameter; as a view it would keep the whole tensor alive.
         state[prefix + name] = own.clone() if metadata.get("assign_to_params_buffers") else own

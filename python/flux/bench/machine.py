@@ -1,4 +1,4 @@
-"""What a result was measured on: versions, GPUs, clocks, commit. Everything here only reads."""
+"""The machine of a result: versions, GPUs, clocks, commit. Everything here only reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from flux import _native
 
-# Multicast is never used by flux, and a peer that used it would be another machine's result.
+# flux never uses multicast; results of peers with multicast would not be comparable.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 _SMI_FIELDS = {
@@ -63,7 +63,7 @@ def parse_smi(text: str) -> list[dict[str, Any]]:
 
 
 def _number(value: str) -> float | None:
-    """None for what the driver does not tell ("[N/A]")."""
+    """Parses a number; None if the driver does not report it ("[N/A]")."""
     try:
         return float(value) if "." in value else int(value)
     except ValueError:
@@ -80,7 +80,7 @@ def commit() -> str:
     """``git describe`` of the source tree; without one FLUX_COMMIT, or what the wheel was built from."""
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--tags"]
-    # An installed copy may lie inside somebody else's repository: only believe git if this file is tracked.
+    # An installed copy may be inside an unrelated repository, so use git only if it tracks this file.
     tracked = run_text(["git", "-C", str(here), "ls-files", "--error-unmatch", "machine.py"])
     described = run_text(command) if tracked else None
     given = os.environ.get("FLUX_COMMIT") or _native.core.COMMIT

@@ -1,4 +1,4 @@
-"""The arithmetic of a benchmark row: what is derived from measured times, and the bar they are held to.
+"""The arithmetic of a benchmark row: columns derived from measured times, and the bar of each op.
 
 Pure functions: no torch, no GPU. Times are in milliseconds, sizes in bytes.
 """
@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-# What a copy engine of a Hopper GPU pushes over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
+# Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
 LINK_GB_PER_S = 380.0
 
-# What a candidate is. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
+# Roles of candidates. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
 # others are columns of the table.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-# Rows that are one GEMM, whose 2MNK operations make a rate.
+# Patterns with one GEMM, for which 2MNK operations give a rate.
 GEMM_PATTERNS = ("gemm_rs", "ag_gemm", "gemm_ar", "local")
 
 
 def passed(check: str) -> bool:
-    """Whether the result of a check is a good one: bitwise, or as near as rounding allows."""
+    """Whether a check has passed: exact, or equal within rounding."""
     return check == "exact" or check.startswith("agrees")
 
 
@@ -51,7 +51,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Bar:
-    """What an op must reach. ``geomean_tp`` limits the geomean bar to one world size (None: all).
+    """The required performance of an op. ``geomean_tp`` limits the geomean bar to one world size (None: all).
 
     host_us: of an eager call; None where it is that of a model and not of flux.
     """
@@ -66,7 +66,7 @@ class Bar:
 
 @dataclass
 class Row:
-    """One measured problem: what went in, what the clock said, and what the plan was."""
+    """One measured problem: its sizes, the measured times, and the plan."""
 
     op: str
     model: str
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The model, and what tells its rows apart."""
+        """The model, and the variant that distinguishes its rows."""
         return f"{self.model} {self.variant}".strip()
 
 
@@ -136,7 +136,7 @@ class OverBest:
 
 
 def over_best(row: Row) -> OverBest | None:
-    """None where the plan or what it is compared with was not timed."""
+    """None if the plan or the forced numbers were not timed."""
     forced = forced_times(row)
     if not forced or "flux" not in row.times:
         return None
@@ -163,7 +163,7 @@ def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int
 
 
 def floor_ms(gemm: float, bytes_on_wire: int, link_gb_per_s: float = LINK_GB_PER_S) -> float:
-    """The time nothing can beat: the GEMM alone, or its bytes at the speed of the link."""
+    """The lower bound of the time: the GEMM alone, or the bytes at the bandwidth of the link."""
     return max(gemm, bytes_on_wire / (link_gb_per_s * 1e6))
 
 

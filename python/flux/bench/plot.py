@@ -1,4 +1,4 @@
-"""A result as a picture: how far each candidate is from the floor, and what flux gains over the best peer."""
+"""Plots a result: each candidate's time over the floor, and flux's speed-up over the best peer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_suffix(path: Path) -> None:
     require_matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase
 
-    # pgf needs LaTeX, which is not looked for.
+    # Without pgf, which needs LaTeX.
     known = sorted(FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})
     if path.suffix.lower().removeprefix(".") not in known:
         raise ValueError(
@@ -82,7 +82,7 @@ def plot(record: Record, path: str | Path) -> Path:
 
 
 def _strips(record: Record, op: str) -> list[list[Row]]:
-    """The rows of an op that flux ran, in pictures one below the other: groups stay whole."""
+    """The rows of an op that flux ran, split into plots one below the other; groups are not split."""
     rows = [row for row in record.rows if row.op == op and "flux" in row.times]
     if op == "moe_ctas":
         rows = [row for row in rows if _is_sweep(row)]
@@ -120,7 +120,7 @@ def _title(record: Record, row: Row) -> str:
 
 
 def _unit(d: Derived) -> float:
-    """What a row is measured in: its floor, or where there is none (plain GEMM, CPU) its best peer."""
+    """The unit of a row's times: its floor, or if there is none (plain GEMM, CPU) its best peer."""
     return d.floor or d.peer or d.flux or 1.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from flux.bench.colours import FAINT, FLUX, GRID, INK, PEERS
 from flux.bench.model import Row, derive, forced_times, over_best
 
-_IN_SIGHT = 1.3  # a line this far above all others would flatten them: its value is written instead
+_IN_SIGHT = 1.3  # a line further above the others is not drawn: its value is written instead
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 2.9
 
 
@@ -18,7 +18,7 @@ def size(rows: list[Row]) -> tuple[float, float]:
 
 
 def draw(figure: Any, rows: list[Row], title: str) -> None:
-    """For each row the line of its forced numbers, the plan's choice beside it, and the unfused pipeline."""
+    """For each row: the line of the forced numbers, the plan's choice, and the unfused pipeline."""
     axes = figure.subplots(*_grid(len(rows)), squeeze=False).flatten()
     for axis, row in zip(axes, rows, strict=False):
         _panel(axis, row)

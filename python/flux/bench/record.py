@@ -45,7 +45,7 @@ class Record:
         """How many ranks a row ran on, as titles say it."""
         if self.device == "cpu":
             return f"{self.settings.get('world', row.tp)} processes"
-        # Of a mixture of experts, the variant says which parallelism it was.
+        # For mixtures of experts, the variant names the parallelism.
         return f"{row.tp} ranks" if row.op.startswith("moe") else f"TP {row.tp}"
 
     def ops(self) -> list[str]:
@@ -65,7 +65,7 @@ def row_to_json(row: Row, record: Record) -> dict[str, Any]:
         }
         for name, t in row.times.items()
     }
-    # Only for readers of the file: what is derived is computed again from the samples when it is shown.
+    # Only for readers of the file: --show computes the derived columns again from the samples.
     data["derived"] = asdict(derive(row, record.link_gb_per_s, with_floor=record.with_floor))
     return data
 
@@ -95,14 +95,14 @@ def is_stream(path: Path) -> bool:
 
 
 def write_json(data: dict[str, Any], path: str | Path) -> None:
-    """Replaces the file in one step, so that a run that is cut off leaves its last whole state."""
+    """Replaces the file atomically, so that an interrupted run leaves its last complete state."""
     text = json.dumps(data, indent=1) + "\n"
     path = Path(path)
     if is_stream(path):
         with path.open("a") as stream:
             stream.write(text)
         return
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # replace the target of a symbolic link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text)
@@ -116,7 +116,7 @@ def write(record: Record, path: str | Path) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Raises ValueError if the file is no JSON, or only the beginning of it."""
+    """Reads JSON; ValueError if the file is not JSON or is truncated."""
     text = Path(path).read_bytes().decode(errors="replace").strip()
     try:
         return json.loads(text)

@@ -1,4 +1,4 @@
-"""Tables of a result, for people."""
+"""Tables of a result, for the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 from flux.bench.model import Bar, Derived, Row, Summary, derive, geomean, over_best, summarise
 from flux.bench.record import Record
 
-# What each op is held to: docs/benchmarks.md, "The bar".
+# The bar of each op: docs/benchmarks.md, "The bar".
 BARS = {
     "gemm": Bar(row=0.90, geomean=0.95),
     "gemm_rs": Bar(row=0.98, geomean=1.15, geomean_tp=4, over_floor=1.15),
@@ -34,8 +34,8 @@ BARS = {
     "e2e_decode": Bar(row=1.0, geomean=1.15, geomean_tp=4, host_us=None),
 }
 _WIDE = 220
-TABLE_WIDTH = 80  # what the columns need that no table leaves out
-_NEAR_BEST = 1.03  # a plan that is within it of the best choice of a sweep is a good one
+TABLE_WIDTH = 80  # width of the columns that every table has
+_NEAR_BEST = 1.03  # a plan within this factor of the best choice of a sweep is good
 
 
 def make_console(*, stderr: bool = False, least: int = 0) -> Console:
@@ -44,7 +44,7 @@ def make_console(*, stderr: bool = False, least: int = 0) -> Console:
     least: columns that it has on any terminal; a narrower one breaks lines.
     """
     stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):  # marks that an ASCII terminal lacks end no command
+    if isinstance(stream, io.TextIOWrapper):  # characters that an ASCII terminal lacks must not raise
         stream.reconfigure(errors="replace")
     console = Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
     console.width = max(console.width, least)
@@ -119,7 +119,7 @@ def _host(row: Row, d: Derived, bar: Bar) -> str | Text:
 
 
 def _size(row: Row) -> str:
-    """The local GEMM, M excepted: that is what the kernels see."""
+    """N and K of the local GEMM, as the kernels see it."""
     return f"{row.local[1]} × {row.local[2]}"
 
 
@@ -189,7 +189,7 @@ _CPU = [
 
 
 def sweep_table(record: Record, op: str) -> tuple[Table, Text]:
-    """What the plan chose against the best tile shape there is, and how far the cost model is off."""
+    """The plan's choice against the best tile shape, and the error of the cost model."""
     out = Table(
         title=f"{op} · every tile shape · ms", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
     )
@@ -277,7 +277,7 @@ Filled = tuple[Column, list[str | Text]]
 
 
 def _fit(columns: list[Filled], width: int) -> list[Filled]:
-    """The columns that a terminal of this width has room for: numbers are shown whole or not at all."""
+    """The columns that fit into this width; a column is shown completely or not at all."""
     kept = list(columns)
 
     def needed() -> int:
@@ -348,7 +348,7 @@ def heading(record: Record) -> Text:
 
 
 def notes(record: Record) -> list[str]:
-    """What a reader must know besides the numbers: peers that could not run, rows that were left out."""
+    """Notes below the tables: peers that could not run, rows that were left out."""
     seen: dict[str, list[str]] = {}
     for row in record.rows:
         for note in row.notes:

@@ -46,7 +46,7 @@ class Settings:
     timeout_s: float = 3600.0
 
     def public(self) -> dict[str, Any]:
-        """What a result file says about how it was measured."""
+        """The settings that a result file records."""
         hidden = ("problems", "json_file", "skipped", "suite", "device")
         return {key: value for key, value in asdict(self).items() if key not in hidden}
 
@@ -70,7 +70,7 @@ def run(settings: Settings) -> Record | None:
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     env = dict(machine.NO_MULTICAST)
     if all(problem.op.startswith("layer") for problem in settings.problems):
-        # Megatron counts on it for its overlap, so whoever trains with it has this set.
+        # Megatron requires it for its overlap, so measure with this setting.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     results: list[Record | None] = spawn(
         run_rank,
@@ -175,7 +175,7 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
 
 
 def _agree(mine: str, context: Context) -> str:
-    """The first complaint of any rank; without one, what the ranks say, if it is more than "exact"."""
+    """The first failure of any rank; without one, the message of the ranks, if other than "exact"."""
     if context.group is None:
         return mine
     told: list[Any] = [None] * context.world_size
@@ -214,8 +214,8 @@ def _outcome(row: Row, settings: Settings) -> str:
 
 @contextmanager
 def _progress(show: bool, total: int) -> Iterator[Any]:
-    """A live bar on a terminal, a line per row where the output is a file: what takes a row's label and its
-    outcome, and what takes a line of text.
+    """A live bar on a terminal, else a line per row. Yields a function that takes a row's label and its
+    outcome, and a function that takes a line of text.
     """
     if not show:
         yield lambda label, outcome: None, lambda text: None

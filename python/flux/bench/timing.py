@@ -29,11 +29,11 @@ import torch.distributed as dist
 Call = Callable[[], object]
 
 _EXTRA_ROUNDS = 3
-# The longest rest that a candidate whose host is slow makes the others take too.
+# The longest delay that all candidates share because of one candidate with high host cost.
 _MAX_SHARED_DELAY_MS = 50.0
-# Hosts need some microseconds for each launch: a burst enqueued sooner than this fits the GPU's queue.
+# A host needs some microseconds for each launch, so a burst enqueued in less than this fits the GPU's queue.
 _SURELY_FITS_MS = 3.0
-# Whoever takes so many times as long behind this delay as on an idle GPU waits for it.
+# Delay to detect calls that wait for the GPU: behind it they take many times as long on the host.
 _GUESS_DELAY_MS = 5.0
 _WAITS_FACTOR = 4.0
 _MAX_DELAY_MS = 500.0
@@ -109,7 +109,7 @@ class GpuTimer:
         self._mark = torch.zeros(1, device=device)
         self._cycles_per_ms = self._calibrate()
         self._enqueue_ms: dict[str, float] = {}
-        self._waiting: set[str] = set()  # candidates whose calls wait for the GPU
+        self._waiting: set[str] = set()  # names of candidates whose calls wait for the GPU
         self.host_bound: list[str] = []
 
     def _calibrate(self) -> float:
@@ -124,7 +124,7 @@ class GpuTimer:
         return float(cycles / start.elapsed_time(end))
 
     def _delay(self, milliseconds: float) -> None:
-        # The clock may be higher later than when it was calibrated: a third on top.
+        # Add a third, because the clock may be higher now than during the calibration.
         _cuda._sleep(int(self._cycles_per_ms * milliseconds * 1.33) + 1)
 
     def _meet(self) -> None:
@@ -216,7 +216,7 @@ class GpuTimer:
         Such a call takes as long as the delay that it is measured behind; with nothing to wait for, far less.
         """
         busy = self._enqueue_once(call)
-        if 2 * busy < _GUESS_DELAY_MS:  # all three calls: a guess is half as much again as one
+        if 2 * busy < _GUESS_DELAY_MS:  # all three calls: a guess is 1.5 times one call
             return busy
         self._meet()
         idle = 1.5 * self._host_ms(call)

@@ -32,7 +32,7 @@ from flux.testing import SpawnError
 _CPU_PROCESSES = 4
 DEFAULT_LAYERS = 4
 _WITH_SHOW = {"plot", "shown"}
-# What may be given to a run on CPUs without making it another one than `make bench`.
+# Options of a run on CPUs that keep it comparable with `make bench`.
 _DEFAULT_RUN = {"json_file", "plot", "cpu", "timeout", "strict", "yes"}
 
 
@@ -54,7 +54,7 @@ def choose_problems(
     Raises ValueError for a shape that the op cannot take.
     """
     problems: list[Problem] = []
-    skipped: dict[str, list[str]] = {}  # ops by why they are left out
+    skipped: dict[str, list[str]] = {}  # ops by the reason why they are left out
     for op in ops:
         spec = OPS[op]
         if spec.collective and world == 1:
@@ -146,7 +146,7 @@ def choose(
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype or "", dtype)
     if dtype is not None and dtype not in DTYPE_BYTES:
         raise ValueError(f"bench: --dtype expected to be bf16, fp16 or fp32, got {dtype!r}")
-    # The main job leaves out what is measured on models: it has its own names.
+    # Ops that are measured on models have their own names, and are not part of the main job.
     shapes = [
         op for op, spec in OPS.items() if spec.rows is None and not spec.by_name and (gpus or spec.collective)
     ]
@@ -379,7 +379,7 @@ def command(
     except SpawnError as error:
         _explain_failure(error, settings)
         raise typer.Exit(1) from None
-    if record is None:  # torchrun: rank 0 speaks for all
+    if record is None:  # torchrun: only rank 0 has the record
         return
     console = make_console(least=TABLE_WIDTH)
     console.print(render(record, console.width))
@@ -394,7 +394,7 @@ def command(
 
 
 def _explain_failure(error: SpawnError, settings: Settings) -> None:
-    """The first rank that failed in full, the others in a line each: theirs are mostly consequences."""
+    """Prints the first failure in full and the others, which are mostly consequences, in a line each."""
     console = make_console(stderr=True)
 
     def say(text: str) -> None:

@@ -32,9 +32,9 @@ def examine(*, active: bool) -> Iterator[Finding]:
 
 
 def report(found: Iterable[Finding], console: Console) -> list[Finding]:
-    """Prints findings one by one, since whatever hangs comes right after the last one. Returns them all."""
+    """Prints findings one by one, so that the last one shows which check hangs. Returns them all."""
     shown: list[Finding] = []
-    # On a terminal too narrow for two columns, the value has lines of its own.
+    # On a terminal that is too narrow for two columns, the value is on separate lines.
     stacked = console.width < 2 * _NAME_WIDTH
     for finding in found:
         if not shown or finding.section != shown[-1].section:

@@ -1,4 +1,4 @@
-"""How long a benchmark will take on CPUs and how much memory: rough, from one product that is timed here."""
+"""Rough estimate of the time and memory of a benchmark on CPUs, from one timed matrix product."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flux.bench.model import DTYPE_BYTES
 from flux.bench.runner import Settings
 from flux.bench.suites import Problem
 
-# What is asked about: a run that takes longer, or more than this share of the memory that is free.
+# A run needs confirmation if it takes longer, or more than this share of the free memory.
 LONG_S = 300.0
 LARGE_SHARE = 0.5
-# A row is timed in about three candidates, each of which multiplies or sends, after calls to warm up.
+# Candidates that are timed for a row, on average.
 _CANDIDATES = 3
 _WARM_CALLS = 2
 _PROBE = 512  # rows, columns and depth of the product that is timed
@@ -50,7 +50,7 @@ class Estimate:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there are at least two."""
+    """A duration in the largest unit of which it has at least two."""
     units = {"years": 365 * 86400, "days": 86400, "hours": 3600, "minutes": 60}
     for name, unit in units.items():
         if seconds >= 2 * unit:
@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 
 
 def estimate(settings: Settings) -> Estimate:
-    """Of a run on the CPUs of this machine."""
+    """The estimate of a run on the CPUs of this machine."""
     rate = flops_per_s(getattr(torch, settings.dtype))
     crowded = max(1.0, settings.world / len(os.sched_getaffinity(0)))
     calls = _CANDIDATES * (_WARM_CALLS + settings.iters * settings.rounds) + 2 * CALLS
@@ -93,7 +93,7 @@ def work(problem: Problem, world: int, tp: int) -> tuple[float, float, float, in
 
 
 def flops_per_s(dtype: torch.dtype) -> float:
-    """Of one core: a rank has no more."""
+    """Floating-point operations per second of one core, as a rank uses one."""
     x = torch.ones(_PROBE, _PROBE, dtype=dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -119,5 +119,5 @@ def free_memory() -> float:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     except (OSError, ValueError):
-        pass  # no limit: the file says "max", or there is none
+        pass  # no limit: the file contains "max", or does not exist
     return free

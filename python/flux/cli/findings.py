@@ -1,4 +1,4 @@
-"""What `flux doctor` finds, and the checks that only look: versions, libraries, GPUs, environment, memory."""
+"""Findings of `flux doctor`, and its passive checks: versions, libraries, GPUs, environment, memory."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _multicast_attribute(index: int) -> bool | None:
 
 
 def environment() -> Iterator[Finding]:
-    """Every variable that flux reads, and those that somebody set and probably misspelt."""
+    """Every variable that flux reads, and variables that are set and probably misspelt."""
     section = "environment"
     known = {v.name for v in _env.VARIABLES}
     for variable in _env.VARIABLES:
@@ -156,7 +156,7 @@ def environment() -> Iterator[Finding]:
 
 
 def _visible(text: str) -> str:
-    """A value on one line, without what would move a terminal's cursor."""
+    """A value on one line, without control characters of the terminal."""
     return text if text and text.isprintable() else repr(text)
 
 

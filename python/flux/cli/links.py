@@ -1,4 +1,4 @@
-"""How the GPUs of this machine are connected, and what the connection delivers."""
+"""The links between the GPUs of this machine, and their bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flux.cli.findings import Finding
 
 # Payload over raw rate: copy engines moved 383-391 of 478 GB/s over 18 NVLink-4 links.
 PAYLOAD_SHARE = 0.80
-# A pair that gives less than this share of what its links should give is not merely noisy.
+# A pair with less than this share of the expected bandwidth is reported; noise is smaller.
 _ACCEPT = 0.85
 _SIGNAL_US = 4.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,7 +46,7 @@ def parse_nvlink(text: str) -> dict[int, list[float]]:
 
 
 def expected_gb_per_s(links: dict[int, list[float]]) -> float | None:
-    """What a copy engine should push out of the slowest GPU, or None without NVLink."""
+    """The expected bandwidth of the slowest GPU's copy engine, or None without NVLink."""
     totals = [sum(speeds) for speeds in links.values()]
     return PAYLOAD_SHARE * min(totals) if totals and min(totals) > 0 else None
 

@@ -1,4 +1,4 @@
-"""What all commands share: how options are read, how they are refused, and who prints under torchrun.
+"""Common parts of all commands: parsing and refusing options, and output under torchrun.
 
 A refusal is one line on standard error and exit status 2, before any process is started.
 """
@@ -22,7 +22,7 @@ from flux.bench.record import is_stream
 from flux.bench.report import make_console
 from flux.testing import SpawnError
 
-# typer from 0.20 on brings its own click: the class is asked of typer, not imported from click.
+# typer from 0.20 on vendors click, so take the class from typer instead of importing click.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 _MOST_SECONDS = 1e6
 
@@ -55,7 +55,7 @@ def speaks() -> bool:
 
 
 def only_rank_0() -> None:
-    """Ends the other ranks of torchrun quietly: a command that needs no ranks of theirs runs once."""
+    """Exits on all ranks of torchrun except rank 0, for commands that run in one process."""
     with refusing():
         place = torchrun()
     if place is not None and place[0]:
@@ -76,7 +76,7 @@ def refuse(message: object) -> NoReturn:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turns the ValueErrors and RuntimeErrors of what checks options into a refusal."""
+    """Converts ValueErrors and RuntimeErrors of option checks into a refusal."""
     try:
         yield
     except (typer.Exit, typer.Abort):  # which are RuntimeErrors
@@ -101,14 +101,14 @@ def _one_line_errors(command: Callable[[], str | None]) -> Iterator[None]:
             text = text[:1].lower() + text[1:]
         refuse(f"{command() or 'flux'}: {text}")
     except OSError as error:
-        if error.errno == errno.EPIPE:  # nobody reads on, as with `| head`
+        if error.errno == errno.EPIPE:  # the reader has closed the pipe, as with `| head`
             raise
         say_error(f"{command() or 'flux'}: {error}")
         raise typer.Exit(1) from None
 
 
 class Commands(TyperGroup):
-    """The group of all commands, whose wrong options are one line instead of usage and a box."""
+    """The group of all commands. Prints errors of options as one line, without usage and box."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with _one_line_errors(lambda: None):
@@ -120,7 +120,7 @@ class Commands(TyperGroup):
 
 
 def timed_out(error: Exception) -> bool:
-    """Whether processes were stopped because of their time, and none of them had failed before."""
+    """Whether processes were stopped at their time limit, and none of them had failed before."""
     return isinstance(error, SpawnError) and all(
         failure.exit_code is None and not failure.traceback for failure in error.failures
     )

@@ -19,7 +19,7 @@ _REPEATS = 6
 _ROUNDS = 1000
 _cuda: Any = torch.cuda  # parts of it are not typed
 
-# Two GPUs throw a counter back and forth. Every wait has a deadline: a broken link must not hang the GPU.
+# Ping-pong of a counter between two GPUs. Every wait has a deadline: a broken link must not hang the GPU.
 _PING_PONG = r"""
 extern "C" __global__ void ping_pong(unsigned* mine, unsigned* theirs, unsigned long long* out, int rounds,
                                      int first) {
@@ -54,7 +54,7 @@ def _timed_copies(
     """GB/s of the slowest of these pairs when all push at once. The source issues the copy: a push."""
     events = []
     for i, j in pairs:
-        # torch orders a copy after the current streams of both devices: on default ones a ring is a queue.
+        # torch orders a copy after both devices' current streams, so default streams would serialise a ring.
         with torch.cuda.stream(streams[i]):
             start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
             # The delay lets all GPUs enqueue everything before the first byte moves.
@@ -99,7 +99,7 @@ def signal() -> dict[str, Any]:
             flags.append(torch.zeros(1, dtype=torch.int32, device=f"cuda:{i}"))
             outs.append(torch.zeros(2, dtype=torch.int64, device=f"cuda:{i}"))
     for i, j in permutations(range(count), 2):
-        # torch opens peer access with the first copy of a pair.
+        # torch enables peer access at the first copy of a pair.
         flags[j].copy_(flags[i])
     times = {}
     for i, j in combinations(range(count), 2):
@@ -146,7 +146,7 @@ def _symm_rank(rank: int, size: int) -> dict[str, Any]:
 
 def symm() -> dict[str, Any]:
     """Symmetric memory between all GPUs, and one tiny fused call through it."""
-    from flux.cli.probe import _symm_rank as fn  # by a name that other processes know: this one is __main__
+    from flux.cli.probe import _symm_rank as fn  # importable in other processes: this module is __main__
     from flux.testing import spawn
 
     answers: list[dict[str, Any]] = spawn(fn, torch.cuda.device_count(), timeout_s=90)
@@ -160,7 +160,7 @@ def main() -> None:
     probes = {"push": push, "signal": signal, "symm": symm}
     try:
         answer = probes[sys.argv[1]]()
-    except Exception as error:  # the parent shows it; a probe has no other duty
+    except Exception as error:  # the parent process shows the error
         answer = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
     print(json.dumps(answer))
 

@@ -69,7 +69,7 @@ def show_file(path: Path, picture: Path | None) -> None:
         raise ValueError(f"bench: --plot draws results of bench, {path} has {kind.name}")
     console = make_console(least=TABLE_WIDTH)
     try:
-        with console.capture() as text:  # nothing of a file that turns out to be only a part
+        with console.capture() as text:  # print nothing if the file turns out to be truncated
             kind.show(data, console)
         sys.stdout.write(text.get())
         sys.stdout.flush()

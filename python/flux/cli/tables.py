@@ -1,4 +1,4 @@
-"""Raw data as tables: files of measurements that have no table of their own, whatever their columns are."""
+"""Raw data as tables: files of measurements without a specific table, with any columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, str]
 
 _LOSS_LINES = 20
 _LONG = 40  # characters of a text that is more than a name
-# Columns that tell rows apart: they are repeated where a table is cut into several.
+# Maximum number of columns that identify a row, which are repeated if a table is split into several.
 _NAMES = 6
 _GAP = 2
 
@@ -112,7 +112,7 @@ def _table(title: str, rows: list[Row], console: Console) -> None:
         for row in rows:
             rest = {name: cell for name, cell in row.items() if name != column}
             groups.setdefault(row.get(column, ""), []).append(rest)
-        # What is long and the same in many rows is a title.
+        # A long text that is equal in many rows becomes a title.
         if max(map(len, groups)) > _LONG and 4 * len(groups) <= len(rows):
             for text, some in groups.items():
                 _table(f"{title} · {column}: {text}", some, console)
@@ -134,7 +134,7 @@ def _table(title: str, rows: list[Row], console: Console) -> None:
 
 
 def _parts(widths: dict[str, int], room: int) -> Iterator[list[str]]:
-    """Columns in parts of at most this width, of one column at least."""
+    """Splits columns into parts of at most this width, with at least one column each."""
     part: list[str] = []
     used = 0
     for column, width in widths.items():
@@ -158,7 +158,7 @@ def _is_number(text: str) -> bool:
 
 
 def _count_names(columns: list[str], rows: list[Row]) -> int:
-    """How many of the first columns name a row: those that all rows have, up to the first measured number."""
+    """The number of leading columns that identify a row: those of all rows, up to the first measurement."""
     count = 0
     for column in columns[: min(_NAMES, len(columns) - 1)]:
         cells = [row.get(column, ".") for row in rows]

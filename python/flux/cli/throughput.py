@@ -1,4 +1,4 @@
-"""What benchmarks/vllm_throughput.py measured, as tables."""
+"""Tables of the results of benchmarks/vllm_throughput.py."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _state(state: dict[str, Any]) -> str:
 
 
 def _agreement(pair: dict[str, Any]) -> str:
-    """How far two runs say the same."""
+    """How far the results of two runs agree."""
     line = " | ".join(pair["runs"]) + ":"
     if said := pair.get("answers"):
         line += f" {said['equal']} of {said['answers']} answers equal"

@@ -47,7 +47,7 @@ def plan_runs(world: int | None, cpu: bool, timeout_s: float, say: Say) -> Itera
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Say]:
-    """What runs now: one changing line on a terminal, elsewhere a line for each op."""
+    """Progress: one changing line on a terminal, else a line for each op."""
     if console.is_terminal:
         with console.status("verifying") as status:
             yield lambda text: status.update(f"verifying {escape(text)}")
@@ -69,7 +69,7 @@ def failed(outcomes: list[Outcome]) -> bool:
 
 
 def report(outcomes: list[Outcome], console: Console) -> None:
-    """Prints the table and how many cases came to what."""
+    """Prints the table, and the number of cases of each outcome."""
     table = Table(header_style="bold")
     for column in ("op", "ranks", "case", "result"):
         table.add_column(column, overflow="fold")

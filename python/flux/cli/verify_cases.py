@@ -1,4 +1,4 @@
-"""What `flux verify` runs: every op on exact-integer data, in shapes that reach every edge of the kernels."""
+"""The cases of `flux verify`: every op on exact-integer data, in shapes with all edges of the kernels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Tensors = list[torch.Tensor]
 COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
 _MOE = "moe"
 ALL = (*COLLECTIVES, _MOE)
-_SUMS = ("gemm_ar", "all_reduce")  # of whole matrices: their rows are not dealt to ranks
+_SUMS = ("gemm_ar", "all_reduce")  # sums of whole matrices, whose rows are not distributed over ranks
 _WITHOUT_WEIGHT = ("all_gather", "all_reduce", "reduce_scatter")
-# Sums of what is marked as a product of each rank.
+# Ops that sum the marked product of each rank (GemmRsCase).
 _OF_PRODUCTS = ("gemm", "gemm_rs", "reduce_scatter", *_SUMS)
-# Elements: the CTAs of all emulated ranks wait for each other, so one GPU must hold them all.
+# In elements. The CTAs of all emulated ranks wait for each other, so all must be resident on one GPU.
 _MAX_EMULATED_SUM = 1 << 18
 
 
@@ -91,7 +91,7 @@ def _compare(case: Case, op: str, rank: int, outs: Tensors, device: torch.device
 
 
 def _quiet(text: str) -> None:
-    """Where nobody wants to know what runs."""
+    """Reports no progress."""
 
 
 def _timed(op: str, name: str, where: str, run: Callable[[], str], say: Say = _quiet) -> Outcome:
@@ -155,7 +155,7 @@ def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
 
 
 def _emulated_inputs(op: str, case: Case, rank: int, device: torch.device) -> Any:
-    """What a rank passes, all of which must live until the check. A sum by itself has its product for x."""
+    """The inputs of a rank, which must live until the check. For a sum without a GEMM, x is the product."""
     x, weight, bias = case.inputs(rank, device)
     if op in ("all_reduce", "reduce_scatter"):
         return products.reference(x, weight), None, None
@@ -165,8 +165,8 @@ def _emulated_inputs(op: str, case: Case, rank: int, device: torch.device) -> An
 def _emulated_call(
     ranks: EmulatedRanks, op: str, case: Case, inputs: list[Any], number: int
 ) -> list[Tensors]:
-    """The results of one call, each of all ranks. Every other ag_gemm also returns the gathered rows; sums go
-    one-shot and two-shot in turn.
+    """The results of one call, each of all ranks. Every other ag_gemm also returns the gathered rows; sums
+    alternate between one-shot and two-shot.
     """
     xs, weights, biases = ([rank[i] for rank in inputs] for i in range(3))
     layout: dict[str, Any] = {"transpose_weight": case.transpose_weight, "join": False}

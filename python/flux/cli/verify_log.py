@@ -1,4 +1,4 @@
-"""What `flux verify` finds, and the file through which its processes tell what they do at the moment."""
+"""Outcomes of `flux verify`, and the file through which its processes report their progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcome:
 
 @contextmanager
 def writer(path: str | None) -> Iterator[Callable[[Outcome], None]]:
-    """Gives a function that adds an outcome to the file, or does nothing without one."""
+    """Yields a function that appends an outcome to the file, or does nothing without a file."""
     if path is None:
         yield lambda outcome: None
         return
@@ -49,7 +49,7 @@ def writer(path: str | None) -> Iterator[Callable[[Outcome], None]]:
 
 
 def _read(path: Path) -> list[Outcome]:
-    """The whole lines: of the last one, a process that was killed may have written a part only."""
+    """The complete lines: a process that was killed may have written only a part of the last one."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [Outcome(**json.loads(line)) for line in lines]
 
@@ -59,14 +59,14 @@ def finished(path: Path) -> list[Outcome]:
 
 
 def running(path: Path) -> Outcome | None:
-    """What has begun and not ended."""
+    """The case that has begun and not ended."""
     last = _read(path)[-1:]
     return last[0] if last and last[0].state == RUNNING else None
 
 
 @contextmanager
 def followed(say: Say) -> Iterator[Path]:
-    """The path of a file for `writer`; says what runs according to it, until the end of the block."""
+    """Yields the path of a file for `writer`; reports the progress in it until the end of the block."""
     with tempfile.TemporaryDirectory(prefix="flux-verify-") as folder:
         path, done = Path(folder) / "log", threading.Event()
 

@@ -35,7 +35,7 @@ def _successive(case: MoeCase) -> list[MoeCase]:
 
 
 def rank_case(rank: int, case: MoeCase, device: torch.device) -> str:
-    """Several calls of a real group in a row, on one of its ranks."""
+    """Successive calls on one rank of a real group."""
     results = []
     for c in _successive(case):
         ids, weights = (t.to(device) for t in c.routing(rank))
@@ -48,7 +48,7 @@ def rank_case(rank: int, case: MoeCase, device: torch.device) -> str:
 
 
 def emulated_case(ranks: EmulatedMoeRanks, case: MoeCase) -> str:
-    """The same with all ranks on one GPU, whose routing is made on the host."""
+    """As rank_case, with all ranks on one GPU and routing on the host."""
     said = []
     for c in _successive(case):
         layouts, every = ranks.route(c), range(c.world_size)

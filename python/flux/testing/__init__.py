@@ -1,4 +1,4 @@
-"""Helpers with which flux is tested, shipped so that users can verify their machine."""
+"""Helpers of flux's tests, shipped so that users can verify their machine."""
 
 from flux.testing.data import AgGemmCase, GemmRsCase
 from flux.testing.spawn import RankFailure, SpawnError, spawn

@@ -20,7 +20,7 @@ def refuse_type(argument: str, expected: str, got: object) -> None:
 
 
 def work(fn: object, args: tuple[Any, ...]) -> bytes:
-    """The pickle of (fn, args), which ranks can import."""
+    """Pickles (fn, args); checks that ranks can import fn."""
     if not callable(fn):
         refuse_type("fn", "a function", fn)
     try:

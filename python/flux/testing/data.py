@@ -103,7 +103,7 @@ class GemmRsCase:
         if self.nonzeros > 0:
             shape = (self.m, self.nonzeros)
             columns = torch.randint(self.k, shape, generator=g, device=device)
-            # Adding, because the winner of two writes to one position is not defined on a GPU.
+            # scatter_add_, because the result of two plain writes to one position is undefined on a GPU.
             x.scatter_add_(1, columns, torch.randint(2, shape, generator=g, device=device).float() * 2 - 1)
         weight = torch.randint(-1, 2, (self.n, self.k), generator=g, device=device).float() * 2
         mark = (7 * rank + 13 * self.seed) % self.k
@@ -246,7 +246,7 @@ class AgGemmCase:
             first = entries % blocks * _BLOCK_K
             offset = torch.randint(_BLOCK_K, shape, generator=g, device=device)
             columns = first + offset % (self.k - first).clamp(max=_BLOCK_K)
-            # One sign for a row: entries that meet in one column add up, and never cancel.
+            # One sign for each row: entries of the same column add up, and never cancel.
             sign = torch.randint(2, (rows, 1), generator=g, device=device).float() * 2 - 1
             x.scatter_add_(1, columns, sign.expand(shape))
         x[:, self._mark_column] = self.mark(source)

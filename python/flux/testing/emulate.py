@@ -19,8 +19,8 @@ from flux.errors import CommTimeoutError
 
 _torch_cuda: Any = torch.cuda  # parts of it are not typed
 
-# Left free where copies feed the kernels: on one GPU the driver may run a copy as a kernel, and the CTAs that
-# wait for it leave no room on their SMs.
+# SMs left free if copy engines send: on one GPU the driver may run a copy as a kernel, and the CTAs that
+# wait for the copy leave no room on their SMs.
 _SMS_FOR_COPIES = 8
 
 
@@ -52,15 +52,15 @@ class _Workspaces:
         self.epochs = [0] * len(errors)
 
     def address(self, rank: int) -> int:
-        """Of the SymmBuffer of a rank."""
+        """Address of a rank's SymmBuffer."""
         return int(self._buffers[rank].address)
 
     def reserve(self, layout: Any) -> None:
-        """Makes room for a call that signals; new memory starts at epoch 0."""
+        """Grows the workspaces for a call that signals; new memory starts at epoch 0."""
         self._grow(round_up(4 * layout.num_signals), round_up(layout.slot_bytes), 0)
 
     def reserve_exchange(self, exchange: Any) -> None:
-        """The same for a call whose ranks exchange vectors."""
+        """Grows the workspaces for a call whose ranks exchange vectors."""
         self._grow(0, 0, round_up(exchange.bytes))
 
     def _grow(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int) -> None:
@@ -125,12 +125,12 @@ class EmulatedRanks:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_sms = sms // world_size // 2 * 2
         self._num_sms_beside_copies = (sms - _SMS_FOR_COPIES) // world_size // 2 * 2
-        # Clusters of more than two CTAs do not fill every group of SMs.
+        # Clusters of more than two CTAs cannot use all SMs of every group of SMs.
         self._num_sms_in_clusters = max(self.num_sms * 3 // 4, 2)
         self.streams = [_torch_cuda.Stream(self.device) for _ in range(world_size)]
         # One pinned ErrorRecord for each rank: a kernel writes it, the host reads it.
         self._errors = [torch.zeros(16, dtype=torch.int32, pin_memory=True) for _ in range(world_size)]
-        # Rows that are copied have workspaces, and epochs, of their own.
+        # Calls that use copy engines have separate workspaces and epochs.
         self._stored, self._copied = (_Workspaces(self._errors, self.device, timeout_s) for _ in range(2))
         torch.ops.flux._prepare()
 
@@ -275,7 +275,7 @@ class EmulatedRanks:
             For every rank its [m, n]; with `norm_weight` first all norms, then all sums.
         """
         m, n = xs[0].shape[0], weights[0].shape[1 if transpose_weight else 0]
-        # In two launches rows may be dealt, to all ranks alike.
+        # In two launches, rows may be distributed over ranks, rounded up to a multiple of the ranks.
         self._stored.reserve_exchange(self._exchange(round_up(m, self.world_size), n, mode))
         outs, sums = self._empty(xs[0], m, n), self._empty(xs[0], m, n)
 
@@ -317,7 +317,7 @@ class EmulatedRanks:
     def _sum(
         self, xs: Sequence[torch.Tensor], rows: int, mode: int, join: bool, absent: Collection[int]
     ) -> list[torch.Tensor]:
-        """The sum of all `xs` [m, n], of which every rank gets so many rows."""
+        """The sum of all `xs` [m, n], of which every rank gets `rows` rows."""
         m, n = xs[0].shape
         self._stored.reserve_exchange(self._exchange(m, n, mode))
         outs = self._empty(xs[0], rows, n)
@@ -400,14 +400,14 @@ class EmulatedRanks:
                 )
 
     def _gathering(self, x: torch.Tensor, copied: bool) -> _Workspaces:
-        """The workspaces, with room for the rows of all ranks."""
+        """The workspaces, grown for the rows of all ranks."""
         workspaces = self._copied if copied else self._stored
         rows, k = x.shape
         workspaces.reserve(_native.core.ag_gemm_layout(rows * self.world_size, k, self.world_size))
         return workspaces
 
     def _copy_epoch(self, rank: int, copied: bool, next_: bool) -> int:
-        """Of a rank's next call, or of its last one; 0 where the kernel counts."""
+        """Epoch of a rank's next call, or of its last one; 0 if the kernel counts."""
         if not copied:
             return 0
         self._copied.epochs[rank] += next_

@@ -24,14 +24,14 @@ class EmulatedMoeRanks(EmulatedRanks):
 
     def __init__(self, world_size: int, device: torch.device | None = None, timeout_s: float = 10.0) -> None:
         super().__init__(world_size, device, timeout_s)
-        self._kept: list[torch.Tensor] = []  # what a caller would hold, until check()
+        self._kept: list[torch.Tensor] = []  # tensors that must live until check()
 
     def check(self) -> None:
         super().check()
         self._kept.clear()
 
     def route(self, case: MoeCase) -> list[Any]:
-        """Readies the ranks for the case's layers; returns each rank's native layout."""
+        """Prepares the ranks for the case's layers; returns each rank's native layout."""
         p, limit, k = case.world_size, case.max_tokens, case.top_k
         ids, weights = case.all_choices()
         shapes = checked_shapes(p, case.num_experts, case.ep_size, limit, 0, k)
@@ -171,6 +171,6 @@ class EmulatedMoeRanks(EmulatedRanks):
         return outs
 
     def _make_room(self, signals: int) -> None:
-        """signals: of each source."""
+        """Grows the workspaces. signals: number for each source."""
         peers, limit = self.world_size - 1, self._case.max_tokens
         self._stored._grow(round_up(4 * peers * signals), round_up(peers * limit * self._case.hidden * 2), 0)

@@ -42,12 +42,12 @@ _START = "import sys; sys.path[:] = {}; {}from flux.testing import fork_server; 
 
 
 def control_sockets() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep messages apart."""
+    """Two connected sockets that preserve message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(to: socket.socket, message: str, descriptors: list[int] | None = None) -> None:
-    """Raises BrokenPipeError if the other end is gone."""
+    """Sends a message. Raises BrokenPipeError if the other end is closed."""
     socket.send_fds(to, [message.encode()], descriptors or [], socket.MSG_NOSIGNAL)
 
 
@@ -72,7 +72,7 @@ class _Client:
         self._process: subprocess.Popen[bytes] | None = None
         self._calls: socket.socket | None = None
         self._alive: socket.socket | None = None
-        # What tells the server, by its end of file, that this process has died: no child may inherit them.
+        # Their end of file tells the server that this process has died, so no child may inherit them.
         self._controls: set[socket.socket] = set()
 
     def open_call(self) -> socket.socket:
@@ -96,7 +96,7 @@ class _Client:
         control.close()
 
     def exit_status(self) -> int | None:
-        """How the server ended; None while it runs."""
+        """The server's exit status; None while it runs."""
         with self._lock:
             try:
                 return None if self._process is None else self._process.wait(1.0)
@@ -116,14 +116,14 @@ class _Client:
             self._process = None
 
     def forget(self) -> None:
-        """In a forked child of this process: the server is its parent's."""
+        """Called in a forked child of this process, because the server belongs to the parent."""
         self._lock = threading.Lock()
         self._hang_up()
         for control in self._controls:
             control.close()
         self._controls.clear()
         if self._process is not None:
-            self._process.returncode = 0  # not its child, so nothing to wait for
+            self._process.returncode = 0  # the server is not a child of this process
         self._process = None
 
     def _hang_up(self) -> None:
@@ -138,10 +138,10 @@ class _Client:
         self._alive, alive = socket.socketpair()
         with calls, alive:
             path = mp_spawn.get_preparation_data("")["sys_path"]
-            # If the caller has imported the compiler, ranks compile too: else each would import it by itself.
+            # If the caller has imported the compiler, ranks need it too: import it once for all.
             compiler = "import torch._dynamo; " if "torch._dynamo" in sys.modules else ""
             start = _START.format(path, compiler, calls.fileno(), alive.fileno())
-            # Those of a terminal reach all processes of a job. One for this process waits until the end.
+            # SIGINT from a terminal reaches all processes of a job. This process gets it at the end.
             with _without_interrupts():
                 self._process = subprocess.Popen(
                     [mp_spawn.get_executable(), *_interpreter_flags(), "-c", start],
@@ -160,7 +160,7 @@ def _interpreter_flags() -> list[str]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """New processes inherit that SIGINT is blocked."""
+    """Blocks SIGINT; new processes inherit this."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -179,7 +179,7 @@ atexit.register(client.stop)
 def main(calls: int, alive: int) -> None:
     """Serves one caller until it dies or hangs up. Importing this module has imported torch and flux."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # From now on the caller's death is seen on the socket; a server that is stopped must wake up to see it.
+    # From now on the end of file shows the caller's death. SIGCONT wakes a stopped server to see it.
     fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGCONT)
     from flux.testing import rank_process
 
@@ -194,13 +194,13 @@ class _Call:
     """The processes of one call of `spawn`."""
 
     control: socket.socket
-    running: dict[int, int] = field(default_factory=dict)  # their ranks, by process id
+    running: dict[int, int] = field(default_factory=dict)  # rank by process id
     started: list[int] = field(default_factory=list)
     hung_up: bool = False
 
 
 class _Server:
-    """One thread that forks, waits and kills."""
+    """The server: a single thread that forks ranks, waits for them and kills them."""
 
     def __init__(self, calls: socket.socket, alive: int) -> None:
         self._socket = calls
@@ -214,7 +214,7 @@ class _Server:
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def serve(self) -> tuple[int, list[int]] | None:
-        """Returns rank and descriptors in each process that it forks, and None once the caller is gone."""
+        """Returns (rank, descriptors) in each forked process; None in the server when the caller is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._socket, selectors.EVENT_READ, self._open_call)
@@ -252,7 +252,7 @@ class _Server:
     def _start(self, call: _Call, rank: int, descriptors: list[int]) -> bool:
         server = os.getpid()
         try:
-            # The caller may have hung up since, such as during the imports of this process.
+            # The caller may have closed the socket, for example during the imports of this process.
             pid = None if _is_hung_up(call.control) else os.fork()
         except OSError as error:
             _tell(call, f"failed {rank} {error}")
@@ -269,7 +269,7 @@ class _Server:
         return True
 
     def _leave(self, server: int) -> None:
-        """In a new process: dies with the server, and drops what is the server's."""
+        """Called in a new process: makes it die with the server, and closes the server's descriptors."""
         if self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
         if os.getppid() != server:
@@ -313,7 +313,7 @@ class _Server:
 
 
 def _signal(call: _Call, number: signal.Signals) -> None:
-    # None of them has been waited for, so their ids are still theirs.
+    # These processes have not been waited for, so their ids cannot have been reused.
     for pid, rank in call.running.items():
         if rank >= 0 or number == signal.SIGKILL:
             os.kill(pid, number)
@@ -326,7 +326,7 @@ def _is_hung_up(control: socket.socket) -> bool:
 
 
 def _tell(call: _Call, message: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the end of file that follows says it all
+    with contextlib.suppress(BrokenPipeError):  # the end of file that follows is enough
         send(call.control, message)
 
 
@@ -338,7 +338,7 @@ def _remove_segments(call: _Call) -> None:
                 segment = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     if os.fstat(segment).st_uid == os.geteuid():
-                        fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
+                        fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
                         path.unlink()
                 finally:
                     os.close(segment)

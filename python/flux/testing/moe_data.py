@@ -1,4 +1,4 @@
-"""Exact-integer data for mixtures of experts, and what must come of it, worked out pair by pair.
+"""Exact-integer data for mixtures of experts, and the expected results, computed pair by pair.
 
 Why nothing missing, doubled or misplaced can pass a comparison for equality:
 
@@ -82,11 +82,11 @@ class MoeCase:
             odds[1::2] = 0
         if self.skew == "one slice":
             odds[max(self.local_experts, self.top_k) :] = 0
-        # The largest of random numbers to the power 1/odds: sampling without replacement.
+        # Weighted sampling without replacement: the largest values of random numbers to the power 1/odds.
         score = torch.rand(tokens, experts, generator=g) ** (1 / odds)
         if self.skew == "one expert":
             score[:, 0] = 2
-        # Experts that are left over where there are not enough of the wanted ones are not routed.
+        # If there are fewer wanted experts than choices, the remaining choices are not routed.
         ids = score.topk(min(self.top_k, experts)).indices
         ids = torch.nn.functional.pad(ids, (0, self.top_k - ids.shape[1]), value=-1)
         ids = torch.where((ids >= 0) & (odds[ids.clamp(min=0)] == 0), -1, ids)
@@ -95,7 +95,7 @@ class MoeCase:
         return ids, weights
 
     def all_choices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of all ranks, int32 and float32 [p, max_tokens, k]; tokens that a rank lacks: -1."""
+        """routing() of all ranks, int32 and float32 [p, max_tokens, k]; -1 for tokens that a rank lacks."""
         shape = (self.world_size, self.max_tokens, self.top_k)
         ids, weights = torch.full(shape, -1, dtype=torch.int32), torch.zeros(shape)
         for rank, tokens in enumerate(self.tokens):
@@ -145,7 +145,7 @@ class MoeCase:
         return rows[rows[:, 0].argsort(stable=True)]
 
     def layer0(self, rank: int) -> torch.Tensor:
-        """The exact result of layer 0 without activation, as many rows as there are."""
+        """The exact result of layer 0 without activation, for the valid rows."""
         w, first = self.w1(rank).float(), self.slice_of(rank) * self.local_experts
         rows = self.rows(rank)
         begins = torch.tensor(self.tokens).cumsum(0) - torch.tensor(self.tokens)
@@ -156,11 +156,11 @@ class MoeCase:
         return torch.cat(parts).to(self.dtype)
 
     def _column(self, rank: int, expert: Any, source: Any, token: Any) -> Any:
-        """Where a row has its second 1."""
+        """The column of a row's second 1."""
         return 1 + (7 * token + 3 * source + 5 * expert + rank + self.seed) % (self.columns - 1)
 
     def hidden_rows(self, rank: int, max_rows: int) -> torch.Tensor:
-        """Rows to start layer 1 with [max_rows, columns]: those after the last are NaN."""
+        """Input of layer 1 [max_rows, columns]; rows after the last one are NaN."""
         h = torch.zeros(max_rows, self.columns)
         rows = self.rows(rank)
         h[len(rows) :] = float("nan")

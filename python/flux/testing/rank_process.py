@@ -1,4 +1,4 @@
-"""What the processes do that the fork server forks for a call of `flux.testing.spawn`."""
+"""The code of the processes that the fork server forks for a call of `flux.testing.spawn`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a call is told.
+    """The data that every rank of a call receives.
 
     preparation: multiprocessing's: sys.path, working directory, main module. work: pickle of (fn, args), to
     be read after that. port: of the store.
@@ -48,7 +48,7 @@ def listen() -> socket.socket:
 
 
 def dumps(value: object) -> bytes:
-    """Not as multiprocessing pickles: tensors travel by value, and need neither a file nor their process."""
+    """Pickles by value, unlike multiprocessing, so that tensors outlive their process and need no file."""
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
@@ -65,14 +65,14 @@ def read(descriptor: int) -> Any:
 
 
 def main(rank: int, descriptors: list[int]) -> NoReturn:
-    """A rank, or the holder of the store; returns to nobody.
+    """Runs a rank, or the process of the store; never returns.
 
     Args:
         descriptors: of a rank a socket to the caller, a file for its answer, and one with the Job; of the
             store its listening socket.
     """
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if rank == STORE:
             _hold_store(*descriptors)
@@ -83,9 +83,9 @@ def main(rank: int, descriptors: list[int]) -> NoReturn:
 
 
 def _hold_store(listener: int) -> None:
-    """A process of its own: neither a rank nor a caller that is stopped must keep ranks from the store.
+    """Runs the store in a separate process, so that no stopped rank or caller blocks access to it.
 
-    A FileStore would: ranks lock its file, and a rank stopped just then keeps the lock.
+    A FileStore does not ensure that: ranks lock its file, and a rank that is stopped keeps the lock.
     """
     with socket.socket(fileno=listener) as listening:
         port = listening.getsockname()[1]
@@ -99,7 +99,7 @@ def _hold_store(listener: int) -> None:
 def _run(rank: int, talk: int, answer: int, job: int) -> None:
     caller = socket.socket(fileno=talk)
     if sys.stderr is not None:
-        faulthandler.register(signal.SIGUSR1)  # where it hangs
+        faulthandler.register(signal.SIGUSR1)  # shows where the rank hangs
     try:
         told = _dump_result(_call(rank, read(job)))
     except BaseException:
@@ -108,7 +108,7 @@ def _run(rank: int, talk: int, answer: int, job: int) -> None:
     _flush()
     with contextlib.suppress(OSError):
         caller.send(b"\0", socket.MSG_NOSIGNAL)
-        # Peers may still talk to this rank: it stays until the caller hangs up.
+        # Peers may still communicate with this rank, so it waits until the caller closes the socket.
         caller.recv(1)
     _flush()
     # Not a clean exit: destroying a process group may wait for a rank that is dead.
@@ -119,7 +119,7 @@ def _call(rank: int, job: Job) -> Any:
     os.environ.clear()
     os.environ.update(job.env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # As multiprocessing does: a main module without a guard is told so where it calls spawn.
+    # As in multiprocessing: calling spawn in a main module without a guard raises an error.
     current: Any = mp_process.current_process()
     current._inheriting = True
     try:

@@ -154,7 +154,7 @@ def spawn(
             ranks.start(job, listener)
             return ranks.collect()
         except KeyboardInterrupt as error:
-            # Where this call was waiting would only hide which call it was.
+            # Without the internal traceback, which would hide the user's call.
             raise error.with_traceback(None) from None
 
 
@@ -166,7 +166,7 @@ class _Ranks:
         self._may_die = may_die
         self._results: list[Any] = [None] * world_size
         self._failures: list[RankFailure] = []
-        self._pending = set(range(world_size))  # ranks of which neither result nor failure is known
+        self._pending = set(range(world_size))  # ranks without a known result or failure
         self._running: set[int] = set()
         self._answers: list[FileIO] = []
         self._talks: list[socket.socket] = []
@@ -179,8 +179,8 @@ class _Ranks:
         return self
 
     def start(self, job: rank_process.Job, listener: socket.socket) -> None:
-        """Asks for the processes; the fork server may still be starting itself."""
-        with _memory_file() as job_file, contextlib.suppress(BrokenPipeError):  # collect() says more
+        """Requests the processes; the fork server may still be starting."""
+        with _memory_file() as job_file, contextlib.suppress(BrokenPipeError):  # collect() reports it
             rank_process.write(job_file.fileno(), rank_process.dumps(job))
             fork_server.send(self._control, f"start {rank_process.STORE}", [listener.fileno()])
             for rank in range(job.world_size):
@@ -217,7 +217,7 @@ class _Ranks:
         self._failures += [RankFailure(rank, None, "") for rank in sorted(self._pending)]
 
     def _listen(self, rank: int) -> None:
-        """Looks whether a rank has answered. At the end of file how it ended is still to come."""
+        """Reads a rank's answer, if any. After the end of file, its exit status is still to come."""
         talk = self._talks[rank]
         try:
             answered = bool(talk.recv(1, socket.MSG_DONTWAIT))
@@ -229,8 +229,8 @@ class _Ranks:
             talk.close()
             return
         try:
-            # Code runs when a pickle is read. This one comes from a process that this call has started: only
-            # that has the file, which has no name.
+            # Unpickling can run code. The pickle comes from a process that this call has started: only
+            # that process has the file, which has no name.
             result, error = rank_process.read(self._answers[rank].fileno())
         except Exception:
             result = None
@@ -238,7 +238,7 @@ class _Ranks:
         self._settle(rank, RankFailure(rank, None, error) if error else None, result)
 
     def _obey(self) -> None:
-        """Reads one message of the fork server."""
+        """Reads and handles one message of the fork server."""
         words, _ = fork_server.receive(self._control)
         if not words:
             self._lose_server()
@@ -272,18 +272,18 @@ class _Ranks:
             self._results[rank] = result if failure is None else failure
             return
         self._failures.append(failure)
-        # Its peers can only run into their timeouts now; what they say in the next seconds may explain more.
+        # The rank's peers will time out; their errors in the next seconds may explain the failure.
         self._deadline = min(self._deadline, time.monotonic() + _LAST_WORDS_S)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             for talk in self._talks:
                 talk.close()
-            if kind is None:  # ranks leave when this process hangs up
+            if kind is None:  # ranks exit when this process closes its sockets
                 self._await_end(_LEAVE_S, lambda: not self._running)
             with contextlib.suppress(OSError):  # not connected: the server is gone
-                self._control.shutdown(socket.SHUT_WR)  # the server kills those that are left
-            # A server that is still starting will start nothing for a caller that has hung up.
+                self._control.shutdown(socket.SHUT_WR)  # the server kills the remaining ranks
+            # A server that is still starting does not fork for a caller that has closed its socket.
             starting = not self._serving and not wait([self._control], 0.0)
             if not starting and not self._await_end(_KILL_S, lambda: False):
                 log.warning("spawn: ranks have not ended within %.0f s after SIGKILL", _KILL_S)
@@ -307,5 +307,5 @@ class _Ranks:
 
 
 def _memory_file() -> FileIO:
-    """Has no name: whatever ends the processes that have it open, nothing is left."""
+    """An unnamed file in memory, which disappears with the last process that has it open."""
     return FileIO(os.memfd_create("flux-spawn"), "w+")

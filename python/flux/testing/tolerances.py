@@ -1,4 +1,4 @@
-"""How far a correct result may be from the exact one: derived from K and the type, not tuned to pass."""
+"""Tolerances of correct results against exact ones: derived from K and the dtype, not tuned."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ OPS: dict[str, OpSpec] = {
     "e2e_decode": _of_models(e2e, deals_rows=False),
 }
 
-# What flux is measured against itself for: not in a family, whose tables say what fusing gains.
+# Ops that compare flux only with itself. Not in a family, whose tables show the gain of fusing.
 _STUDIES = ("moe_ctas",)
 
 # Names for several ops at once.

@@ -98,7 +98,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
         raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
 
     def run(name: str, config: int, role: str) -> Candidate:
-        # Exactly what flux.ag_gemm launches, but for the tile shape.
+        # The same launch as in flux.ag_gemm, except for the tile shape.
         chosen = replace(plan, config=config & 0xFF)
 
         def launch(weight: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, _ = problem.local(context.tp)
     group = context.group
     assert group is not None
-    # Some are summed in place again and again: anything but zeros would soon be infinite.
+    # Some are summed in place repeatedly: anything but zeros would soon overflow.
     x, summed = (torch.zeros(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
     out = torch.empty_like(x)
 

@@ -1,4 +1,4 @@
-"""What every benchmarked op is made of: where it runs, its candidates, its data."""
+"""Common parts of all benchmarked ops: context, candidates, data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import flux
 from flux import _native
 from flux.bench.timing import Call, all_max
 
-# Below this M the weights of a burst would stay in L2, which no model sees: rotate over copies of them.
-# Of a correctness check, one behind the other: both buffers of a workspace, and one of them again.
+# Below this M the weight would stay in L2 during a burst, unlike in a model: rotate over copies of it.
+# Successive calls of a correctness check: they use both buffers of a workspace, and one of them again.
 CALLS = 3
 _DECODE_M = 256
 _MIN_WEIGHT_SETS = 3
@@ -31,7 +31,7 @@ class Context:
     device: torch.device
     dtype: torch.dtype
     group: dist.ProcessGroup | None
-    say: Callable[[str], None] = lambda text: None  # tells whoever waits what a long preparation does
+    say: Callable[[str], None] = lambda text: None  # reports the progress of a long preparation
 
     @property
     def cuda(self) -> bool:
@@ -64,7 +64,7 @@ class Prepared:
 
 
 def collectives(context: Context) -> str:
-    """Who moves data between ranks in torch on this device."""
+    """The library of torch's collectives on this device."""
     return "NCCL" if context.cuda else "gloo"
 
 
@@ -113,7 +113,7 @@ def async_tp(
         from torch.distributed import _symmetric_memory as symm_mem
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer torch enables every group by itself
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch enables every group automatically
             symm_mem.enable_symm_mem_for_group(group.group_name)
         call()
         torch.cuda.synchronize(context.device)
@@ -142,9 +142,9 @@ def first_wrong(results: Sequence[str]) -> str:
     return next((result for result in results if result != "exact"), "exact")
 
 
-# How far two ways to compute the same may be apart, as a share of the root mean square of the result: single
-# elements by this much, all together by an eighth of it. Rounding moves elements by a few units of 2^-8 for
-# bfloat16; where one of p ranks is missing, all are off by about 1/sqrt(p).
+# Largest difference of two computations, relative to the root mean square of the result: single
+# elements by this much, their mean by an eighth of it. Rounding moves elements by a few units of 2^-8 for
+# bfloat16; if the contribution of one of p ranks is missing, all are wrong by about 1/sqrt(p).
 _APART = {torch.bfloat16: 0.25, torch.float16: 0.03, torch.float32: 1e-4, torch.float64: 1e-9}
 
 
@@ -164,7 +164,7 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
         scale = max(float(reference.square().mean().sqrt()), 1e-30)
         most, mean = float(apart.max()) / scale, float(apart.square().mean().sqrt()) / scale
         limit = _APART[expected.dtype]
-        # Written so that a NaN fails.
+        # A negated comparison, so that a NaN fails.
         if not (most <= limit and mean <= limit / 8):
             return f"{name}: off by {most:.2g} of its rms at most and {mean:.2g} on average"
         worst = max(worst, mean)
@@ -173,7 +173,7 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
 _CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3, " split-2": 4, " split-3": 5}
-# Of a swap-AB tile: CTAs that split its K, and that share its weight.
+# For swap-AB tiles: number of CTAs that split K, and that share the weight.
 _SWAP_AB_CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2))
 
 
@@ -193,7 +193,7 @@ def packed_choices(plan: Any) -> list[tuple[str, int]]:
 
 
 def explained(op: str, m: int, n: int, k: int, context: Context) -> dict[str, Any] | None:
-    """plan_dict of a call, or None where explain would speak of a GPU that the benchmark does not use."""
+    """plan_dict of a call, or None if explain would plan for a GPU that the benchmark does not use."""
     if not context.cuda and torch.cuda.is_available():
         return None
     return plan_dict(flux.explain(op, m, n, k, dtype=context.dtype, group=context.group))
@@ -201,7 +201,7 @@ def explained(op: str, m: int, n: int, k: int, context: Context) -> dict[str, An
 
 def plan_dict(plan: Any) -> dict[str, Any]:
     """A flux.Plan as JSON: what was chosen, why, and what the model gave to the others."""
-    # Candidates are sorted: the model's best is the plan.
+    # Candidates are sorted, and the plan is the model's best.
     chosen = f"{plan.candidates[0][0]} g{plan.group_m}" if plan.candidates else ""
     if plan.fused and plan.op in ("gemm_ar", "all_reduce"):
         way = {0: "one-shot", 1: "two-shot"}.get(plan.mode, "gemm_rs + all_gather")

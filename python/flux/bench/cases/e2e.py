@@ -106,7 +106,7 @@ def _pair(problem: ModelProblem, context: Context) -> _Pair:
 
 
 def _load(problem: ModelProblem, context: Context) -> _Pair:
-    # Nothing is wanted from there: where there is no network, asking would only take time.
+    # Nothing is downloaded; without a network, attempts would only take time.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     context.say(f"{problem.model}: importing transformers")
     try:
@@ -115,7 +115,7 @@ def _load(problem: ModelProblem, context: Context) -> _Pair:
         raise RuntimeError(f"bench e2e needs transformers 5.17 or newer: {error}") from error
     if importlib.util.find_spec("accelerate") is None:
         raise RuntimeError("bench e2e needs accelerate, without which transformers follows no tp_plan")
-    # Where transformers looks for its place among the ranks.
+    # transformers reads its rank and world size from these variables.
     rank, world = str(context.rank), str(context.world_size)
     os.environ.update({"RANK": rank, "LOCAL_RANK": os.environ.get("LOCAL_RANK", rank), "WORLD_SIZE": world})
     import transformers
@@ -176,7 +176,7 @@ def _from(folder: str, context: Context) -> Any:
 def _forward(
     model: Any, problem: ModelProblem, context: Context, logits: int = 1
 ) -> Callable[[], torch.Tensor]:
-    """What is timed: the logits of the last token of each sequence. logits: of how many, 0 for all."""
+    """The timed function: the logits of the last tokens of each sequence. logits: how many, 0 for all."""
     vocabulary = MODELS[problem.model].vocabulary
     generator = torch.Generator().manual_seed(_SEED)
 
@@ -195,12 +195,12 @@ def _forward(
     positions = torch.full((1, 1), length, device=context.device)
 
     def step() -> torch.Tensor:
-        # Always the same token again: the cache has room for one.
+        # Decode the same position again, because the cache has room for one token.
         for layer in cache.layers:
             layer.cumulative_length.fill_(length)
         return _whole(model(last, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits)
 
-    step()  # makes the cache
+    step()  # allocates the cache
     random = torch.Generator(context.device).manual_seed(_SEED)
     for layer in cache.layers:
         for states in (layer.keys, layer.values):

@@ -20,7 +20,7 @@ from flux.testing import GemmRsCase
 
 
 def library(context: Context) -> str:
-    """Who multiplies matrices in torch on this device."""
+    """The library of torch's GEMMs on this device."""
     return "cuBLAS" if context.cuda else "torch"
 
 

@@ -55,7 +55,7 @@ def unfused(
 ) -> tuple[list[Candidate], list[str]]:
     """The library's GEMM and then an all-reduce: NCCL's, to `product`, and on GPUs those of symmetric memory.
 
-    With notes on those that cannot run. `use`: what is done with the sum.
+    With notes on those that cannot run. `use`: applied to the sum.
     """
     m, n = product.shape
 
@@ -80,7 +80,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     assert group is not None
     x, weights = random_operands(m, n, k, context)
     ours, theirs, own_gemm = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(3))
-    # Summed in place again and again: anything but zeros would soon be infinite.
+    # Summed in place repeatedly: anything but zeros would soon overflow.
     summed = torch.zeros_like(ours)
 
     def candidate(name: str, role: str, step: Step) -> Candidate:
@@ -119,7 +119,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
 
     def run(name: str, role: str, config: int, mode: int) -> Candidate:
         def launch(weight: torch.Tensor) -> None:
-            # Exactly what flux.gemm_ar launches, but for config and mode.
+            # The same launch as in flux.gemm_ar, except for config and mode.
             with workspace.enter(chosen) as (address, _):
                 torch.ops.flux._gemm_ar(
                     x, weight, None, out, False, address, config, 0, mode, None, None, 0.0, None

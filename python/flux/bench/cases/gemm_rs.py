@@ -98,7 +98,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     signal_bytes, slot_bytes = max(r[0] for r in rooms), max(r[1] for r in rooms)
 
     def run(name: str, config: int, role: str) -> Candidate:
-        # Exactly what flux.gemm_rs launches, but for the tile shape.
+        # The same launch as in flux.gemm_rs, except for the tile shape.
         chosen = replace(plan, config=config, signal_bytes=signal_bytes, slot_bytes=slot_bytes)
 
         def launch(weight: torch.Tensor) -> None:

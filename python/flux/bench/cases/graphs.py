@@ -1,4 +1,4 @@
-"""Decoding as it is run: calls replayed from CUDA graphs, and the peers that such calls have in PyTorch."""
+"""Decoding: calls replayed from CUDA graphs, and PyTorch's peers of such calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from flux.bench.cases.common import Candidate, Context
 from flux.bench.timing import Call, all_max
 
-_CALLS = 12  # at least so many in a graph: the start of one costs some microseconds
+_CALLS = 12  # minimum in a graph, because the launch of a graph costs some microseconds
 _symm_mem: Any = torch.ops.symm_mem
 
 Step = Callable[[torch.Tensor], object]
@@ -32,10 +32,10 @@ def graphed(name: str, role: str, step: Step, weights: list[torch.Tensor], conte
 def _captured(burst: Call, context: Context) -> Call:
     if not context.cuda:
         return burst
-    burst()  # allocates, loads and meets, none of which a graph can capture
+    burst()  # allocations, module loading and rendezvous, which a graph cannot capture
     torch.cuda.synchronize(context.device)
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog, another thread, queries events meanwhile.
+    # thread_local, because NCCL's watchdog thread queries events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         burst()
     return graph.replay

@@ -115,14 +115,14 @@ class Block(nn.Module):
 
 
 def _output(result: Any) -> Tensor:
-    """Megatron's layers return the bias too."""
+    """The output without the bias, which Megatron's layers also return."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Both blocks with the same weights, and what goes in."""
+    """Both blocks with the same weights, and their inputs."""
 
     ours: Block
     stock: Block

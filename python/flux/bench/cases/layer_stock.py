@@ -1,4 +1,4 @@
-"""The layers that flux's are measured against: Megatron-Core's, and the same algorithm on plain torch."""
+"""The baselines of flux's layers: Megatron-Core's layers, and the same algorithm on plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 def megatron_layers(context: Context) -> tuple[Makes, Makes]:
     """Makers of column- and row-parallel layers from (in_features, out_features): Megatron's, and flux's."""
-    # Its collectives have names that newer torch is about to drop.
+    # Megatron calls collectives by names that newer torch deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not context.cuda:
         # Megatron allocates on "the current CUDA device" whatever the model is on. Only in this process,
@@ -62,7 +62,7 @@ def megatron_layers(context: Context) -> tuple[Makes, Makes]:
 
 
 def torch_layers(context: Context) -> Makes:
-    """Makers of layers that do what Megatron's do (arXiv 2205.05198, section 4.2), by torch alone."""
+    """Makers of layers with Megatron's algorithm (arXiv 2205.05198, section 4.2), with torch only."""
     p = context.world_size
     return (
         lambda k, n: _Layer(_column, n // p, k, context),
@@ -82,7 +82,7 @@ class _Layer(nn.Module):
 
 
 class _Column(torch.autograd.Function):
-    """Gathers x; once more in the backward pass, beside a GEMM, as the scatter of x's gradient is."""
+    """Gathers x, again in the backward pass. There the gather and the scatter overlap with GEMMs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:

@@ -19,7 +19,7 @@ from flux.moe import routing as routings
 from flux.moe.plan import MoePlan
 from flux.testing.moe_data import MoeCase
 
-_CHECK_COLUMNS = 512  # of the correctness check: tokens, experts and layout are those of the row
+_CHECK_COLUMNS = 512  # columns of the correctness check; tokens, experts and layout are those of the row
 _HOT = "hot"
 _M = (512, 2048, 8192)
 _CPU_M = (64,)
@@ -137,7 +137,7 @@ def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator)
     k flattens it: the row notes what came of it.
     """
     experts = problem.experts
-    # The same experts are popular on all ranks.
+    # The same seed on all ranks, so that the same experts are popular.
     shape = torch.randn(experts, generator=torch.Generator().manual_seed(7))
     share = (1 / experts + problem.load_std * (shape - shape.mean()) / shape.std(correction=0)).clamp(min=0)
     score = torch.rand(tokens, experts, generator=generator) ** (1 / share.clamp(min=1e-9))
@@ -208,7 +208,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
 def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:
     """A layer's inputs when it is timed, and a note on the routing. A collective."""
-    # Normal x 0.1, as everywhere: zeros and small integers would draw less power.
+    # Normal x 0.1, as in all cases: zeros and small integers would draw less power.
     random = torch.Generator(context.device).manual_seed(1234 + context.rank)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from flux.moe.gemm_gather_rs import launch
 from flux.moe.plan import MoePlan
 
 _OP = "moe.gemm_gather_rs"
-# Those that leave an SM to compute are tried.
+# Numbers that leave no SM to compute are skipped.
 _NUMBERS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
 
 Layer = Callable[[torch.Tensor, torch.Tensor, flux.moe.Routing], torch.Tensor]

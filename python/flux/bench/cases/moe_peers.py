@@ -1,4 +1,4 @@
-"""What mixtures of experts are measured against: NCCL, torch's grouped GEMM, a one-pass top-k sum, in turn.
+"""The baselines of mixtures of experts: NCCL, torch's grouped GEMM, a one-pass top-k sum, in sequence.
 
 The peers know how many rows there are: in a model they would have to ask the GPU, or compute on padding.
 """
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def route(ids: Tensor, weights: Tensor, experts: int, context: Context) -> Candidate:
-    """The least that an unfused pipeline needs: all choices, sorted by expert, and where each went."""
+    """The minimum that an unfused pipeline needs: all choices, sorted by expert, and the row of each."""
     group, collect = context.group, torch_all_gather()
     p = context.world_size
     choices, factors = (
@@ -193,5 +193,5 @@ class _Parts:
 
 
 def _used(routing: flux.moe.Routing) -> Tensor:
-    """source * max_tokens + token of each row that there is."""
+    """source * max_tokens + token of each valid row."""
     return reference.tokens_of_rows(routing.rows, routing.incoming)[: int(routing.offsets[-1])]
