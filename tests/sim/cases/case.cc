@@ -47,10 +47,11 @@ void expect(const Values& out, const std::vector<int>& expected, DType dtype, co
   }
 }
 
+static bool verbose = false;
+
 void describe(const std::string& what) {
   sim::machine.case_name += ": " + what;
-  if (std::getenv("FLUX_SIM_VERBOSE") != nullptr)
-    std::fprintf(stderr, "%s\n", sim::machine.case_name.c_str());
+  if (verbose) std::fprintf(stderr, "%s\n", sim::machine.case_name.c_str());
 }
 
 int run_cases(int argc, char** argv, const std::vector<NamedCase>& all) {
@@ -64,6 +65,8 @@ int run_cases(int argc, char** argv, const std::vector<NamedCase>& all) {
     if (option == "--cases") count = std::atoi(argv[i + 1]);
     if (option == "--seconds") seconds = std::atof(argv[i + 1]);
     if (option == "--only") only = argv[i + 1];
+    if (option == "--policy") sim::machine.fixed_policy = std::atoll(argv[i + 1]);
+    if (option == "--verbose") verbose = std::atoi(argv[i + 1]) != 0;
   }
   const auto start = std::chrono::steady_clock::now();
   int run = 0;

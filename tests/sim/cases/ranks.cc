@@ -221,6 +221,7 @@ void gemm_ar(uint64_t seed) {
     m = random.one_of({m, 128 + m});
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
   }
+  const int num_sms = random.one_of({2, 8});  // all CTAs of these launches must be resident
   start(seed, world_size, /*resident=*/8, random);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
@@ -252,7 +253,7 @@ void gemm_ar(uint64_t seed) {
                                          bias.data,
                                          dtype,
                                          config,
-                                         /*num_sms=*/8};
+                                         num_sms};
       const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr,
                                             kEps, norms ? sum.data : nullptr};
       flux::gemm_ar::gemm_ar(args, extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);

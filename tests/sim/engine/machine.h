@@ -188,7 +188,8 @@ struct Machine {
   int idle_jumps = 0;
   Fiber* running = nullptr;
   Cta* mapped = nullptr;
-  std::string case_name;  // for reports: how to run it again
+  int64_t fixed_policy = -1;  // the seed that policies are drawn from, if not the case's own
+  std::string case_name;      // for reports: how to run it again
 
   int draw(int below) { return static_cast<int>(random() % static_cast<uint64_t>(below)); }
 };

@@ -211,7 +211,7 @@ void print_waiting() {
 
 Policy policy_of(uint64_t seed) {
   Policy policy;
-  if (const char* const fixed = std::getenv("FLUX_SIM_POLICY")) seed = std::strtoull(fixed, nullptr, 10);
+  if (machine.fixed_policy >= 0) seed = static_cast<uint64_t>(machine.fixed_policy);
   policy.seed = seed;
   policy.when = static_cast<Policy::When>(seed % 3);
   policy.order = static_cast<Policy::Order>(seed / 3 % 3);
