@@ -110,11 +110,11 @@ struct WarpMeeting {
 struct WgmmaOp {
   WgmmaShape shape;
   uint64_t a, b;
-  float* accumulators[128];
+  float* accumulators[32];
   bool accumulate;
   int arrived = 0;
 };
-struct Warpgroup {
+struct TensorWarp {
   std::deque<WgmmaOp> ops;  // the first is number `done`
   int64_t done = 0;
   bool queued = false;  // the first operation is with the adversary
@@ -146,7 +146,7 @@ struct Cta {
   bool exited = false;
   NamedBarrier named[16];
   std::vector<WarpMeeting> warps;
-  std::vector<Warpgroup> warpgroups;
+  std::vector<TensorWarp> tensor_warps;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
   std::vector<Granule> granules;
   int free_registers = 0;
@@ -181,7 +181,7 @@ struct Machine {
   std::vector<std::unique_ptr<Cta>> ctas;  // resident
   // Asynchronous operations that have been issued. Each has one effect, whose moment the adversary chooses.
   std::vector<std::function<void()>> copies, wgmmas;
-  std::vector<Fiber*> polling;
+  std::vector<Fiber*> polling, sleeping;
   uint64_t now_ns = 1000000;
   int64_t cycles = 0;
   uint32_t proxy_clock = 1;

@@ -239,6 +239,7 @@ void reset_machine(const MachineConfig& config) {
   machine.copies.clear();
   machine.wgmmas.clear();
   machine.polling.clear();
+  machine.sleeping.clear();
   machine.now_ns = 1'000'000;
   machine.cycles = 0;
   machine.devices.assign(static_cast<size_t>(config.devices), {});
@@ -287,7 +288,12 @@ void maybe_preempt() {
   for (Polled& polled : fiber.polled) polled.repeats = 0;  // it does more than spin
   const int one_in = machine.config.policy.preempt;
   if (one_in == 0 || machine.draw(one_in) != 0) return;
-  make_runnable(&fiber);
+  constexpr int kLongSleeps = 8;  // of so many preemptions, one lasts until nothing else can happen
+  if (machine.draw(kLongSleeps) == 0) {
+    machine.sleeping.push_back(&fiber);
+  } else {
+    make_runnable(&fiber);
+  }
   yield();
 }
 
@@ -316,7 +322,7 @@ void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluste
   const int threads = static_cast<int>(launch->config.block.x);
   cta.live = threads;
   cta.warps.resize(static_cast<size_t>(threads + 31) / 32);
-  cta.warpgroups.resize(static_cast<size_t>(threads + 127) / 128);
+  cta.tensor_warps.resize(static_cast<size_t>(threads + 31) / 32);
   cta.free_registers = 65536;
   const int registers = std::min(255, 65536 / threads / 8 * 8);
   cta.free_registers -= registers * threads;
@@ -356,6 +362,11 @@ void run_all() {
       continue;
     } else if (advance_streams() || wake_polling()) {
       machine.idle_jumps = 0;
+    } else if (!machine.sleeping.empty()) {
+      const int at = machine.draw(static_cast<int>(machine.sleeping.size()));
+      std::swap(machine.sleeping[static_cast<size_t>(at)], machine.sleeping.back());
+      make_runnable(machine.sleeping.back());
+      machine.sleeping.pop_back();
     } else if (release_late_rank()) {
       advance_streams();
     } else if (machine.ctas.empty() && streams_empty()) {

@@ -1,5 +1,6 @@
-// The tensor core: 64 x N x 16 steps of a warpgroup, operands by shared-memory descriptors. A step is with the
-// adversary from the moment all 128 threads have issued it, in the order of issue; it reads its operands when it runs.
+// The tensor core: 64 x N x 16 steps of a warpgroup, operands by shared-memory descriptors. Nothing but the program
+// keeps the four warps together. So each warp's 16 rows are an operation of their own: from the moment that its lanes
+// have issued it, in the order of issue, with operands as they are when it runs.
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -9,7 +10,7 @@
 namespace sim {
 namespace {
 
-constexpr int kM = 64, kK = 16;
+constexpr int kM = 16, kK = 16;  // of a warp
 constexpr int kMaxN = 256;
 
 float widen(uint16_t bits, Element element) {
@@ -50,13 +51,13 @@ struct Operand {
   }
 };
 
-// values[k][mn], read in pieces of eight elements.
-void read_operand(Cta& cta, const Operand& operand, int rows, Element element, const Fiber& issuer,
+// values[k][mn - first], read in pieces of eight elements.
+void read_operand(Cta& cta, const Operand& operand, int first, int rows, Element element, const Fiber& issuer,
                   float (*values)[kMaxN]) {
   const int outer = operand.mn_major ? kK : rows, inner = operand.mn_major ? rows : kK;
   for (int i = 0; i < outer; ++i) {
     for (int j = 0; j < inner; j += 8) {
-      const uint32_t at = operand.mn_major ? operand.address(j, i) : operand.address(i, j);
+      const uint32_t at = operand.mn_major ? operand.address(first + j, i) : operand.address(first + i, j);
       async_read(cta, at, 16, issuer, /*written_only=*/false, "wgmma", kNowhere);
       uint16_t piece[8];
       std::memcpy(piece, checked(cta, at, 16, "wgmma operand", kNowhere), sizeof(piece));
@@ -81,15 +82,15 @@ __attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const flo
 
 void run(Cta& cta, int number, WgmmaOp& op) {
   static float a[kK][kMaxN], b[kK][kMaxN], sums[kM][kMaxN];
-  const Fiber& issuer = cta.fibers[static_cast<size_t>(number) * 128];
+  const Fiber& issuer = cta.fibers[static_cast<size_t>(number) * 32];
   const int n = op.shape.n;
-  read_operand(cta, Operand(op.a, op.shape.a_mn_major), kM, op.shape.element, issuer, a);
-  read_operand(cta, Operand(op.b, op.shape.b_mn_major), n, op.shape.element, issuer, b);
-  // Thread t has, in each block of eight columns, two neighbours of row 16 * (t / 32) + t % 32 / 4, and of eight below.
+  read_operand(cta, Operand(op.a, op.shape.a_mn_major), number % 4 * kM, kM, op.shape.element, issuer, a);
+  read_operand(cta, Operand(op.b, op.shape.b_mn_major), 0, n, op.shape.element, issuer, b);
+  // Lane t has, in each block of eight columns, two neighbours of row t / 4, and of the row eight below.
   const auto for_each = [&](auto use) {
-    for (int t = 0; t < 128; ++t) {
+    for (int t = 0; t < 32; ++t) {
       for (int i = 0; i < n / 2; ++i) {
-        const int row = t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + t % 4 * 2 + i % 2;
+        const int row = t / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + t % 4 * 2 + i % 2;
         use(op.accumulators[t][i], sums[row][column]);
       }
     }
@@ -99,19 +100,19 @@ void run(Cta& cta, int number, WgmmaOp& op) {
   for_each([](float& mine, const float& sum) { mine = sum; });
 }
 
-// Gives the first operation of the warpgroup to the adversary, if all threads have issued it.
+// Gives the first operation of the warp to the adversary, if all lanes have issued it.
 void queue_next(Cta& cta, int number) {
-  Warpgroup& group = cta.warpgroups[static_cast<size_t>(number)];
-  if (group.queued || group.ops.empty() || group.ops.front().arrived < 128) return;
-  group.queued = true;
+  TensorWarp& warp = cta.tensor_warps[static_cast<size_t>(number)];
+  if (warp.queued || warp.ops.empty() || warp.ops.front().arrived < 32) return;
+  warp.queued = true;
   ++cta.in_flight;
-  issue(true, [&cta, &group, number] {
-    run(cta, number, group.ops.front());
+  issue(true, [&cta, &warp, number] {
+    run(cta, number, warp.ops.front());
     --cta.in_flight;
-    group.ops.pop_front();
-    ++group.done;
-    group.queued = false;
-    group.queue.wake_all();
+    warp.ops.pop_front();
+    ++warp.done;
+    warp.queued = false;
+    warp.queue.wake_all();
     queue_next(cta, number);
   });
 }
@@ -125,16 +126,16 @@ void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators,
   Cta& cta = here();
   if (!fiber.wgmma_fenced)
     report("wgmma without warpgroup_arrive after the accumulators were free to be used");
-  const int number = fiber.thread / 128;
-  Warpgroup& group = cta.warpgroups[static_cast<size_t>(number)];
-  const auto at = static_cast<size_t>(fiber.wgmmas++ - group.done);
-  while (group.ops.size() <= at) group.ops.push_back({shape, a, b, {}, accumulate});
-  WgmmaOp& op = group.ops[at];
+  const int number = fiber.thread / 32;
+  TensorWarp& warp = cta.tensor_warps[static_cast<size_t>(number)];
+  const auto at = static_cast<size_t>(fiber.wgmmas++ - warp.done);
+  while (warp.ops.size() <= at) warp.ops.push_back({shape, a, b, {}, accumulate});
+  WgmmaOp& op = warp.ops[at];
   if (op.a != a || op.b != b || op.accumulate != accumulate || op.shape.n != shape.n) {
-    report("threads of a warpgroup issue different wgmmas");
+    report("lanes of a warp issue different wgmmas");
   }
-  op.accumulators[fiber.thread % 128] = accumulators;
-  if (++op.arrived == 128) queue_next(cta, number);
+  op.accumulators[fiber.thread % 32] = accumulators;
+  if (++op.arrived == 32) queue_next(cta, number);
 }
 
 void wgmma_commit() {
@@ -145,13 +146,13 @@ void wgmma_commit() {
 void wgmma_wait(int pending) {
   maybe_preempt();
   Fiber& fiber = self();
-  Warpgroup& group = here().warpgroups[static_cast<size_t>(fiber.thread / 128)];
+  TensorWarp& warp = here().tensor_warps[static_cast<size_t>(fiber.thread / 32)];
   const auto groups = static_cast<int>(fiber.wgmma_groups.size());
   const int64_t needed = groups > pending ? fiber.wgmma_groups[static_cast<size_t>(groups - pending - 1)] : 0;
-  while (group.done < needed) {
-    wait_on(group.queue, kNowhere, [&group] {
-      const int there = group.ops.empty() ? 0 : group.ops.front().arrived;
-      return "a wgmma that " + std::to_string(there) + " of 128 threads have issued";
+  while (warp.done < needed) {
+    wait_on(warp.queue, kNowhere, [&warp] {
+      const int there = warp.ops.empty() ? 0 : warp.ops.front().arrived;
+      return "a wgmma that " + std::to_string(there) + " of 32 lanes have issued";
     });
   }
   if (groups > pending)
