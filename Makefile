@@ -22,13 +22,14 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults sanitize vllm bench results build kernels wheel try-wheel docs lint format clean distclean
+.PHONY: help test soak faults simulate sanitize vllm bench results build kernels wheel try-wheel docs lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x')"
 	@echo "make soak       10,000 random calls on 1 to 4 CPU processes, exact (ARGS='--seed 7 --seconds 600')"
 	@echo "make faults     an exception at every line of every collective, on 2 CPU processes"
+	@echo "make simulate   the kernels on a simulated Hopper GPU, random cases, exact; needs g++  (ARGS='--seed 7 --seconds 600')"
 	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
@@ -56,6 +57,9 @@ soak: build
 
 faults: build
 	OMP_NUM_THREADS=1 $(PY) tests/cpu/broken_off.py $(ARGS)
+
+simulate: build
+	$(PY) tests/sim/simulate.py $(ARGS)
 
 # PYTHONPATH puts the package with the sanitized _core before the installed one. Leaks at exit are Python's. A test may
 # expect that a rank dies, so reports are looked for in all that was printed, too.

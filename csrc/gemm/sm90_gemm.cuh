@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
             Store::publish(params.store, call, tile, warpgroup);
           }
         }
-        ptx::bulk_wait_read<0>();  // reads only: the end of the launch completes the writes
+        ptx::bulk_wait_read<0>();  // the writes are complete when the launch ends
       }
     }
   } else {

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // padded: rows start in different banks
         static_assert(kRows * kRowBytes <= 2 * swap_ab_meeting_bytes(kTile));
         constexpr int kVectors = kSwapAbN / kVector;
-        if (tile != first_tile) both_warpgroups();  // the epilogue has read the previous tile
+        if (tile != first_tile) both_warpgroups();  // the last tile has been read by the epilogue
         if (multiplies) {
           const uint32_t address =
               staged + lane % 8 * kRowBytes + (warp_column + lane / 8 % 2 * 8) * kElementBytes;

@@ -19,7 +19,7 @@ __device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }
 
-// As `signal`, for data written by ordinary stores: called by one thread after a barrier with the storing threads.
+// The same for ordinary stores: called by one thread after a barrier with the threads that have stored.
 __device__ __forceinline__ void publish(uint32_t* address, uint32_t epoch) {
   ptx::store_release_sys(address, epoch);
 }

@@ -169,7 +169,7 @@ def can_run_fused(
     if device_type != "cuda":
         return False, f"no kernels for {device_type} tensors"
     row_bytes = k * dtype.itemsize
-    if op in ("all_gather", "ag_gemm") and row_bytes >= 2**31:
+    if op == "all_gather" and row_bytes >= 2**31:
         return False, f"rows of {row_bytes} bytes are longer than the kernel can count"
     if op == "all_gather":
         if row_bytes % _ROW_ALIGNMENT_BYTES:
@@ -361,22 +361,12 @@ def workspace_plan(
     workspace: Workspace, op: str, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
-    key = (op, m, n, k, dtype, transpose_weight)
-    plan: Plan | None = workspace.plans.get(key)
+    problem = (m, n, k, dtype, transpose_weight)
+    plan: Plan | None = workspace.plans.get((op, *problem))
     if plan is None:
-        plan = PLANNERS[op](
-            workspace.device.type,
-            m,
-            n,
-            k,
-            dtype,
-            transpose_weight,
-            workspace.world_size,
-            workspace.why_not,
-            workspace.num_sms,
-            workspace.transport,
-        )
-        plan = workspace.plans[key] = carried_by(workspace, plan)
+        where = (workspace.world_size, workspace.why_not, workspace.num_sms, workspace.transport)
+        plan = carried_by(workspace, PLANNERS[op](workspace.device.type, *problem, *where))
+        workspace.plans[op, *problem] = plan
     return plan
 
 

@@ -1,0 +1,92 @@
+#include "case.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+
+namespace cases {
+
+std::vector<int> multiply(const Values& x, const Values& weight, bool transposed) {
+  const int n = transposed ? weight.columns : weight.rows;
+  std::vector<int> product(static_cast<size_t>(x.rows) * static_cast<size_t>(n));
+  std::vector<int> by_k;  // [k][n]
+  for (int k = 0; k < x.columns; ++k) {
+    for (int column = 0; column < n; ++column) {
+      by_k.push_back(transposed ? weight.at(k, column) : weight.at(column, k));
+    }
+  }
+  for (int row = 0; row < x.rows; ++row) {
+    int* const sums = &product[static_cast<size_t>(row) * static_cast<size_t>(n)];
+    for (int k = 0; k < x.columns; ++k) {
+      const int factor = x.at(row, k);
+      const int* const others = &by_k[static_cast<size_t>(k) * static_cast<size_t>(n)];
+      for (int column = 0; column < n; ++column) sums[column] += factor * others[column];
+    }
+  }
+  return product;
+}
+
+void expect(const Values& out, const std::vector<int>& expected, DType dtype, const char* name) {
+  for (int row = 0; row < out.rows; ++row) {
+    for (int column = 0; column < out.stride; ++column) {
+      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
+      const bool inside = column < out.columns;
+      const int value = inside ? expected[static_cast<size_t>(row) * static_cast<size_t>(out.columns) +
+                                          static_cast<size_t>(column)]
+                               : 0;
+      const uint16_t right = inside ? rounded(static_cast<float>(value), dtype) : Values::kUntouched;
+      // Both zeros are right.
+      if (found == right || (inside && widened(found, dtype) == widened(right, dtype))) continue;
+      sim::report(std::string(name) + "[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
+                      std::to_string(widened(found, dtype)) + ", and not " +
+                      (inside ? std::to_string(value) : "left alone"),
+                  nullptr);
+    }
+  }
+}
+
+static bool verbose = false;
+
+void describe(const std::string& what) {
+  sim::machine.case_name += ": " + what;
+  if (verbose) std::fprintf(stderr, "%s\n", sim::machine.case_name.c_str());
+}
+
+int run_cases(int argc, char** argv, const std::vector<NamedCase>& all) {
+  uint64_t seed = 1;
+  int count = 1;
+  double seconds = 1e9;
+  std::string only;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string option = argv[i];
+    if (option == "--seed") seed = std::strtoull(argv[i + 1], nullptr, 10);
+    if (option == "--cases") count = std::atoi(argv[i + 1]);
+    if (option == "--seconds") seconds = std::atof(argv[i + 1]);
+    if (option == "--only") only = argv[i + 1];
+    if (option == "--policy") sim::machine.fixed_policy = std::atoll(argv[i + 1]);
+    if (option == "--verbose") verbose = std::atoi(argv[i + 1]) != 0;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  int run = 0;
+  for (int i = 0; i < count; ++i, ++seed) {
+    for (const NamedCase& each : all) {
+      if (!only.empty() && only != each.name) continue;
+      if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > seconds) break;
+      sim::machine.case_name = std::string("--only ") + each.name + " --seed " + std::to_string(seed);
+      each.run(seed);
+      ++run;
+    }
+  }
+  if (run == 0) {
+    std::fprintf(stderr, "no such case\n");
+    return 2;
+  }
+  const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::printf("%d cases exact in %.1f s\n", run, took);
+  std::fflush(stdout);
+  _exit(0);  // the thread-local block is mapped over: nothing that runs at exit may use it
+}
+
+}  // namespace cases

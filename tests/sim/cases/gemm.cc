@@ -1,0 +1,121 @@
+// The plain GEMM through its host function: ordinary tiles, pairs, split K, swap-AB.
+#include "gemm/gemm.h"
+
+#include "case.h"
+#include "cuda_runtime_api.h"
+#include "gemm/select.h"
+#include "gemm/swap_ab.h"
+
+namespace {
+
+using cases::DType;
+using cases::Random;
+using cases::Values;
+using flux::gemm::Cluster;
+
+struct Shape {
+  int m, n, k;
+};
+
+// Runs two calls behind each other on one stream, the second with other rows, and compares both.
+void run(uint64_t seed, Random& random, const Shape& shape, bool transposed, int config, int num_sms,
+         int resident, const std::string& name) {
+  const auto dtype = static_cast<DType>(random.below(2));
+  const bool with_bias = random.below(2) == 0;
+  sim::MachineConfig machine;
+  machine.resident = resident;
+  machine.policy = sim::policy_of(seed);
+  sim::reset_machine(machine);
+  cases::describe(name + ", " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
+                  std::to_string(shape.k) + (transposed ? ", [K, N]" : ", [N, K]") +
+                  (dtype == DType::kBFloat16 ? ", bf16" : ", fp16") + (with_bias ? ", bias" : "") + ", " +
+                  std::to_string(num_sms) + " SMs, " + std::to_string(resident) + " resident");
+
+  Values weight(0, "weight", transposed ? shape.k : shape.n, transposed ? shape.n : shape.k,
+                random.below(2) * 8);
+  weight.fill(random, dtype);
+  Values bias(0, "bias", 1, shape.n);
+  bias.fill(random, dtype);
+  std::vector<Values> xs, outs;
+  for (int call = 0; call < 2; ++call) {
+    xs.emplace_back(0, "x", shape.m, shape.k, random.below(2) * 8);
+    xs.back().fill(random, dtype);
+    outs.emplace_back(0, "out", shape.m, shape.n, random.below(2) * 8);
+    const flux::gemm::GemmArgs args = {xs.back().matrix(),
+                                       weight.matrix(),
+                                       transposed,
+                                       outs.back().matrix(),
+                                       with_bias ? bias.data : nullptr,
+                                       dtype,
+                                       config,
+                                       num_sms};
+    flux::gemm::gemm(args, nullptr);
+  }
+  cudaDeviceSynchronize();
+  for (int call = 0; call < 2; ++call) {
+    std::vector<int> expected = multiply(xs[call], weight, transposed);
+    for (size_t i = 0; with_bias && i < expected.size(); ++i) {
+      expected[i] += bias.values[i % static_cast<size_t>(shape.n)];
+    }
+    expect(outs[static_cast<size_t>(call)], expected, dtype, call == 0 ? "out" : "second out");
+  }
+}
+
+// A number that is often a multiple of `tile`, or one vector beside it.
+int extent(Random& random, int tile, int most_tiles) {
+  const int whole = tile * random.between(1, most_tiles);
+  return std::max(8, random.below(3) == 0 ? whole : whole - 8 * random.below(tile / 8));
+}
+
+void ordinary(uint64_t seed) {
+  Random random(seed);
+  const int config = random.below(flux::gemm::kNumTileConfigs);
+  const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
+  const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
+  const int size = cluster == Cluster::kNone ? 1 : 2;
+  const Shape shape = {std::max(1, extent(random, 128, 3) - random.below(8)), extent(random, tile.block_n, 2),
+                       extent(random, 64, 6)};
+  const int num_sms = random.one_of({2, 3, 4, 8});
+  const int resident = std::max(size, random.one_of({1, 2, 3, 8}));
+  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  run(seed, random, shape, transposed, packed, num_sms, resident, flux::gemm::config_name(config, cluster));
+}
+
+void split_k(uint64_t seed) {
+  Random random(seed);
+  int config = random.below(flux::gemm::kNumTileConfigs);
+  while (!supports_split(flux::gemm::kTileConfigs[config]))
+    config = random.below(flux::gemm::kNumTileConfigs);
+  const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
+  const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
+  const int size = cluster == Cluster::kSplit2 ? 2 : 3;
+  const Shape shape = {std::max(1, extent(random, 128, 2) - random.below(8)), extent(random, tile.block_n, 2),
+                       64 * (size - 1) + extent(random, 64, 6)};
+  const int resident = std::max(size, random.one_of({2, 3, 4, 8}));
+  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 2));
+  run(seed, random, shape, transposed, packed, 8, resident, flux::gemm::config_name(config, cluster));
+}
+
+void swap_ab(uint64_t seed) {
+  Random random(seed);
+  const int config = random.below(flux::gemm::kNumSwapAbConfigs);
+  const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
+  const int sharers = random.below(4) == 0 ? 2 : 1, split = sharers == 2 ? 1 : 1 << random.below(4);
+  const bool transposed = random.below(2) == 0;
+  const int stage_k = 64 * tile.k_blocks;
+  const Shape shape = {random.between(1, tile.rows * 2), extent(random, 64, 3),
+                       stage_k * (split - 1) + extent(random, stage_k, 4)};
+  const int num_sms = std::max(split * sharers, random.one_of({2, 4, 8}));
+  const int resident = std::max(split * sharers, random.one_of({1, 2, 8}));
+  const int packed = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + config, split, sharers);
+  run(seed, random, shape, transposed, packed, num_sms, resident,
+      flux::gemm::swap_ab_name(flux::gemm::kFirstSwapAb + config, split, sharers));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv, {{"ordinary", ordinary}, {"split_k", split_k}, {"swap_ab", swap_ab}});
+}

@@ -1,0 +1,285 @@
+// GEMM+ReduceScatter, GEMM+AllReduce, AllReduce and ReduceScatter on two to eight ranks.
+#include "ranks.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda_runtime_api.h"
+#include "gemm/select.h"
+#include "gemm/swap_ab.h"
+#include "gemm_ar/gemm_ar.h"
+#include "gemm_rs/gemm_rs.h"
+#include "gemm_rs/plan.h"
+
+namespace {
+
+using cases::DType;
+using cases::Random;
+using cases::Ranks;
+using cases::Values;
+using flux::gemm::Cluster;
+using Mode = flux::runtime::Exchange::Mode;
+
+constexpr int kCalls = 3;  // each of the two buffers is used again
+
+void start(uint64_t seed, int world_size, int resident, Random& random) {
+  sim::MachineConfig machine;
+  machine.devices = world_size;
+  machine.resident = resident;
+  machine.policy = sim::policy_of(seed);
+  if (random.below(3) == 0) machine.late_rank = random.below(world_size);
+  sim::reset_machine(machine);
+}
+
+std::string words(int world_size, int m, int n, int k, DType dtype) {
+  return std::to_string(world_size) + " ranks" +
+         (sim::machine.config.late_rank >= 0
+              ? ", rank " + std::to_string(sim::machine.config.late_rank) + " late"
+              : "") +
+         ", " + std::to_string(sim::machine.config.resident) + " resident, " + std::to_string(m) + " x " +
+         std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
+         (dtype == DType::kBFloat16 ? ", bf16" : ", fp16");
+}
+
+// Sums of what each rank multiplies. Partial sums are small enough to be exact in 16 bits.
+struct Product {
+  Values weight, bias;
+  std::vector<Values> xs;  // of each call
+
+  Product(Random& random, int rank, int m, int n, int k, bool transposed, DType dtype)
+      : weight(rank, "weight", transposed ? k : n, transposed ? n : k), bias(rank, "bias", 1, n) {
+    weight.fill(random, dtype, 1);
+    bias.fill(random, dtype);
+    for (int call = 0; call < kCalls; ++call) {
+      xs.emplace_back(rank, "x", m, k);
+      xs.back().fill(random, dtype, 1);
+    }
+  }
+};
+
+std::vector<int> summed(const std::vector<Product>& ranks, int call, bool transposed) {
+  std::vector<int> sum;
+  for (const Product& each : ranks) {
+    const std::vector<int> part = multiply(each.xs[static_cast<size_t>(call)], each.weight, transposed);
+    sum.resize(part.size());
+    for (size_t i = 0; i < part.size(); ++i) sum[i] += part[i];
+  }
+  return sum;
+}
+
+void gemm_rs(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 3, 4});
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int config = random.below(flux::gemm::kNumTileConfigs);
+  const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
+  const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM});
+  const int size = cluster == Cluster::kNone ? 1 : 2;
+  const int rows = random.one_of({8, 100, 128, 136, 256});
+  const int m = rows * world_size, n = std::max(8, tile.block_n * random.between(1, 2) - 8 * random.below(8));
+  const int k = 8 * random.between(1, 24);
+  const int num_sms = random.one_of({2, 4, 8}), resident = std::max(size, random.one_of({1, 2, 8}));
+  // Copy engines wait for the whole launch of no rank, but their chunks are sent in order.
+  const bool copied = random.below(3) == 0;
+  start(seed, world_size, resident, random);
+  cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") +
+                  words(world_size, m, n, k, dtype));
+
+  const auto layout = flux::gemm_rs::make_layout(m, n, world_size, tile);
+  const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
+  std::vector<Product> products;
+  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  for (int rank = 0; rank < world_size; ++rank) {
+    products.emplace_back(random, rank, m, n, k, transposed, dtype);
+    for (int call = 0; call < kCalls; ++call)
+      outs[static_cast<size_t>(rank)].emplace_back(rank, "out", rows, n);
+  }
+  const int chunks = std::min(layout.tiles_per_slot(), random.between(1, 3));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    Product& product = products[static_cast<size_t>(rank)];
+    for (int call = 0; call < kCalls; ++call) {
+      flux::gemm_rs::Transport transport = {};
+      if (copied) {
+        transport = {static_cast<uint32_t>(call + 1), chunks,
+                     static_cast<char*>(sim::allocate(layout.slot_bytes(), rank, "staging"))};
+      }
+      const flux::gemm::GemmArgs args = {product.xs[static_cast<size_t>(call)].matrix(),
+                                         product.weight.matrix(),
+                                         transposed,
+                                         outs[static_cast<size_t>(rank)][static_cast<size_t>(call)].matrix(),
+                                         product.bias.data,
+                                         dtype,
+                                         flux::gemm::pack_choice(config, static_cast<int>(cluster), 1),
+                                         num_sms};
+      flux::gemm_rs::gemm_rs(args, ranks.symm[static_cast<size_t>(rank)], transport, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    const std::vector<int> sum = summed(products, call, transposed);
+    for (int rank = 0; rank < world_size; ++rank) {
+      const auto first = sum.begin() + static_cast<std::ptrdiff_t>(rank) * rows * n;
+      std::vector<int> expected(first, first + static_cast<std::ptrdiff_t>(rows) * n);
+      const Values& bias = products[static_cast<size_t>(rank)].bias;
+      for (size_t i = 0; i < expected.size(); ++i) expected[i] += bias.values[i % static_cast<size_t>(n)];
+      expect(outs[static_cast<size_t>(rank)][static_cast<size_t>(call)], expected, dtype,
+             ("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out").c_str());
+    }
+  }
+}
+
+void all_reduce(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 3, 4, 8});
+  const auto dtype = static_cast<DType>(random.below(2));
+  const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
+  const int rows = random.between(1, 5), m = mode == Mode::kScatter ? rows * world_size : rows;
+  const int n = 8 * random.between(1, 100), num_sms = random.between(1, 4);
+  start(seed, world_size, /*resident=*/8, random);
+  const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
+  cases::describe(names[static_cast<int>(mode)] + words(world_size, m, n, 0, dtype));
+
+  const Ranks ranks(world_size, {0, 0, flux::runtime::make_exchange(m, n, world_size, mode).bytes() + 4096});
+  std::vector<std::vector<Values>> xs(static_cast<size_t>(world_size)), outs(static_cast<size_t>(world_size));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    for (int call = 0; call < kCalls; ++call) {
+      Values& x = xs[static_cast<size_t>(rank)].emplace_back(rank, "x", m, n);
+      x.fill(random, dtype, 8);
+      Values& out =
+          outs[static_cast<size_t>(rank)].emplace_back(rank, "out", mode == Mode::kScatter ? rows : m, n);
+      flux::gemm_ar::all_reduce(x.matrix(), out.matrix(), dtype, ranks.symm[static_cast<size_t>(rank)],
+                                num_sms, mode, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    std::vector<int> sum(static_cast<size_t>(m) * static_cast<size_t>(n));
+    for (const auto& each : xs) {
+      for (size_t i = 0; i < sum.size(); ++i) sum[i] += each[static_cast<size_t>(call)].values[i];
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
+      const auto first =
+          sum.begin() + (mode == Mode::kScatter ? static_cast<std::ptrdiff_t>(rank) * rows * n : 0);
+      const std::vector<int> expected(first, first + static_cast<std::ptrdiff_t>(out.rows) * n);
+      expect(out, expected, dtype,
+             ("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out").c_str());
+    }
+  }
+}
+
+// The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
+void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, float eps,
+                 DType dtype) {
+  for (int row = 0; row < out.rows; ++row) {
+    float squares = 0.0f;
+    const int* const values = &sum[static_cast<size_t>(row) * static_cast<size_t>(out.columns)];
+    const auto element = [&](int column) {
+      return cases::widened(cases::rounded(static_cast<float>(values[column]), dtype), dtype);
+    };
+    for (int column = 0; column < out.columns; ++column) squares += element(column) * element(column);
+    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + eps);
+    for (int column = 0; column < out.columns; ++column) {
+      const float weighted = scale * static_cast<float>(weight.values[static_cast<size_t>(column)]);
+      const uint16_t right = cases::rounded(element(column) * weighted, dtype);
+      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
+      if (found == right || cases::widened(found, dtype) == cases::widened(right, dtype)) continue;
+      sim::report("norm[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
+                      std::to_string(cases::widened(found, dtype)) + ", and not " +
+                      std::to_string(cases::widened(right, dtype)),
+                  nullptr);
+    }
+  }
+}
+
+void gemm_ar(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 3, 4});
+  const auto dtype = static_cast<DType>(random.below(2));
+  const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
+  const bool swaps = random.below(2) == 0, transposed = random.below(2) == 0;
+  const bool norms = random.below(2) == 0, adds = norms && random.below(2) == 0;
+  const int n = 64 * random.between(1, 3) - 8 * random.below(3),
+            k = 64 * random.between(1, 4) - 8 * random.below(4);
+  int m = random.between(1, 40), config = -1;
+  if (swaps) {
+    const int id = random.below(4);
+    m = std::min(m, 2 * flux::gemm::kSwapAbConfigs[id].rows);
+    const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
+    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, std::min(stages, 2), 1);
+  } else {
+    // Tiles that sum in the launch, and tiles that need a second one.
+    const int id = random.one_of({5, 9, 3});
+    const Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
+    m = random.one_of({m, 128 + m});
+    config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
+  }
+  const int num_sms = random.one_of({2, 8});  // all CTAs of these launches must be resident
+  start(seed, world_size, /*resident=*/8, random);
+  cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
+                  (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
+                  (adds ? "residual, " : "") + words(world_size, m, n, k, dtype));
+
+  const int whole = (m + world_size - 1) / world_size * world_size;
+  const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
+  const Ranks ranks(world_size, {0, 0, bytes + 4096});
+  std::vector<Product> products;
+  for (int rank = 0; rank < world_size; ++rank)
+    products.emplace_back(random, rank, m, n, k, transposed, dtype);
+  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size)),
+      sums(static_cast<size_t>(world_size));
+  Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n), bias(0, "bias", 1, n);
+  residual.fill(random, dtype, 8);
+  weight.fill(random, dtype);
+  bias.fill(random, dtype);
+  constexpr float kEps = 0.5f;
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    Product& product = products[static_cast<size_t>(rank)];
+    for (int call = 0; call < kCalls; ++call) {
+      Values& out = outs[static_cast<size_t>(rank)].emplace_back(rank, "out", m, n);
+      Values& sum = sums[static_cast<size_t>(rank)].emplace_back(rank, "sum", m, n);
+      const flux::gemm::GemmArgs args = {product.xs[static_cast<size_t>(call)].matrix(),
+                                         product.weight.matrix(),
+                                         transposed,
+                                         out.matrix(),
+                                         bias.data,
+                                         dtype,
+                                         config,
+                                         num_sms};
+      const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr,
+                                            kEps, norms ? sum.data : nullptr};
+      flux::gemm_ar::gemm_ar(args, extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    std::vector<int> expected = summed(products, call, transposed);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      expected[i] += bias.values[i % static_cast<size_t>(n)] + (adds ? residual.values[i] : 0);
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
+      const std::string name = "call " + std::to_string(call) + ", rank " + std::to_string(rank);
+      expect(norms ? sums[static_cast<size_t>(rank)][static_cast<size_t>(call)] : out, expected, dtype,
+             name.c_str());
+      if (norms) expect_norm(out, expected, weight, kEps, dtype);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv,
+                          {{"gemm_rs", gemm_rs}, {"all_reduce", all_reduce}, {"gemm_ar", gemm_ar}});
+}

@@ -1,0 +1,80 @@
+// Several ranks in one process: a symmetric buffer on each, and the record of its first error.
+#pragma once
+
+#include <cstring>
+
+#include "case.h"
+#include "runtime/symm_buffer.h"
+
+namespace cases {
+
+struct Sizes {
+  int64_t signal_bytes = 0, slot_bytes = 0, exchange_bytes = 0;
+};
+
+struct Ranks {
+  std::vector<flux::runtime::SymmBuffer> symm;
+
+  Ranks(int world_size, Sizes sizes) : symm(static_cast<size_t>(world_size)) {
+    const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+    sizes = {whole(sizes.signal_bytes + 4 * world_size), whole(sizes.slot_bytes),
+             whole(sizes.exchange_bytes)};
+    const int64_t bytes = flux::runtime::kHeaderBytes + sizes.signal_bytes + 2 * sizes.slot_bytes;
+    std::vector<uint64_t> peers;
+    for (int rank = 0; rank < world_size; ++rank) {
+      void* const memory = sim::allocate(bytes + 2 * sizes.exchange_bytes, rank, "symmetric buffer");
+      // Slots hold NaNs until peers write to them, as exchange buffers do.
+      std::memset(memory, 0xFF, static_cast<size_t>(bytes + 2 * sizes.exchange_bytes));
+      std::memset(memory, 0, static_cast<size_t>(flux::runtime::kHeaderBytes + sizes.signal_bytes));
+      peers.push_back(reinterpret_cast<uint64_t>(memory));
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      flux::runtime::SymmBuffer& mine = symm[static_cast<size_t>(rank)];
+      mine = {};
+      mine.rank = rank;
+      mine.world_size = world_size;
+      for (int peer = 0; peer < world_size; ++peer) mine.peers[peer] = peers[static_cast<size_t>(peer)];
+      mine.signal_bytes = sizes.signal_bytes;
+      mine.slot_bytes = sizes.slot_bytes;
+      mine.exchange_bytes = sizes.exchange_bytes;
+      mine.error = static_cast<flux::runtime::ErrorRecord*>(
+          sim::allocate(sizeof(flux::runtime::ErrorRecord), rank, "error record"));
+      std::memset(static_cast<void*>(mine.error), 0, sizeof(*mine.error));
+      mine.timeout_ns = 2'000'000'000;
+    }
+  }
+
+  // No rank has waited in vain.
+  void expect_no_timeout() const {
+    for (const auto& mine : symm) {
+      if (mine.error->code == 0) continue;
+      sim::report("rank " + std::to_string(mine.rank) + " has waited in vain for rank " +
+                      std::to_string(mine.error->peer) + ": operation " + std::to_string(mine.error->op) +
+                      ", tile " + std::to_string(mine.error->tile) + ", expected " +
+                      std::to_string(mine.error->expected) + ", seen " + std::to_string(mine.error->seen),
+                  nullptr);
+    }
+  }
+
+  // Between calls every word of the exchange buffers is absent, and every counter is zero.
+  void expect_rest(uint32_t calls) const {
+    for (const auto& mine : symm) {
+      const flux::runtime::Header& header = *mine.header();
+      const bool rests = header.epoch == calls && header.ctas_done == 0 && header.next_tile == 0 &&
+                         header.next_piece == 0 && header.aborted == 0;
+      if (!rests)
+        sim::report("the header of rank " + std::to_string(mine.rank) + " is not as a call leaves it",
+                    nullptr);
+      const auto* words = reinterpret_cast<const uint32_t*>(mine.exchange(mine.rank, 0));
+      for (int64_t i = 0; i < 2 * mine.exchange_bytes / 4; ++i) {
+        if (words[i] != flux::runtime::kAbsent) {
+          sim::report("word " + std::to_string(i) + " of the exchange buffers of rank " +
+                          std::to_string(mine.rank) + " was not put back",
+                      nullptr);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace cases

@@ -1,0 +1,244 @@
+// Named barriers, cluster barriers, exchanges in a warp, mbarriers, and the register budget.
+#include <cstdio>
+#include <cstring>
+
+#include "machine.h"
+
+namespace sim {
+namespace {
+
+std::string describe(const NamedBarrier& barrier, const char* name) {
+  return std::string(name) + " (" + std::to_string(barrier.arrived) + " of " +
+         std::to_string(barrier.expected) + " threads have arrived)";
+}
+
+std::string describe(const MBarrier& barrier, uint32_t address, uint32_t parity) {
+  return "phase " + std::to_string(parity) + " of mbarrier " + std::to_string(address) + " (in phase " +
+         std::to_string(barrier.phase & 1) + ", arrivals missing " + std::to_string(barrier.pending) +
+         " of " + std::to_string(barrier.count) + ", bytes missing " + std::to_string(barrier.bytes) + ")";
+}
+
+void complete(NamedBarrier& barrier) {
+  barrier.last_all = barrier.all;
+  barrier.all = true;
+  barrier.arrived = 0;
+  barrier.expected = -1;
+  ++barrier.generation;
+  barrier.queue.wake_all();
+}
+
+// Whether the phase is over; then the next one begins.
+void settle(MBarrier& barrier, const Where& where) {
+  if (barrier.pending > 0) return;
+  if (barrier.bytes < 0) {
+    report("more bytes have arrived on an mbarrier than were expected: " + std::to_string(-barrier.bytes) +
+               " too many",
+           machine.running, &where);
+  }
+  if (barrier.bytes > 0) return;
+  barrier.pending = static_cast<int32_t>(barrier.count);
+  ++barrier.phase;
+  barrier.queue.wake_all();
+}
+
+bool meet(NamedBarrier& barrier, int threads, bool condition, bool waits, const char* name,
+          const Where& where) {
+  if (barrier.expected >= 0 && barrier.expected != threads) {
+    report(std::string("threads disagree on how many meet at ") + name + ": " +
+               std::to_string(barrier.expected) + " and " + std::to_string(threads),
+           machine.running, &where);
+  }
+  barrier.expected = threads;
+  barrier.all &= condition;
+  const uint64_t generation = barrier.generation;
+  if (++barrier.arrived >= threads) {
+    complete(barrier);
+    return barrier.last_all;
+  }
+  if (!waits) return true;
+  while (barrier.generation == generation) {
+    wait_on(barrier.queue, where, [&barrier, name] { return describe(barrier, name); });
+  }
+  return barrier.last_all;
+}
+
+}  // namespace
+
+void cta_barrier(int id, int threads, bool waits, const Where& where) {
+  maybe_preempt();
+  Cta& cta = here();
+  if (id < 0 || id > 15) report("no such named barrier", &self(), &where);
+  const bool everybody = threads == 0;
+  if (!everybody && (threads % 32 != 0 || threads > static_cast<int>(cta.fibers.size()))) {
+    report("a named barrier counts whole warps of the CTA, and not " + std::to_string(threads) + " threads",
+           &self(), &where);
+  }
+  meet(cta.named[id], everybody ? cta.live : threads, true, waits,
+       everybody ? "__syncthreads" : "a named barrier", where);
+}
+
+bool cta_barrier_and(int id, int threads, bool condition, const Where& where) {
+  maybe_preempt();
+  return meet(here().named[id], threads, condition, /*waits=*/true, "a named barrier", where);
+}
+
+void cluster_barrier(const Where& where) {
+  maybe_preempt();
+  Cta& cta = here();
+  int threads = 0;
+  for (const Cta* each : cta.cluster->ctas) threads += each != nullptr ? each->live : 0;
+  meet(cta.cluster->barrier, threads, true, /*waits=*/true, "the cluster barrier", where);
+}
+
+// The threads that are left meet without those that have exited.
+void leave_barriers(Cta& cta) {
+  NamedBarrier& all = cta.named[0];
+  if (all.expected == cta.live + 1 && cta.live > 0) {
+    all.expected = cta.live;
+    if (all.arrived >= cta.live) complete(all);
+  }
+  NamedBarrier& cluster = cta.cluster->barrier;
+  if (cluster.expected > 0) {
+    --cluster.expected;
+    if (cluster.arrived >= cluster.expected && cluster.arrived > 0) complete(cluster);
+  }
+}
+
+void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where) {
+  Cta& cta = here();
+  const int thread = self().thread, lane = thread % 32;
+  WarpMeeting& meeting = cta.warps[static_cast<size_t>(thread / 32)];
+  if ((mask >> lane & 1) == 0) report("a lane meets its warp under a mask without it", &self(), &where);
+  if (meeting.arrived != 0 && meeting.mask != mask)
+    report("lanes of a warp disagree on the mask", &self(), &where);
+  meeting.mask = mask;
+  meeting.arrived |= 1u << lane;
+  meeting.values[lane] = value;
+  const uint64_t generation = meeting.generation;
+  if (meeting.arrived == mask) {
+    std::memcpy(meeting.result, meeting.values, sizeof(meeting.result));
+    meeting.arrived = 0;
+    ++meeting.generation;
+    meeting.queue.wake_all();
+  } else {
+    while (meeting.generation == generation) {
+      wait_on(meeting.queue, where, [&meeting] {
+        char text[80];
+        std::snprintf(text, sizeof(text), "the lanes %08x of its warp, of which %08x are there", meeting.mask,
+                      meeting.arrived);
+        return std::string(text);
+      });
+    }
+  }
+  std::memcpy(values, meeting.result, sizeof(meeting.result));
+}
+
+bool elect_one(const Where& where) {
+  uint64_t values[32];
+  warp_exchange(~0u, 0, values, where);
+  // Any lane, but the same one in this warp.
+  const uint64_t hash =
+      (machine.config.policy.seed * 31 + static_cast<uint64_t>(self().thread) / 32) * 0x9E3779B97F4A7C15u;
+  return static_cast<uint64_t>(self().thread % 32) == hash >> 59;
+}
+
+uint32_t cluster_cta_rank() { return static_cast<uint32_t>(here().rank_in_cluster); }
+uint32_t cluster_num_ctas() { return static_cast<uint32_t>(here().launch->config.cluster); }
+
+Cta& cta_of_cluster(int rank, const Where& where) {
+  Cta& cta = here();
+  if (rank == kThisCta) return cta;
+  if (rank >= static_cast<int>(cta.cluster->ctas.size()))
+    report("no such CTA in the cluster", &self(), &where);
+  Cta* const other = cta.cluster->ctas[static_cast<size_t>(rank)];
+  if (other == nullptr) report("access to a CTA of the cluster that has exited", &self(), &where);
+  return *other;
+}
+
+void set_registers(int count, bool grows, const Where& where) {
+  Cta& cta = here();
+  Fiber& fiber = self();
+  if (grows ? count < fiber.registers : count > fiber.registers) {
+    report("setmaxnreg from " + std::to_string(fiber.registers) + " to " + std::to_string(count), &fiber,
+           &where);
+  }
+  while (count - fiber.registers > cta.free_registers) {
+    wait_on(cta.registers_freed, where, [&cta, count] {
+      return std::to_string(count) + " registers; the CTA has " + std::to_string(cta.free_registers) +
+             " left";
+    });
+  }
+  cta.free_registers -= count - fiber.registers;
+  fiber.registers = count;
+  if (!grows) cta.registers_freed.wake_all();
+}
+
+// --- mbarriers ---
+
+MBarrier& barrier_at(Cta& cta, uint32_t bar, const Where& where) {
+  checked(cta, bar, 8, "mbarrier access", where);
+  const auto found = cta.mbarriers.find(bar);
+  if (found == cta.mbarriers.end()) {
+    report("use of an mbarrier that was not initialised, at shared address " + std::to_string(bar),
+           machine.running, &where);
+  }
+  return found->second;
+}
+
+void mbarrier_init(uint32_t bar, uint32_t count, const Where& where) {
+  Cta& cta = here();
+  checked(cta, bar, 8, "mbarrier", where);
+  if (bar % 8 != 0 || count == 0) report("misaligned mbarrier, or one without arrivals", &self(), &where);
+  if (cta.mbarriers.contains(bar)) report("mbarrier initialised twice", &self(), &where);
+  MBarrier& barrier = cta.mbarriers[bar];
+  barrier.count = count;
+  barrier.pending = static_cast<int32_t>(count);
+  cta.granules[bar / 16].barriers |= static_cast<uint8_t>(1 << bar / 8 % 2);
+}
+
+void arrive(Cta& cta, uint32_t bar, const Where& where) {
+  MBarrier& barrier = barrier_at(cta, bar, where);
+  barrier.used = true;
+  --barrier.pending;
+  settle(barrier, where);
+}
+
+void complete_bytes(Cta& cta, uint32_t bar, int64_t bytes, const Where& where) {
+  MBarrier& barrier = barrier_at(cta, bar, where);
+  barrier.bytes -= bytes;
+  settle(barrier, where);
+}
+
+void mbarrier_arrive(uint32_t bar, int rank, uint32_t expected_bytes, const Where& where) {
+  maybe_preempt();
+  Cta& cta = cta_of_cluster(rank, where);
+  barrier_at(cta, bar, where).bytes += expected_bytes;
+  arrive(cta, bar, where);
+}
+
+bool mbarrier_test(uint32_t bar, uint32_t parity, const Where& where) {
+  MBarrier& barrier = barrier_at(here(), bar, where);
+  // A program may spin on it.
+  uint32_t phase;
+  poll(&barrier.phase, &phase, sizeof(phase), where);
+  return (barrier.phase & 1) != parity;
+}
+
+void mbarrier_wait(uint32_t bar, uint32_t parity, const Where& where) {
+  maybe_preempt();
+  MBarrier& barrier = barrier_at(here(), bar, where);
+  while ((barrier.phase & 1) == parity) {
+    wait_on(barrier.queue, where, [&barrier, bar, parity] { return describe(barrier, bar, parity); });
+  }
+}
+
+void check_exit(Cta& cta) {
+  for (const auto& [address, barrier] : cta.mbarriers) {
+    if (barrier.bytes != 0) {
+      report("the CTA exits with " + std::to_string(barrier.bytes) + " bytes missing on mbarrier " +
+             std::to_string(address));
+    }
+  }
+}
+
+}  // namespace sim

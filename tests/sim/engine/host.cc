@@ -1,0 +1,350 @@
+// The CUDA runtime and driver of the simulated machine: devices, streams, events, launches, tensor maps. Calls only
+// enqueue; cudaDeviceSynchronize runs everything on all devices.
+#include <cxxabi.h>
+#include <dlfcn.h>
+
+#include <cstring>
+
+#include "cuda_runtime_api.h"
+#include "machine.h"
+#include "tensor_map.h"
+
+struct SimEvent {
+  uint64_t issued = 0, reached = 0;
+};
+
+namespace sim {
+namespace {
+
+struct StreamOp {
+  enum class Kind { kLaunch, kCopy, kRecord, kWaitEvent, kWrite, kWaitValue };
+  Kind kind;
+  std::unique_ptr<Launch> launch = nullptr;
+  void* dst = nullptr;
+  const void* src = nullptr;
+  size_t bytes = 0;
+  SimEvent* event = nullptr;
+  uint64_t ticket = 0;
+  uint32_t value = 0;
+  bool issued = false, done = false;
+};
+
+}  // namespace
+}  // namespace sim
+
+struct CUstream_st {
+  int device = 0;
+  std::deque<sim::StreamOp> ops;
+};
+
+namespace sim {
+namespace {
+
+int current_device = 0;
+std::vector<std::unique_ptr<CUstream_st>>
+    streams;  // of the process: the first of each device is its default one
+std::vector<std::unique_ptr<SimEvent>> events;
+constexpr int kMaxDevices = 8;
+constexpr int kSharedLimit = 232448;
+std::unordered_map<const void*, int> shared_limits;
+
+CUstream_st& stream_of(cudaStream_t stream) {
+  while (streams.size() < kMaxDevices) {
+    streams.push_back(std::make_unique<CUstream_st>());
+    streams.back()->device = static_cast<int>(streams.size()) - 1;
+  }
+  return stream != nullptr ? *stream : *streams[static_cast<size_t>(current_device)];
+}
+
+std::string kernel_name(const void* kernel) {
+  Dl_info info = {};
+  if (dladdr(kernel, &info) == 0 || info.dli_sname == nullptr) return "kernel";
+  int status = 0;
+  char* const full = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
+  std::string name = status == 0 ? full : info.dli_sname;
+  std::free(full);
+  if (name.starts_with("void ")) name.erase(0, 5);
+  const size_t end = name.rfind('(');
+  if (end != std::string::npos && name.find('<') < end) name.erase(end);
+  for (const char* part : {"flux::gemm::", "flux::", "cute::SM90::GMMA::"}) {
+    for (size_t at; (at = name.find(part)) != std::string::npos;) name.erase(at, std::strlen(part));
+  }
+  return name;
+}
+
+// Starts clusters of a launch on free SMs.
+bool fill(Launch& launch) {
+  bool any = false;
+  const int size = launch.config.cluster;
+  while (launch.next_cta < launch.total() && launch.device->free_slots >= size) {
+    launch.device->free_slots -= size;
+    const auto cluster = std::make_shared<Cluster>();
+    for (int i = 0; i < size; ++i) start_cta(&launch, launch.next_cta + i, cluster, i);
+    launch.next_cta += size;
+    any = true;
+  }
+  return any;
+}
+
+bool advance(CUstream_st& stream) {
+  bool any = false;
+  while (!stream.ops.empty()) {
+    StreamOp& op = stream.ops.front();
+    switch (op.kind) {
+      case StreamOp::Kind::kLaunch: {
+        Launch& launch = *op.launch;
+        if (launch.device->held) return any;
+        if (!launch.earlier_complete) {
+          launch.earlier_complete = any = true;
+          launch.earlier_done.wake_all();
+        }
+        any |= fill(launch);
+        op.done = launch.complete();
+        if (!op.done && launch.triggered == launch.total() && stream.ops.size() > 1) {
+          StreamOp& next = stream.ops[1];
+          if (next.kind == StreamOp::Kind::kLaunch && next.launch->config.early_start)
+            any |= fill(*next.launch);
+        }
+        break;
+      }
+      case StreamOp::Kind::kCopy:
+      case StreamOp::Kind::kWrite:
+        if (!op.issued) {
+          op.issued = any = true;
+          issue(false, [&op] {
+            if (op.kind == StreamOp::Kind::kCopy) {
+              std::memcpy(op.dst, op.src, op.bytes);
+            } else {
+              *static_cast<uint32_t*>(op.dst) = op.value;
+            }
+            op.done = true;
+          });
+        }
+        break;
+      case StreamOp::Kind::kRecord:
+        op.event->reached = std::max(op.event->reached, op.ticket);
+        op.done = true;
+        break;
+      case StreamOp::Kind::kWaitEvent:
+        op.done = op.event->reached >= op.ticket;
+        break;
+      case StreamOp::Kind::kWaitValue:
+        op.done = static_cast<int32_t>(*static_cast<const uint32_t*>(op.src) - op.value) >= 0;
+        break;
+    }
+    if (!op.done) break;
+    stream.ops.pop_front();
+    any = true;
+  }
+  return any;
+}
+
+}  // namespace
+
+bool advance_streams() {
+  bool any = false;
+  for (const auto& stream : streams) any |= advance(*stream);
+  return any;
+}
+
+bool streams_empty() {
+  for (const auto& stream : streams) {
+    if (!stream->ops.empty()) return false;
+  }
+  return true;
+}
+
+void reset_streams() {
+  for (const auto& stream : streams) stream->ops.clear();
+  current_device = 0;
+}
+
+std::string blocked_streams() {
+  std::string text;
+  for (const auto& stream : streams) {
+    if (stream->ops.empty()) continue;
+    const StreamOp& op = stream->ops.front();
+    text += "  a stream of rank " + std::to_string(stream->device);
+    if (op.kind == StreamOp::Kind::kLaunch) {
+      text += " runs " + op.launch->name + ": " + std::to_string(op.launch->done_ctas) + " of " +
+              std::to_string(op.launch->total()) + " CTAs have ended, " +
+              std::to_string(op.launch->next_cta) + " have started\n";
+    } else if (op.kind == StreamOp::Kind::kWaitValue) {
+      text += " waits for " + std::to_string(op.value) + ", the word is " +
+              std::to_string(*static_cast<const uint32_t*>(op.src)) + "\n";
+    } else {
+      text += " waits for an event or a copy\n";
+    }
+  }
+  return text;
+}
+
+void launch(const void* kernel, const LaunchConfig& config, std::function<void()> body) {
+  CUstream_st& stream = stream_of(static_cast<cudaStream_t>(config.stream));
+  StreamOp op = {StreamOp::Kind::kLaunch};
+  op.launch = std::make_unique<Launch>();
+  Launch& launch = *op.launch;
+  launch.name = kernel_name(kernel);
+  launch.config = config;
+  launch.body = std::move(body);
+  launch.device = &machine.devices.at(static_cast<size_t>(stream.device));
+  const int limit = std::max(49152, shared_limits.contains(kernel) ? shared_limits[kernel] : 0);
+  if (static_cast<int>(config.shared_bytes) > limit)
+    report("launch with more shared memory than the kernel's limit");
+  if (launch.total() % config.cluster != 0) report("the grid is no multiple of the cluster");
+  stream.ops.push_back(std::move(op));
+}
+
+void wait_for_earlier_kernels(const Where& where) {
+  Launch& launch = *here().launch;
+  while (!launch.earlier_complete) {
+    wait_on(launch.earlier_done, where, [] { return std::string("earlier kernels of its stream"); });
+  }
+}
+
+void let_next_kernel_start() {
+  Cta& cta = here();
+  if (!cta.triggered) {
+    cta.triggered = true;
+    ++cta.launch->triggered;
+  }
+  maybe_preempt();
+}
+
+}  // namespace sim
+
+using sim::StreamOp;
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = sim::current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  sim::current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = sim::machine.config.num_sms;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  sim::run_all();
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, uint64_t,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *function = nullptr;
+  if (std::strcmp(name, "cuTensorMapEncodeTiled") == 0)
+    *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
+  if (std::strcmp(name, "cuStreamBatchMemOp") == 0) *function = reinterpret_cast<void*>(&cuStreamBatchMemOp);
+  *found = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  sim::stream_of(nullptr);
+  sim::streams.push_back(std::make_unique<CUstream_st>());
+  sim::streams.back()->device = sim::current_device;
+  *stream = sim::streams.back().get();
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  sim::events.push_back(std::make_unique<SimEvent>());
+  *event = sim::events.back().get();
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  StreamOp op = {StreamOp::Kind::kRecord};
+  op.event = event;
+  op.ticket = ++event->issued;
+  sim::stream_of(stream).ops.push_back(std::move(op));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  StreamOp op = {StreamOp::Kind::kWaitEvent};
+  op.event = event;
+  op.ticket = event->issued;
+  sim::stream_of(stream).ops.push_back(std::move(op));
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  sim::check_global(dst, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
+  sim::check_global(src, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
+  StreamOp op = {StreamOp::Kind::kCopy};
+  op.dst = dst;
+  op.src = src;
+  op.bytes = bytes;
+  sim::stream_of(stream).ops.push_back(std::move(op));
+  return cudaSuccess;
+}
+CUresult cuStreamBatchMemOp(CUstream stream, unsigned count, CUstreamBatchMemOpParams* ops, unsigned) {
+  for (unsigned i = 0; i < count; ++i) {
+    const bool waits = ops[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    StreamOp op = {waits ? StreamOp::Kind::kWaitValue : StreamOp::Kind::kWrite};
+    const CUstreamMemOp& word = waits ? ops[i].waitValue : ops[i].writeValue;
+    sim::check_global(reinterpret_cast<const void*>(word.address), 4, "stream memory operation",
+                      sim::kNowhere);
+    op.dst = reinterpret_cast<void*>(word.address);
+    op.src = op.dst;
+    op.value = word.value;
+    sim::stream_of(stream).ops.push_back(std::move(op));
+  }
+  return CUDA_SUCCESS;
+}
+
+cudaError_t sim_set_shared_limit(const void* kernel, int bytes) {
+  if (bytes > sim::kSharedLimit) return cudaErrorInvalidValue;
+  sim::shared_limits[kernel] = bytes;
+  return cudaSuccess;
+}
+
+sim::LaunchConfig sim_config(const cudaLaunchConfig_t& config) {
+  sim::LaunchConfig result;
+  result.grid = {config.gridDim.x, config.gridDim.y, config.gridDim.z};
+  result.block = {config.blockDim.x, config.blockDim.y, config.blockDim.z};
+  result.shared_bytes = config.dynamicSmemBytes;
+  result.stream = config.stream;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      result.cluster = static_cast<int>(attribute.val.clusterDim.x);
+    } else {
+      result.early_start = attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  return result;
+}
+
+cudaError_t sim_max_active_clusters(int* count, const cudaLaunchConfig_t& config) {
+  *count = sim::machine.config.num_sms / sim_config(config).cluster;
+  return cudaSuccess;
+}
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
+                                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                const cuuint32_t* element_strides, CUtensorMapInterleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  sim::TensorMap result = {};
+  result.magic = sim::TensorMap::kMagic;
+  result.base = static_cast<uint8_t*>(address);
+  result.rank = static_cast<uint8_t>(rank);
+  result.element_bytes = 2;
+  result.swizzle_bits = static_cast<uint8_t>(swizzle);  // 32, 64, 128 bytes: 1, 2, 3
+  bool good = rank >= 1 && rank <= 3 && reinterpret_cast<uintptr_t>(address) % 16 == 0;
+  for (cuuint32_t i = 0; i < 3; ++i) {
+    const bool there = i < rank;
+    result.sizes[i] = there ? static_cast<int64_t>(sizes[i]) : 1;
+    result.box[i] = there ? box[i] : 1;
+    good &= !there || (sizes[i] > 0 && box[i] > 0 && box[i] <= 256 && element_strides[i] == 1);
+    if (i > 0 && there) {
+      result.strides[i - 1] = static_cast<int64_t>(strides[i - 1]);
+      good &= strides[i - 1] % 16 == 0;
+    }
+  }
+  const uint32_t row_bytes = result.box[0] * result.element_bytes;
+  good &= row_bytes % 16 == 0 && (swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || row_bytes <= 16u << swizzle);
+  static_assert(sizeof(result) <= sizeof(*map));
+  std::memcpy(map, &result, sizeof(result));
+  return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}

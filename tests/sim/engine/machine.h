@@ -1,0 +1,251 @@
+// The simulated machine: devices with streams, launches, CTAs and one fiber for each thread. Only one fiber runs at a
+// time, and a seed decides which, so a run is reproduced by its seed.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "sim.h"
+
+namespace sim {
+
+struct Cta;
+struct Launch;
+struct Fiber;
+
+// How the adversary uses its freedom. All choices are drawn from `seed`.
+struct Policy {
+  enum class When { kEarliest, kLatest, kRandom };
+  enum class Order { kFifo, kLifo, kRandom };
+  uint64_t seed = 1;
+  When when = When::kEarliest;  // the moment at which an asynchronous operation takes effect
+  Order order = Order::kFifo;   // which runnable thread of a CTA is next
+  bool wgmma_last = false;      // kLatest: copies go before the tensor cores' reads
+  int preempt = 0;              // a thread loses the SM before one in so many instructions; 0: never
+};
+Policy policy_of(uint64_t seed);  // policies of successive seeds cover all combinations
+
+struct MachineConfig {
+  int devices = 1;
+  int num_sms = 8;     // what a device reports
+  int resident = 8;    // CTAs that it holds at once
+  int late_rank = -1;  // starts nothing before all others can do nothing without it
+  Policy policy;
+};
+
+// A set of threads that wait for a condition, which each of them tests again when it is woken.
+struct WaitQueue {
+  std::vector<Fiber*> waiting;
+  void wake_all();
+};
+
+// A group of a thread's bulk copies or cp.async.
+struct CopyGroup {
+  int reads = 0, writes = 0;  // not done yet
+};
+
+enum class State { kRunnable, kBlocked, kPolling, kExited };
+
+struct Polled {
+  const void* address = nullptr;
+  int bytes = 0, repeats = 0;
+  uint8_t last[16];
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  void* stack_base = nullptr;
+  Cta* cta = nullptr;
+  int thread = 0;
+  State state = State::kRunnable;
+  // Of a blocked thread, for reports: what it waits for, and at which line.
+  std::function<std::string()> reason;
+  Where where;
+  int registers = 0;
+  uint32_t fence_clock = 0;
+  std::vector<std::shared_ptr<CopyGroup>> bulk_groups, copy_groups;
+  std::shared_ptr<CopyGroup> open_bulk, open_copies;
+  std::vector<std::shared_ptr<CopyGroup>> all_copies;  // cp.async since the last arrival behind them
+  std::shared_ptr<WaitQueue> copies_done = std::make_shared<WaitQueue>();  // outlives it in its copies
+  std::array<Polled, 4> polled;
+  int next_polled = 0;
+  bool polls_freely = false;  // after a jump of time, until it has read the timer
+  // wgmma: numbers of issued operations, and of those that each committed group ends with.
+  int64_t wgmmas = 0;
+  std::vector<int64_t> wgmma_groups;
+  bool wgmma_fenced = false;
+};
+
+struct MBarrier {
+  uint32_t count = 0;
+  int32_t pending = 0;
+  int64_t bytes = 0;  // expected and not arrived; below zero: arrived and not yet expected
+  uint32_t phase = 0;
+  bool used = false;
+  WaitQueue queue;
+};
+
+struct NamedBarrier {
+  int expected = -1, arrived = 0;
+  bool all = true, last_all = true;
+  uint64_t generation = 0;
+  WaitQueue queue;
+};
+
+struct WarpMeeting {
+  uint32_t arrived = 0, mask = 0;
+  uint64_t generation = 0;
+  uint64_t values[32] = {}, result[32] = {};
+  WaitQueue queue;
+};
+
+struct WgmmaOp {
+  WgmmaShape shape;
+  uint64_t a, b;
+  float* accumulators[32];
+  bool accumulate;
+  int arrived = 0;
+};
+struct TensorWarp {
+  std::deque<WgmmaOp> ops;  // the first is number `done`
+  int64_t done = 0;
+  bool queued = false;  // the first operation is with the adversary
+  WaitQueue queue;
+};
+
+// What is known of 16 bytes of shared memory.
+struct Granule {
+  uint16_t writer = 0;  // thread + 1 of the last generic write; 0: written by a copy
+  bool written = false;
+  uint8_t barriers = 0;  // a bit for each half that is an mbarrier
+  uint32_t clock = 0;
+};
+
+struct Cluster {
+  std::vector<Cta*> ctas;
+  NamedBarrier barrier;
+};
+
+struct Cta {
+  Launch* launch = nullptr;
+  int index = 0, rank_in_cluster = 0;
+  std::shared_ptr<Cluster> cluster;
+  int slot = -1;              // its shared memory
+  uint8_t* memory = nullptr;  // always mapped; generic accesses go through the thread-local block instead
+  std::vector<Fiber> fibers;
+  std::deque<Fiber*> runnable;
+  int live = 0;
+  bool exited = false;
+  NamedBarrier named[16];
+  std::vector<WarpMeeting> warps;
+  std::vector<TensorWarp> tensor_warps;
+  std::unordered_map<uint32_t, MBarrier> mbarriers;
+  std::vector<Granule> granules;
+  int free_registers = 0;
+  WaitQueue registers_freed;
+  int in_flight = 0;  // asynchronous operations that still access this CTA's memory
+  bool triggered = false;
+};
+
+struct Device {
+  int index = 0;
+  int free_slots = 0;
+  bool held = false;
+};
+
+struct Launch {
+  std::string name;
+  LaunchConfig config;
+  std::function<void()> body;
+  Device* device = nullptr;
+  int next_cta = 0, done_ctas = 0, triggered = 0;
+  int writes_in_flight = 0;
+  WaitQueue earlier_done;
+  bool earlier_complete = false;
+  int total() const { return static_cast<int>(config.grid.x); }
+  bool complete() const { return done_ctas == total() && writes_in_flight == 0; }
+};
+
+struct Machine {
+  MachineConfig config;
+  std::mt19937_64 random;
+  std::vector<Device> devices;
+  std::vector<std::unique_ptr<Cta>> ctas;  // resident
+  // Asynchronous operations that have been issued. Each has one effect, whose moment the adversary chooses.
+  std::vector<std::function<void()>> copies, wgmmas;
+  std::vector<Fiber*> polling, sleeping;
+  uint64_t now_ns = 1000000;
+  int64_t cycles = 0;
+  uint32_t proxy_clock = 1;
+  int idle_jumps = 0;
+  Fiber* running = nullptr;
+  Cta* mapped = nullptr;
+  int64_t fixed_policy = -1;  // the seed that policies are drawn from, if not the case's own
+  std::string case_name;      // for reports: how to run it again
+
+  int draw(int below) { return static_cast<int>(random() % static_cast<uint64_t>(below)); }
+};
+extern Machine machine;
+
+inline Fiber& self() { return *machine.running; }
+inline Cta& here() { return *machine.running->cta; }
+
+// --- scheduler.cc ---
+void reset_machine(const MachineConfig& config);
+void run_all();  // until every stream is empty; reports a deadlock
+[[noreturn]] void report(const std::string& what, const Fiber* fiber = machine.running,
+                         const Where* where = nullptr);
+std::string name_of(const Fiber& fiber, bool with_lane = true);
+void wait_on(WaitQueue& queue, const Where& where, std::function<std::string()> reason);
+void wait_polling(const Where& where, std::function<std::string()> reason);
+void wake(Fiber* fiber);
+void maybe_preempt();
+void issue(bool is_wgmma, std::function<void()> effect);
+void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluster, int rank_in_cluster);
+
+// --- shared_memory.cc ---
+constexpr uint32_t kSharedBytes =
+    233472 + 4096;  // what a CTA can address; dynamic memory behind static variables
+void map_shared_memory(const Cta& cta);
+uint8_t* slot_memory(int slot);
+int take_slot();
+void free_slot(int slot);
+uint32_t dynamic_begin();
+uint8_t* checked(Cta& cta, uint32_t address, int64_t bytes, const char* what, const Where& where);
+void generic_write(Cta& cta, uint32_t address, int bytes, int thread, const Where& where);
+void async_write(Cta& cta, uint32_t address, int bytes, const Where& where);
+// Reports if an asynchronous read would miss a generic write, or reads what was never written.
+void async_read(Cta& cta, uint32_t address, int64_t bytes, const Fiber& issuer, bool written_only,
+                const char* what, const Where& where);
+
+// --- barriers.cc ---
+MBarrier& barrier_at(Cta& cta, uint32_t bar, const Where& where);
+void complete_bytes(Cta& cta, uint32_t bar, int64_t bytes, const Where& where);
+void arrive(Cta& cta, uint32_t bar, const Where& where);
+void check_exit(Cta& cta);
+void leave_barriers(Cta& cta);
+Cta& cta_of_cluster(int rank, const Where& where);
+
+// --- memory.cc ---
+void* allocate(int64_t bytes, int device, const char* name);
+void free_all();
+void check_global(const void* address, int64_t bytes, const char* what, const Where& where);
+void flush_stores(const Cta& cta);
+bool wake_polling();
+void catch_faults();
+
+// --- host.cc ---
+bool advance_streams();  // starts what may start; whether anything did
+bool streams_empty();
+void reset_streams();
+std::string blocked_streams();
+
+}  // namespace sim

@@ -1,0 +1,163 @@
+// The tensor core: 64 x N x 16 steps of a warpgroup, operands by shared-memory descriptors. Nothing but the program
+// keeps the four warps together. So each warp's 16 rows are an operation of their own: from the moment that its lanes
+// have issued it, in the order of issue, with operands as they are when it runs.
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "machine.h"
+
+namespace sim {
+namespace {
+
+constexpr int kM = 16, kK = 16;  // of a warp
+constexpr int kMaxN = 256;
+
+float widen(uint16_t bits, Element element) {
+  if (element == Element::kBFloat16) return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  static const auto table = [] {
+    std::vector<float> values(65536);
+    for (uint32_t i = 0; i < 65536; ++i) {
+      const int exponent = static_cast<int>(i >> 10 & 31);
+      const auto mantissa = static_cast<float>(i & 1023);
+      float value = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(mantissa + 1024.0f, exponent - 25);
+      if (exponent == 31) value = mantissa == 0.0f ? INFINITY : NAN;
+      values[i] = i >> 15 != 0 ? -value : value;
+    }
+    return values;
+  }();
+  return table[bits];
+}
+
+// An operand with the 128-byte swizzle. K-major: rows of 128 bytes along K, eight of them in 1 KB. MN-major: rows of
+// 128 bytes along M or N, one for each k, eight of them in 1 KB.
+struct Operand {
+  uint32_t start, leading, stride;
+  bool mn_major;
+
+  Operand(uint64_t descriptor, bool mn_major)
+      : start(static_cast<uint32_t>(descriptor & 0x3FFF) << 4),
+        leading(static_cast<uint32_t>(descriptor >> 16 & 0x3FFF) << 4),
+        stride(static_cast<uint32_t>(descriptor >> 32 & 0x3FFF) << 4),
+        mn_major(mn_major) {}
+
+  uint32_t address(int mn, int k) const {
+    const uint32_t offset =
+        mn_major ? static_cast<uint32_t>(mn / 64) * leading + static_cast<uint32_t>(mn % 64 * 2) +
+                       static_cast<uint32_t>(k / 8) * stride + static_cast<uint32_t>(k % 8 * 128)
+                 : static_cast<uint32_t>(mn / 8) * stride + static_cast<uint32_t>(mn % 8 * 128 + k * 2);
+    const uint32_t at = start + offset;
+    return at ^ (at >> 7 & 7) << 4;
+  }
+};
+
+// values[k][mn - first], read in pieces of eight elements.
+void read_operand(Cta& cta, const Operand& operand, int first, int rows, Element element, const Fiber& issuer,
+                  float (*values)[kMaxN]) {
+  const int outer = operand.mn_major ? kK : rows, inner = operand.mn_major ? rows : kK;
+  for (int i = 0; i < outer; ++i) {
+    for (int j = 0; j < inner; j += 8) {
+      const uint32_t at = operand.mn_major ? operand.address(first + j, i) : operand.address(first + i, j);
+      async_read(cta, at, 16, issuer, /*written_only=*/false, "wgmma", kNowhere);
+      uint16_t piece[8];
+      std::memcpy(piece, checked(cta, at, 16, "wgmma operand", kNowhere), sizeof(piece));
+      for (int e = 0; e < 8; ++e) {
+        (operand.mn_major ? values[i][j + e] : values[j + e][i]) = widen(piece[e], element);
+      }
+    }
+  }
+}
+
+__attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const float (*b)[kMaxN], int n,
+                                              float (*sums)[kMaxN]) {
+  for (int m = 0; m < kM; ++m) {
+    float* const row = sums[m];
+    for (int k = 0; k < kK; ++k) {
+      const float factor = a[k][m];
+      const float* const other = b[k];
+      for (int i = 0; i < n; ++i) row[i] += factor * other[i];
+    }
+  }
+}
+
+void run(Cta& cta, int number, WgmmaOp& op) {
+  static float a[kK][kMaxN], b[kK][kMaxN], sums[kM][kMaxN];
+  const Fiber& issuer = cta.fibers[static_cast<size_t>(number) * 32];
+  const int n = op.shape.n;
+  read_operand(cta, Operand(op.a, op.shape.a_mn_major), number % 4 * kM, kM, op.shape.element, issuer, a);
+  read_operand(cta, Operand(op.b, op.shape.b_mn_major), 0, n, op.shape.element, issuer, b);
+  // Lane t has, in each block of eight columns, two neighbours of row t / 4, and of the row eight below.
+  const auto for_each = [&](auto use) {
+    for (int t = 0; t < 32; ++t) {
+      for (int i = 0; i < n / 2; ++i) {
+        const int row = t / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + t % 4 * 2 + i % 2;
+        use(op.accumulators[t][i], sums[row][column]);
+      }
+    }
+  };
+  for_each([&](const float& mine, float& sum) { sum = op.accumulate ? mine : 0.0f; });
+  multiply(a, b, n, sums);
+  for_each([](float& mine, const float& sum) { mine = sum; });
+}
+
+// Gives the first operation of the warp to the adversary, if all lanes have issued it.
+void queue_next(Cta& cta, int number) {
+  TensorWarp& warp = cta.tensor_warps[static_cast<size_t>(number)];
+  if (warp.queued || warp.ops.empty() || warp.ops.front().arrived < 32) return;
+  warp.queued = true;
+  ++cta.in_flight;
+  issue(true, [&cta, &warp, number] {
+    run(cta, number, warp.ops.front());
+    --cta.in_flight;
+    warp.ops.pop_front();
+    ++warp.done;
+    warp.queued = false;
+    warp.queue.wake_all();
+    queue_next(cta, number);
+  });
+}
+
+}  // namespace
+
+void wgmma_fence() { self().wgmma_fenced = true; }
+
+void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators, bool accumulate) {
+  Fiber& fiber = self();
+  Cta& cta = here();
+  if (!fiber.wgmma_fenced)
+    report("wgmma without warpgroup_arrive after the accumulators were free to be used");
+  const int number = fiber.thread / 32;
+  TensorWarp& warp = cta.tensor_warps[static_cast<size_t>(number)];
+  const auto at = static_cast<size_t>(fiber.wgmmas++ - warp.done);
+  while (warp.ops.size() <= at) warp.ops.push_back({shape, a, b, {}, accumulate});
+  WgmmaOp& op = warp.ops[at];
+  if (op.a != a || op.b != b || op.accumulate != accumulate || op.shape.n != shape.n) {
+    report("lanes of a warp issue different wgmmas");
+  }
+  op.accumulators[fiber.thread % 32] = accumulators;
+  if (++op.arrived == 32) queue_next(cta, number);
+}
+
+void wgmma_commit() {
+  Fiber& fiber = self();
+  fiber.wgmma_groups.push_back(fiber.wgmmas);
+}
+
+void wgmma_wait(int pending) {
+  maybe_preempt();
+  Fiber& fiber = self();
+  TensorWarp& warp = here().tensor_warps[static_cast<size_t>(fiber.thread / 32)];
+  const auto groups = static_cast<int>(fiber.wgmma_groups.size());
+  const int64_t needed = groups > pending ? fiber.wgmma_groups[static_cast<size_t>(groups - pending - 1)] : 0;
+  while (warp.done < needed) {
+    wait_on(warp.queue, kNowhere, [&warp] {
+      const int there = warp.ops.empty() ? 0 : warp.ops.front().arrived;
+      return "a wgmma that " + std::to_string(there) + " of 32 lanes have issued";
+    });
+  }
+  if (groups > pending)
+    fiber.wgmma_groups.erase(fiber.wgmma_groups.begin(), fiber.wgmma_groups.end() - pending);
+  fiber.wgmma_fenced = false;
+}
+
+}  // namespace sim

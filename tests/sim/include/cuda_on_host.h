@@ -1,0 +1,155 @@
+// CUDA C++ for g++: included before everything else when kernel sources are compiled for the host.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "sim.h"
+
+#define __CUDACC__ 1
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+// The engine maps a CTA's memory over the thread-local block of the program whenever it switches to that CTA.
+#define __shared__ thread_local
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct dim3 : sim::Dim {
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : Dim{x, y, z} {}
+};
+
+inline void __syncthreads(sim::Where where = sim::Where::current()) { sim::cta_barrier(0, 0, true, where); }
+inline void __syncwarp(uint32_t mask = ~0u, sim::Where where = sim::Where::current()) {
+  uint64_t values[32];
+  sim::warp_exchange(mask, 0, values, where);
+}
+
+template <class T>
+T sim_exchange(uint32_t mask, T value, int from, const sim::Where& where) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0, values[32];
+  std::memcpy(&bits, &value, sizeof(T));
+  sim::warp_exchange(mask, bits, values, where);
+  std::memcpy(&value, &values[from & 31], sizeof(T));
+  return value;
+}
+template <class T>
+T __shfl_sync(uint32_t mask, T value, int lane, int = 32, sim::Where where = sim::Where::current()) {
+  return sim_exchange(mask, value, lane, where);
+}
+template <class T>
+T __shfl_xor_sync(uint32_t mask, T value, int lanes, int = 32, sim::Where where = sim::Where::current()) {
+  return sim_exchange(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes, where);
+}
+template <class T>
+T __shfl_up_sync(uint32_t mask, T value, int lanes, int = 32, sim::Where where = sim::Where::current()) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return sim_exchange(mask, value, lane < lanes ? lane : lane - lanes, where);
+}
+inline uint32_t __ballot_sync(uint32_t mask, bool set, sim::Where where = sim::Where::current()) {
+  uint64_t values[32];
+  sim::warp_exchange(mask, set, values, where);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) bits |= static_cast<uint32_t>(values[lane]) << lane;
+  }
+  return bits;
+}
+inline bool __all_sync(uint32_t mask, bool set, sim::Where where = sim::Where::current()) {
+  return __ballot_sync(mask, set, where) == mask;
+}
+template <class T>
+T __reduce_add_sync(uint32_t mask, T value, sim::Where where = sim::Where::current()) {
+  uint64_t values[32];
+  sim::warp_exchange(mask, static_cast<uint32_t>(value), values, where);
+  T sum = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) sum += static_cast<T>(values[lane]);
+  }
+  return sum;
+}
+template <class T>
+T __reduce_max_sync(uint32_t mask, T value, sim::Where where = sim::Where::current()) {
+  uint64_t values[32];
+  sim::warp_exchange(mask, static_cast<uint32_t>(value), values, where);
+  T most = value;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) most = std::max(most, static_cast<T>(values[lane]));
+  }
+  return most;
+}
+
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+inline float __expf(float value) { return std::exp(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
+inline int __clz(uint32_t bits) { return std::countl_zero(bits); }
+inline int64_t clock64() { return sim::clock_cycles(); }
+
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
+using std::max;
+using std::min;
+
+inline void __threadfence() { sim::memory_fence(); }
+inline void __threadfence_system() { sim::memory_fence(); }
+template <class T>
+T atomicAdd(T* address, T value) {
+  static_assert(sizeof(T) == 4);
+  return static_cast<T>(sim::atomic(reinterpret_cast<uint32_t*>(address),
+                                    [&](uint32_t old) { return old + static_cast<uint32_t>(value); }));
+}
+inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
+  return sim::atomic(address, [&](uint32_t old) { return old | value; });
+}
+inline uint32_t atomicExch(uint32_t* address, uint32_t value) {
+  return sim::atomic(address, [&](uint32_t) { return value; });
+}
+inline uint32_t atomicCAS(uint32_t* address, uint32_t expected, uint32_t value) {
+  return sim::atomic(address, [&](uint32_t old) { return old == expected ? value : old; });
+}
+inline void* __cvta_shared_to_generic(uint32_t address) { return sim::shared_pointer(address); }

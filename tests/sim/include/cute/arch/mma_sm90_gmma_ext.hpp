@@ -1,0 +1,2 @@
+// All atoms are in mma_sm90_gmma.hpp.
+#pragma once

@@ -1,0 +1,179 @@
+// Stands in for csrc/runtime/device/ptx.cuh: the same functions, with the engine's instructions. The last argument
+// is the line of the caller, for reports.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "sim.h"
+
+#define FLUX_SIM_HERE sim::Where where = sim::Where::current()
+
+namespace flux::ptx {
+
+inline uint32_t smem_addr(const void* pointer) { return sim::shared_address(pointer); }
+inline uint32_t lane() { return threadIdx.x & 31; }
+inline bool elect_one(FLUX_SIM_HERE) { return sim::elect_one(where); }
+inline int warp(FLUX_SIM_HERE) {
+  return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0, 32, where);
+}
+inline uint32_t cluster_cta_rank() { return sim::cluster_cta_rank(); }
+inline uint32_t cluster_num_ctas() { return sim::cluster_num_ctas(); }
+inline uint64_t globaltimer_ns() { return sim::timer_ns(); }
+
+template <int kRegisters>
+void setmaxnreg_dec(FLUX_SIM_HERE) {
+  sim::set_registers(kRegisters, /*grows=*/false, where);
+}
+template <int kRegisters>
+void setmaxnreg_inc(FLUX_SIM_HERE) {
+  sim::set_registers(kRegisters, /*grows=*/true, where);
+}
+
+// --- barriers ---
+
+inline void named_barrier_sync(int id, int threads, FLUX_SIM_HERE) {
+  sim::cta_barrier(id, threads, /*waits=*/true, where);
+}
+inline void named_barrier_arrive(int id, int threads, FLUX_SIM_HERE) {
+  sim::cta_barrier(id, threads, /*waits=*/false, where);
+}
+inline bool named_barrier_and(int id, int threads, bool condition, FLUX_SIM_HERE) {
+  return sim::cta_barrier_and(id, threads, condition, where);
+}
+inline void cluster_sync_relaxed(FLUX_SIM_HERE) { sim::cluster_barrier(where); }
+
+inline void mbarrier_init(uint32_t bar, uint32_t count, FLUX_SIM_HERE) {
+  sim::mbarrier_init(bar, count, where);
+}
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(uint32_t bar, FLUX_SIM_HERE) {
+  sim::mbarrier_arrive(bar, sim::kThisCta, 0, where);
+}
+inline void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta, FLUX_SIM_HERE) {
+  sim::mbarrier_arrive(bar, static_cast<int>(cta), 0, where);
+}
+inline void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes, FLUX_SIM_HERE) {
+  sim::mbarrier_arrive(bar, sim::kThisCta, bytes, where);
+}
+inline void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes, uint32_t cta, FLUX_SIM_HERE) {
+  sim::mbarrier_arrive(bar, static_cast<int>(cta), bytes, where);
+}
+inline void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta, FLUX_SIM_HERE) {
+  sim::store_async(address, value, bar, static_cast<int>(cta), where);
+}
+inline bool mbarrier_test(uint32_t bar, uint32_t phase, FLUX_SIM_HERE) {
+  return __all_sync(~0u, sim::mbarrier_test(bar, phase, where), where);
+}
+inline void mbarrier_wait(uint32_t bar, uint32_t phase, FLUX_SIM_HERE) {
+  sim::mbarrier_wait(bar, phase, where);
+}
+
+// --- TMA and bulk copies ---
+
+inline void prefetch_tensor_map(const CUtensorMap*) {}
+inline void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y, FLUX_SIM_HERE) {
+  sim::tma_load(map, dst, bar, x, y, 0, where);
+}
+inline void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y,
+                                  uint16_t cta_mask, FLUX_SIM_HERE) {
+  sim::tma_load(map, dst, bar, x, y, cta_mask, where);
+}
+inline void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z, FLUX_SIM_HERE) {
+  sim::tma_store(map, src, x, y, z, where);
+}
+inline void copy_async_16(uint32_t dst, const void* src, bool valid, FLUX_SIM_HERE) {
+  sim::copy_async_16(dst, src, valid, where);
+}
+inline void mbarrier_arrive_after_copies(uint32_t bar, FLUX_SIM_HERE) {
+  sim::mbarrier_arrive_after_copies(bar, where);
+}
+inline void copy_async_commit() { sim::copy_async_commit(); }
+template <int kPending>
+void copy_async_wait(FLUX_SIM_HERE) {
+  sim::copy_async_wait(kPending, where);
+}
+inline void bulk_store(void* dst, uint32_t src, uint32_t bytes, FLUX_SIM_HERE) {
+  sim::bulk_store(dst, src, bytes, where);
+}
+inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, FLUX_SIM_HERE) {
+  sim::bulk_load(dst, src, bytes, bar, where);
+}
+inline void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, uint32_t cta,
+                              FLUX_SIM_HERE) {
+  sim::bulk_copy_cluster(dst, src, bytes, bar, static_cast<int>(cta), where);
+}
+inline void bulk_commit() { sim::bulk_commit(); }
+template <int kPending>
+void bulk_wait_read(FLUX_SIM_HERE) {
+  sim::bulk_wait(kPending, /*reads_only=*/true, where);
+}
+inline void bulk_wait_complete(FLUX_SIM_HERE) { sim::bulk_wait(0, /*reads_only=*/false, where); }
+
+// --- memory order ---
+
+inline void fence_proxy_async_smem(FLUX_SIM_HERE) { sim::fence_proxy(where); }
+inline void fence_proxy_async(FLUX_SIM_HERE) { sim::fence_proxy(where); }
+inline void store_release_sys(uint32_t* address, uint32_t value) { sim::store_release(address, value); }
+inline void add_release_sys(uint32_t* address, uint32_t value) { sim::add_release(address, value); }
+inline uint32_t load_acquire_sys(const uint32_t* address, FLUX_SIM_HERE) {
+  uint32_t value;
+  sim::poll(address, &value, sizeof(value), where);
+  return value;
+}
+inline uint32_t load_relaxed(const uint32_t* address, FLUX_SIM_HERE) {
+  uint32_t value;
+  sim::poll(address, &value, sizeof(value), where);
+  return value;
+}
+inline void store_relaxed_sys(void* address, uint4 v) { sim::store_relaxed(address, &v, 4); }
+inline uint4 load_relaxed_sys(const void* address, FLUX_SIM_HERE) {
+  uint4 v;
+  sim::poll(address, &v, sizeof(v), where);
+  return v;
+}
+
+// --- programmatic dependent launch ---
+
+inline void wait_for_earlier_kernels(FLUX_SIM_HERE) { sim::wait_for_earlier_kernels(where); }
+inline void let_next_kernel_start() { sim::let_next_kernel_start(); }
+
+// --- shared memory from registers ---
+
+inline void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, FLUX_SIM_HERE) {
+  const uint32_t words[4] = {a, b, c, d};
+  sim::store_shared(address, words, sizeof(words), where);
+}
+inline void store_shared_v4(uint32_t address, float a, float b, float c, float d, FLUX_SIM_HERE) {
+  const float words[4] = {a, b, c, d};
+  sim::store_shared(address, words, sizeof(words), where);
+}
+inline void store_shared(uint32_t address, uint32_t value, FLUX_SIM_HERE) {
+  sim::store_shared(address, &value, sizeof(value), where);
+}
+inline uint32_t load_shared(uint32_t address, FLUX_SIM_HERE) {
+  uint32_t value;
+  sim::load_shared(address, &value, sizeof(value), where);
+  return value;
+}
+inline uint4 load_shared_v4(uint32_t address, FLUX_SIM_HERE) {
+  uint4 v;
+  sim::load_shared(address, &v, sizeof(v), where);
+  return v;
+}
+inline float4 load_shared_floats(uint32_t address, FLUX_SIM_HERE) {
+  float4 v;
+  sim::load_shared(address, &v, sizeof(v), where);
+  return v;
+}
+inline void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, FLUX_SIM_HERE) {
+  const uint32_t fragments[4] = {a, b, c, d};
+  sim::store_matrices(row_address, fragments, 4, /*transposed=*/false, where);
+}
+inline void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b, FLUX_SIM_HERE) {
+  const uint32_t fragments[2] = {a, b};
+  sim::store_matrices(row_address, fragments, 2, /*transposed=*/true, where);
+}
+
+}  // namespace flux::ptx

@@ -1,0 +1,100 @@
+// What device code compiled for the host asks of the engine: one function for each instruction that has more effect
+// than plain C++. Engine files implement them; the headers beside this one call them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <source_location>
+#include <string>
+
+namespace sim {
+
+using Where = std::source_location;
+constexpr Where kNowhere{};
+
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// --- collectives ---
+void cta_barrier(int id, int threads, bool waits, const Where& where);  // threads 0: all that have not exited
+bool cta_barrier_and(int id, int threads, bool condition, const Where& where);
+void cluster_barrier(const Where& where);
+// All lanes of a warp exchange a word: values[lane] afterwards, for lanes of `mask`.
+void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where);
+bool elect_one(const Where& where);
+uint32_t cluster_cta_rank();
+uint32_t cluster_num_ctas();
+void set_registers(int count, bool grows, const Where& where);
+
+// --- shared memory: 32-bit addresses of the running CTA ---
+uint32_t shared_address(const void* pointer);
+void* shared_pointer(uint32_t address);
+void store_shared(uint32_t address, const void* bytes, int count, const Where& where);
+void load_shared(uint32_t address, void* bytes, int count, const Where& where);
+// The calling warp's lanes together: `matrices` 8x8 matrices, lane l supplies the address of row l.
+void store_matrices(uint32_t row_address, const uint32_t* fragments, int matrices, bool transposed,
+                    const Where& where);
+
+// --- mbarriers ---
+constexpr int kThisCta = -1;
+void mbarrier_init(uint32_t bar, uint32_t count, const Where& where);
+void mbarrier_arrive(uint32_t bar, int cta, uint32_t expected_bytes, const Where& where);
+bool mbarrier_test(uint32_t bar, uint32_t parity, const Where& where);
+void mbarrier_wait(uint32_t bar, uint32_t parity, const Where& where);
+void mbarrier_arrive_after_copies(uint32_t bar, const Where& where);
+
+// --- asynchronous operations ---
+void tma_load(const void* map, uint32_t dst, uint32_t bar, int x, int y, uint32_t ctas, const Where& where);
+void tma_store(const void* map, uint32_t src, int x, int y, int z, const Where& where);
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, const Where& where);
+void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Where& where);
+void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, int cta, const Where& where);
+void bulk_commit();
+void bulk_wait(int pending, bool reads_only, const Where& where);
+void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where);
+void copy_async_16(uint32_t dst, const void* src, bool valid, const Where& where);
+void copy_async_commit();
+void copy_async_wait(int pending, const Where& where);
+void fence_proxy(const Where& where);
+
+// --- wgmma ---
+enum class Element { kBFloat16, kFloat16 };
+struct WgmmaShape {
+  int n;
+  Element element;
+  bool a_mn_major, b_mn_major;
+};
+void wgmma_fence();
+void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators, bool accumulate);
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+// --- global memory and time ---
+void store_release(uint32_t* address, uint32_t value);
+void add_release(uint32_t* address, uint32_t value);
+// Loads that a program may spin on. Two loads of the same value make the thread wait until something changes.
+void poll(const void* address, void* bytes, int count, const Where& where);
+void store_relaxed(void* address, const void* bytes, int words);
+void memory_fence();
+uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& change);
+uint64_t timer_ns();
+int64_t clock_cycles();
+
+void wait_for_earlier_kernels(const Where& where);
+void let_next_kernel_start();
+
+// --- host ---
+struct LaunchConfig {
+  Dim grid, block;
+  int cluster = 1;
+  size_t shared_bytes = 0;
+  bool early_start = false;
+  void* stream = nullptr;
+};
+void launch(const void* kernel, const LaunchConfig& config, std::function<void()> body);
+
+}  // namespace sim
+
+// The running thread's coordinates, set at every switch.
+extern sim::Dim threadIdx, blockIdx, blockDim, gridDim;

@@ -1,0 +1,115 @@
+"""One-line changes of csrc, each of which breaks a rule that a kernel rests on: the simulator notices all.
+
+    mutants.py [name ...]       run all of them, or the named ones
+    mutants.py --list
+
+Each mutant is a copy of csrc with one line changed. Its program runs seeded cases until one fails; the report
+says which case did, and how. Survivors make the command fail, unless the table (mutants.toml) says why nobody
+can notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import simulator
+
+CASES = 54
+TIMEOUT = 120.0
+# What is compiled again if a header changes.
+_AR = ("gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu")
+KERNELS_OF = {
+    "ordinary": ("gemm/gemm.cu",),
+    "split_k": ("gemm/gemm_split_k.cu",),
+    "swap_ab": ("gemm/gemm_swap_ab.cu",),
+    "gemm_rs": ("gemm_rs/gemm_rs.cu",),
+    "gemm_ar": _AR,
+    "all_reduce": _AR,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` occurs in the file exactly once."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    cases: tuple[tuple[str, str], ...]  # (program, case)
+    equivalent: str = ""  # why no program can notice, if none can
+
+
+def table() -> list[Mutant]:
+    program_of = {case: program.name for program in simulator.PROGRAMS.values() for case in program.cases}
+    groups = tomllib.loads((simulator.HERE / "mutants.toml").read_text())["group"]
+    return [
+        Mutant(
+            file=group["file"], cases=tuple((program_of[case], case) for case in group["cases"]), **mutation
+        )
+        for group in groups
+        for mutation in group["mutations"]
+    ]
+
+
+def verdict(mutant: Mutant) -> str | None:
+    """How the mutant was noticed, or None."""
+    source = (simulator.ROOT / "csrc" / mutant.file).read_text()
+    if source.count(mutant.old) != 1:
+        raise SystemExit(
+            f"{mutant.name}: the old line occurs {source.count(mutant.old)} times in {mutant.file}"
+        )
+    simulator.BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=simulator.BUILD) as folder:
+        root = Path(folder)
+        shutil.copytree(simulator.ROOT / "csrc", root / "csrc")
+        (root / "tests").mkdir()
+        (root / "tests" / "sim").symlink_to(simulator.HERE)
+        (root / "csrc" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+        for program, case in mutant.cases:
+            binary = simulator.build(program, root, (mutant.file, *KERNELS_OF[case]))
+            done = simulator.run(binary, case, seed=1, cases=CASES, timeout=TIMEOUT)
+            binary.unlink()
+            if done.returncode != 0:
+                lines = [line for line in done.stderr.splitlines() if line.startswith("sim:")]
+                replay = [line for line in done.stderr.splitlines() if "--seed" in line]
+                what = lines[0].removeprefix("sim: ") if lines else f"exit status {done.returncode}"
+                where = replay[-1].split("--only ")[-1].split(":")[0] if replay else case
+                return f"{where}: {what[:110]}"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Mutates csrc line by line; the simulator must notice.")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    mutants = table()
+    unknown = set(arguments.names) - {mutant.name for mutant in mutants}
+    if unknown:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in mutants if not arguments.names or mutant.name in arguments.names]
+    if arguments.list:
+        for mutant in chosen:
+            print(f"{mutant.name:28} {mutant.file}")
+        return 0
+    survivors = []
+    with ThreadPoolExecutor(simulator.JOBS) as pool:
+        for mutant, how in zip(chosen, pool.map(verdict, chosen), strict=True):
+            if how is None and not mutant.equivalent:
+                survivors.append(mutant.name)
+            print(f"{mutant.name:28} {how or mutant.equivalent or 'SURVIVES'}", flush=True)
+    expected = sum(1 for mutant in chosen if not mutant.equivalent)
+    print(f"{expected - len(survivors)} of {expected} noticed; survivors: {' '.join(survivors) or 'none'}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
