@@ -28,7 +28,7 @@ __all__ = ["install", "uninstall"]
 _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
 
-# While installed: what holds the registrations.
+# While installed: the Library objects that own the registrations.
 _installed: list[Any] = []
 
 
@@ -57,7 +57,7 @@ def install() -> None:
         return
     library = _torch_library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():
-        # That a kernel is being replaced is the point.
+        # Replacing the kernel is intended.
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
         for name, implementation in _IMPLEMENTATIONS.items():
             # For CPU tensors torch's reference, written with functional collectives, is registered as Meta.
@@ -126,7 +126,7 @@ def _matmul_reduce_scatter(
 ) -> torch.Tensor:
     """reduce_scatter(a · b, scatter_dim), contiguous."""
     m = math.prod(a.shape[:-1])
-    known_op = reduce_op in ("sum", "avg")  # of another one torch complains
+    known_op = reduce_op in ("sum", "avg")  # torch raises an error for other reductions
     if not known_op or not _runs_fused("gemm_rs", a, [b], scatter_dim, m, group_name):
         answer: torch.Tensor = torchs.call_boxed(keys, a, b, reduce_op, scatter_dim, group_name)
         return answer
@@ -150,7 +150,7 @@ def _world_size(group_name: str) -> int:
 
 
 def _as_weights(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Matrices [k, n] as flux takes weights without copying them, and whether that is transposed.
+    """Matrices [k, n] as weights of flux without a copy, and the value of transpose_weight.
 
     In a forward pass b is the transpose of a weight [n, k] as it lies in memory, in a backward pass the
     weight itself.
@@ -163,7 +163,7 @@ def _as_weights(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
 def _runs_fused(
     op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, m: int, group_name: str
 ) -> bool:
-    """Whether flux runs a call fused. Follows from what all ranks share, so they decide alike.
+    """Whether flux runs a call fused. Depends only on facts that are equal on all ranks.
 
     Args:
         dim: the dimension of x that is gathered or scattered.
@@ -183,7 +183,7 @@ def _why_not(
     if not 0 <= dim < x.dim() - 1:
         return f"dimension {dim} of {x.dim()} does not count rows"
     if x.is_cpu:
-        return None  # torch's is no faster there
+        return None  # torch's implementation is no faster there
     _, transposed = _as_weights(bs)
     for b in bs:
         reason = why_unfused(op, m, b.shape[1], x.shape[-1], x.dtype, x.device, group_name, transposed)

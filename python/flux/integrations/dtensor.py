@@ -23,7 +23,7 @@ from flux._log import say_once
 
 __all__ = ["FluxColwiseParallel", "FluxRowwiseParallel", "FluxSharedColwiseParallel", "gemm_ar"]
 
-# These get their layers with each call: a deep copy of a module must not compute with the original's weights.
+# These get their layers as arguments, so that a deep copy of a module does not use the original's weights.
 Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 ForwardOfMany = Callable[[Sequence[nn.Linear], torch.Tensor], list[torch.Tensor]]
 
@@ -76,7 +76,7 @@ class FluxColwiseParallel(ColwiseParallel):
         return _why_not_linear(module, mesh.size(), 0)
 
     def _forward(self, mesh: DeviceMesh) -> ForwardOfMany:
-        """What computes the outputs of some layers for the same input, which it gathers once."""
+        """A function that computes the outputs of some layers for the same input, which it gathers once."""
         (source,), (target,) = self.input_layouts, self.output_layouts
         assert isinstance(source, Shard)
         group, dim = str(mesh.get_group().group_name), source.dim
@@ -154,7 +154,7 @@ class FluxSharedColwiseParallel(ParallelStyle):
 
 
 class _Shared:
-    """Outputs of layers that have been computed and not yet been asked for, within one call of the module
+    """Outputs of layers that have been computed and not yet been returned, within one call of the module
     that contains the layers.
     """
 
@@ -162,24 +162,24 @@ class _Shared:
         self._layers, self._compute = layers, compute
         self._inside = False
         self._outputs: dict[int, torch.Tensor] = {}
-        # What they were made of.
+        # The tensors from which the outputs were computed.
         self._read: list[torch.Tensor] = []
         self._state: tuple[Any, ...] = ()
 
     def begin(self, module: nn.Module, inputs: object) -> None:
-        """A call of the module begins."""
+        """Hook at the start of a call of the module."""
         self._inside = True
         self._forget()
 
     def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """It has ended, or failed."""
+        """Hook at the end of a call of the module, also if it failed."""
         self._inside = False
         self._forget()
 
     def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        """What layer `i` returns for x."""
+        """The output of layer `i` for x."""
         if not self._inside:
-            # Nobody says when weights that were read may have changed: FSDP2 writes them unseen by autograd.
+            # The weights may have changed unnoticed: FSDP2 writes them without autograd's version counters.
             return self._compute([self._layers[i]], x)[0]
         read, state = self._what_it_depends_on(x)
         same = len(read) == len(self._read) and all(a is b for a, b in zip(read, self._read, strict=True))
@@ -195,10 +195,10 @@ class _Shared:
         self._outputs, self._read, self._state = {}, [], ()
 
     def _what_it_depends_on(self, x: torch.Tensor) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-        """The tensors that outputs are made of, and their versions and how gradients are asked for."""
+        """The tensors on which outputs depend, their versions, and the gradient modes."""
         parameters = [p for layer in self._layers for p in (layer.weight, layer.bias) if p is not None]
         read = [x, *parameters]
-        # The compiler traces functionalised tensors, which nobody overwrites.
+        # The compiler traces functionalised tensors, which are never overwritten.
         if torch.compiler.is_compiling():
             return read, (torch.is_grad_enabled(),)
         versions = [
@@ -329,7 +329,7 @@ def _why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
 
 
 def _scatters_rows(x: torch.Tensor, dim: int, p: int) -> bool:
-    """Whether dimension `dim` of the result counts rows that divide by the ranks."""
+    """Whether dimension `dim` of the result is a row dimension that is divisible by the ranks."""
     return dim % x.dim() != x.dim() - 1 and x.shape[dim] % p == 0
 
 
@@ -339,14 +339,14 @@ def _replace_forward(module: nn.Linear, forward: Forward) -> None:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's part on this rank; its gradient is placed as the parameter is."""
+    """The local part of a parameter; its gradient has the placement of the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _summed_gradient(bias: torch.Tensor) -> torch.Tensor:
     """A replicated bias of which each rank uses a copy for its own rows."""
     assert isinstance(bias, DTensor)
-    # Backward, each rank has the gradient of its rows: going on as Replicate sums them.
+    # Backward: each rank has the gradient of its rows (Partial); redistribute to Replicate sums them.
     return bias.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
@@ -365,7 +365,7 @@ def _through_dtensor(
     target: Placement,
     use_local_output: bool,
 ) -> torch.Tensor:
-    """What torch's styles do: x, laid out as `source`, moves to `wanted`, and the result to `target`."""
+    """As in torch's styles: redistributes x from layout `source` to `wanted`, and the result to `target`."""
     distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source], run_check=False)
     out = nn.Linear.forward(layer, distributed.redistribute(mesh, [wanted]))
     assert isinstance(out, DTensor)

@@ -24,7 +24,7 @@ __all__ = ["FluxRowwiseParallel", "install", "register", "uninstall"]
 STYLE = "flux_rowwise"
 
 _registry: Any = hf.ALL_PARALLEL_STYLES
-# While installed: the style that flux stands in for.
+# While installed: the original style "rowwise".
 _replaced: list[Any] = []
 
 if not hasattr(hf.RowwiseParallel, "install_forward"):

@@ -82,7 +82,7 @@ def column_linear(
     _arguments.flag(op, "save_gathered", save_gathered)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
     name = group_name(group, op)
-    if not autocast.enabled(x.device):  # else the operators check what they have cast
+    if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
         _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
     many = biases if biases is not None and any(bias is not None for bias in biases) else ()
     settings = (name, sequence_parallel, save_gathered, gradient_accumulation_fusion, len(weights))
@@ -149,7 +149,7 @@ class _Column(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.parameters = [_collecting(weight, fusion) for weight in tensors[:count]]
-        # Here, as the backward pass needs what was multiplied.
+        # Cast here, because the backward pass needs the operands of the GEMM.
         x, *operands = autocast.cast_if_enabled(x, *tensors)
         weights, biases = operands[:count], operands[count:]
         needs_weight = any(ctx.needs_input_grad[6 : 6 + count])
@@ -215,7 +215,7 @@ class _Row(torch.autograd.Function):
         grad_x: Tensor | None = None
         rows: Tensor | None = grad
         if ctx.sequence_parallel:
-            # The bias too has the gradient of all rows: it is the same on all ranks.
+            # The gradient of the bias also needs all rows, because it is the same on all ranks.
             grad_x, rows = scattered_input_grad(
                 grad, weight, False, ctx.name, needs_x, needs_weight or needs_bias
             )
@@ -241,15 +241,15 @@ def _collecting(weight: Tensor, fusion: bool) -> Tensor | None:
 
 
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Gradient of a weight for autograd: none, if it could be added to where the caller collects it, which is
-    the weight's main_grad if one is given.
+    """Gradient of a weight for autograd. With a `weight`, adds the gradient to its main_grad instead, and
+    returns None or a placeholder.
     """
     if weight is None:
         return weight_grad(grad, x)
     wgrad_accum(grad, x, weight.main_grad)  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    # Megatron's data parallelism: its hooks run only if autograd gets something, which must not be added.
+    # Hooks of Megatron's data parallelism run only if autograd gets a gradient. The flag says not to add it.
     weight.grad_added_to_main_grad = True
     fill = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return fill(weight, dtype=x.dtype, requires_grad=False)

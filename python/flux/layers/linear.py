@@ -14,7 +14,7 @@ from flux.ops import _arguments, _check
 
 
 class _ParallelLinear(ShardedModule):
-    """What both layers share: one slice of a whole weight [out_features, in_features], along `split_dim`."""
+    """Base of both layers: one slice of a whole weight [out_features, in_features], along `split_dim`."""
 
     split_dim: int
 
@@ -51,7 +51,7 @@ class _ParallelLinear(ShardedModule):
         self.reset_parameters()
 
     def _draw(self, name: str, parameter: torch.Tensor) -> None:
-        """As nn.Linear does, or by `init`."""
+        """Initialises as nn.Linear does, or by `init`."""
         whole = parameter.new_empty(self.whole_shape(name))
         if name == "weight" and self.init is not None:
             fill(type(self).__name__, self.init, whole)
@@ -88,7 +88,7 @@ def check_options(
     device: object,
     dtype: object,
 ) -> None:
-    """Checks what all layers with weights take."""
+    """Checks the arguments that all layers with weights have."""
     _arguments.flag(op, "bias", bias)
     _arguments.flag(op, "sequence_parallel", sequence_parallel)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)

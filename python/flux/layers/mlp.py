@@ -112,7 +112,7 @@ class ParallelMLP(nn.Module):
         self._put_side_by_side()
 
     def _put_side_by_side(self) -> None:
-        """Gives gate and up one storage. What moves, copies or loads the module separates their weights."""
+        """Gives gate and up one storage. Moving, copying or loading the module separates their weights."""
         if self.gate_proj is None:
             return
         weights = [self.gate_proj.weight, self.up_proj.weight]
@@ -155,7 +155,7 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
         of_silu = torch.ops.aten.silu_backward
-        # What follows has no gradient of its own, and cannot be traced.
+        # The code below is not differentiable and cannot be traced.
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return of_silu(grad * up, gate), grad * nn.functional.silu(gate)
         both = grad.new_empty([*grad.shape[:-1], 2, grad.shape[-1]])

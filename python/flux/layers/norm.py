@@ -61,7 +61,7 @@ class RMSNorm(nn.RMSNorm):
         self._mark_weight()
 
     def _mark_weight(self) -> None:
-        # torch copies no attributes of parameters that it replaces.
+        # When torch replaces a parameter, it does not copy its attributes.
         if isinstance(self._parameters.get("weight"), torch.Tensor):
             self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -118,12 +118,12 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
             grad = getattr(parameter, "main_grad", None)
             grad = parameter.grad if grad is None else grad
             if grad is not None:
-                # Of a DTensor, such as FSDP2 makes, the part that this rank holds.
+                # For a DTensor, as in FSDP2: the local part.
                 with torch.no_grad():
                     grad = grad.to_local() if hasattr(grad, "to_local") else grad
                 grads.setdefault(grad.dtype, []).append(grad)
     for alike in grads.values():
-        # One message: they are short.
+        # One all-reduce of the concatenated gradients, because they are short.
         flat = torch.cat([grad.flatten() for grad in alike])
         dist.all_reduce(flat, group=process_group)
         totals = torch.split(flat, [grad.numel() for grad in alike])

@@ -45,7 +45,7 @@ def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> N
 
 
 class _FluxLinear(torch.nn.Module):
-    """What both layers share. Comes before Megatron's class among the bases."""
+    """Base of both layers. Must precede Megatron's class among the bases."""
 
     config: Any
     tp_group: Any
@@ -58,7 +58,7 @@ class _FluxLinear(torch.nn.Module):
 
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
         if config.fp8 or config.fp4:
-            # Megatron's own class would not take them either: training would go on in 16 bits.
+            # Megatron's own class does not support them either, and would silently train in 16 bits.
             raise ValueError(
                 f"{type(self).__name__}: config.fp8, config.fp4: expected None; leave such specs alone"
             )
@@ -73,7 +73,7 @@ class _FluxLinear(torch.nn.Module):
         )
 
     def _why_not(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-        """Why this call runs in Megatron's own code, or None. The same on all ranks."""
+        """Why this call runs in Megatron's own code, or None. Equal on all ranks."""
         if self.tp_group.size() == 1:
             return "the tensor-parallel group has one rank"
         if getattr(self, "explicit_expert_comm", False):
@@ -85,7 +85,7 @@ class _FluxLinear(torch.nn.Module):
         return None
 
     def _accumulates(self, weight: torch.Tensor) -> bool:
-        # Megatron-FSDP makes its buffers while the backward pass runs, and wants them overwritten.
+        # Megatron-FSDP allocates its buffers during the backward pass, and expects them to be overwritten.
         return self.flux_accumulates and not hasattr(weight, "__fsdp_param__")
 
 
@@ -171,7 +171,7 @@ class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[mis
         )
         if self.skip_bias_add:
             return output, self.bias
-        # Added here and not by flux, so that its gradient is that of the rank's rows: Megatron sums it later.
+        # Not added by flux: the gradient of the bias must be that of the rank's rows, as Megatron sums it.
         return (output if self.bias is None else output + self.bias), None
 
     def backward_dw(self) -> None:

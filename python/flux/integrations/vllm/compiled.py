@@ -21,10 +21,10 @@ import flux
 from flux._log import log
 from flux.integrations.vllm.graph import fuse_norm, settle_sums, unfuse
 
-# vLLM's passes that fuse an all-reduce with what follows, or make it a reduce-scatter.
+# vLLM's passes that fuse an all-reduce with the following operators, or replace it by a reduce-scatter.
 _ALL_REDUCE_FUSIONS = ("AllReduceFusionPass", "SequenceParallelismPass")
 
-# The limit of the pass, once it is there.
+# min_tokens of the pass, once it is installed.
 _installed: list[int] = []
 
 
@@ -41,14 +41,14 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         self.fusions = [other for other in others if type(other).__name__ in _ALL_REDUCE_FUSIONS]
 
     def gives_back(self, compile_range: Any) -> bool:
-        """Whether a range is vLLM's."""
+        """Whether vLLM's own operators run in a range."""
         if compile_range.end < self.min_tokens:
             return True
         return any(fusion.is_applicable_for_range(compile_range) for fusion in self.fusions)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
-        # Experts know of no ranges: only the number of tokens counts for their sums.
+        # Layers of experts do not depend on ranges: only the number of tokens decides who sums.
         if compile_range.end < self.min_tokens or compile_range.start >= self.min_tokens:
             settle_sums(graph, reduced=compile_range.start >= self.min_tokens)
         if self.gives_back(compile_range):

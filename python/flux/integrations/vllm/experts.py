@@ -44,7 +44,7 @@ def summed_experts(
     own = slice(rank * share, (rank + 1) * share)
     with torch.no_grad():
         routing = flux.moe.route(topk_ids[own], topk_weights[own], w13.shape[0], group=group_name)
-        # Shares follow each other as tokens do, so that what a row is made of is its index in x.
+        # Shares are consecutive like the tokens, so routing.rows are indices in x.
         hidden = flux.grouped_gemm(x, w13, routing.offsets, rows=routing.rows, activation="swiglu")
         total = flux.moe.gemm_gather_rs(hidden, w2, routing)
         return flux.all_gather(total, group=group_name)[:tokens]

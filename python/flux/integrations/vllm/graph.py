@@ -1,4 +1,4 @@
-"""What becomes of flux's operators (op.py) in a graph that vLLM compiles."""
+"""Transformations of flux's operators (op.py) in a graph that vLLM compiles."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def _is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
 
 
 def _matrix_calls(graph: fx.Graph) -> list[fx.Node]:
-    """Calls of linear_all_reduce with a matrix x: vLLM's patterns know no other."""
+    """Calls of linear_all_reduce with a 2-D x, the only case in vLLM's patterns."""
     nodes = graph.find_nodes(op="call_function", target=_ours.linear_all_reduce.default)
     return [node for node in nodes if node.args[0].meta["val"].dim() == 2]
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A call in the graph with the fake result that later passes look at."""
+    """Inserts a call into the graph, with the fake result that later passes need."""
     node = graph.call_function(target, args)
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
     mode = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))

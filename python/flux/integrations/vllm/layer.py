@@ -1,4 +1,4 @@
-"""What vLLM builds instead of its RowParallelLinear."""
+"""The replacement of vLLM's RowParallelLinear."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flux.integrations.vllm import compiled
 from flux.integrations.vllm.op import linear_all_reduce
 
 _NAME = "RowParallelLinear"
-# What the kernels take, and what the CPU path takes too.
+# The dtypes that both the kernels and the CPU path support.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
 ALIGNMENT = 8
@@ -27,7 +27,7 @@ ALIGNMENT = 8
 
 @dataclass
 class Settings:
-    """Of this process, from the environment."""
+    """Settings of this process, from the environment."""
 
     mode: str = "auto"
     min_tokens: int = 1
@@ -51,14 +51,14 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
         if current_platform.is_cpu():
-            # Newer versions of vLLM then keep the weight as it is.
+            # With this flag, newer versions of vLLM do not repack the weight.
             self._cpu_skip_gemm_dispatch = True
         if settings.mode != "layer":
             compiled.install(settings.min_tokens)
 
     def forward(self, input_: torch.Tensor) -> Any:
         eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()
-        # Backends may have packed the weight into a form of their own, and dropped it.
+        # A backend may have repacked the weight and dropped the original.
         if not self._flux_serves or eager_stays or self.weight.numel() == 0:
             return super().forward(input_)
         bias = None if self.skip_bias_add else self.bias
@@ -69,7 +69,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 def tell_once(level: int, kind: str, why_not: str) -> None:
-    """Logs why layers of a kind stay vLLM's, each reason once."""
+    """Logs why layers of a kind use vLLM's code, each reason once."""
     say_once(f"vllm: {kind} layers stay vLLM's where {why_not}", level)
 
 
@@ -89,7 +89,7 @@ def replace_row_parallel(mode: str, min_tokens: int) -> str | None:
 
 
 def _why_not(layer: RowParallelLinear) -> str | None:
-    """Why a layer stays vLLM's, or None. From what all ranks share, so that none of them waits alone."""
+    """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
     config = get_current_vllm_config_or_none()
     reasons = {
         "there is one rank": layer.tp_size == 1,
@@ -106,7 +106,7 @@ def _why_not(layer: RowParallelLinear) -> str | None:
 
 
 def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
-    """What could keep a layer of any kind with vLLM, and whether it does."""
+    """Reasons for vLLM's code that apply to any kind of layer, and whether each holds."""
     dtypes = _CPU_DTYPES if current_platform.is_cpu() else _DTYPES
     return {
         f"the dtype is {dtype}": dtype not in dtypes,

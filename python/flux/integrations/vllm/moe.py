@@ -1,4 +1,4 @@
-"""What vLLM builds instead of its MoERunner, which runs the experts of a layer and sums over ranks."""
+"""The replacement of vLLM's MoERunner, which runs the experts of a layer and sums over ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from flux.moe.routing import MAX_TOP_K
 from flux.ops.plan import current_device, why_unfused
 
 _NAME = "MoERunner"
-# Of vLLM's kernels for experts those that leave the weights as they were loaded, gates first. (That for CPUs
-# does not; see _keep_weights.)
+# vLLM's kernels for experts that do not repack the weights (gates first). (The kernel for CPUs
+# repacks them; see _keep_weights.)
 _KERNELS = ("TRITON", "CPU")
 
 
@@ -45,7 +45,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         self._flux_min_tokens = layer.settings.min_tokens
         self._flux_weights: list[torch.Tensor] = []
         if current_platform.is_cpu():
-            # There vLLM would trace into the experts, and the number of tokens would become a constant.
+            # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
             self._forward_entry = torch.ops.vllm.moe_forward
             self._keep_weights()
         if layer.settings.mode != "layer":
@@ -73,7 +73,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
     def _maybe_reduce_final_output(
         self, states: torch.Tensor, trunc_size: int | None, *others: Any
     ) -> torch.Tensor:
-        """Sums over ranks what flux has not summed."""
+        """Sums the output over ranks, unless flux has already done so."""
         total: torch.Tensor
         if not self._flux_serves:
             total = super()._maybe_reduce_final_output(states, trunc_size, *others)
@@ -82,7 +82,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         return total if trunc_size is None else total[..., :trunc_size]
 
     def _keep_weights(self) -> None:
-        """Has the weights copied before vLLM packs them for its own kernel."""
+        """Copies the weights before vLLM repacks them for its own kernel."""
         method = self.routed_experts.quant_method
         process = method.process_weights_after_loading
 
@@ -106,12 +106,12 @@ def replace_runner() -> None:
 
 
 def _tell(why_not: str) -> None:
-    # Louder than of linear layers: whoever hears it has asked for this.
+    # A warning, unlike for linear layers, because the user has explicitly enabled this.
     layer.tell_once(logging.WARNING, "MoE", why_not)
 
 
 def _why_not(runner: MoERunner) -> str | None:
-    """Why a layer stays vLLM's, or None. From what all ranks share, so that none of them waits alone."""
+    """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
     return next((reason for reason, applies in _reasons(runner) if applies), None)
 
 
@@ -152,7 +152,7 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
 
 
 def _why_unfused(n: int, k: int, dtype: torch.dtype) -> str | None:
-    """What is known of kernels before the group's first call; it is the same for all that sum over ranks."""
+    """Why a sum over ranks would not run fused, as far as known before the group's first call, or None."""
     group_name = str(get_tp_group().device_group.group_name)
     return why_unfused("gemm_ar", layer.settings.min_tokens, n, k, dtype, current_device(), group_name)
 

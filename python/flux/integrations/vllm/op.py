@@ -13,7 +13,7 @@ from flux.ops.plan import why_unfused
 
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
-# group_name: of torch's process group. vllm_group: what vLLM calls the same ranks.
+# group_name: of torch's process group. vllm_group: vLLM's name of the same group.
 _library.define(
     "linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group)"
     " -> Tensor",
@@ -61,7 +61,7 @@ def _run(
     group_name: str,
     vllm_group: str,
 ) -> torch.Tensor:
-    # Decided here and not where the graph is traced, because there the number of tokens would become a
+    # Decided at run time and not while the graph is traced, because there the number of tokens would become a
     # constant.
     if _tokens(x) >= min_tokens and _runs_fused(x, weight, group_name):
         with torch.no_grad():
@@ -98,7 +98,7 @@ def _run_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tenso
 
 
 def _all_reduce(x: torch.Tensor, vllm_group: str) -> torch.Tensor:
-    # On CPUs vLLM's overwrites its argument and returns it.
+    # On CPUs, vLLM's all-reduce overwrites its argument and returns it.
     total: torch.Tensor = torch.ops.vllm.all_reduce(x.clone() if x.is_cpu else x, group_name=vllm_group)
     return total
 
@@ -112,7 +112,7 @@ def _run_norm(
     eps: float,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by flux, then the residual is added and the sum normalised by RMSNorm: both results."""
+    """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
     with torch.no_grad():
         return flux.gemm_ar(
             x, weight, bias, group=group_name, residual=residual, norm_weight=norm_weight, eps=eps
@@ -148,7 +148,7 @@ def _tokens(x: torch.Tensor) -> int:
 
 
 def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> bool:
-    """Whether flux has a kernel for it; if not, vLLM's own all-reduce is the better choice."""
+    """Whether flux runs the call fused; if not, vLLM's own all-reduce is the better choice."""
     if x.is_cpu:
         return True
     n, k = weight.shape
