@@ -1,4 +1,4 @@
-// Helpers of the GEMM kernels: TMA loads and wgmma descriptors of the operands, and staging of the accumulators
+// Building blocks of the GEMM kernels: TMA loads and wgmma descriptors of the operands, and staging of the accumulators
 // in shared memory.
 //
 // wgmma leaves a 64 x N fp32 tile in the registers of 128 threads. Warp w holds rows 16w..16w+15. In each block
