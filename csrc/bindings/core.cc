@@ -237,6 +237,8 @@ std::optional<std::tuple<int, int, int64_t, int>> piece_of_rows(const ag_gemm::L
   check_range("size", size, 1, kMaxExtent);
   check_range("peers", peers, 1, runtime::kMaxWorldSize);
   check_range("index", index, 0, kMaxExtent);
+  const int64_t per_block = (self.block_bytes(0) + size - 1) / size;
+  check_range("pieces of a peer", self.row_blocks() * per_block, 1, kMaxExtent / peers);
   const ag_gemm::Pieces pieces = ag_gemm::make_pieces(self, size);
   if (index >= pieces.count(peers)) return std::nullopt;
   const ag_gemm::Piece piece = pieces.at(index);

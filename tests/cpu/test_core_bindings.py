@@ -77,6 +77,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: core.exchange(2**29, 2**29, 8, core.ExchangeMode.TWO_SHOT), r"m \* n: expected 1 to"),
     (lambda: core.gemm_rs_layout(2**29, 2**29, 1, 0), r"tiles of \[m, n\]: expected 1 to"),
     (lambda: core.select_gemm(2**29, 2**29, 8, False, 4), r"tiles of \[m, n\]: expected 1 to"),
+    (lambda: core.ag_gemm_layout(2**29, 2**29, 1).piece(8, 1, 0), "pieces of a peer: expected 1 to"),
     (lambda: core.moe_comm_units(8, 0, 2**20, 2**20), "units: expected 1 to"),
     (lambda: core.moe_tiles(64, 2**20, 2**20), r"num_entries \* n_tiles: expected 0 to"),
     (lambda: core.gemm_rs_layout(256, 256, 2, 0).tile_offset(0, LARGEST, LARGEST), "m_tile: expected 0 to 0"),
