@@ -48,6 +48,7 @@ PROGRAMS = {
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
         Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar")),
+        Program("copies", tuple(_RUNTIME), ("copy_queue",)),
     )
 }
 

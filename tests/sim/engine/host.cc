@@ -142,7 +142,17 @@ bool advance(CUstream_st& stream) {
 }  // namespace
 
 bool advance_streams() {
-  bool any = false;
+  const bool may_wait = machine.config.policy.when != Policy::When::kEarliest;
+  bool any = false, waits = false;
+  for (const auto& stream : streams) {
+    // A stream may stand still for any time while others go on.
+    if (may_wait && !stream->ops.empty() && machine.draw(2) == 0) {
+      waits = true;
+    } else {
+      any |= advance(*stream);
+    }
+  }
+  if (any || !waits) return any;
   for (const auto& stream : streams) any |= advance(*stream);
   return any;
 }
