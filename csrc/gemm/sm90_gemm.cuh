@@ -13,11 +13,11 @@
 #pragma once
 
 #include "gemm/epilogue.cuh"
+#include "gemm/mainloop.cuh"
 #include "gemm/policy.h"
 #include "gemm/smem.cuh"
 #include "gemm/split_k.cuh"
 #include "gemm/tile_queue.cuh"
-#include "gemm/wgmma.cuh"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
@@ -117,7 +117,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           const int stage_bytes = (a.rows * a_boxes + b.rows * b_boxes) * kBlockK * kElementBytes;
           // A CTA whose tile still waits for peers must not draw a tile that a free CTA could take.
           const bool waits = Store::kReduces && Store::is_local(params.store, tile);
-          // Neither this loop over K nor that of the math warps is unrolled: that would only make the code longer.
 #pragma unroll 1
           for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
             if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
@@ -193,29 +192,17 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     // A stage is released to every CTA whose loads fill it: this CTA, and the partner that multicasts.
     const bool releases = static_cast<int>(ptx::lane()) < sharers;
     const uint32_t filler = Store::kSplitsK ? cta : ptx::lane();
+    const auto full = [&](int stage) { return smem.full(stage); };
+    const auto operands = [&](int stage, int) {
+      return Operands{make_descriptor(smem.a(stage) + warpgroup * 64 * 128, 0, 1024),
+                      make_b_descriptor<kMajorB>(smem.b(stage))};
+    };
+    const auto release = [&](int stage) {
+      if (releases) ptx::mbarrier_arrive_cluster(smem.empty(stage), filler);
+    };
     for (int index = queue.next_for_warp(smem); index < last; index = queue.next_for_warp(smem)) {
       const Tile tile = order.at(index, cta);
-
-      int held = 0;  // the stage whose wgmmas may still be running
-#pragma unroll 1
-      for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
-        ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
-        const uint64_t a = make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
-        const uint64_t b = make_b_descriptor<kMajorB>(smem.b(ring.index));
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kBlockK / 16; ++k) {
-          Mma::step(a + k * (32 >> 4), b + k * (kBStepBytes<kMajorB> >> 4), d, kb > 0 || k > 0);
-        }
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();  // only this k-block's wgmmas may still run: the previous stage is free
-        if (kb > 0 && releases) ptx::mbarrier_arrive_cluster(smem.empty(held), filler);
-        held = ring.index;
-      }
-      cute::warpgroup_wait<0>();
-#pragma unroll
-      for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
-      if (releases) ptx::mbarrier_arrive_cluster(smem.empty(held), filler);
+      multiply<Mma, 32, kBStepBytes<kMajorB>>(ring, part.num_blocks, d, full, operands, release);
 
       if (!tile.valid) continue;
       const bool local = Store::is_local(params.store, tile);

@@ -20,9 +20,9 @@
 #pragma once
 
 #include "gemm/finish.cuh"
+#include "gemm/mainloop.cuh"
 #include "gemm/smem.cuh"
 #include "gemm/swap_ab.h"
-#include "gemm/wgmma.cuh"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
@@ -135,36 +135,19 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     const auto release = [&](int stage) {
       if (lane < sharers) ptx::mbarrier_arrive_cluster(empty(stage), sharers > 1 ? lane : cta);
     };
+    const auto operands = [&](int stage, int block) {
+      const uint32_t w = stages + stage * kStageBytes, x = w + kTile.k_blocks * kSwapAbWeightBytes;
+      return Operands{make_b_descriptor<kMajorW>(w + block * kSwapAbWeightBytes),
+                      make_descriptor(x + block * kRowsBytes, 0, 1024)};
+    };
     float d[Mma::kAccumulators];
     Stages ring;
     RingCursor<1> meetings;
 
     for (int tile = first_tile; tile < num_tiles; tile += step) {
-      int held = 0;  // the stage whose wgmmas may still be running
-#pragma unroll 1
-      for (int block = 0; multiplies && block < num_blocks; ++block, ring.advance()) {
-        ptx::mbarrier_wait(full(ring.index), ring.phase);
-        const uint32_t w = stages + ring.index * kStageBytes;
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int i = 0; i < kTile.k_blocks; ++i) {
-          const uint64_t a = make_b_descriptor<kMajorW>(w + i * kSwapAbWeightBytes);
-          const uint64_t b =
-              make_descriptor(w + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes, 0, 1024);
-#pragma unroll
-          for (int k = 0; k < kBlockK / 16; ++k) {
-            Mma::step(a + k * (kBStepBytes<kMajorW> >> 4), b + k * (32 >> 4), d, block + i + k > 0);
-          }
-        }
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();  // only this stage's wgmmas may still run: the previous stage is free
-        if (block > 0) release(held);
-        held = ring.index;
+      if (multiplies) {
+        multiply<Mma, kBStepBytes<kMajorW>, 32, kTile.k_blocks>(ring, num_blocks, d, full, operands, release);
       }
-      cute::warpgroup_wait<0>();
-#pragma unroll
-      for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
-      if (multiplies) release(held);
 
       // The accumulators of a thread: two columns of D that are 8 apart, and pairs of rows of each.
       const int first_row = row_of(tile), first_column = tile / m_tiles * kSwapAbN;

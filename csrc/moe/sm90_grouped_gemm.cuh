@@ -43,6 +43,7 @@
 #pragma once
 
 #include "gemm/epilogue.cuh"
+#include "gemm/mainloop.cuh"
 #include "gemm/smem.cuh"
 #include "moe/job_queue.cuh"
 #include "moe/plan.h"
@@ -307,6 +308,16 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     typename Shared::Stages ring;
     typename Shared::Slabs slabs;
     JobReader jobs;
+    const auto full = [&](int stage) { return smem.full(stage); };
+    // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them, so wgmma needs
+    // no fence. A fence for the async proxy would wait for the running wgmmas (docs/design/moe.md#the-grouped-gemm).
+    const auto operands = [&](int stage, int) {
+      return gemm::Operands{gemm::make_descriptor(smem.a(stage) + warpgroup * 64 * 128, 0, 1024),
+                            gemm::make_descriptor(smem.b(stage), 0, 1024)};
+    };
+    const auto release = [&](int stage) {
+      if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(stage));
+    };
     for (;;) {
       [[maybe_unused]] Job job;
       if constexpr (Rows::kInOrder) {
@@ -316,36 +327,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         jobs.give_back(queue);
         if (job.num_rows == 0) break;
       }
-      int held = -1;  // the stage whose wgmmas may still be running
-#pragma unroll 1
-      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-        // If the next k-block has not arrived, release the stage of the last one, so that it can be loaded again.
-        if (held >= 0 && !ptx::mbarrier_test(smem.full(ring.index), ring.phase)) {
-          cute::warpgroup_wait<0>();
-          if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
-          held = -1;
-        }
-        // Gathered rows come by cp.async, whose bytes are in shared memory when the barrier counts them, so
-        // wgmma needs no fence here. A fence for the async proxy would wait for the running wgmmas
-        // (docs/design/moe.md#the-grouped-gemm).
-        ptx::mbarrier_wait(smem.full(ring.index), ring.phase);
-        const uint64_t a = gemm::make_descriptor(smem.a(ring.index) + warpgroup * 64 * 128, 0, 1024);
-        const uint64_t b = gemm::make_descriptor(smem.b(ring.index), 0, 1024);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kBlockK / 16; ++k) {
-          Mma::step(a + k * (32 >> 4), b + k * (32 >> 4), d, kb > 0 || k > 0);
-        }
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();  // all k-blocks except this one are done: the previous stage is free
-        if (held >= 0 && ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
-        held = ring.index;
-      }
-      cute::warpgroup_wait<0>();
-#pragma unroll
-      for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
-      if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(held));
-
+      gemm::multiply<Mma, 32, 32, 1, /*kReleasesEarly=*/true>(ring, k_blocks, d, full, operands, release);
       activate(params.activation, d);
       if constexpr (Rows::kArrive) {
         // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.

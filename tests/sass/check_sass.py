@@ -6,6 +6,10 @@ sm_90 without the "a" has neither wgmma nor TMA, a register too many spills, and
 was chosen by its lane becomes a loop over threads.
 
   python check_sass.py _C.so [--log build.log]
+  python check_sass.py _C.so --before OLD_C.so
+
+The second form compares two libraries, kernel by kernel: instructions, registers, and the instructions of the
+mainloop, which is the shortest loop around a wgmma.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from pathlib import Path
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 # A load, the line of its encoding, and a jump back for the next thread.
 _TMA_LOOP = re.compile(r"UTMALDG[^\n]*\n[^\n]*\n[^\n]*BRA\.U\.ANY")
+_LINE = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 _RESOURCES = re.compile(r"Function (\S+):\s+(REG:.*)")
 _PTXAS_COMPLAINT = re.compile(
     r"\(C7\d{3}\)|Potential Performance Loss|[1-9]\d* bytes (?:spill|stack)|Local memory used"
@@ -38,6 +43,16 @@ class Kernel:
     registers: int
     stack_bytes: int
     tma_loops: int
+    mainloop: int = 0  # instructions; 0: no loop around a wgmma
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.opcodes.values())
+
+    @property
+    def readable_name(self) -> str:
+        """Without the number that a compilation gives to what only its file can see."""
+        return re.sub(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+_cu)_[0-9a-f]{8}_?\d*", r"\1 ", self.name)
 
     @property
     def is_gemm(self) -> bool:
@@ -86,6 +101,20 @@ def _dump(option: str, library: Path) -> str:
     return run.stdout
 
 
+def mainloop_instructions(body: str) -> int:
+    lines = [(int(match[1], 16), match[2], match[3]) for match in _LINE.finditer(body)]
+    at = {address: i for i, (address, _, _) in enumerate(lines)}
+    wgmmas = [i for i, (_, opcode, _) in enumerate(lines) if opcode.startswith(("HGMMA", "QGMMA"))]
+    shortest = 0
+    for i, (address, opcode, operands) in enumerate(lines):
+        if not opcode.startswith("BRA") or (target := re.search(r"0x([0-9a-f]+)", operands)) is None:
+            continue
+        begin = at.get(int(target[1], 16), i)
+        if int(target[1], 16) < address and any(begin <= wgmma < i for wgmma in wgmmas):
+            shortest = min(shortest or i, i - begin + 1)
+    return shortest
+
+
 def read_kernels(library: Path) -> list[Kernel]:
     """Every kernel in the library."""
     resources = {
@@ -98,7 +127,10 @@ def read_kernels(library: Path) -> list[Kernel]:
         used = resources[name]
         opcodes = collections.Counter(_INSTRUCTION.findall(body))
         kernels.append(
-            Kernel(name, opcodes, int(used["REG"]), int(used["STACK"]), len(_TMA_LOOP.findall(body)))
+            Kernel(
+                *(name, opcodes, int(used["REG"]), int(used["STACK"])),
+                *(len(_TMA_LOOP.findall(body)), mainloop_instructions(body)),
+            )
         )
     return kernels
 
@@ -108,11 +140,39 @@ def log_faults(log: str) -> list[str]:
     return sorted({line.strip() for line in log.splitlines() if _PTXAS_COMPLAINT.search(line)})
 
 
+def compare(before: list[Kernel], after: list[Kernel]) -> bool:
+    """Prints the kernels whose machine code differs. Whether all mainloops stay within 1 % of their length."""
+    old = {kernel.readable_name: kernel for kernel in before}
+    new = {kernel.readable_name: kernel for kernel in after}
+    for name in sorted(old.keys() - new.keys()):
+        print(f"gone  {name}")
+    for name in sorted(new.keys() - old.keys()):
+        print(f"new   {name}")
+    changed = longer = 0
+    for name in sorted(old.keys() & new.keys()):
+        a, b = old[name], new[name]
+        if (a.opcodes, a.registers, a.mainloop) == (b.opcodes, b.registers, b.mainloop):
+            continue
+        changed += 1
+        longer += (is_longer := b.mainloop > 1.01 * a.mainloop)
+        print(
+            f"{'LONG' if is_longer else 'diff'}  instructions {a.instructions:5} -> {b.instructions:5}  mainloop "
+            f"{a.mainloop:3} -> {b.mainloop:3}  registers {a.registers:3} -> {b.registers:3}  {name}"
+        )
+    total = [sum(kernel.instructions for kernel in side) for side in (before, after)]
+    print(f"{changed} of {len(new)} kernels differ, {longer} mainloops are longer by more than 1 %")
+    print(f"instructions in all: {total[0]} -> {total[1]}")
+    return longer == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks the machine code of a kernel library.")
     parser.add_argument("library", type=Path)
     parser.add_argument("--log", type=Path, help="output of the compiler, searched for complaints of ptxas")
+    parser.add_argument("--before", type=Path, help="an older library to compare with")
     arguments = parser.parse_args()
+    if arguments.before:
+        return 0 if compare(read_kernels(arguments.before), read_kernels(arguments.library)) else 1
 
     faults = log_faults(arguments.log.read_text()) if arguments.log else []
     for line in faults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import check_sass
@@ -72,6 +73,26 @@ extern "C" __global__ void sm90_gemm_by_hand(const int* index, float* out) {
     assert kernel.name == "sm90_gemm_by_hand"
     for expected in ("local memory", "no wgmma", "no TMA load", "setmaxnreg dropped"):
         assert expected in faults
+
+
+def test_a_longer_mainloop_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    sass = """
+        /*0010*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0020*/                   HGMMA.64x64x16.F32 R24, gdesc[UR8], R24, UP0 ;
+        /*0030*/              @!P1 IADD3 R2, R2, 0x1, RZ ;
+        /*0040*/               @P0 BRA 0x20 ;
+        /*0050*/               @P0 BRA 0x10 ;
+        /*0060*/                   EXIT ;
+"""
+    assert check_sass.mainloop_instructions(sass) == 3
+    assert check_sass.mainloop_instructions(sass.replace("HGMMA", "FFMA")) == 0
+    kernels = [
+        check_sass.Kernel("gemm", Counter(HGMMA=n), registers=90, stack_bytes=0, tma_loops=0, mainloop=n)
+        for n in (100, 101, 102)
+    ]
+    assert check_sass.compare(kernels[:1], kernels[1:2])
+    assert not check_sass.compare(kernels[:1], kernels[2:])
+    assert "LONG  instructions   100 ->   102  mainloop 100 -> 102" in capsys.readouterr().out
 
 
 def test_log_check_finds_complaints_only() -> None:
