@@ -7,6 +7,7 @@
 #include "ag_gemm/push.cuh"
 #include "runtime/check.h"
 #include "runtime/copy_queue.h"
+#include "runtime/launch.h"
 
 namespace flux::ag_gemm {
 namespace {
@@ -105,8 +106,7 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
                          transport.copy_epoch,
                          /*reuse=*/rows == Rows::kHere};
   const int ctas = std::min(kCtas, kCtasOfAllRanks / symm.world_size);
-  all_gather_kernel<<<ctas, kThreads, 0, stream>>>(params);
-  FLUX_CUDA_CHECK(cudaGetLastError());
+  runtime::Launch(ctas, kThreads, 0, stream).run(all_gather_kernel, params);
   if (arrive_copied) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
 }
 

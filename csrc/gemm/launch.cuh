@@ -9,6 +9,7 @@
 #include "gemm/sm90_gemm.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/launch.h"
 #include "runtime/symm_buffer.h"
 
 namespace flux::gemm {
@@ -85,18 +86,10 @@ int resident_clusters(int cluster_size) {
   if (count.load(std::memory_order_relaxed) == 0) {
     prepare_kernels<Store>();
     constexpr int kConfig = kNumTileConfigs - 1;  // any config: a CTA occupies a whole SM
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = cluster_size;
-    config.blockDim = kNumThreads;
-    config.dynamicSmemBytes = smem_bytes(kTileConfigs[kConfig]);
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int resident = 0;
-    FLUX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(
-        &resident, kernel_table<Store>().get(runtime::DType::kBFloat16, false, kConfig), &config));
+    const int resident =
+        runtime::Launch(cluster_size, kNumThreads, smem_bytes(kTileConfigs[kConfig]), nullptr)
+            .cluster(cluster_size)
+            .max_active_clusters(kernel_table<Store>().get(runtime::DType::kBFloat16, false, kConfig));
     count.store(resident, std::memory_order_relaxed);
   }
   return count.load(std::memory_order_relaxed);
@@ -140,27 +133,18 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   params.bias = args.bias;
   params.store = store;
 
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = order.cluster_size();
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1] = runtime::early_start();
   // A kernel that waits for peers must not occupy SMs that the awaited work needs.
   constexpr bool kWaitsForPeers = Store::kGathers || Store::kReduces;
-  cudaLaunchConfig_t config = {};
   const int wanted = std::max(order.num_clusters(), min_ctas / order.cluster_size());
   // Clusters that split K have one tile each; a cluster that is not resident starts when another one ends.
   const int room = Store::kSplitsK ? wanted : num_sms / order.cluster_size();
-  config.gridDim = std::min(room, wanted) * order.cluster_size();
-  config.blockDim = kNumThreads;
-  config.dynamicSmemBytes = smem_bytes(tile);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = !kWaitsForPeers && runtime::may_start_early(num_sms) ? 2 : 1;
   FLUX_CHECK(num_sms >= order.cluster_size(), num_sms, order.cluster_size());
   FLUX_CHECK(Store::kSplitsK == (order.split() > 1), "not the kernel for", order.split(), "parts of K");
   FLUX_CHECK(params.k_blocks >= order.split(), params.k_blocks, order.split());
-  FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  runtime::Launch(std::min(room, wanted) * order.cluster_size(), kNumThreads, smem_bytes(tile), stream)
+      .cluster(order.cluster_size())
+      .early_start(!kWaitsForPeers && runtime::may_start_early(num_sms))
+      .run(kernel, params);
 }
 
 }  // namespace flux::gemm

@@ -9,6 +9,7 @@
 #include "gemm/sm90_gemm_swap_ab.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/launch.h"
 
 namespace flux::gemm {
 
@@ -34,12 +35,12 @@ class SwapAbKernels {
   }
 
   // Clusters that can be resident at once: CTAs of a cluster share a group of SMs, and groups differ in size.
-  int resident_clusters(SwapAbKernel<Output> kernel, const cudaLaunchConfig_t& launch, int config,
+  int resident_clusters(SwapAbKernel<Output> kernel, const runtime::Launch& launch, int config,
                         int cluster_size) {
     std::atomic<int>& known = resident_[config][cluster_size];
     int count = known.load(std::memory_order_relaxed);
     if (count == 0) {
-      FLUX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &launch));
+      count = launch.max_active_clusters(kernel);
       known.store(count, std::memory_order_relaxed);
     }
     return count;
@@ -98,25 +99,13 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   params.output = output;
   FLUX_CHECK(choice.split <= params.stage_blocks, choice.split, params.stage_blocks);
 
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = cluster_size;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1] = runtime::early_start();
-  cudaLaunchConfig_t config = {};
-  config.blockDim = kSwapAbThreads;
-  config.dynamicSmemBytes = swap_ab_smem_bytes(tile);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  config.gridDim = cluster_size;
-  const int resident = kernels.resident_clusters(kernel, config, tile.id, cluster_size);
+  runtime::Launch launch(cluster_size, kSwapAbThreads, swap_ab_smem_bytes(tile), stream);
+  launch.cluster(cluster_size);
+  const int resident = kernels.resident_clusters(kernel, launch, tile.id, cluster_size);
   const int num_tiles = ceil_div(args.m(), tile.rows * sharers) * ceil_div(args.n(), kSwapAbN);
   const int clusters = std::min({num_tiles, resident, num_sms / cluster_size});
   FLUX_CHECK(clusters > 0, num_tiles, resident, num_sms, cluster_size);
-  config.gridDim = clusters * cluster_size;
-  config.numAttrs = runtime::may_start_early(num_sms) ? 2 : 1;
-  FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  launch.ctas(clusters * cluster_size).early_start(runtime::may_start_early(num_sms)).run(kernel, params);
 }
 
 }  // namespace flux::gemm

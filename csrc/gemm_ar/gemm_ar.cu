@@ -5,6 +5,7 @@
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_ar/gemm_ar_tiles.h"
 #include "runtime/check.h"
+#include "runtime/launch.h"
 
 namespace flux::gemm_ar {
 namespace {
@@ -66,15 +67,9 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   const int ctas = static_cast<int>(std::min<int64_t>(num_sms, (vectors + threads - 1) / threads));
   const auto kernel = norms ? (is_bfloat16 ? sum_and_norm<__nv_bfloat16> : sum_and_norm<__half>)
                             : (is_bfloat16 ? sum_over_ranks<__nv_bfloat16> : sum_over_ranks<__half>);
-  cudaLaunchAttribute attribute = runtime::early_start();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = ctas;
-  config.blockDim = threads + kClosingThreads;
-  config.dynamicSmemBytes = norms ? kNormMemory : 0;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = runtime::may_start_early(num_sms) ? 1 : 0;
-  FLUX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  runtime::Launch(ctas, threads + kClosingThreads, norms ? kNormMemory : 0, stream)
+      .early_start(runtime::may_start_early(num_sms))
+      .run(kernel, params);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "moe/products.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/launch.h"
 
 namespace flux::moe {
 namespace {
@@ -55,9 +56,8 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
   const auto kernel =
       dtype == runtime::DType::kBFloat16 ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
   const int ctas = static_cast<int>(std::min<int64_t>(tokens, kCtasPerSm * runtime::num_sms()));
-  kernel<<<ctas, kThreads, 0, stream>>>(params, tokens, static_cast<int>(products.columns),
-                                        static_cast<uint4*>(out));
-  FLUX_CUDA_CHECK(cudaGetLastError());
+  runtime::Launch(ctas, kThreads, 0, stream)
+      .run(kernel, params, tokens, static_cast<int>(products.columns), static_cast<uint4*>(out));
 }
 
 void prepare_combine() {

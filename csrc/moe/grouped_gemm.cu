@@ -70,8 +70,8 @@ Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, i
                             cudaStream_t stream) {
   auto* tiles = reinterpret_cast<TileEntry*>(words);
   int32_t* num_tile_rows = words + schedule_words(num_rows, experts) - 1;
-  schedule_kernel<<<1, kScheduleThreads, 0, stream>>>(offsets, experts, tiles, num_tile_rows);
-  FLUX_CUDA_CHECK(cudaGetLastError());
+  runtime::Launch(1, kScheduleThreads, 0, stream)
+      .run(schedule_kernel, offsets, experts, tiles, num_tile_rows);
   return {offsets, tiles, num_tile_rows};
 }
 

@@ -6,6 +6,7 @@
 #include "moe/tile_choice.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/launch.h"
 #include "runtime/symm_buffer.h"
 
 namespace flux::moe {
@@ -93,8 +94,7 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   params.activation = static_cast<Activation>(args.activation);
   params.out = args.out;
   params.rows = rows;
-  kernel<<<num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream>>>(params);
-  FLUX_CUDA_CHECK(cudaGetLastError());
+  runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream).run(kernel, params);
 }
 
 }  // namespace flux::moe

@@ -13,6 +13,7 @@
 #include "moe/choices.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/launch.h"
 
 namespace flux::moe {
 namespace {
@@ -419,14 +420,13 @@ __global__ void __launch_bounds__(kThreads, 1) routing_kernel(const __grid_const
 
 struct Kernel {
   int threads, top_k;  // top_k: the largest that the kernel supports
-  const void* function;
+  void (*function)(Params);
   int (*smem_bytes)(int experts);
 };
 
 template <int kThreads, int kTopK>
 constexpr Kernel kernel_for() {
-  return {kThreads, kTopK, reinterpret_cast<const void*>(&routing_kernel<kThreads, kTopK>),
-          Cta<kThreads, kTopK>::Shared::bytes};
+  return {kThreads, kTopK, routing_kernel<kThreads, kTopK>, Cta<kThreads, kTopK>::Shared::bytes};
 }
 
 const Kernel kKernels[] = {
@@ -470,10 +470,9 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
     return k.threads == threads && k.top_k >= layout.top_k;
   });
   FLUX_CHECK(kernel != std::end(kKernels), layout.top_k);
-  void* arguments[] = {&params};
-  // Cooperative launch: fails, instead of hanging, if not all CTAs can be resident at once.
-  FLUX_CUDA_CHECK(cudaLaunchCooperativeKernel(kernel->function, route_ctas(layout), threads, arguments,
-                                              kernel->smem_bytes(layout.local_experts()), stream));
+  runtime::Launch(route_ctas(layout), threads, kernel->smem_bytes(layout.local_experts()), stream)
+      .cooperative()
+      .run(kernel->function, params);
 }
 
 void prepare_route() {

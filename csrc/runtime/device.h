@@ -13,14 +13,6 @@ namespace flux::runtime {
 int num_sms();                            // of the current device; cached
 void* driver_function(const char* name);  // a cuXxx entry point; throws an error that names the needed driver
 
-// Attribute of a programmatic dependent launch: the kernel starts while the previous kernel of the stream still runs,
-// and waits for its results in ptx::wait_for_earlier_kernels.
-inline cudaLaunchAttribute early_start() {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
-}
 // A launch that is limited to some of the SMs must not start early, because it would occupy other SMs meanwhile.
 inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
 

@@ -90,6 +90,16 @@ void cluster_barrier(const Where& where) {
   meet(cta.cluster->barrier, threads, true, /*waits=*/true, "the cluster barrier", where);
 }
 
+void grid_barrier(const Where& where) {
+  maybe_preempt();
+  Launch& launch = *here().launch;
+  if (!launch.config.cooperative)
+    report("a grid barrier in a launch that is not cooperative", &self(), &where);
+  flush_stores(here());
+  const int threads = launch.total() * static_cast<int>(launch.config.block.x);
+  meet(launch.grid_barrier, threads, true, /*waits=*/true, "the grid barrier", where);
+}
+
 // The threads that are left meet without those that have exited.
 void leave_barriers(Cta& cta) {
   NamedBarrier& all = cta.named[0];

@@ -76,6 +76,9 @@ std::string kernel_name(const void* kernel) {
 bool fill(Launch& launch) {
   bool any = false;
   const int size = launch.config.cluster;
+  // All CTAs of a cooperative launch start together.
+  if (launch.config.cooperative && launch.next_cta == 0 && launch.device->free_slots < launch.total())
+    return false;
   while (launch.next_cta < launch.total() && launch.device->free_slots >= size) {
     launch.device->free_slots -= size;
     const auto cluster = std::make_shared<Cluster>();
@@ -189,7 +192,8 @@ std::string blocked_streams() {
   return text;
 }
 
-void launch(const void* kernel, const LaunchConfig& config, std::function<void()> body) {
+bool launch(const void* kernel, const LaunchConfig& config, std::function<void()> body) {
+  if (config.cooperative && static_cast<int>(config.grid.x) > machine.config.resident) return false;
   CUstream_st& stream = stream_of(static_cast<cudaStream_t>(config.stream));
   StreamOp op = {StreamOp::Kind::kLaunch};
   op.launch = std::make_unique<Launch>();
@@ -203,6 +207,7 @@ void launch(const void* kernel, const LaunchConfig& config, std::function<void()
     report("launch with more shared memory than the kernel's limit");
   if (launch.total() % config.cluster != 0) report("the grid is no multiple of the cluster");
   stream.ops.push_back(std::move(op));
+  return true;
 }
 
 void wait_for_earlier_kernels(const Where& where) {
@@ -317,10 +322,16 @@ sim::LaunchConfig sim_config(const cudaLaunchConfig_t& config) {
   result.stream = config.stream;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
-    if (attribute.id == cudaLaunchAttributeClusterDimension) {
-      result.cluster = static_cast<int>(attribute.val.clusterDim.x);
-    } else {
-      result.early_start = attribute.val.programmaticStreamSerializationAllowed != 0;
+    switch (attribute.id) {
+      case cudaLaunchAttributeClusterDimension:
+        result.cluster = static_cast<int>(attribute.val.clusterDim.x);
+        break;
+      case cudaLaunchAttributeProgrammaticStreamSerialization:
+        result.early_start = attribute.val.programmaticStreamSerializationAllowed != 0;
+        break;
+      case cudaLaunchAttributeCooperative:
+        result.cooperative = attribute.val.cooperative != 0;
+        break;
     }
   }
   return result;

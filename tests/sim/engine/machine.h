@@ -168,6 +168,7 @@ struct Launch {
   Device* device = nullptr;
   int next_cta = 0, done_ctas = 0, triggered = 0;
   int writes_in_flight = 0;
+  NamedBarrier grid_barrier;
   WaitQueue earlier_done;
   bool earlier_complete = false;
   int total() const { return static_cast<int>(config.grid.x); }

@@ -7,7 +7,7 @@
 #include "cuda.h"
 #include "sim.h"
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorCooperativeLaunchTooLarge = 720 };
 using cudaStream_t = CUstream;
 struct SimEvent;
 using cudaEvent_t = SimEvent*;
@@ -37,6 +37,7 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpy
                             cudaStream_t stream);
 
 enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
   cudaLaunchAttributeClusterDimension = 4,
   cudaLaunchAttributeProgrammaticStreamSerialization = 6
 };
@@ -46,7 +47,7 @@ struct cudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } clusterDim;
-    int programmaticStreamSerializationAllowed;
+    int programmaticStreamSerializationAllowed, cooperative;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -88,6 +89,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Parameters...),
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  sim::launch(reinterpret_cast<const void*>(kernel), sim_config(*config), [=] { kernel(arguments...); });
-  return cudaSuccess;
+  const bool fits =
+      sim::launch(reinterpret_cast<const void*>(kernel), sim_config(*config), [=] { kernel(arguments...); });
+  return fits ? cudaSuccess : cudaErrorCooperativeLaunchTooLarge;
 }

@@ -20,6 +20,7 @@ struct Dim {
 void cta_barrier(int id, int threads, bool waits, const Where& where);  // threads 0: all that have not exited
 bool cta_barrier_and(int id, int threads, bool condition, const Where& where);
 void cluster_barrier(const Where& where);
+void grid_barrier(const Where& where);  // of a cooperative launch
 // All lanes of a warp exchange a word: values[lane] afterwards, for lanes of `mask`.
 void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where);
 bool elect_one(const Where& where);
@@ -90,9 +91,11 @@ struct LaunchConfig {
   int cluster = 1;
   size_t shared_bytes = 0;
   bool early_start = false;
+  bool cooperative = false;
   void* stream = nullptr;
 };
-void launch(const void* kernel, const LaunchConfig& config, std::function<void()> body);
+// False: a cooperative launch of more CTAs than the device holds.
+bool launch(const void* kernel, const LaunchConfig& config, std::function<void()> body);
 
 }  // namespace sim
 
