@@ -8,9 +8,7 @@ namespace flux::ag_gemm {
 namespace {
 
 // The number of CTAs that push rows: all CTAs without an own tile at the start, but no fewer than the link needs.
-// Small shards need many (M = 512 of 8B's MLP at TP 4: 59 us with 68, 69 with 8). A few too many can cost a whole
-// wave if tiles just fit (M = 512 of that MLP at TP 2: 92 us with 8, 108 with 12). With a narrow weight all CTAs wait
-// for the link, and more are better (M = 4096 of 70B's attention at TP 4: 320 us with 8, 280 with 12).
+// With a narrow weight all CTAs wait for the link, so it gets more of them (docs/design/gemm-rs.md#ctas-that-send-rows).
 int choose_pushers(const gemm::TileOrder& order, int n, int num_sms) {
   constexpr int kLinkCtas = 8, kNarrowLinkCtas = 12, kNarrowColumnsPerPeer = 1500;
   const int least = n < kNarrowColumnsPerPeer * (order.world_size - 1) ? kNarrowLinkCtas : kLinkCtas;
@@ -63,7 +61,7 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
 }
 
 void prepare() {
-  gemm::prepare_kernels<GatherStore>();
+  gemm::gemm_kernels<GatherStore>();
   prepare_all_gather();
 }
 

@@ -13,11 +13,10 @@ namespace flux::ag_gemm {
 namespace {
 
 constexpr int kThreads = kPushThreads;
-// Number of CTAs that saturates links and memory: 8.4 MB from each of four GPUs take 172 us with 16 CTAs, 130 with
-// 32, 108 with 64. Fewer for many ranks, because all ranks may run on one GPU.
+// Number of CTAs that saturates links and memory (docs/design/gemm-rs.md#ctas-that-send-rows). Fewer for many ranks,
+// because all ranks may run on one GPU.
 constexpr int kCtas = 64, kCtasOfAllRanks = 384, kCtasPerSm = 3;
 constexpr int kCopyBytes = 65536;
-constexpr uint32_t kOp = 3;
 
 struct Params {
   runtime::SymmBuffer symm;
@@ -55,10 +54,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
       if (threadIdx.x == 0) {
         // With `reuse`, the previous launch has already waited for these rows, or has timed out.
         const uint32_t* signal = p.symm.signal(rank, slot, block / p.blocks_per_signal);
-        here = p.reuse
-                   ? !call.aborted
-                   : sync::wait_signal(p.symm, signal, call.epoch,
-                                       {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(block)});
+        here = p.reuse ? !call.aborted
+                       : sync::wait_signal(p.symm, signal, call.epoch,
+                                           {runtime::kAllGather, static_cast<uint32_t>(source),
+                                            static_cast<uint32_t>(block)});
       }
       __syncthreads();
       // A wait timed out. The host will raise an error; until then the rows are NaN.

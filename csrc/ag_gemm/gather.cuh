@@ -23,7 +23,6 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
   using Params = GatherParams;
   using Call = sync::Call;
 
-  static constexpr uint32_t kOp = 2;
   static constexpr bool kGathers = true;
   static constexpr bool kSplitsK = false;
   static constexpr bool kExchanges = false;
@@ -54,7 +53,8 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     const int slot = Layout::slot_index(tile.shard, p.symm.rank);
     const uint32_t* signal = p.symm.signal(p.symm.rank, slot, tile.m / p.blocks_per_signal);
     const bool here = sync::wait_signal(
-        p.symm, signal, call.epoch, {kOp, static_cast<uint32_t>(tile.shard), static_cast<uint32_t>(tile.m)});
+        p.symm, signal, call.epoch,
+        {runtime::kAgGemm, static_cast<uint32_t>(tile.shard), static_cast<uint32_t>(tile.m)});
     ptx::fence_proxy_async();  // the signal was read by an ordinary load, the rows are by TMA
     return here;
   }

@@ -24,6 +24,7 @@
 #include "gemm/tile_order.h"
 #include "gemm_rs/plan.h"
 #include "runtime/host_atomics.h"
+#include "runtime/op_ids.h"
 #include "runtime/symm_buffer.h"
 
 namespace py = pybind11;
@@ -119,7 +120,7 @@ gemm::Choice select(const gemm::Problem& problem, int config) {
 }
 
 std::string choice_name(const gemm::Choice& choice) {
-  return choice.swaps_ab() ? gemm::swap_ab_name(choice.config, choice.split, choice.group_m)
+  return choice.swaps_ab() ? gemm::swap_ab_name(choice.config, choice.split, choice.sharers)
                            : tile_name(gemm::kTileConfigs[choice.config]);
 }
 
@@ -305,6 +306,9 @@ void bind_atomics(py::module_& m) {
 
 void bind_workspace(py::module_& m) {
   m.attr("MAX_WORLD_SIZE") = runtime::kMaxWorldSize;
+  py::dict ops;
+  for (const runtime::NamedOp& op : runtime::kOps) ops[op.name] = static_cast<uint32_t>(op.id);
+  m.attr("OP_IDS") = ops;
   m.attr("HEADER_BYTES") = runtime::kHeaderBytes;
   m.attr("MAX_PUSH_BLOCKS") = runtime::kMaxPushBlocks;
   py::class_<runtime::SymmBuffer>(
@@ -357,23 +361,23 @@ void bind_selection(py::module_& m) {
       .def_readonly("config", &gemm::Choice::config)
       .def_property_readonly("name", &choice_name)
       .def_property_readonly(
-          "cluster",
-          [](const gemm::Choice& choice) {
-            return choice.swaps_ab() ? choice.split : static_cast<int>(choice.cluster);
-          },
-          "1: none, 2 and 3: pairs, 4 and 5: 2 and 3 CTAs share K; of a swap-AB tile how many do.")
+          "cluster", [](const gemm::Choice& choice) { return static_cast<int>(choice.cluster); },
+          "1: none, 2 and 3: pairs of CTAs share loads, 4 and 5: 2 and 3 CTAs share K.")
+      .def_readonly("split", &gemm::Choice::split,
+                    "CTAs that share the K of a swap-AB tile; 0: another tile.")
+      .def_readonly("sharers", &gemm::Choice::sharers, "CTAs that share the weight of a swap-AB tile.")
+      .def_property_readonly("packed", &gemm::Choice::packed, "The choice as one integer, which ops take.")
       .def_readonly("sums_in_launch", &gemm::Choice::sums_in_launch,
                     "Of GEMM+AllReduce: whether the launch that multiplies also sums over ranks.")
       .def_readonly("group_m", &gemm::Choice::group_m)
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)
       .def_readonly("candidates", &gemm::Choice::candidates);
-  m.def(
-      "select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
-      py::arg("num_sms"), py::arg("config") = -1,
-      "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or tile | cluster << 8 | group_m << "
-      "16 to "
-      "fix what is not 0.");
+  m.def("select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
+        py::arg("num_sms"), py::arg("config") = -1,
+        "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice of which parts "
+        "may "
+        "be 0.");
   m.def("select_gemm_ar", &select_gemm_ar, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1,
         "The same for GEMM+AllReduce; k is this rank's part.");

@@ -23,7 +23,7 @@ void gemm(const GemmArgs& args, cudaStream_t stream) {
 }
 
 void prepare() {
-  prepare_kernels<LocalStore>();
+  gemm_kernels<LocalStore>();
   prepare_split_k();
   prepare_swap_ab();
 }

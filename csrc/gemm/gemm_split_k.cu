@@ -8,6 +8,6 @@ void gemm_split_k(const GemmArgs& args, const Choice& choice, const TileOrder& o
   launch<SplitStore>(args, choice, order, args.m(), num_sms, {}, stream);
 }
 
-void prepare_split_k() { prepare_kernels<SplitStore>(); }
+void prepare_split_k() { gemm_kernels<SplitStore>(); }
 
 }  // namespace flux::gemm

@@ -8,6 +8,6 @@ void gemm_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms, cudaS
   launch_swap_ab<LocalOutput>(args, choice, num_sms, output, stream);
 }
 
-void prepare_swap_ab() { SwapAbKernels<LocalOutput>::on_current_device(); }
+void prepare_swap_ab() { swap_ab_kernels<LocalOutput>(); }
 
 }  // namespace flux::gemm

@@ -1,98 +1,41 @@
-// Launches the GEMM kernel for any Store: picks the instantiation, encodes the tensor maps, configures clusters.
+// Launches the GEMM kernel for any Store: picks the instance, encodes the tensor maps, configures clusters.
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "gemm/gemm.h"
+#include "gemm/kernel_table.h"
 #include "gemm/select.h"
 #include "gemm/sm90_gemm.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"
-#include "runtime/symm_buffer.h"
 
 namespace flux::gemm {
 
 template <class Store>
-using Kernel = void (*)(const GemmParams<Store>);
+struct GemmFamily {
+  using Params = GemmParams<Store>;
+  static constexpr int kThreads = kNumThreads, kTiles = kNumTileConfigs;
+  static constexpr int smem_bytes(int tile) { return gemm::smem_bytes(kTileConfigs[tile]); }
 
-// Kernels by [dtype][transpose_weight][config]; null if the tile shape has no such kernel.
-template <class Store>
-struct KernelTable {
-  Kernel<Store> kernels[2][2][kNumTileConfigs] = {};
-
-  KernelTable() {
-#define FLUX_FILL_TILE(id, ...) fill<id>();
-    FLUX_FOR_EACH_TILE(FLUX_FILL_TILE)
-#undef FLUX_FILL_TILE
-  }
-
-  Kernel<Store> get(runtime::DType dtype, bool transpose_weight, int config) const {
-    return kernels[static_cast<int>(dtype)][transpose_weight][config];
-  }
-
- private:
-  template <int kConfig>
-  void fill() {
+  template <class Element, Major kMajorB, int kTile>
+  static constexpr auto kernel() -> void (*)(Params) {
     static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
-    static_assert(smem_bytes(kTileConfigs[kConfig]) <= kSmemLimit);
-    constexpr bool kExists = (!Store::kSplitsK || supports_split(kTileConfigs[kConfig])) &&
-                             (!Store::kExchanges || supports_exchange(kTileConfigs[kConfig]));
-    if constexpr (kExists) {
-      kernels[0][0][kConfig] = sm90_gemm<__nv_bfloat16, Major::K, kConfig, Store>;
-      kernels[1][0][kConfig] = sm90_gemm<__half, Major::K, kConfig, Store>;
-    }
-    if constexpr (kExists && supports_transposed_weight(kTileConfigs[kConfig])) {
-      kernels[0][1][kConfig] = sm90_gemm<__nv_bfloat16, Major::MN, kConfig, Store>;
-      kernels[1][1][kConfig] = sm90_gemm<__half, Major::MN, kConfig, Store>;
+    constexpr TileConfig kConfig = kTileConfigs[kTile];
+    if constexpr ((Store::kSplitsK && !supports_split(kConfig)) ||
+                  (Store::kExchanges && !supports_exchange(kConfig)) ||
+                  (kMajorB == Major::MN && !supports_transposed_weight(kConfig))) {
+      return nullptr;
+    } else {
+      return sm90_gemm<Element, kMajorB, kTile, Store>;
     }
   }
 };
 
 template <class Store>
-const KernelTable<Store>& kernel_table() {
-  static const KernelTable<Store> table;
-  return table;
-}
-
-// Raises each kernel's shared-memory limit on the current device, which also loads its code. Runs once per device.
-template <class Store>
-void prepare_kernels() {
-  static runtime::OncePerDevice once;
-  once([] {
-    for (const auto& by_layout : kernel_table<Store>().kernels) {
-      for (const auto& by_config : by_layout) {
-        for (int config = 0; config < kNumTileConfigs; ++config) {
-          if (by_config[config] == nullptr) continue;
-          FLUX_CUDA_CHECK(cudaFuncSetAttribute(by_config[config], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               smem_bytes(kTileConfigs[config])));
-        }
-      }
-    }
-  });
-}
-
-// Clusters that can be resident at once. The CTAs of a cluster share a group of SMs, and each CTA has an SM of
-// its own.
-template <class Store>
-int resident_clusters(int cluster_size) {
-  constexpr int kMaxDevices = 64, kMaxClusterSize = 8;
-  static std::atomic<int> known[kMaxDevices][kMaxClusterSize + 1];
-  int device = 0;
-  FLUX_CUDA_CHECK(cudaGetDevice(&device));
-  FLUX_CHECK(device < kMaxDevices && cluster_size <= kMaxClusterSize, device, cluster_size);
-  std::atomic<int>& count = known[device][cluster_size];
-  if (count.load(std::memory_order_relaxed) == 0) {
-    prepare_kernels<Store>();
-    constexpr int kConfig = kNumTileConfigs - 1;  // any config: a CTA occupies a whole SM
-    const int resident =
-        runtime::Launch(cluster_size, kNumThreads, smem_bytes(kTileConfigs[kConfig]), nullptr)
-            .cluster(cluster_size)
-            .max_active_clusters(kernel_table<Store>().get(runtime::DType::kBFloat16, false, kConfig));
-    count.store(resident, std::memory_order_relaxed);
-  }
-  return count.load(std::memory_order_relaxed);
+KernelTable<GemmFamily<Store>>& gemm_kernels() {
+  return KernelTable<GemmFamily<Store>>::on_current_device();
 }
 
 // Rows of the TMA boxes of an operand's last tile, or 0 if that tile is full. Each CTA that shares the operand
@@ -106,9 +49,7 @@ template <class Store>
 void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
             int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
   const TileConfig& tile = kTileConfigs[choice.config];
-  const Kernel<Store> kernel = kernel_table<Store>().get(args.dtype, args.transpose_weight, choice.config);
-  prepare_kernels<Store>();
-  FLUX_CHECK(kernel != nullptr, "no kernel for tile", choice.config, "transposed", args.transpose_weight);
+  const auto kernel = gemm_kernels<Store>().get(args.dtype, args.transpose_weight, choice.config);
 
   GemmParams<Store> params;
   params.a = make_tensor_map(args.x, args.dtype, kBlockK, kBlockM / order.cluster_n());

@@ -34,7 +34,7 @@ constexpr double kArrivalUs = 2.0;         // from the last store to the owner's
 constexpr double kAddUs = 5.0;
 
 // Few rows, with weights in global memory and not in the L2: fitted to fifteen weights, 1 to 256 rows and every
-// tile and cluster, on one GPU (benchmarks/results/tuning/2026-11-23-few-rows-1xH200.json).
+// tile and cluster, on one GPU (docs/design/cost-model.md#few-rows).
 constexpr int kMaxSwapAbRows = 256;
 constexpr int kAlwaysSwapAbRows = 32;
 constexpr double kSmallLaunchUs = 3.5;
@@ -59,7 +59,7 @@ constexpr double kWideUs = 0.295;           // for each doubling of a cluster be
 constexpr double kWideRoom = 15.0 / 16;
 // Costs of a sum over ranks after a GEMM: the latency of the link, and the transfer of bytes that does not overlap
 // with computation. Then the additional costs of a sum in an ordinary GEMM, and of a separate launch. Set by hand
-// for five weights and 1 to 256 rows on two GPUs (docs/design/cost-model.md#sums-over-ranks-after-the-gemm).
+// for five weights and 1 to 256 rows on two GPUs (docs/design/decode.md#what-made-the-sum-faster).
 constexpr double kExchangeUs = 1.7;
 constexpr double kExchangeBytesPerUs = 0.36e6;
 constexpr double kLeftByRounds = 0.7, kLeftByMeetings = 0.4;
@@ -68,7 +68,7 @@ constexpr double kOwnSumBytesPerUs = 2.0e6;
 constexpr double kSumUs = 2.2;
 constexpr double kSumBytesPerUs = 3.0e6;
 // Larger sums are faster in a separate launch, which has more threads and reads this rank's contribution in place
-// (benchmarks/results/tuning/2026-11-23-gemm_ar-own-sum-tp2-2xH200.json).
+// (docs/design/decode.md#what-made-the-sum-faster).
 constexpr double kMaxOwnSumBytes = 3.7e6;
 
 // Time to read the weight from global memory.
@@ -226,8 +226,8 @@ void consider_swap_ab(const Problem& p, Choice& best) {
     if (time_us >= best.time_us) return;
     best.config = kFirstSwapAb + tile.id;
     best.cluster = Cluster::kNone;
-    best.group_m = sharers;
     best.split = split;
+    best.sharers = sharers;
     best.time_us = time_us;
   };
   int enough = 0;  // rows of the lowest tile that holds all rows; higher tiles would load rows for nothing
@@ -253,21 +253,23 @@ Choice sorted(Choice choice) {
 Choice selected(const Problem& p, int packed_choice) {
   const bool fixed = packed_choice >= 0;
   const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
-  const int fixed_group_m = fixed ? packed_choice >> 16 : 0;
-  if (fixed_config >= kFirstSwapAb && fixed) {
-    return {fixed_config,
-            Cluster::kNone,
-            std::max(1, fixed_group_m),
-            0.0,
-            "fixed",
-            {},
-            std::max(1, fixed_cluster)};
+  const int fixed_raster = fixed ? packed_choice >> 16 : 0;
+  Choice best;
+  // Mostly, a plan has already made the choice. No candidate is scored or named on the path of a launch.
+  const bool fixes_all = fixed && fixed_cluster > 0 && fixed_raster > 0;
+  if (fixed && (fixes_all || fixed_config >= kFirstSwapAb)) {
+    best.config = fixed_config;
+    best.reason = "fixed";
+    if (fixed_config >= kFirstSwapAb) {
+      best.split = std::max(1, fixed_cluster);
+      best.sharers = std::max(1, fixed_raster);
+    } else {
+      best.cluster = static_cast<Cluster>(fixed_cluster);
+      best.group_m = fixed_raster;
+    }
+    return best;
   }
-  // A plan has already made the choice. This is on the path of every launch, so no candidate is scored or named.
-  if (fixed && fixed_cluster > 0 && fixed_group_m > 0) {
-    return {fixed_config, static_cast<Cluster>(fixed_cluster), fixed_group_m, 0.0, "fixed", {}};
-  }
-  Choice best = {-1, Cluster::kNone, 1, INFINITY, "", {}};
+  best.time_us = INFINITY;
   const bool swap_ab = !fixed && p.world_size == 1 && p.m <= kMaxSwapAbRows;
   if (swap_ab) {
     consider_swap_ab(p, best);
@@ -286,14 +288,14 @@ Choice selected(const Problem& p, int packed_choice) {
       if (time_us < best.time_us) {  // ties: the first is the widest tile, which takes least energy
         best.config = tile.id;
         best.cluster = cluster;
-        best.split = 0;
+        best.split = best.sharers = 0;
         best.time_us = time_us;
       }
     }
   }
   best = sorted(best);
   if (best.swaps_ab()) return best;
-  best.group_m = fixed_group_m > 0 ? fixed_group_m : best.cluster == Cluster::kPairM ? 8 : 16;
+  best.group_m = fixed_raster > 0 ? fixed_raster : best.cluster == Cluster::kPairM ? 8 : 16;
   return best;
 }
 

@@ -19,17 +19,30 @@ struct Problem {
   bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it
 };
 
+// Packs a choice into one integer, the argument of the low-level ops (also for tests and sweeps). `cluster` and
+// `raster` are the cluster and group_m of an ordinary tile, the split and the sharers of a swap-AB tile. 0 leaves that
+// part to the cost model; the packed value -1 leaves everything to it.
+constexpr int pack_choice(int config, int cluster, int raster) {
+  return config | cluster << 8 | raster << 16;
+}
+
 struct Choice {
-  int config;  // -1: the requested choice is not possible for this problem and number of SMs
-  Cluster cluster;
-  int group_m;     // group of the raster; for a swap-AB tile: number of CTAs that share its weight
-  double time_us;  // modelled
-  std::string reason;
-  std::vector<std::pair<std::string, double>> candidates;  // name, time_us; best first
-  int split = 0;  // swap-AB tiles (swap_ab.h): number of CTAs that split K; 0: not a swap-AB tile
+  int config = -1;  // -1: the requested choice is not possible for this problem and number of SMs
+  Cluster cluster = Cluster::kNone;
+  int group_m = 1;  // group of the raster
+  // Swap-AB tiles (swap_ab.h): number of CTAs that split K, and of those that share the weight. 0: another tile.
+  int split = 0, sharers = 0;
+  double time_us = 0;  // modelled
+  std::string reason = {};
+  std::vector<std::pair<std::string, double>> candidates = {};  // name, time_us; best first
   // If results are summed over ranks: whether the GEMM kernel also sums them.
   bool sums_in_launch = false;
+
   bool swaps_ab() const { return split > 0; }
+  int packed() const {
+    return swaps_ab() ? pack_choice(config, split, sharers)
+                      : pack_choice(config, static_cast<int>(cluster), group_m);
+  }
 };
 
 std::string config_name(int config, Cluster cluster);
@@ -40,13 +53,6 @@ double k_block_us(int block_n, double kbytes);
 
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);
-
-// Packs a choice into one integer, the argument of the low-level ops (also for tests and sweeps). 0 for cluster or
-// group_m leaves that part to the cost model; the packed value -1 leaves everything to it. For a swap-AB tile,
-// `cluster` is the split of K, and `group_m` the number of CTAs that share the weight.
-constexpr int pack_choice(int config, int cluster, int group_m) {
-  return config | cluster << 8 | group_m << 16;
-}
 
 Choice select(const Problem& problem, int packed_choice = -1);
 

@@ -27,21 +27,18 @@ struct SwapAbConfig {
 // Two k-blocks in a stage need one wait instead of two. If memory bandwidth is the only limit, one k-block in a
 // stage is better for a single row, and so are fewer stages than fit
 // (docs/design/decode.md#what-made-the-gemm-faster).
-//    id  rows  k-blocks  stages  in pairs
-#define FLUX_FOR_EACH_SWAP_AB(X) \
-  X(0, 16, 1, 10, false)         \
-  X(1, 16, 2, 7, false)          \
-  X(2, 32, 2, 6, true)           \
-  X(3, 64, 1, 11, true)          \
-  X(4, 64, 2, 5, false)          \
-  X(5, 128, 1, 7, true)          \
-  X(6, 192, 1, 5, false)
-
+// clang-format off
 constexpr SwapAbConfig kSwapAbConfigs[] = {
-#define FLUX_SWAP_AB_ROW(id, rows, k_blocks, stages, in_pairs) {id, rows, k_blocks, stages, in_pairs},
-    FLUX_FOR_EACH_SWAP_AB(FLUX_SWAP_AB_ROW)
-#undef FLUX_SWAP_AB_ROW
+    // id, rows, k-blocks, stages, in pairs
+    {0, 16, 1, 10, false},
+    {1, 16, 2, 7, false},
+    {2, 32, 2, 6, true},
+    {3, 64, 1, 11, true},
+    {4, 64, 2, 5, false},
+    {5, 128, 1, 7, true},
+    {6, 192, 1, 5, false},
 };
+// clang-format on
 constexpr int kNumSwapAbConfigs = sizeof(kSwapAbConfigs) / sizeof(kSwapAbConfigs[0]);
 
 constexpr int kSwapAbWeightBytes = kSwapAbN * kBlockK * kElementBytes;  // of a k-block

@@ -30,24 +30,21 @@ struct TileConfig {
   int slabs;
 };
 
-//    id  block_n  stages  slab_n  slabs
-#define FLUX_FOR_EACH_TILE(X) \
-  X(0, 256, 4, 64, 2)         \
-  X(1, 256, 3, 64, 5)         \
-  X(2, 224, 4, 32, 6)         \
-  X(3, 192, 4, 64, 4)         \
-  X(4, 160, 5, 32, 5)         \
-  X(5, 128, 5, 64, 4)         \
-  X(6, 112, 6, 112, 1)        \
-  X(7, 96, 6, 96, 2)          \
-  X(8, 80, 7, 80, 2)          \
-  X(9, 64, 8, 64, 2)
-
+// clang-format off
 constexpr TileConfig kTileConfigs[] = {
-#define FLUX_TILE_ROW(id, block_n, stages, slab_n, slabs) {id, block_n, stages, slab_n, slabs},
-    FLUX_FOR_EACH_TILE(FLUX_TILE_ROW)
-#undef FLUX_TILE_ROW
+    // id, block_n, stages, slab_n, slabs
+    {0, 256, 4, 64, 2},
+    {1, 256, 3, 64, 5},
+    {2, 224, 4, 32, 6},
+    {3, 192, 4, 64, 4},
+    {4, 160, 5, 32, 5},
+    {5, 128, 5, 64, 4},
+    {6, 112, 6, 112, 1},
+    {7, 96, 6, 96, 2},
+    {8, 80, 7, 80, 2},
+    {9, 64, 8, 64, 2},
 };
+// clang-format on
 constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
 
 constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockK * kElementBytes; }

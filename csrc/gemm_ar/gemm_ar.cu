@@ -10,10 +10,6 @@
 namespace flux::gemm_ar {
 namespace {
 
-constexpr uint32_t kGemmArId = 4;
-constexpr uint32_t kAllReduceId = 5;
-constexpr uint32_t kReduceScatterId = 9;
-
 runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuffer& symm,
                                    runtime::Exchange::Mode mode) {
   FLUX_CHECK(symm.world_size >= 2, symm.world_size);
@@ -86,7 +82,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
                                  1,        num_sms,  false,    /*all_reduced=*/true};
   const gemm::Choice choice = gemm::select(problem, args.config);
-  const gemm::ExchangeParams params = {symm, exchange, finish, kGemmArId,
+  const gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr,
                                        rows_at_once(args, choice, num_sms)};
   if (choice.swaps_ab()) {
     gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
@@ -99,7 +95,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
     return;
   }
   // Two launches. `out` first holds the product; the sum reads each vector before it overwrites it.
-  product.config = gemm::pack_choice(choice.config, static_cast<int>(choice.cluster), choice.group_m);
+  product.config = choice.packed();
   gemm::gemm(product, stream);
   launch_sum(params, out, args.dtype, num_sms, stream);
 }
@@ -114,12 +110,12 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   gemm::Finish finish = {};
   finish.out = const_cast<void*>(out.data);
-  launch_sum({symm, exchange, finish, scatters ? kReduceScatterId : kAllReduceId}, x.data, dtype,
-             num_sms > 0 ? num_sms : runtime::num_sms(), stream);
+  launch_sum({symm, exchange, finish, scatters ? runtime::kReduceScatter : runtime::kAllReduce}, x.data,
+             dtype, num_sms > 0 ? num_sms : runtime::num_sms(), stream);
 }
 
 void prepare() {
-  gemm::SwapAbKernels<gemm::ExchangeOutput>::on_current_device();
+  gemm::swap_ab_kernels<gemm::ExchangeOutput>();
   prepare_tiles();
   prepare_sum();
 }

@@ -9,7 +9,8 @@ bool sums_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice) {
   if (!choice.sums_in_launch) return false;
   const gemm::TileOrder order = gemm::plain_order(args, choice);
   return order.split() == 1 ||
-         order.num_clusters() <= gemm::resident_clusters<ExchangeStore<true>>(order.cluster_size());
+         order.num_clusters() <=
+             gemm::gemm_kernels<ExchangeStore<true>>().resident_clusters(choice.config, order.cluster_size());
 }
 
 void gemm_ar_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice,
@@ -23,8 +24,8 @@ void gemm_ar_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice,
 }
 
 void prepare_tiles() {
-  gemm::prepare_kernels<ExchangeStore<false>>();
-  gemm::prepare_kernels<ExchangeStore<true>>();
+  gemm::gemm_kernels<ExchangeStore<false>>();
+  gemm::gemm_kernels<ExchangeStore<true>>();
 }
 
 }  // namespace flux::gemm_ar

@@ -15,8 +15,6 @@
 
 namespace flux::gemm_rs {
 
-constexpr uint32_t kOpId = 1;
-
 struct SlotStore {
   struct Params {
     runtime::SymmBuffer symm;
@@ -109,8 +107,9 @@ struct SlotStore {
       const int word = p.epoch != 0 ? p.chunks.of(p.layout.tile_index(tile.m, tile.n))
                                     : p.layout.signal_index(tile.m, tile.n, warpgroup);
       const uint32_t* signal = p.symm.signal(p.symm.rank, slot, word);
-      arrived = sync::wait_signal(p.symm, signal, call.epoch,
-                                  {kOpId, peer, static_cast<uint32_t>(p.layout.tile_index(tile.m, tile.n))});
+      arrived = sync::wait_signal(
+          p.symm, signal, call.epoch,
+          {runtime::kGemmRs, peer, static_cast<uint32_t>(p.layout.tile_index(tile.m, tile.n))});
     }
     ptx::mbarrier_arrive(smem.arrived());
     ptx::fence_proxy_async();  // the signal was read by an ordinary load, the data is by bulk copies

@@ -27,6 +27,6 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
   launch_grouped<ArrivingRows>(args, schedule, layout.expected_rows(), rows, stream);
 }
 
-void prepare_ag_scatter_gemm() { prepare_grouped_kernels<ArrivingRows>(); }
+void prepare_ag_scatter_gemm() { grouped_kernels<ArrivingRows>(); }
 
 }  // namespace flux::moe

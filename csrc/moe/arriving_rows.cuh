@@ -26,7 +26,6 @@ struct ArrivingRows {
     int num_pushers;
   };
   using Call = sync::Call;
-  static constexpr uint32_t kOp = 7;
   static constexpr bool kInOrder = false, kArrive = true, kCombine = false;
 
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
@@ -125,7 +124,7 @@ struct ArrivingRows {
   FLUX_DEVICE static bool wait(const Params& p, const Call& call, int slot, int signal) {
     const uint32_t source = slot < p.symm.rank ? slot : slot + 1;
     return sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, signal), call.epoch,
-                             {kOp, source, static_cast<uint32_t>(signal)});
+                             {runtime::kAgScatterGemm, source, static_cast<uint32_t>(signal)});
   }
 };
 

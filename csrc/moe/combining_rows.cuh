@@ -36,7 +36,6 @@ struct CombiningRows {
   };
   using Call = sync::Call;
   struct Progress {};
-  static constexpr uint32_t kOp = 8;
   static constexpr bool kInOrder = true, kArrive = false, kCombine = true;
 
   FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
@@ -146,8 +145,9 @@ struct CombiningRows {
   // Tiles never wait, so this wait ends as soon as they are computed.
   FLUX_DEVICE static bool wait_for_tiles(const Params& p, int chunk, int num_tile_rows) {
     const uint32_t halves = num_tile_rows * p.chunks.size(chunk) * gemm::kNumMathWarpgroups;
-    return sync::wait_signal(p.symm, &p.symm.header()->pieces_pushed[chunk], halves,
-                             {kOp, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
+    return sync::wait_signal(
+        p.symm, &p.symm.header()->pieces_pushed[chunk], halves,
+        {runtime::kGemmGatherRs, static_cast<uint32_t>(p.symm.rank), static_cast<uint32_t>(chunk)});
   }
 
   // Called by a warpgroup: fills `block` with the positions and weights of the unit's tokens. Half a warp handles a
@@ -204,9 +204,9 @@ struct CombiningRows {
           found = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
         }
         const int slot = Layout::slot_index(source, p.symm.rank), sent_block = max(found, 0) / p.block_rows;
-        here &= sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, sent_block)),
-                                  call.epoch,
-                                  {kOp, static_cast<uint32_t>(source), static_cast<uint32_t>(sent_block)});
+        here &= sync::wait_signal(
+            p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, sent_block)), call.epoch,
+            {runtime::kGemmGatherRs, static_cast<uint32_t>(source), static_cast<uint32_t>(sent_block)});
       }
       block.slot_rows[row][source] = found;
     }

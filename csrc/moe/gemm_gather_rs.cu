@@ -42,6 +42,6 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                 combine.tiles_per_chunk);
 }
 
-void prepare_gemm_gather_rs() { prepare_grouped_kernels<CombiningRows>(); }
+void prepare_gemm_gather_rs() { grouped_kernels<CombiningRows>(); }
 
 }  // namespace flux::moe

@@ -89,8 +89,8 @@ void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
 }
 
 void prepare_grouped_gemm() {
-  prepare_grouped_kernels<OrderedRows>();
-  prepare_grouped_kernels<IndexedRows>();
+  grouped_kernels<OrderedRows>();
+  grouped_kernels<IndexedRows>();
 }
 
 }  // namespace flux::moe

@@ -1,6 +1,7 @@
 // Launches the grouped GEMM kernel for any Rows policy.
 #pragma once
 
+#include "gemm/kernel_table.h"
 #include "moe/grouped_gemm.h"
 #include "moe/sm90_grouped_gemm.cuh"
 #include "moe/tile_choice.h"
@@ -12,36 +13,24 @@
 namespace flux::moe {
 
 template <class Rows>
-using GroupedKernel = void (*)(const GroupedParams<Rows>);
+struct GroupedFamily {
+  using Params = GroupedParams<Rows>;
+  static constexpr int kThreads = kGroupedThreads, kTiles = gemm::kNumTileConfigs;
+  static constexpr int smem_bytes(int tile) { return grouped_smem_bytes(gemm::kTileConfigs[tile]); }
 
-template <class Rows>
-GroupedKernel<Rows> grouped_kernel(runtime::DType dtype, int config) {
-  const bool bf16 = dtype == runtime::DType::kBFloat16;
-  switch (config) {
-    case 0:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 0, Rows> : sm90_grouped_gemm<__half, 0, Rows>;
-    case 3:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 3, Rows> : sm90_grouped_gemm<__half, 3, Rows>;
-    case 5:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 5, Rows> : sm90_grouped_gemm<__half, 5, Rows>;
-    case 9:
-      return bf16 ? sm90_grouped_gemm<__nv_bfloat16, 9, Rows> : sm90_grouped_gemm<__half, 9, Rows>;
-  }
-  return nullptr;
-}
-
-template <class Rows>
-void prepare_grouped_kernels() {
-  static runtime::OncePerDevice once;
-  once([] {
-    for (const int config : kGroupedConfigs) {
-      for (const auto dtype : {runtime::DType::kBFloat16, runtime::DType::kFloat16}) {
-        FLUX_CUDA_CHECK(cudaFuncSetAttribute(grouped_kernel<Rows>(dtype, config),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             grouped_smem_bytes(gemm::kTileConfigs[config])));
-      }
+  template <class Element, gemm::Major kMajorB, int kTile>
+  static constexpr auto kernel() -> void (*)(Params) {
+    if constexpr (kMajorB == gemm::Major::MN || !is_grouped_config(kTile)) {
+      return nullptr;
+    } else {
+      return sm90_grouped_gemm<Element, kTile, Rows>;
     }
-  });
+  }
+};
+
+template <class Rows>
+gemm::KernelTable<GroupedFamily<Rows>>& grouped_kernels() {
+  return gemm::KernelTable<GroupedFamily<Rows>>::on_current_device();
 }
 
 // Both layers: checks that the workspace and the weight match the layout.
@@ -73,10 +62,8 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
 
   const int config =
       args.config >= 0 ? args.config : choose_grouped_config(expected_rows, args.experts, n, k, num_sms);
-  const GroupedKernel<Rows> kernel = grouped_kernel<Rows>(args.dtype, config);
-  FLUX_CHECK(kernel != nullptr, config);
+  FLUX_CHECK(is_grouped_config(config), config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
-  prepare_grouped_kernels<Rows>();
 
   GroupedParams<Rows> params;
   params.weight = runtime::make_tensor_map(args.weight, args.dtype, gemm::kBlockK, tile.block_n / 2);
@@ -94,7 +81,8 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   params.activation = static_cast<Activation>(args.activation);
   params.out = args.out;
   params.rows = rows;
-  runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream).run(kernel, params);
+  runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream)
+      .run(grouped_kernels<Rows>().get(args.dtype, /*transpose_weight=*/false, config), params);
 }
 
 }  // namespace flux::moe

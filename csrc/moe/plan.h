@@ -19,7 +19,7 @@ constexpr int kMaxSteps = 8;    // largest world size
 constexpr int kBlockRows = 32;  // slot rows that share a signal in layer 1, at most
 constexpr int kMaxShares = 8;   // shares in which tokens are sent in layer 0, at most
 constexpr int kUnitRows = 32;   // rows of a share that are sent at a time, at most (about)
-constexpr int kPushers = 16;    // CTAs that send tokens: 8 store 339 GB/s, 132 store 352
+constexpr int kPushers = 16;    // CTAs that send tokens; more add almost no bandwidth (docs/design/moe.md)
 constexpr int kGroupM = 16;     // tiles in one column that share a weight tile in L2
 
 using gemm::ceil_div;

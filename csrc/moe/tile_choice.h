@@ -13,6 +13,12 @@ namespace flux::moe {
 
 // Ids in tile_config.h of the shapes that are stored in whole 64-column panels.
 constexpr int kGroupedConfigs[] = {0, 3, 5, 9};
+constexpr bool is_grouped_config(int config) {
+  for (const int one : kGroupedConfigs) {
+    if (one == config) return true;
+  }
+  return false;
+}
 
 // The fastest shape for `num_rows` rows over all experts, as modelled from the number of waves; ties: the first shape
 // of the list. The last tile of an expert is half full on average.

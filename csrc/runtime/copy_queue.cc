@@ -21,12 +21,9 @@ struct CopyQueue::Queue {
   }
 
   static Queue& of_current_device() {
-    constexpr int kMaxDevices = 64;
     static std::mutex mutex;
     static Queue* by_device[kMaxDevices];  // never deleted: the CUDA context may be destroyed first
-    int device = 0;
-    FLUX_CUDA_CHECK(cudaGetDevice(&device));
-    FLUX_CHECK(device < kMaxDevices, device);
+    const int device = current_device();
     const std::lock_guard lock(mutex);
     if (by_device[device] == nullptr) by_device[device] = new Queue;
     return *by_device[device];

@@ -8,15 +8,21 @@
 
 namespace flux::runtime {
 
-int num_sms() {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> cache[kMaxDevices];
+int current_device() {
   int device = 0;
   FLUX_CUDA_CHECK(cudaGetDevice(&device));
-  if (device < kMaxDevices && cache[device] > 0) return cache[device];
-  int count = 0;
-  FLUX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  if (device < kMaxDevices) cache[device] = count;
+  FLUX_CHECK(device < kMaxDevices, device);
+  return device;
+}
+
+int num_sms() {
+  static std::atomic<int> cache[kMaxDevices];
+  const int device = current_device();
+  int count = cache[device];
+  if (count == 0) {
+    FLUX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    cache[device] = count;
+  }
   return count;
 }
 

@@ -10,6 +10,9 @@
 
 namespace flux::runtime {
 
+constexpr int kMaxDevices = 64;
+
+int current_device();                     // its index, below kMaxDevices
 int num_sms();                            // of the current device; cached
 void* driver_function(const char* name);  // a cuXxx entry point; throws an error that names the needed driver
 
@@ -21,16 +24,13 @@ class OncePerDevice {
  public:
   template <class Function>
   void operator()(Function function) {
-    int device = 0;
-    FLUX_CUDA_CHECK(cudaGetDevice(&device));
-    FLUX_CHECK(device < kMaxDevices, device);
-    if (done_[device].load(std::memory_order_acquire)) return;
+    std::atomic<bool>& done = done_[current_device()];
+    if (done.load(std::memory_order_acquire)) return;
     function();
-    done_[device].store(true, std::memory_order_release);
+    done.store(true, std::memory_order_release);
   }
 
  private:
-  static constexpr int kMaxDevices = 64;
   std::atomic<bool> done_[kMaxDevices] = {};
 };
 

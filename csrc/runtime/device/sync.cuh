@@ -7,6 +7,7 @@
 #pragma once
 
 #include "runtime/device/ptx.cuh"
+#include "runtime/op_ids.h"
 #include "runtime/symm_buffer.h"
 
 namespace flux::sync {

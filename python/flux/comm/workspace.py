@@ -32,18 +32,8 @@ HEADER_BYTES: int = _native.core.HEADER_BYTES
 PAGE_BYTES = 4096
 MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
 
-# Ids of operators in headers and in the timeout records of kernels (csrc/*: kOpId).
-OP_IDS = {
-    "gemm_rs": 1,
-    "ag_gemm": 2,
-    "all_gather": 3,
-    "gemm_ar": 4,
-    "all_reduce": 5,
-    "moe.route": 6,
-    "moe.ag_scatter_gemm": 7,
-    "moe.gemm_gather_rs": 8,
-    "reduce_scatter": 9,
-}
+# Ids of operators in headers and in the timeout records of kernels.
+OP_IDS: dict[str, int] = _native.core.OP_IDS
 OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
 
 

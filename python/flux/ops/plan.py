@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class Plan:
         config_name: its name.
         cluster: CTAs of a cluster.
         group_m: rows of tiles in a raster group.
+        choice: tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h).
         time_us: microseconds that the cost model expects.
         candidates: name and time of each alternative, the fastest first.
         signal_bytes: of signals in the workspace.
@@ -92,6 +93,7 @@ class Plan:
     config_name: str = ""
     cluster: int = 1
     group_m: int = 1
+    choice: int = -1
     time_us: float = 0.0  # of the cost model
     candidates: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # (name, time_us), best first
     signal_bytes: int = 0
@@ -101,11 +103,6 @@ class Plan:
     chunk_rows: int = 0
     chunks: int = 0
     mode: int = -1
-
-    @cached_property
-    def choice(self) -> int:
-        """Tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h)."""
-        return self.config | self.cluster << 8 | self.group_m << 16
 
     def copied_now(self) -> bool:
         """Whether copy engines carry the data of a call at this moment.
@@ -349,6 +346,7 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
         "config_name": choice.name,
         "cluster": choice.cluster,
         "group_m": choice.group_m,
+        "choice": choice.packed,
         "time_us": choice.time_us,
         "candidates": tuple(choice.candidates),
     }

@@ -1,0 +1,91 @@
+// The instances of a kernel template, by dtype, layout of the weight, and tile. For CUDA sources only.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <atomic>
+#include <utility>
+
+#include "gemm/tile_config.h"
+#include "gemm/wgmma.cuh"
+#include "runtime/check.h"
+#include "runtime/device.h"
+#include "runtime/launch.h"
+#include "runtime/symm_buffer.h"
+
+namespace flux::gemm {
+
+// A Family describes a kernel template:
+//
+//   Params                                    argument of the kernels
+//   kThreads, kTiles                          threads of a CTA, number of tile shapes
+//   smem_bytes(tile)                          shared memory of a CTA
+//   kernel<Element, kMajor, kTile>()          the instance, or null if there is none
+template <class Family>
+class KernelTable {
+ public:
+  using Kernel = void (*)(typename Family::Params);
+
+  // Raises each kernel's shared-memory limit on the current device, which also loads its code. Runs once per device.
+  static KernelTable& on_current_device() {
+    static KernelTable table{std::make_integer_sequence<int, Family::kTiles>()};
+    static runtime::OncePerDevice once;
+    once([] { table.raise_limits(); });
+    return table;
+  }
+
+  Kernel get(runtime::DType dtype, bool transpose_weight, int tile) const {
+    const Kernel kernel = kernels_[static_cast<int>(dtype)][transpose_weight][tile];
+    FLUX_CHECK(kernel != nullptr, "no kernel for tile", tile, "transposed", transpose_weight);
+    return kernel;
+  }
+
+  // Clusters that can be resident at once. The CTAs of a cluster share a group of SMs, and groups differ in size.
+  int resident_clusters(int tile, int cluster_size) {
+    FLUX_CHECK(cluster_size <= kMaxClusterSize, cluster_size);
+    std::atomic<int>& known = resident_[runtime::current_device()][tile][cluster_size];
+    int count = known.load(std::memory_order_relaxed);
+    if (count == 0) {
+      count = runtime::Launch(cluster_size, Family::kThreads, Family::smem_bytes(tile), nullptr)
+                  .cluster(cluster_size)
+                  .max_active_clusters(get(runtime::DType::kBFloat16, false, tile));
+      known.store(count, std::memory_order_relaxed);
+    }
+    return count;
+  }
+
+ private:
+  static constexpr int kMaxClusterSize = 8;
+
+  template <int... kTile>
+  explicit KernelTable(std::integer_sequence<int, kTile...>) {
+    (fill<kTile>(), ...);
+  }
+
+  template <int kTile>
+  void fill() {
+    static_assert(Family::smem_bytes(kTile) <= kSmemLimit);
+    kernels_[0][0][kTile] = Family::template kernel<__nv_bfloat16, Major::K, kTile>();
+    kernels_[0][1][kTile] = Family::template kernel<__nv_bfloat16, Major::MN, kTile>();
+    kernels_[1][0][kTile] = Family::template kernel<__half, Major::K, kTile>();
+    kernels_[1][1][kTile] = Family::template kernel<__half, Major::MN, kTile>();
+  }
+
+  void raise_limits() const {
+    for (const auto& by_layout : kernels_) {
+      for (const auto& by_tile : by_layout) {
+        for (int tile = 0; tile < Family::kTiles; ++tile) {
+          if (by_tile[tile] == nullptr) continue;
+          FLUX_CUDA_CHECK(cudaFuncSetAttribute(by_tile[tile], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               Family::smem_bytes(tile)));
+        }
+      }
+    }
+  }
+
+  Kernel kernels_[2][2][Family::kTiles] = {};
+  std::atomic<int> resident_[runtime::kMaxDevices][Family::kTiles][kMaxClusterSize + 1] = {};
+};
+
+}  // namespace flux::gemm
