@@ -34,6 +34,10 @@ KERNELS_OF = {
     "all_reduce": _AR,
     "all_gather": ("ag_gemm/all_gather.cu",),
     "ag_gemm": ("ag_gemm/ag_gemm.cu",),
+    "moe_route": ("moe/routing.cu",),
+    "grouped_gemm": ("moe/grouped_gemm.cu",),
+    "moe_combine": ("moe/combine.cu",),
+    "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),
     "copy_queue": (),
 }
 

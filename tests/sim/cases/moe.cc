@@ -57,7 +57,11 @@ void route(uint64_t seed) {
   // All CTAs of the launch must be resident.
   start(seed, world_size, route_ctas(layout) + random.below(3), random);
   std::vector<Choices> calls;
-  for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout);
+  for (int call = 0; call < kCalls; ++call) {
+    Choices& choices = calls.emplace_back(random, layout);
+    // A weight with the bits that stand for absent data; ranks agree on another NaN instead.
+    if (max_tokens > 0) choices.weights[static_cast<size_t>(random.below(top_k))] = cases::kOtherNan;
+  }
   cases::describe(words(calls[0]) + (wide ? ", int64" : ", int32"));
 
   const Ranks ranks(world_size, {0, 0, route_exchange_bytes(layout)});
@@ -275,22 +279,26 @@ struct Sizes {
   Activation activation;
 };
 
-// What layer 0 of a rank computes: the rows of its experts.
-void expect_hidden(const std::vector<Layers>& ranks, const Choices& choices, int rank, const Values& weight,
-                   const Sizes& sizes, DType dtype, const std::string& name) {
-  const Layout layout = choices.of(rank);
-  const RoutingArrays& routing = ranks[static_cast<size_t>(rank)].routing.out;
+// The token in sorted row `row` of a rank.
+const int* token_of(const std::vector<Layers>& ranks, const Layout& layout, const RoutingArrays& routing,
+                    int row) {
+  const int source = routing.rows[row] / layout.max_tokens, slot_row = routing.rows[row] % layout.max_tokens;
+  const int token =
+      source == layout.rank ? slot_row : routing.incoming[source * layout.max_tokens + slot_row];
+  return row_of(ranks[static_cast<size_t>(source)].x, token);
+}
+
+// Each sorted row times the weight of its expert.
+template <class Row>
+std::vector<int> sorted_product(const Choices& choices, int rank, const RoutingArrays& routing,
+                                const Values& weight, int n, const Row& row_at) {
   std::vector<int> sums;
-  for (int expert = 0; expert < layout.local_experts(); ++expert) {
+  for (int expert = 0; expert < choices.of(rank).local_experts(); ++expert) {
     for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
-      const int source = routing.rows[row] / layout.max_tokens,
-                slot_row = routing.rows[row] % layout.max_tokens;
-      const int token = source == rank ? slot_row : routing.incoming[source * layout.max_tokens + slot_row];
-      multiply_row(row_of(ranks[static_cast<size_t>(source)].x, token), weight, expert, sizes.n0, sums);
+      multiply_row(row_at(row), weight, expert, n, sums);
     }
   }
-  expect_rows(ranks[static_cast<size_t>(rank)].hidden, activated(sums, sizes.n0, sizes.activation), dtype,
-              name + ": hidden");
+  return sums;
 }
 
 // The sums that layer 1 must give a rank's tokens: contributions of the ranks in their order, rounded if sent.
@@ -323,10 +331,11 @@ std::vector<float> layer_1(const std::vector<Layers>& ranks, const Choices& choi
   return all;
 }
 
-// Both layers behind each other, with the routing by the kernel or already known.
+// Both layers behind each other, or calls of only one of them, with the routing by the kernel or already known.
 void layers(uint64_t seed) {
-  constexpr int kCalls = 2;
   Random random(seed);
+  const bool only_0 = random.below(4) == 0, only_1 = !only_0 && random.below(3) == 0;
+  const int kCalls = only_0 || only_1 ? 3 : 2;
   const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
   const bool many = world_size > 4;
   const int ep_size = divisor(random, world_size), top_k = random.between(1, 4);
@@ -352,12 +361,16 @@ void layers(uint64_t seed) {
 
   std::vector<Choices> calls;
   for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout);
-  cases::describe(words(calls[0]) + ", " + (routes ? "routed, " : "") + std::to_string(sizes.n0) + " x " +
-                  std::to_string(sizes.k0) + " activation " +
-                  std::to_string(static_cast<int>(sizes.activation)) + ", " + std::to_string(sizes.n1) +
-                  " x " + std::to_string(sizes.k1) + ", tiles " + std::to_string(config0) + " and " +
-                  std::to_string(config1) + ", " + std::to_string(num_sms) + " SMs, " +
-                  std::to_string(comm_ctas) + " communicate, chunks of " + std::to_string(tiles_per_chunk));
+  cases::describe(words(calls[0]) +
+                  (only_0   ? ", layer 0, "
+                   : only_1 ? ", layer 1, "
+                            : ", ") +
+                  (routes ? "routed, " : "") + std::to_string(sizes.n0) + " x " + std::to_string(sizes.k0) +
+                  " activation " + std::to_string(static_cast<int>(sizes.activation)) + ", " +
+                  std::to_string(sizes.n1) + " x " + std::to_string(sizes.k1) + ", tiles " +
+                  std::to_string(config0) + " and " + std::to_string(config1) + ", " +
+                  std::to_string(num_sms) + " SMs, " + std::to_string(comm_ctas) +
+                  " communicate, chunks of " + std::to_string(tiles_per_chunk));
 
   const int64_t peers = world_size - 1;
   const int block_rows = Layout::block_rows(layout.max_tokens);
@@ -377,7 +390,7 @@ void layers(uint64_t seed) {
     weights1.emplace_back(rank, "weight 1", experts * sizes.n1, sizes.k1);
     weights1.back().fill(random, dtype, 1);
   }
-  std::vector<std::vector<Layers>> all(kCalls);
+  std::vector<std::vector<Layers>> all(static_cast<size_t>(kCalls));
   for (int call = 0; call < kCalls; ++call) {
     const Choices& choices = calls[static_cast<size_t>(call)];
     for (int rank = 0; rank < world_size; ++rank) {
@@ -405,7 +418,7 @@ void layers(uint64_t seed) {
       args.dtype = dtype;
       args.config = config0;
       args.num_sms = num_sms;
-      flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
+      if (!only_1) flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
       args.x = own.sorted.matrix();
       args.weight = weights1[static_cast<size_t>(rank)].matrix();
       args.activation = 0;
@@ -414,20 +427,33 @@ void layers(uint64_t seed) {
       const flux::moe::CombineArgs combine = {own.routing.weights, own.out.data,
                                               choices.tokens[static_cast<size_t>(rank)], tiles_per_chunk,
                                               comm_ctas};
-      flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
+      if (!only_0) flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
     }
   }
   cudaDeviceSynchronize();
   region.expect_no_timeout();
-  region.expect_rest(kCalls * (routes ? 3 : 2));
+  region.expect_rest(static_cast<uint32_t>(kCalls * (routes + !only_1 + !only_0)));
   for (int call = 0; call < kCalls; ++call) {
     const Choices& choices = calls[static_cast<size_t>(call)];
     const std::vector<Layers>& ranks = all[static_cast<size_t>(call)];
     for (int rank = 0; rank < world_size; ++rank) {
-      expect_hidden(ranks, choices, rank, weights0[static_cast<size_t>(rank)], sizes, dtype,
-                    name_of(call, rank));
-      expect_rows(ranks[static_cast<size_t>(rank)].out, layer_1(ranks, choices, rank, weights1, sizes, dtype),
-                  dtype, name_of(call, rank) + ": out");
+      const Layers& own = ranks[static_cast<size_t>(rank)];
+      const std::string name = name_of(call, rank);
+      const Layout mine = choices.of(rank);
+      const RoutingArrays& routing = own.routing.out;
+      if (!only_1) {
+        const auto hidden =
+            sorted_product(choices, rank, routing, weights0[static_cast<size_t>(rank)], sizes.n0,
+                           [&](int row) { return token_of(ranks, mine, routing, row); });
+        expect_rows(own.hidden, activated(hidden, sizes.n0, sizes.activation), dtype, name + ": hidden");
+      }
+      if (!only_0) {
+        const auto products = sorted_product(choices, rank, routing, weights1[static_cast<size_t>(rank)],
+                                             sizes.n1, [&](int row) { return row_of(own.sorted, row); });
+        expect_rows(own.products, activated(products, sizes.n1, Activation::kNone), dtype,
+                    name + ": products");
+        expect_rows(own.out, layer_1(ranks, choices, rank, weights1, sizes, dtype), dtype, name + ": out");
+      }
     }
   }
 }

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
 
 #include "case.h"
 #include "moe/moe.h"
@@ -12,7 +15,8 @@ namespace cases {
 using flux::moe::Layout;
 using flux::moe::RoutingArrays;
 
-constexpr int kInvalid = 1 << 20;  // an expert id that nobody has
+constexpr int kInvalid = 1 << 20;                          // an expert id that nobody has
+const float kOtherNan = std::bit_cast<float>(0x7FFFFFFF);  // what ranks agree on for a weight of all ones
 
 // ids and weights [world_size][max_tokens][top_k]; ranks have fewer tokens than the maximum, or none.
 struct Choices {
@@ -123,6 +127,7 @@ struct OwnTokens {
         static_cast<int32_t*>(ids)[i] = id;
       }
       weights[i] = choices.weights[static_cast<size_t>(first + i)];
+      if (std::isnan(weights[i])) std::memset(&weights[i], 0xFF, sizeof(float));
     }
     own.ids = ids;
     own.wide = wide;
