@@ -70,9 +70,10 @@ struct CombiningRows {
       find_rows(p, block, unit, rows, thread);
       bool here = true;
       if (own) here = wait_for_peers(p, call, block, unit, thread);
-      if (thread == 0 && unit.chunk >= computed) {
-        here &= wait_for_tiles(p, unit.chunk, num_tile_rows);
-        computed = unit.chunk + 1;
+      // Waits for earlier chunks too: their last tiles may be slower, and this thread may sum them next.
+      while (thread == 0 && here && computed <= unit.chunk) {
+        here = wait_for_tiles(p, computed, num_tile_rows);
+        computed += here;
       }
       const bool whole = ptx::named_barrier_and(barrier, kGroupThreads, here);
       // Calls after a timed-out one send nothing: a late peer may still read the buffer (ag_gemm/push.cuh).

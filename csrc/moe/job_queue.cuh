@@ -67,6 +67,7 @@ struct JobReader {
   // Called by all lanes of a warp; lane 0 reads. Returns whether there is another tile.
   FLUX_DEVICE bool more(const JobQueue& queue) {
     ptx::mbarrier_wait(queue.full(cursor.index), cursor.phase);
+    __syncwarp();  // a lane that still waits would miss the phase if lane 0 let the entry be filled again
     uint32_t rows = 0;
     if (ptx::lane() == 0) {
       rows = ptx::load_shared(queue.word(cursor.index, 0));

@@ -22,7 +22,7 @@ from pathlib import Path
 import simulator
 
 CASES = 54
-TIMEOUT = 120.0
+TIMEOUT = 400.0
 # What is compiled again if a header changes.
 _AR = ("gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu")
 KERNELS_OF = {
@@ -32,6 +32,12 @@ KERNELS_OF = {
     "gemm_rs": ("gemm_rs/gemm_rs.cu",),
     "gemm_ar": _AR,
     "all_reduce": _AR,
+    "all_gather": ("ag_gemm/all_gather.cu",),
+    "ag_gemm": ("ag_gemm/ag_gemm.cu",),
+    "moe_route": ("moe/routing.cu",),
+    "grouped_gemm": ("moe/grouped_gemm.cu",),
+    "moe_combine": ("moe/combine.cu",),
+    "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),
     "copy_queue": (),
 }
 
@@ -46,6 +52,7 @@ class Mutant:
     new: str
     cases: tuple[tuple[str, str], ...]  # (program, case)
     equivalent: str = ""  # why no program can notice, if none can
+    gap: str = ""  # what the simulator or the cases lack to notice
 
 
 def table() -> list[Mutant]:
@@ -101,15 +108,20 @@ def main() -> int:
         for mutant in chosen:
             print(f"{mutant.name:28} {mutant.file}")
         return 0
-    survivors = []
+    survivors, explained = [], []
     with ThreadPoolExecutor(simulator.JOBS) as pool:
         for mutant, how in zip(chosen, pool.map(verdict, chosen), strict=True):
-            if how is None and not mutant.equivalent:
+            why_not = mutant.equivalent or (mutant.gap and f"gap: {mutant.gap}")
+            if how is None and not why_not:
                 survivors.append(mutant.name)
-            print(f"{mutant.name:28} {how or mutant.equivalent or 'SURVIVES'}", flush=True)
-    expected = sum(1 for mutant in chosen if not mutant.equivalent)
+            if how is not None and why_not:
+                explained.append(mutant.name)
+            print(f"{mutant.name:28} {how or why_not or 'SURVIVES'}", flush=True)
+    expected = sum(1 for mutant in chosen if not mutant.equivalent and not mutant.gap)
     print(f"{expected - len(survivors)} of {expected} noticed; survivors: {' '.join(survivors) or 'none'}")
-    return 1 if survivors else 0
+    if explained:
+        print(f"noticed, although the table says why nobody can: {' '.join(explained)}")
+    return 1 if survivors or explained else 0
 
 
 if __name__ == "__main__":

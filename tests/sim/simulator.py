@@ -41,6 +41,9 @@ class Program:
     cases: tuple[str, ...]
 
 
+_GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
+_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatter_gemm.cu"]
+_MOE += ["moe/gemm_gather_rs.cu", "gemm/select.cc"]
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
 
 PROGRAMS = {
@@ -48,6 +51,8 @@ PROGRAMS = {
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
         Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar")),
+        Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
+        Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
         Program("copies", tuple(_RUNTIME), ("copy_queue",)),
     )
 }

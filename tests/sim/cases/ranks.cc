@@ -16,30 +16,13 @@ namespace {
 using cases::DType;
 using cases::Random;
 using cases::Ranks;
+using cases::start;
 using cases::Values;
+using cases::words;
 using flux::gemm::Cluster;
 using Mode = flux::runtime::Exchange::Mode;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
-
-void start(uint64_t seed, int world_size, int resident, Random& random) {
-  sim::MachineConfig machine;
-  machine.devices = world_size;
-  machine.resident = resident;
-  machine.policy = sim::policy_of(seed);
-  if (random.below(3) == 0) machine.late_rank = random.below(world_size);
-  sim::reset_machine(machine);
-}
-
-std::string words(int world_size, int m, int n, int k, DType dtype) {
-  return std::to_string(world_size) + " ranks" +
-         (sim::machine.config.late_rank >= 0
-              ? ", rank " + std::to_string(sim::machine.config.late_rank) + " late"
-              : "") +
-         ", " + std::to_string(sim::machine.config.resident) + " resident, " + std::to_string(m) + " x " +
-         std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
-         (dtype == DType::kBFloat16 ? ", bf16" : ", fp16");
-}
 
 // Sums of what each rank multiplies. Partial sums are small enough to be exact in 16 bits.
 struct Product {

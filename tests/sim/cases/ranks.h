@@ -8,6 +8,27 @@
 
 namespace cases {
 
+// Resets the machine: one rank in three runs is late.
+inline void start(uint64_t seed, int world_size, int resident, Random& random) {
+  sim::MachineConfig machine;
+  machine.devices = world_size;
+  machine.resident = resident;
+  machine.policy = sim::policy_of(seed);
+  if (random.below(3) == 0) machine.late_rank = random.below(world_size);
+  sim::reset_machine(machine);
+}
+
+// The sizes of a case, for reports.
+inline std::string words(int world_size, int m, int n, int k, DType dtype) {
+  return std::to_string(world_size) + " ranks" +
+         (sim::machine.config.late_rank >= 0
+              ? ", rank " + std::to_string(sim::machine.config.late_rank) + " late"
+              : "") +
+         ", " + std::to_string(sim::machine.config.resident) + " resident, " + std::to_string(m) + " x " +
+         std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
+         (dtype == DType::kBFloat16 ? ", bf16" : ", fp16");
+}
+
 struct Sizes {
   int64_t signal_bytes = 0, slot_bytes = 0, exchange_bytes = 0;
 };
@@ -60,8 +81,10 @@ struct Ranks {
   void expect_rest(uint32_t calls) const {
     for (const auto& mine : symm) {
       const flux::runtime::Header& header = *mine.header();
-      const bool rests = header.epoch == calls && header.ctas_done == 0 && header.next_tile == 0 &&
-                         header.next_piece == 0 && header.aborted == 0;
+      bool rests = header.epoch == calls && header.ctas_done == 0 && header.next_tile == 0 &&
+                   header.next_piece == 0 && header.aborted == 0;
+      for (const uint32_t pieces : header.pieces_staged) rests &= pieces == 0;
+      for (const uint32_t pieces : header.pieces_pushed) rests &= pieces == 0;
       if (!rests)
         sim::report("the header of rank " + std::to_string(mine.rank) + " is not as a call leaves it",
                     nullptr);

@@ -225,6 +225,7 @@ void copy_async_16(uint32_t dst, const void* src, bool valid, const Where& where
   issue(false, [=, in_flight = InFlight(here()), done = fiber.copies_done, thread = fiber.thread] {
     Cta& cta = *in_flight.cta;
     generic_write(cta, dst, 16, thread, where);
+    cta.granules[dst / 16].copied = true;
     if (valid) {
       std::memcpy(cta.memory + dst, src, 16);
     } else {

@@ -92,11 +92,11 @@ bool fill(Launch& launch) {
 bool advance(CUstream_st& stream) {
   bool any = false;
   while (!stream.ops.empty()) {
+    if (machine.devices.at(static_cast<size_t>(stream.device)).held) return any;
     StreamOp& op = stream.ops.front();
     switch (op.kind) {
       case StreamOp::Kind::kLaunch: {
         Launch& launch = *op.launch;
-        if (launch.device->held) return any;
         if (!launch.earlier_complete) {
           launch.earlier_complete = any = true;
           launch.earlier_done.wake_all();

@@ -123,9 +123,9 @@ struct TensorWarp {
 
 // What is known of 16 bytes of shared memory.
 struct Granule {
-  uint16_t writer = 0;  // thread + 1 of the last generic write; 0: written by a copy
-  bool written = false;
-  uint8_t barriers = 0;  // a bit for each half that is an mbarrier
+  uint16_t writer = 0;                   // thread + 1 of the last generic write; 0: written by a copy
+  bool written = false, copied = false;  // copied: by cp.async, which belongs to the generic proxy
+  uint8_t barriers = 0;                  // a bit for each half that is an mbarrier
   uint32_t clock = 0;
 };
 
@@ -214,7 +214,7 @@ void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluste
 
 // --- shared_memory.cc ---
 constexpr uint32_t kSharedBytes =
-    233472 + 4096;  // what a CTA can address; dynamic memory behind static variables
+    233472 + 8192;  // what a CTA can address; dynamic memory behind static variables
 void map_shared_memory(const Cta& cta);
 uint8_t* slot_memory(int slot);
 int take_slot();
@@ -224,8 +224,9 @@ uint8_t* checked(Cta& cta, uint32_t address, int64_t bytes, const char* what, co
 void generic_write(Cta& cta, uint32_t address, int bytes, int thread, const Where& where);
 void async_write(Cta& cta, uint32_t address, int bytes, const Where& where);
 // Reports if an asynchronous read would miss a generic write, or reads what was never written.
+// `sees_copies`: of cp.async, without a fence.
 void async_read(Cta& cta, uint32_t address, int64_t bytes, const Fiber& issuer, bool written_only,
-                const char* what, const Where& where);
+                const char* what, const Where& where, bool sees_copies = false);
 
 // --- barriers.cc ---
 MBarrier& barrier_at(Cta& cta, uint32_t bar, const Where& where);

@@ -20,6 +20,7 @@ alignas(4096) thread_local uint8_t sim_dynamic_shared[233472];
   asm(".globl " #symbol "\n.type " #symbol ", @object\n.set " #symbol ", sim_dynamic_shared + 16\n")
 FLUX_SIM_SAME_ADDRESS(_ZN4flux4gemm8raw_smemE);
 FLUX_SIM_SAME_ADDRESS(_ZN4flux3moe8raw_smemE);
+FLUX_SIM_SAME_ADDRESS(_ZN4flux3moe12_GLOBAL__N_14smemE);
 FLUX_SIM_SAME_ADDRESS(_ZN4flux7gemm_ar10row_memoryE);
 
 namespace sim {
@@ -114,6 +115,7 @@ void generic_write(Cta& cta, uint32_t address, int bytes, int thread, const Wher
     if (hits_barrier(granule, i, address, bytes))
       report("a store overwrites an mbarrier", machine.running, &where);
     granule.written = true;
+    granule.copied = false;
     granule.writer = static_cast<uint16_t>(thread + 1);
     granule.clock = machine.proxy_clock;
   }
@@ -129,14 +131,14 @@ void async_write(Cta& cta, uint32_t address, int bytes, const Where& where) {
 }
 
 void async_read(Cta& cta, uint32_t address, int64_t bytes, const Fiber& issuer, bool written_only,
-                const char* what, const Where& where) {
+                const char* what, const Where& where, bool sees_copies) {
   for (uint32_t i = address / 16; i < (address + bytes + 15) / 16; ++i) {
     const Granule& granule = cta.granules[i];
     if (written_only && !granule.written) {
       report(std::string(what) + " reads shared memory that nobody has written, at " + std::to_string(i * 16),
              &issuer, &where);
     }
-    if (granule.writer == 0) continue;
+    if (granule.writer == 0 || (granule.copied && sees_copies)) continue;
     const Fiber& writer = cta.fibers[granule.writer - 1];
     if (writer.fence_clock <= granule.clock && issuer.fence_clock <= granule.clock) {
       report(std::string(what) + " may miss what thread " + std::to_string(writer.thread) +

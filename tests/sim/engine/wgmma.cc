@@ -58,7 +58,9 @@ void read_operand(Cta& cta, const Operand& operand, int first, int rows, Element
   for (int i = 0; i < outer; ++i) {
     for (int j = 0; j < inner; j += 8) {
       const uint32_t at = operand.mn_major ? operand.address(first + j, i) : operand.address(first + i, j);
-      async_read(cta, at, 16, issuer, /*written_only=*/false, "wgmma", kNowhere);
+      // Stale rows beyond an edge may be read. No fence is asked for behind cp.async, as in all kernels that feed wgmma
+      // with it; the barrier that counts the copies is.
+      async_read(cta, at, 16, issuer, /*written_only=*/false, "wgmma", kNowhere, /*sees_copies=*/true);
       uint16_t piece[8];
       std::memcpy(piece, checked(cta, at, 16, "wgmma operand", kNowhere), sizeof(piece));
       for (int e = 0; e < 8; ++e) {

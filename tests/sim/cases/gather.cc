@@ -1,0 +1,212 @@
+// AllGather alone and in front of a GEMM: rows pushed by CTAs or by copy engines.
+#include <algorithm>
+
+#include "ag_gemm/ag_gemm.h"
+#include "cuda_runtime_api.h"
+#include "gemm/select.h"
+#include "ranks.h"
+
+namespace {
+
+using cases::DType;
+using cases::Random;
+using cases::Ranks;
+using cases::start;
+using cases::Values;
+using cases::words;
+using flux::ag_gemm::Transport;
+using flux::gemm::Cluster;
+
+constexpr int kCalls = 3;  // each of the two buffers is used again
+
+// By CTAs, or by copy engines with chunks of one or two blocks of rows.
+struct Way {
+  bool copied;
+  int chunk_rows;
+
+  explicit Way(Random& random) : copied(random.below(3) == 0), chunk_rows(128 * random.between(1, 2)) {}
+  Transport of_call(int call) const {
+    return copied ? Transport{static_cast<uint32_t>(call + 1), chunk_rows} : Transport{0, 0};
+  }
+  std::string name() const { return copied ? "chunks of " + std::to_string(chunk_rows) + ", " : ""; }
+};
+
+Ranks gathering_ranks(const flux::ag_gemm::Layout& layout) {
+  return {layout.world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0}};
+}
+
+// A rank's operands of all calls. The stream overwrites x behind each call.
+struct Rank {
+  std::vector<Values> xs, gathered;
+  Values garbage;
+
+  Rank(Random& random, int rank, int world_size, int rows, int k, DType dtype)
+      : garbage(rank, "garbage", rows, k) {
+    for (int call = 0; call < kCalls; ++call) {
+      xs.emplace_back(rank, "x", rows, k);
+      xs.back().fill(random, dtype, 2);
+      gathered.emplace_back(rank, "gathered", rows * world_size, k);
+    }
+  }
+  void overwrite(int call) {
+    const Values& x = xs[static_cast<size_t>(call)];
+    cudaMemcpyAsync(x.data, garbage.data, static_cast<size_t>(x.rows) * static_cast<size_t>(x.columns) * 2,
+                    cudaMemcpyDefault, nullptr);
+  }
+};
+
+std::vector<Rank> make_ranks(Random& random, int world_size, int rows, int k, DType dtype) {
+  std::vector<Rank> ranks;
+  for (int rank = 0; rank < world_size; ++rank) ranks.emplace_back(random, rank, world_size, rows, k, dtype);
+  return ranks;
+}
+
+std::string name_of(int call, int rank, const char* what) {
+  return "call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": " + what;
+}
+
+void expect_gathered(const std::vector<Rank>& ranks, int call, DType dtype) {
+  std::vector<int> all;
+  for (const Rank& each : ranks) {
+    const std::vector<int>& values = each.xs[static_cast<size_t>(call)].values;
+    all.insert(all.end(), values.begin(), values.end());
+  }
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    expect(ranks[rank].gathered[static_cast<size_t>(call)], all, dtype,
+           name_of(call, static_cast<int>(rank), "gathered").c_str());
+  }
+}
+
+void all_gather(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 3, 4, 8});
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int rows = random.one_of({1, 37, 128, 200, 300});
+  // A block of rows is one piece, or several, of which the last is shorter.
+  const int k =
+      8 * (world_size == 2 && random.below(3) == 0 ? random.between(33, 70) : random.between(1, 16));
+  const Way way(random);
+  const bool begins =
+      way.copied && random.below(2) == 0;  // copies that start before other work of the stream
+  start(seed, world_size, random.one_of({1, 3, 8}), random);
+  cases::describe(way.name() + (begins ? "begun, " : "") + words(world_size, rows * world_size, k, 0, dtype));
+
+  const Ranks region = gathering_ranks(flux::ag_gemm::make_layout(rows * world_size, k, world_size));
+  std::vector<Rank> ranks = make_ranks(random, world_size, rows, k, dtype);
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    Rank& mine = ranks[static_cast<size_t>(rank)];
+    const auto& symm = region.symm[static_cast<size_t>(rank)];
+    for (int call = 0; call < kCalls; ++call) {
+      const auto x = mine.xs[static_cast<size_t>(call)].matrix();
+      if (begins) flux::ag_gemm::begin_all_gather(x, symm, way.of_call(call), nullptr);
+      flux::ag_gemm::all_gather(x, mine.gathered[static_cast<size_t>(call)].matrix(), symm, way.of_call(call),
+                                begins, nullptr);
+      mine.overwrite(call);
+    }
+  }
+  cudaDeviceSynchronize();
+  region.expect_no_timeout();
+  region.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) expect_gathered(ranks, call, dtype);
+}
+
+// The columns of one weight of a rank: several weights may follow one gather.
+struct Columns {
+  Values weight, bias;
+  std::vector<Values> outs;
+
+  Columns(Random& random, int rank, int m, int n, int k, bool transposed, DType dtype)
+      : weight(rank, "weight", transposed ? k : n, transposed ? n : k), bias(rank, "bias", 1, n) {
+    weight.fill(random, dtype, 1);
+    bias.fill(random, dtype);
+    for (int call = 0; call < kCalls; ++call) outs.emplace_back(rank, "out", m, n, random.below(2) * 8);
+  }
+
+  void check(const std::vector<Rank>& ranks, int call, bool transposed, DType dtype, int rank) const {
+    std::vector<int> expected;
+    for (const Rank& each : ranks) {
+      const std::vector<int> part = multiply(each.xs[static_cast<size_t>(call)], weight, transposed);
+      expected.insert(expected.end(), part.begin(), part.end());
+    }
+    for (size_t i = 0; i < expected.size(); ++i) expected[i] += bias.values[i % bias.values.size()];
+    expect(outs[static_cast<size_t>(call)], expected, dtype, name_of(call, rank, "out").c_str());
+  }
+};
+
+void ag_gemm(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
+  const bool many = world_size > 4;  // ranks: everything else is small
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int config = random.below(flux::gemm::kNumTileConfigs);
+  const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
+  const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
+  const int size = cluster == Cluster::kNone ? 1 : 2;
+  const int rows = many ? random.one_of({1, 8, 40}) : random.one_of({1, 100, 128, 136, 260});
+  const int m = rows * world_size;
+  const int n = std::max(8, tile.block_n * (many ? 1 : random.between(1, 2)) - 8 * random.below(8));
+  const int k = 8 * random.between(1, many ? 8 : 20);
+  const int num_sms = many ? 2 : random.one_of({2, 4, 8});
+  const int resident = std::max(size, random.one_of({1, 2, 8}));
+  const int num_weights =
+      !many && random.below(4) == 0 ? 2 : 1;  // the second uses the rows that the first has gathered
+  const bool collects = !many && random.below(3) == 0;
+  const Way way(random);
+  start(seed, world_size, resident, random);
+  cases::describe(flux::gemm::config_name(config, cluster) + ", " + way.name() +
+                  (num_weights > 1 ? "two weights, " : "") + (collects ? "collected, " : "") +
+                  std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, dtype));
+
+  const Ranks region = gathering_ranks(flux::ag_gemm::make_layout(m, k, world_size));
+  std::vector<Rank> ranks = make_ranks(random, world_size, rows, k, dtype);
+  std::vector<std::vector<Columns>> columns(static_cast<size_t>(world_size));
+  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    const auto& symm = region.symm[static_cast<size_t>(rank)];
+    Rank& mine = ranks[static_cast<size_t>(rank)];
+    for (int i = 0; i < num_weights; ++i) {
+      columns[static_cast<size_t>(rank)].emplace_back(random, rank, m, n, k, transposed, dtype);
+    }
+    for (int call = 0; call < kCalls; ++call) {
+      const auto x = mine.xs[static_cast<size_t>(call)].matrix();
+      bool reuse = false;
+      for (const Columns& each : columns[static_cast<size_t>(rank)]) {
+        const flux::gemm::GemmArgs args = {x,
+                                           each.weight.matrix(),
+                                           transposed,
+                                           each.outs[static_cast<size_t>(call)].matrix(),
+                                           each.bias.data,
+                                           dtype,
+                                           packed,
+                                           num_sms};
+        flux::ag_gemm::ag_gemm(args, symm, way.of_call(call), reuse, nullptr);
+        reuse = true;
+      }
+      if (collects) {
+        flux::ag_gemm::collect(x, mine.gathered[static_cast<size_t>(call)].matrix(), symm,
+                               way.of_call(call).copy_epoch, nullptr);
+      }
+      mine.overwrite(call);
+    }
+  }
+  cudaDeviceSynchronize();
+  region.expect_no_timeout();
+  region.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      for (const Columns& each : columns[static_cast<size_t>(rank)]) {
+        each.check(ranks, call, transposed, dtype, rank);
+      }
+    }
+    if (collects) expect_gathered(ranks, call, dtype);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv, {{"all_gather", all_gather}, {"ag_gemm", ag_gemm}});
+}

@@ -1,0 +1,469 @@
+// Mixtures of experts: routing, grouped GEMM, both layers, and the sum over experts.
+#include <algorithm>
+#include <cmath>
+
+#include "cuda_runtime_api.h"
+#include "moe/ag_scatter_gemm.h"
+#include "moe/gemm_gather_rs.h"
+#include "moe/sm90_grouped_gemm.cuh"
+#include "moe/tile_choice.h"
+#include "ranks.h"
+#include "routing.h"
+
+namespace {
+
+using cases::Choices;
+using cases::DType;
+using cases::Layout;
+using cases::OwnTokens;
+using cases::Random;
+using cases::Ranks;
+using cases::Routing;
+using cases::RoutingArrays;
+using cases::start;
+using cases::Values;
+using flux::moe::Activation;
+
+std::string words(const Choices& choices) {
+  const Layout& layout = choices.layout;
+  const int late = sim::machine.config.late_rank;
+  return std::to_string(layout.world_size) + " ranks, " + std::to_string(layout.ep_size) + " slices, " +
+         std::to_string(layout.num_experts) + " experts, top " + std::to_string(layout.top_k) + ", " +
+         std::to_string(layout.max_tokens) + " tokens, " + choices.name +
+         (late >= 0 ? ", rank " + std::to_string(late) + " late, " : ", ") +
+         std::to_string(sim::machine.config.resident) + " resident";
+}
+
+int divisor(Random& random, int number) {
+  int found = random.between(1, number);
+  while (number % found != 0) found = random.between(1, number);
+  return found;
+}
+
+std::string name_of(int call, int rank) {
+  return "call " + std::to_string(call) + ", rank " + std::to_string(rank);
+}
+
+void route(uint64_t seed) {
+  constexpr int kCalls = 3;
+  Random random(seed);
+  const int world_size = random.one_of({1, 2, 2, 3, 4, 8});
+  const int ep_size = divisor(random, world_size);
+  const int top_k = random.below(4) == 0 ? random.between(5, 16) : random.between(1, 4);
+  const int max_tokens = world_size > 2 ? random.between(0, 70) : random.one_of({1, 33, 256, 257, 600});
+  const int num_experts = ep_size * random.one_of({1, 2, 5, 16, 150});
+  const Layout layout = {world_size, 0, ep_size, num_experts, top_k, max_tokens};
+  const bool wide = random.below(2) == 0;
+  // All CTAs of the launch must be resident.
+  start(seed, world_size, route_ctas(layout) + random.below(3), random);
+  std::vector<Choices> calls;
+  for (int call = 0; call < kCalls; ++call) {
+    Choices& choices = calls.emplace_back(random, layout);
+    // A weight with the bits that stand for absent data; ranks agree on another NaN instead.
+    if (max_tokens > 0) choices.weights[static_cast<size_t>(random.below(top_k))] = cases::kOtherNan;
+  }
+  cases::describe(words(calls[0]) + (wide ? ", int64" : ", int32"));
+
+  const Ranks ranks(world_size, {0, 0, route_exchange_bytes(layout)});
+  std::vector<std::vector<Routing>> found(static_cast<size_t>(world_size));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    for (const Choices& choices : calls) {
+      const OwnTokens tokens(choices, rank, wide);
+      const Routing& mine = found[static_cast<size_t>(rank)].emplace_back(choices.of(rank), rank);
+      auto* const scratch =
+          static_cast<int32_t*>(sim::allocate(route_scratch_words(layout) * 4, rank, "scratch"));
+      flux::moe::route(choices.of(rank), flux::gemm::kBlockM, tokens.own,
+                       world_size > 1 ? &ranks.symm[static_cast<size_t>(rank)] : nullptr, mine.out,
+                       mine.weights, scratch, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(world_size > 1 && max_tokens > 0 ? kCalls : 0);
+  for (int rank = 0; rank < world_size; ++rank) {
+    for (int call = 0; call < kCalls; ++call) {
+      const Choices& choices = calls[static_cast<size_t>(call)];
+      const Routing right(choices.of(rank), rank);
+      right.fill_on_host(choices, rank);
+      found[static_cast<size_t>(rank)][static_cast<size_t>(call)].expect(right, name_of(call, rank));
+    }
+  }
+}
+
+// The activation of exact sums, as kernels compute it in fp32.
+std::vector<float> activated(const std::vector<int>& sums, int n, Activation activation) {
+  const auto silu = [](float x) { return x / (1.0f + std::exp(-x)); };
+  std::vector<float> result;
+  for (size_t row = 0; row < sums.size() / static_cast<size_t>(n); ++row) {
+    const int* const at = &sums[row * static_cast<size_t>(n)];
+    for (int i = 0; i < (activation == Activation::kSwiglu ? n / 2 : n); ++i) {
+      const auto x = static_cast<float>(at[i]);
+      if (activation == Activation::kSilu) {
+        result.push_back(silu(x));
+      } else if (activation == Activation::kGelu) {
+        result.push_back(0.5f * x * (1.0f + erff(x * 0.70710678f)));
+      } else if (activation == Activation::kSwiglu) {
+        result.push_back(silu(x) * static_cast<float>(at[n / 2 + i]));
+      } else {
+        result.push_back(x);
+      }
+    }
+  }
+  return result;
+}
+
+// Fails unless the first rows of `out` are these, rounded once, and all others are untouched.
+void expect_rows(const Values& out, const std::vector<float>& rows, DType dtype, const std::string& name) {
+  for (int64_t i = 0; i < static_cast<int64_t>(out.rows) * out.columns; ++i) {
+    const bool inside = i < static_cast<int64_t>(rows.size());
+    const uint16_t right = inside ? cases::rounded(rows[static_cast<size_t>(i)], dtype) : Values::kUntouched;
+    if (out.data[i] == right ||
+        (inside && cases::widened(out.data[i], dtype) == cases::widened(right, dtype)))
+      continue;
+    sim::report(name + "[" + std::to_string(i / out.columns) + "][" + std::to_string(i % out.columns) +
+                    "] is " + std::to_string(cases::widened(out.data[i], dtype)) + ", and not " +
+                    (inside ? std::to_string(rows[static_cast<size_t>(i)]) : "left alone"),
+                nullptr);
+  }
+}
+
+// One row of x times the weight of an expert [experts * n, k].
+void multiply_row(const int* x, const Values& weight, int expert, int n, std::vector<int>& to) {
+  for (int column = 0; column < n; ++column) {
+    const int* const other =
+        &weight.values[static_cast<size_t>(expert * n + column) * static_cast<size_t>(weight.columns)];
+    int sum = 0;
+    for (int i = 0; i < weight.columns; ++i) sum += x[i] * other[i];
+    to.push_back(sum);
+  }
+}
+
+const int* row_of(const Values& x, int row) {
+  return &x.values[static_cast<size_t>(row) * static_cast<size_t>(x.columns)];
+}
+
+// Columns of an expert's weight for about `tiles` tiles.
+int draw_columns(Random& random, int config, Activation activation, int tiles) {
+  const bool swiglu = activation == Activation::kSwiglu;
+  const int block_n = flux::gemm::kTileConfigs[config].block_n / (swiglu ? 2 : 1);
+  const int n = std::max(8, block_n * random.between(1, tiles) - 8 * random.below(block_n / 8));
+  return swiglu ? 2 * n : n;
+}
+
+int32_t* copied(const std::vector<int32_t>& values, int device, const char* name) {
+  auto* const words = static_cast<int32_t*>(
+      sim::allocate(std::max<int64_t>(1, static_cast<int64_t>(values.size())) * 4, device, name));
+  std::copy(values.begin(), values.end(), words);
+  return words;
+}
+
+void grouped_gemm(uint64_t seed) {
+  Random random(seed);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int config = flux::moe::kGroupedConfigs[random.below(4)];
+  const auto activation = static_cast<Activation>(random.below(4));
+  const bool swiglu = activation == Activation::kSwiglu, indexed = random.below(2) == 0;
+  const bool many = random.below(6) == 0;  // experts: several for each thread of the schedule
+  const int experts = many ? 300 : random.between(1, 6),
+            n = many ? 16 : draw_columns(random, config, activation, 2);
+  const int k = 8 * random.between(1, many ? 2 : 30), num_sms = random.one_of({1, 2, 4});
+  start(seed, 1, random.one_of({1, 2, 8}), random);
+
+  std::vector<int32_t> offsets = {0}, rows;
+  for (int expert = 0; expert < experts; ++expert) {
+    const int count = many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300});
+    offsets.push_back(offsets.back() + count);
+  }
+  const int num_rows = offsets.back(), room = num_rows + random.below(3) * 50,
+            m = indexed ? 50 : std::max(1, num_rows);
+  for (int row = 0; row < num_rows; ++row) rows.push_back(indexed ? random.below(m) : row);
+  cases::describe(std::to_string(experts) + " experts, " + std::to_string(num_rows) + " rows" +
+                  (indexed ? ", indexed, " : ", ") + std::to_string(n) + " x " + std::to_string(k) +
+                  ", tile " + std::to_string(config) + ", activation " +
+                  std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
+                  std::to_string(sim::machine.config.resident) + " resident");
+  Values weight(0, "weight", experts * n, k);
+  weight.fill(random, dtype, 1);
+  const int32_t* const device_offsets = copied(offsets, 0, "offsets");
+  const int32_t* const device_rows = copied(rows, 0, "rows");
+  std::vector<Values> xs, outs;
+  for (int call = 0; call < 2; ++call) {
+    xs.emplace_back(0, "x", m, k);
+    xs.back().fill(random, dtype, 1);
+    outs.emplace_back(0, "out", std::max(1, room), swiglu ? n / 2 : n);
+    flux::moe::GroupedGemmArgs args = {};
+    args.x = xs.back().matrix();
+    args.weight = weight.matrix();
+    args.offsets = device_offsets;
+    args.rows = indexed ? device_rows : nullptr;
+    args.experts = experts;
+    args.num_rows = room;
+    args.activation = static_cast<int>(activation);
+    args.out = outs.back().data;
+    args.schedule =
+        static_cast<int32_t*>(sim::allocate(flux::moe::schedule_words(room, experts) * 4, 0, "schedule"));
+    args.dtype = dtype;
+    args.config = random.below(4) == 0 ? -1 : config;
+    args.num_sms = num_sms;
+    flux::moe::grouped_gemm(args, nullptr);
+  }
+  cudaDeviceSynchronize();
+  for (size_t call = 0; call < 2; ++call) {
+    std::vector<int> sums;
+    for (int expert = 0; expert < experts; ++expert) {
+      for (int row = offsets[static_cast<size_t>(expert)]; row < offsets[static_cast<size_t>(expert) + 1];
+           ++row) {
+        multiply_row(row_of(xs[call], rows[static_cast<size_t>(row)]), weight, expert, n, sums);
+      }
+    }
+    expect_rows(outs[call], activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
+  }
+}
+
+void combine(uint64_t seed) {
+  Random random(seed);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int tokens = random.between(0, 60), top_k = random.between(1, 9), n = 8 * random.between(1, 300);
+  const int rows = random.between(1, 80);
+  start(seed, 1, random.one_of({1, 8}), random);
+  cases::describe(std::to_string(tokens) + " tokens, top " + std::to_string(top_k) + ", " +
+                  std::to_string(rows) + " x " + std::to_string(n));
+  Values products(0, "products", rows, n, 8 * random.below(2)), out(0, "out", std::max(1, tokens), n);
+  products.fill(random, dtype, 8);
+  std::vector<int32_t> positions;
+  std::vector<float> weights, expected;
+  for (int i = 0; i < tokens * top_k; ++i) {
+    positions.push_back(random.below(4) == 0 ? -1 : random.below(rows));
+    weights.push_back(random.one_of({1.0f, 2.0f, 0.5f, -1.0f}));
+  }
+  auto* const device_weights =
+      static_cast<float*>(sim::allocate(std::max(1, tokens * top_k) * 4, 0, "weights"));
+  std::copy(weights.begin(), weights.end(), device_weights);
+  flux::moe::combine(products.matrix(), dtype, copied(positions, 0, "positions"), device_weights, tokens,
+                     top_k, out.data, nullptr);
+  cudaDeviceSynchronize();
+  for (int token = 0; token < tokens; ++token) {
+    for (int column = 0; column < n; ++column) {
+      float sum = 0;
+      for (int i = token * top_k; i < (token + 1) * top_k; ++i) {
+        const int position = positions[static_cast<size_t>(i)];
+        if (position >= 0)
+          sum += weights[static_cast<size_t>(i)] * static_cast<float>(products.at(position, column));
+      }
+      expected.push_back(sum);
+    }
+  }
+  expect_rows(out, expected, dtype, "out");
+}
+
+// One rank's operands and results of one call of both layers.
+struct Layers {
+  Routing routing;
+  Values x, hidden, sorted, products, out;
+
+  Layers(Random& random, const Choices& choices, int rank, int k0, int columns0, int k1, int n1, DType dtype)
+      : routing(choices.of(rank), rank),
+        x(rank, "x", choices.tokens[static_cast<size_t>(rank)], k0),
+        hidden(rank, "hidden", choices.of(rank).max_rows(), columns0),
+        sorted(rank, "sorted x", choices.of(rank).max_rows(), k1),
+        products(rank, "products", choices.of(rank).max_rows(), n1),
+        out(rank, "out", choices.tokens[static_cast<size_t>(rank)], n1) {
+    x.fill(random, dtype, 1);
+    sorted.fill(random, dtype, 1);
+  }
+};
+
+struct Sizes {
+  int k0, n0, k1, n1;
+  Activation activation;
+};
+
+// The token in sorted row `row` of a rank.
+const int* token_of(const std::vector<Layers>& ranks, const Layout& layout, const RoutingArrays& routing,
+                    int row) {
+  const int source = routing.rows[row] / layout.max_tokens, slot_row = routing.rows[row] % layout.max_tokens;
+  const int token =
+      source == layout.rank ? slot_row : routing.incoming[source * layout.max_tokens + slot_row];
+  return row_of(ranks[static_cast<size_t>(source)].x, token);
+}
+
+// Each sorted row times the weight of its expert.
+template <class Row>
+std::vector<int> sorted_product(const Choices& choices, int rank, const RoutingArrays& routing,
+                                const Values& weight, int n, const Row& row_at) {
+  std::vector<int> sums;
+  for (int expert = 0; expert < choices.of(rank).local_experts(); ++expert) {
+    for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
+      multiply_row(row_at(row), weight, expert, n, sums);
+    }
+  }
+  return sums;
+}
+
+// The sums that layer 1 must give a rank's tokens: contributions of the ranks in their order, rounded if sent.
+std::vector<float> layer_1(const std::vector<Layers>& ranks, const Choices& choices, int rank,
+                           const std::vector<Values>& weights, const Sizes& sizes, DType dtype) {
+  const int top_k = choices.layout.top_k;
+  std::vector<float> all;
+  for (int token = 0; token < choices.tokens[static_cast<size_t>(rank)]; ++token) {
+    std::vector<float> total(static_cast<size_t>(sizes.n1));
+    for (int owner = 0; owner < choices.layout.world_size; ++owner) {
+      const Layout layout = choices.of(owner);
+      std::vector<float> part(static_cast<size_t>(sizes.n1));
+      for (int j = 0; j < top_k; ++j) {
+        const auto at = static_cast<size_t>(choices.first(rank) + token * top_k + j);
+        const int expert = layout.local_expert(choices.ids[at], layout.slice_of(owner));
+        const int position = ranks[static_cast<size_t>(owner)].routing.out.positions[at];
+        if (expert < 0) continue;
+        std::vector<int> product;
+        multiply_row(row_of(ranks[static_cast<size_t>(owner)].sorted, position),
+                     weights[static_cast<size_t>(owner)], expert, sizes.n1, product);
+        for (size_t i = 0; i < part.size(); ++i)
+          part[i] += choices.weights[at] * static_cast<float>(product[i]);
+      }
+      for (size_t i = 0; i < part.size(); ++i) {
+        total[i] += owner == rank ? part[i] : cases::widened(cases::rounded(part[i], dtype), dtype);
+      }
+    }
+    all.insert(all.end(), total.begin(), total.end());
+  }
+  return all;
+}
+
+// Both layers behind each other, or calls of only one of them, with the routing by the kernel or already known.
+void layers(uint64_t seed) {
+  Random random(seed);
+  const bool only_0 = random.below(4) == 0, only_1 = !only_0 && random.below(3) == 0;
+  const int kCalls = only_0 || only_1 ? 3 : 2;
+  const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
+  const bool many = world_size > 4;
+  const int ep_size = divisor(random, world_size), top_k = random.between(1, 4);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const Layout layout = {
+      world_size, 0,
+      ep_size,    ep_size * random.between(1, 4),
+      top_k,      many ? random.between(1, 12) : random.one_of({1, 7, 40, 64, 150}) / world_size + 1};
+  const int config0 = flux::moe::kGroupedConfigs[random.below(4)];
+  const int config1 = flux::moe::kGroupedConfigs[random.below(4)];
+  Sizes sizes = {};
+  sizes.activation = static_cast<Activation>(random.below(4));
+  sizes.k0 = 8 * random.between(1, many ? 8 : 20);
+  sizes.n0 = draw_columns(random, config0, sizes.activation, 2);
+  sizes.k1 = 8 * random.between(1, 8);
+  sizes.n1 = draw_columns(random, config1, Activation::kNone, many ? 2 : 3);
+  const int num_sms = many ? 2 : random.one_of({2, 3, 4});
+  const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
+  const bool routes = random.below(3) == 0;
+  // Tiles are computed by CTAs that do not begin with communication: one of them must be resident.
+  const int least = std::min(comm_ctas, num_sms - 1) + 1;
+  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.one_of({least, num_sms})), random);
+
+  std::vector<Choices> calls;
+  for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout);
+  cases::describe(words(calls[0]) +
+                  (only_0   ? ", layer 0, "
+                   : only_1 ? ", layer 1, "
+                            : ", ") +
+                  (routes ? "routed, " : "") + std::to_string(sizes.n0) + " x " + std::to_string(sizes.k0) +
+                  " activation " + std::to_string(static_cast<int>(sizes.activation)) + ", " +
+                  std::to_string(sizes.n1) + " x " + std::to_string(sizes.k1) + ", tiles " +
+                  std::to_string(config0) + " and " + std::to_string(config1) + ", " +
+                  std::to_string(num_sms) + " SMs, " + std::to_string(comm_ctas) +
+                  " communicate, chunks of " + std::to_string(tiles_per_chunk));
+
+  const int64_t peers = world_size - 1;
+  const int block_rows = Layout::block_rows(layout.max_tokens);
+  const flux::moe::ColumnChunks chunks = {
+      flux::moe::ceil_div(sizes.n1, flux::gemm::kTileConfigs[config1].block_n), tiles_per_chunk};
+  const int signals = std::max(make_send_order(layout).signals(),
+                               Layout::blocks_of(layout.max_tokens, block_rows) * chunks.count());
+  const Ranks region(world_size,
+                     {peers * signals * 4, peers * layout.max_tokens * std::max(sizes.k0, sizes.n1) * 2,
+                      routes ? route_exchange_bytes(layout) : 0});
+  const int experts = layout.local_experts(),
+            columns0 = sizes.activation == Activation::kSwiglu ? sizes.n0 / 2 : sizes.n0;
+  std::vector<Values> weights0, weights1;
+  for (int rank = 0; rank < world_size; ++rank) {
+    weights0.emplace_back(rank, "weight 0", experts * sizes.n0, sizes.k0);
+    weights0.back().fill(random, dtype, 1);
+    weights1.emplace_back(rank, "weight 1", experts * sizes.n1, sizes.k1);
+    weights1.back().fill(random, dtype, 1);
+  }
+  std::vector<std::vector<Layers>> all(static_cast<size_t>(kCalls));
+  for (int call = 0; call < kCalls; ++call) {
+    const Choices& choices = calls[static_cast<size_t>(call)];
+    for (int rank = 0; rank < world_size; ++rank) {
+      cudaSetDevice(rank);
+      const auto& symm = region.symm[static_cast<size_t>(rank)];
+      const Layout mine = choices.of(rank);
+      const Layers& own = all[static_cast<size_t>(call)].emplace_back(random, choices, rank, sizes.k0,
+                                                                      columns0, sizes.k1, sizes.n1, dtype);
+      if (routes) {
+        const OwnTokens tokens(choices, rank, false);
+        auto* const scratch =
+            static_cast<int32_t*>(sim::allocate(route_scratch_words(layout) * 4, rank, "scratch"));
+        flux::moe::route(mine, flux::gemm::kBlockM, tokens.own, &symm, own.routing.out, own.routing.weights,
+                         scratch, nullptr);
+      } else {
+        own.routing.fill_on_host(choices, rank);
+      }
+      flux::moe::GroupedGemmArgs args = {};
+      args.x = own.x.matrix();
+      args.weight = weights0[static_cast<size_t>(rank)].matrix();
+      args.experts = experts;
+      args.num_rows = mine.max_rows();
+      args.activation = static_cast<int>(sizes.activation);
+      args.out = own.hidden.data;
+      args.dtype = dtype;
+      args.config = config0;
+      args.num_sms = num_sms;
+      if (!only_1) flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
+      args.x = own.sorted.matrix();
+      args.weight = weights1[static_cast<size_t>(rank)].matrix();
+      args.activation = 0;
+      args.out = own.products.data;
+      args.config = config1;
+      const flux::moe::CombineArgs combine = {own.routing.weights, own.out.data,
+                                              choices.tokens[static_cast<size_t>(rank)], tiles_per_chunk,
+                                              comm_ctas};
+      if (!only_0) flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  region.expect_no_timeout();
+  region.expect_rest(static_cast<uint32_t>(kCalls * (routes + !only_1 + !only_0)));
+  for (int call = 0; call < kCalls; ++call) {
+    const Choices& choices = calls[static_cast<size_t>(call)];
+    const std::vector<Layers>& ranks = all[static_cast<size_t>(call)];
+    for (int rank = 0; rank < world_size; ++rank) {
+      const Layers& own = ranks[static_cast<size_t>(rank)];
+      const std::string name = name_of(call, rank);
+      const Layout mine = choices.of(rank);
+      const RoutingArrays& routing = own.routing.out;
+      if (!only_1) {
+        const auto hidden =
+            sorted_product(choices, rank, routing, weights0[static_cast<size_t>(rank)], sizes.n0,
+                           [&](int row) { return token_of(ranks, mine, routing, row); });
+        expect_rows(own.hidden, activated(hidden, sizes.n0, sizes.activation), dtype, name + ": hidden");
+      }
+      if (!only_0) {
+        const auto products = sorted_product(choices, rank, routing, weights1[static_cast<size_t>(rank)],
+                                             sizes.n1, [&](int row) { return row_of(own.sorted, row); });
+        expect_rows(own.products, activated(products, sizes.n1, Activation::kNone), dtype,
+                    name + ": products");
+        expect_rows(own.out, layer_1(ranks, choices, rank, weights1, sizes, dtype), dtype, name + ": out");
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv,
+                          {{"moe_route", route},
+                           {"grouped_gemm", grouped_gemm},
+                           {"moe_combine", combine},
+                           {"moe_layers", layers}});
+}
