@@ -44,6 +44,16 @@ def test_its_platform_is_named_and_its_size_is_known() -> None:
     assert not [name for name in names if name.startswith(("tests/", "tools/", "csrc/"))]
 
 
+def test_it_does_not_know_the_folders_of_the_machine_that_built_it() -> None:
+    assert WHEEL is not None
+    with zipfile.ZipFile(WHEEL) as wheel:
+        for name in wheel.namelist():
+            if name.endswith(".so"):
+                text = wheel.read(name)
+                assert b"/csrc/" not in text.replace(b"torch/csrc/", b""), name
+                assert b"site-packages" not in text, name
+
+
 def test_kernels_say_in_one_line_why_they_are_not_loaded() -> None:
     why = _native.why_not()
     if torch.version.cuda is None:
