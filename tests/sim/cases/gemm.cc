@@ -15,21 +15,26 @@ using flux::gemm::Cluster;
 
 struct Shape {
   int m, n, k;
+  int least_k;
 };
 
-// Runs two calls behind each other on one stream, the second with other rows, and compares both.
-void run(uint64_t seed, Random& random, const Shape& shape, bool transposed, int config, int num_sms,
-         int resident, const std::string& name) {
+// Runs two calls behind each other on one stream, and compares both. The second multiplies other rows, or the result of
+// the first.
+void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config, int num_sms, int resident,
+         const std::string& name) {
   const auto dtype = static_cast<DType>(random.below(2));
   const bool with_bias = random.below(2) == 0;
   sim::MachineConfig machine;
   machine.resident = resident;
   machine.policy = sim::policy_of(seed);
   sim::reset_machine(machine);
-  cases::describe(name + ", " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
-                  std::to_string(shape.k) + (transposed ? ", [K, N]" : ", [N, K]") +
-                  (dtype == DType::kBFloat16 ? ", bf16" : ", fp16") + (with_bias ? ", bias" : "") + ", " +
-                  std::to_string(num_sms) + " SMs, " + std::to_string(resident) + " resident");
+  const bool chained = random.below(3) == 0 && shape.n >= shape.least_k;
+  if (chained) shape.k = shape.n;
+  cases::describe(name + (chained ? ", chained, " : ", ") + std::to_string(shape.m) + " x " +
+                  std::to_string(shape.n) + " x " + std::to_string(shape.k) +
+                  (transposed ? ", [K, N]" : ", [N, K]") + (dtype == DType::kBFloat16 ? ", bf16" : ", fp16") +
+                  (with_bias ? ", bias" : "") + ", " + std::to_string(num_sms) + " SMs, " +
+                  std::to_string(resident) + " resident");
 
   Values weight(0, "weight", transposed ? shape.k : shape.n, transposed ? shape.n : shape.k,
                 random.below(2) * 8);
@@ -38,8 +43,12 @@ void run(uint64_t seed, Random& random, const Shape& shape, bool transposed, int
   bias.fill(random, dtype);
   std::vector<Values> xs, outs;
   for (int call = 0; call < 2; ++call) {
-    xs.emplace_back(0, "x", shape.m, shape.k, random.below(2) * 8);
-    xs.back().fill(random, dtype);
+    if (chained && call == 1) {
+      xs.push_back(outs.back());
+    } else {
+      xs.emplace_back(0, "x", shape.m, shape.k, random.below(2) * 8);
+      xs.back().fill(random, dtype);
+    }
     outs.emplace_back(0, "out", shape.m, shape.n, random.below(2) * 8);
     const flux::gemm::GemmArgs args = {xs.back().matrix(),
                                        weight.matrix(),
@@ -58,6 +67,11 @@ void run(uint64_t seed, Random& random, const Shape& shape, bool transposed, int
       expected[i] += bias.values[i % static_cast<size_t>(shape.n)];
     }
     expect(outs[static_cast<size_t>(call)], expected, dtype, call == 0 ? "out" : "second out");
+    if (!chained || call > 0) continue;
+    for (const int value : expected) {
+      const float rounded = cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype);
+      xs[1].values.push_back(static_cast<int>(rounded));
+    }
   }
 }
 
@@ -75,7 +89,7 @@ void ordinary(uint64_t seed) {
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
   const int size = cluster == Cluster::kNone ? 1 : 2;
   const Shape shape = {std::max(1, extent(random, 128, 3) - random.below(8)), extent(random, tile.block_n, 2),
-                       extent(random, 64, 6)};
+                       extent(random, 64, 6), 8};
   const int num_sms = random.one_of({2, 3, 4, 8});
   const int resident = std::max(size, random.one_of({1, 2, 3, 8}));
   const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
@@ -92,7 +106,7 @@ void split_k(uint64_t seed) {
   const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
   const int size = cluster == Cluster::kSplit2 ? 2 : 3;
   const Shape shape = {std::max(1, extent(random, 128, 2) - random.below(8)), extent(random, tile.block_n, 2),
-                       64 * (size - 1) + extent(random, 64, 6)};
+                       64 * (size - 1) + extent(random, 64, 6), 64 * (size - 1) + 8};
   const int resident = std::max(size, random.one_of({2, 3, 4, 8}));
   const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 2));
   run(seed, random, shape, transposed, packed, 8, resident, flux::gemm::config_name(config, cluster));
@@ -106,7 +120,7 @@ void swap_ab(uint64_t seed) {
   const bool transposed = random.below(2) == 0;
   const int stage_k = 64 * tile.k_blocks;
   const Shape shape = {random.between(1, tile.rows * 2), extent(random, 64, 3),
-                       stage_k * (split - 1) + extent(random, stage_k, 4)};
+                       stage_k * (split - 1) + extent(random, stage_k, 4), stage_k * (split - 1) + 8};
   const int num_sms = std::max(split * sharers, random.one_of({2, 4, 8}));
   const int resident = std::max(split * sharers, random.one_of({1, 2, 8}));
   const int packed = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + config, split, sharers);

@@ -60,7 +60,7 @@ void route(uint64_t seed) {
   for (int call = 0; call < kCalls; ++call) {
     Choices& choices = calls.emplace_back(random, layout);
     // A weight with the bits that stand for absent data; ranks agree on another NaN instead.
-    if (max_tokens > 0) choices.weights[static_cast<size_t>(random.below(top_k))] = cases::kOtherNan;
+    if (choices.tokens[0] > 0) choices.weights[static_cast<size_t>(random.below(top_k))] = cases::kOtherNan;
   }
   cases::describe(words(calls[0]) + (wide ? ", int64" : ", int32"));
 

@@ -52,17 +52,19 @@ std::vector<int> summed(const std::vector<Product>& ranks, int call, bool transp
 
 void gemm_rs(uint64_t seed) {
   Random random(seed);
-  const int world_size = random.one_of({2, 2, 3, 4});
+  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
+  const bool many = world_size > 4;  // ranks: everything else is small
   const auto dtype = static_cast<DType>(random.below(2));
   const int config = random.below(flux::gemm::kNumTileConfigs);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM});
   const int size = cluster == Cluster::kNone ? 1 : 2;
-  const int rows = random.one_of({8, 100, 128, 136, 256});
-  const int m = rows * world_size, n = std::max(8, tile.block_n * random.between(1, 2) - 8 * random.below(8));
-  const int k = 8 * random.between(1, 24);
-  const int num_sms = random.one_of({2, 4, 8}), resident = std::max(size, random.one_of({1, 2, 8}));
+  const int rows = many ? 8 : random.one_of({8, 100, 128, 136, 256}), m = rows * world_size;
+  const int n = std::max(8, tile.block_n * (many ? 1 : random.between(1, 2)) - 8 * random.below(8));
+  const int k = 8 * random.between(1, many ? 8 : 24);
+  const int num_sms = many ? 2 : random.one_of({2, 4, 8}),
+            resident = std::max(size, random.one_of({1, 2, 8}));
   // Copy engines wait for the whole launch of no rank, but their chunks are sent in order.
   const bool copied = random.below(3) == 0;
   start(seed, world_size, resident, random);
@@ -122,19 +124,24 @@ void all_reduce(uint64_t seed) {
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
   const int rows = random.between(1, 5), m = mode == Mode::kScatter ? rows * world_size : rows;
   const int n = 8 * random.between(1, 100), num_sms = random.between(1, 4);
+  const bool whole = mode != Mode::kScatter;
+  const bool chained = whole && random.below(3) == 0;  // x is the result of the call before
+  const bool in_place = whole && !chained && random.below(3) == 0;
   start(seed, world_size, /*resident=*/8, random);
   const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
-  cases::describe(names[static_cast<int>(mode)] + words(world_size, m, n, 0, dtype));
+  cases::describe(names[static_cast<int>(mode)] + std::string(chained ? "chained, " : "") +
+                  (in_place ? "in place, " : "") + words(world_size, m, n, 0, dtype));
 
   const Ranks ranks(world_size, {0, 0, flux::runtime::make_exchange(m, n, world_size, mode).bytes() + 4096});
   std::vector<std::vector<Values>> xs(static_cast<size_t>(world_size)), outs(static_cast<size_t>(world_size));
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
-      Values& x = xs[static_cast<size_t>(rank)].emplace_back(rank, "x", m, n);
+      std::vector<Values>&x_of = xs[static_cast<size_t>(rank)], &out_of = outs[static_cast<size_t>(rank)];
+      Values& x = x_of.emplace_back(rank, "x", m, n);
       x.fill(random, dtype, 8);
-      Values& out =
-          outs[static_cast<size_t>(rank)].emplace_back(rank, "out", mode == Mode::kScatter ? rows : m, n);
+      if (chained && call > 0) x.data = out_of.back().data;
+      Values& out = out_of.emplace_back(in_place ? x : Values(rank, "out", whole ? m : rows, n));
       flux::gemm_ar::all_reduce(x.matrix(), out.matrix(), dtype, ranks.symm[static_cast<size_t>(rank)],
                                 num_sms, mode, nullptr);
     }
@@ -142,10 +149,16 @@ void all_reduce(uint64_t seed) {
   cudaDeviceSynchronize();
   ranks.expect_no_timeout();
   ranks.expect_rest(kCalls);
+  std::vector<int> before;
   for (int call = 0; call < kCalls; ++call) {
     std::vector<int> sum(static_cast<size_t>(m) * static_cast<size_t>(n));
     for (const auto& each : xs) {
-      for (size_t i = 0; i < sum.size(); ++i) sum[i] += each[static_cast<size_t>(call)].values[i];
+      const std::vector<int>& x = chained && call > 0 ? before : each[static_cast<size_t>(call)].values;
+      for (size_t i = 0; i < sum.size(); ++i) sum[i] += x[i];
+    }
+    before = sum;
+    for (int& value : before) {
+      value = static_cast<int>(cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype));
     }
     for (int rank = 0; rank < world_size; ++rank) {
       const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
@@ -184,31 +197,42 @@ void expect_norm(const Values& out, const std::vector<int>& sum, const Values& w
 
 void gemm_ar(uint64_t seed) {
   Random random(seed);
-  const int world_size = random.one_of({2, 2, 3, 4});
+  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
+  const bool many = world_size > 4;  // ranks: everything else is small
   const auto dtype = static_cast<DType>(random.below(2));
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool swaps = random.below(2) == 0, transposed = random.below(2) == 0;
-  const bool norms = random.below(2) == 0, adds = norms && random.below(2) == 0;
-  const int n = 64 * random.between(1, 3) - 8 * random.below(3),
-            k = 64 * random.between(1, 4) - 8 * random.below(4);
-  int m = random.between(1, 40), config = -1;
+  // Rows so wide that several CTAs share one, or that no CTA has room for one in shared memory.
+  const bool wide = !many && random.below(6) == 0, widest = wide && random.below(4) == 0;
+  const bool norms = wide || random.below(2) == 0, adds = norms && random.below(2) == 0;
+  int n = 64 * random.between(1, many ? 1 : 3) - 8 * random.below(3);
+  int k = 64 * random.between(1, many ? 2 : 4) - 8 * random.below(4);
+  int m = random.between(1, many ? 8 : 40), config = -1;
+  if (wide) n = 8 * random.between(260, 520), k = 8, m = random.between(1, 3);
+  if (widest) n = 8 * random.between(1600, 3300), m = 1;
   if (swaps) {
-    const int id = random.below(4);
-    m = std::min(m, 2 * flux::gemm::kSwapAbConfigs[id].rows);
+    const int id = random.below(4), height = flux::gemm::kSwapAbConfigs[id].rows;
+    m = random.below(4) == 0 && !wide && !many ? 2 * height : std::min(m, 2 * height);
     const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
-    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, std::min(stages, 2), 1);
+    const bool pairs = !many && random.below(4) == 0;  // of CTAs that share tiles of the weight
+    const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
+    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
     const int id = random.one_of({5, 9, 3});
-    const Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
-    m = random.one_of({m, 128 + m});
+    Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
+    if (id != 3 && k > 128 && random.below(3) == 0)
+      cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
+    if (!wide && !many) m = random.one_of({m, 128, 128 + m});
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
   }
-  const int num_sms = random.one_of({2, 8});  // all CTAs of these launches must be resident
+  // All CTAs of these launches must be resident.
+  const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
   start(seed, world_size, /*resident=*/8, random);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
-                  (adds ? "residual, " : "") + words(world_size, m, n, k, dtype));
+                  (adds ? "residual, " : "") + std::to_string(config >> 8) + ", " + std::to_string(num_sms) +
+                  " SMs, " + words(world_size, m, n, k, dtype));
 
   const int whole = (m + world_size - 1) / world_size * world_size;
   const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
