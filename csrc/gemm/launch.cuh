@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "gemm/gemm.h"
 #include "gemm/select.h"
@@ -70,36 +69,6 @@ void prepare_kernels() {
       }
     }
   });
-}
-
-// Clusters that can be resident at once. The CTAs of a cluster share a group of SMs, and each CTA has an SM of
-// its own.
-template <class Store>
-int resident_clusters(int cluster_size) {
-  constexpr int kMaxDevices = 64, kMaxClusterSize = 8;
-  static std::atomic<int> known[kMaxDevices][kMaxClusterSize + 1];
-  int device = 0;
-  FLUX_CUDA_CHECK(cudaGetDevice(&device));
-  FLUX_CHECK(device < kMaxDevices && cluster_size <= kMaxClusterSize, device, cluster_size);
-  std::atomic<int>& count = known[device][cluster_size];
-  if (count.load(std::memory_order_relaxed) == 0) {
-    prepare_kernels<Store>();
-    constexpr int kConfig = kNumTileConfigs - 1;  // any config: a CTA occupies a whole SM
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = cluster_size;
-    config.blockDim = kNumThreads;
-    config.dynamicSmemBytes = smem_bytes(kTileConfigs[kConfig]);
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int resident = 0;
-    FLUX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(
-        &resident, kernel_table<Store>().get(runtime::DType::kBFloat16, false, kConfig), &config));
-    count.store(resident, std::memory_order_relaxed);
-  }
-  return count.load(std::memory_order_relaxed);
 }
 
 // Rows of the TMA boxes of an operand's last tile, or 0 if that tile is full. Each CTA that shares the operand

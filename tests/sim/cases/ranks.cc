@@ -22,10 +22,15 @@ using Mode = flux::runtime::Exchange::Mode;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
 
-void start(uint64_t seed, int world_size, int resident, Random& random) {
+// `size`: of a cluster, which is resident as a whole or not at all.
+void start(uint64_t seed, int world_size, int size, Random& random) {
   sim::MachineConfig machine;
   machine.devices = world_size;
-  machine.resident = resident;
+  machine.resident = std::max(size, random.one_of({1, 2, 3, 8}));
+  if (random.below(3) == 0) {
+    machine.occupied = random.below(machine.resident - size + 1);
+    machine.occupied_until = random.below(world_size);
+  }
   machine.policy = sim::policy_of(seed);
   if (random.below(3) == 0) machine.late_rank = random.below(world_size);
   sim::reset_machine(machine);
@@ -36,8 +41,12 @@ std::string words(int world_size, int m, int n, int k, DType dtype) {
          (sim::machine.config.late_rank >= 0
               ? ", rank " + std::to_string(sim::machine.config.late_rank) + " late"
               : "") +
-         ", " + std::to_string(sim::machine.config.resident) + " resident, " + std::to_string(m) + " x " +
-         std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
+         ", " + std::to_string(sim::machine.config.resident) + " resident, " +
+         (sim::machine.config.occupied > 0
+              ? std::to_string(sim::machine.config.occupied) + " occupied until rank " +
+                    std::to_string(sim::machine.config.occupied_until) + " is done, "
+              : "") +
+         std::to_string(m) + " x " + std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
          (dtype == DType::kBFloat16 ? ", bf16" : ", fp16");
 }
 
@@ -79,10 +88,10 @@ void gemm_rs(uint64_t seed) {
   const int rows = random.one_of({8, 100, 128, 136, 256});
   const int m = rows * world_size, n = std::max(8, tile.block_n * random.between(1, 2) - 8 * random.below(8));
   const int k = 8 * random.between(1, 24);
-  const int num_sms = random.one_of({2, 4, 8}), resident = std::max(size, random.one_of({1, 2, 8}));
+  const int num_sms = random.one_of({2, 4, 8});
   // Copy engines wait for the whole launch of no rank, but their chunks are sent in order.
   const bool copied = random.below(3) == 0;
-  start(seed, world_size, resident, random);
+  start(seed, world_size, size, random);
   cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") +
                   words(world_size, m, n, k, dtype));
 
@@ -139,7 +148,7 @@ void all_reduce(uint64_t seed) {
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
   const int rows = random.between(1, 5), m = mode == Mode::kScatter ? rows * world_size : rows;
   const int n = 8 * random.between(1, 100), num_sms = random.between(1, 4);
-  start(seed, world_size, /*resident=*/8, random);
+  start(seed, world_size, /*size=*/1, random);
   const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
   cases::describe(names[static_cast<int>(mode)] + words(world_size, m, n, 0, dtype));
 
@@ -206,23 +215,27 @@ void gemm_ar(uint64_t seed) {
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool swaps = random.below(2) == 0, transposed = random.below(2) == 0;
   const bool norms = random.below(2) == 0, adds = norms && random.below(2) == 0;
-  const int n = 64 * random.between(1, 3) - 8 * random.below(3),
-            k = 64 * random.between(1, 4) - 8 * random.below(4);
-  int m = random.between(1, 40), config = -1;
+  // Rows of so many columns that CTAs share them for the norm.
+  const bool wide = norms && random.below(4) == 0;
+  const int n = 64 * (wide ? 33 : random.between(1, 3)) - 8 * random.below(3),
+            k = 64 * random.between(1, wide ? 1 : 4) - 8 * random.below(4);
+  int m = wide ? random.between(1, 3) : random.between(1, 40), config = -1, size = 1;
   if (swaps) {
     const int id = random.below(4);
     m = std::min(m, 2 * flux::gemm::kSwapAbConfigs[id].rows);
     const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
-    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, std::min(stages, 2), 1);
+    size = std::min(stages, 2);
+    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, size, 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
     const int id = random.one_of({5, 9, 3});
     const Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
-    m = random.one_of({m, 128 + m});
+    size = cluster == Cluster::kNone ? 1 : 2;
+    if (!wide) m = random.one_of({m, 128 + m});
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
   }
-  const int num_sms = random.one_of({2, 8});  // all CTAs of these launches must be resident
-  start(seed, world_size, /*resident=*/8, random);
+  const int num_sms = random.one_of({2, 8});
+  start(seed, world_size, size, random);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
                   (adds ? "residual, " : "") + words(world_size, m, n, k, dtype));

@@ -61,7 +61,8 @@ struct Ranks {
     for (const auto& mine : symm) {
       const flux::runtime::Header& header = *mine.header();
       const bool rests = header.epoch == calls && header.ctas_done == 0 && header.next_tile == 0 &&
-                         header.next_piece == 0 && header.aborted == 0;
+                         header.next_piece == 0 && header.ctas_begun == 0 && header.next_share == 0 &&
+                         header.aborted == 0;
       if (!rests)
         sim::report("the header of rank " + std::to_string(mine.rank) + " is not as a call leaves it",
                     nullptr);
