@@ -1,9 +1,10 @@
 // The last phase of a launch whose ranks exchange vectors (runtime/exchange.h): sums the ranks' contributions, adds
-// bias and residual, applies RMSNorm, and writes the result. All CTAs take part. A CTA sums any vectors or rows,
-// not only those that it computed.
+// bias and residual, applies RMSNorm, and writes the result. A CTA sums any vectors or rows, not only those that it
+// computed: the shares that it has drawn (shares.cuh).
 #pragma once
 
 #include "gemm/epilogue.cuh"
+#include "gemm/shares.cuh"
 #include "runtime/device/exchange.cuh"
 
 namespace flux::gemm {
@@ -69,11 +70,12 @@ constexpr int kMaxRowParts = 8;
 // Splits a row over several CTAs when there are more CTAs than rows: one CTA per row is limited by the SM's 64
 // B/clk and by serial load latency (docs/design/decode.md#split-rows). Ranks whose launches have different
 // numbers of CTAs may get sums of squares that differ in the last bit.
-FLUX_DEVICE RowPart row_part(int rows, int row_vectors, int threads) {
+FLUX_DEVICE int row_parts(int rows, int row_vectors, int threads) {
   const int ctas = min(static_cast<int>(gridDim.x), Exchange::kMeetings / kMaxRowParts);
-  const int parts = max(1, min(min(ctas / rows, kMaxRowParts), ceil_div(row_vectors, threads)));
-  const int index = blockIdx.x % parts, vectors = ceil_div(row_vectors, parts);
-  const int first = index * vectors;
+  return max(1, min(min(ctas / rows, kMaxRowParts), ceil_div(row_vectors, threads)));
+}
+FLUX_DEVICE RowPart row_part(int index, int parts, int row_vectors) {
+  const int vectors = ceil_div(row_vectors, parts), first = index * vectors;
   return {index, parts, first, min(vectors, row_vectors - first)};
 }
 
@@ -155,23 +157,23 @@ struct Summing {
     }
   }
 
-  // Adds the values of the CTAs that share a row, in their order. These CTAs exchange them as ranks exchange
-  // vectors. `scratch` holds one float for each CTA.
+  // CTAs that share a row exchange values as ranks exchange vectors. `thread` of a CTA sends its part's value to part
+  // number `thread`.
+  FLUX_DEVICE void post(float value, int row, const RowPart& part, int thread) const {
+    if (thread >= part.parts) return;
+    ptx::store_relaxed_sys(here + x.meeting(row, part.parts, part.index, thread),
+                           {__float_as_uint(value), 0, 0, 0});
+  }
+
+  // Adds the values of all parts of a row, in their order. `scratch` holds one float for each part.
   template <int kThreads>
-  FLUX_DEVICE float sum_over_parts(float value, int row, const RowPart& part, int thread,
-                                   float* scratch) const {
-    if (part.parts == 1) return value;
+  FLUX_DEVICE float collect(int row, const RowPart& part, int thread, float* scratch) const {
     if (thread < part.parts) {
-      if (thread != part.index) {
-        ptx::store_relaxed_sys(here + x.meeting(row, part.parts, part.index, thread),
-                               {__float_as_uint(value), 0, 0, 0});
-        char* const address = here + x.meeting(row, part.parts, thread, part.index);
-        // The other CTA waits for a peer for at most `timeout_ns`, and reports which peer has not delivered.
-        const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
-        exchange::put_back_absent(address);
-        value = __uint_as_float(v.x);
-      }
-      scratch[thread] = value;
+      char* const address = here + x.meeting(row, part.parts, thread, part.index);
+      // The other CTA waits for a peer for at most `timeout_ns`, and reports which peer has not delivered.
+      const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
+      exchange::put_back_absent(address);
+      scratch[thread] = __uint_as_float(v.x);
     }
     ptx::named_barrier_sync(1, kThreads);
     float total = 0.0f;
@@ -196,28 +198,37 @@ struct RowNorm {
   static_assert((kWarps + kMaxRowParts) * sizeof(float) % sizeof(uint4) == 0);
 
   const Finish& f;
-  const int row_vectors, first, vectors, thread;
-  float* const scratch;  // one float for each warp, then one for each part of a row
+  const int row_vectors, thread;
+  const SpareMemory& spare;
+  const bool
+      keeps;  // sums stay in shared memory if there is room: a row is written before the next one is taken
+  float* const scratch;            // one float for each warp, then one for each part of a row
+  int index = -1, first, vectors;  // of the part
   uint4* kept = nullptr;
   const uint4* weight;
   float squares = 0.0f;
 
-  // Called by all threads before the first row.
-  FLUX_DEVICE RowNorm(const Finish& f, int row_vectors, const RowPart& part, int thread,
-                      const SpareMemory& spare)
+  FLUX_DEVICE RowNorm(const Finish& f, int row_vectors, int thread, const SpareMemory& spare,
+                      bool keeps = true)
       : f(f),
         row_vectors(row_vectors),
-        first(part.first),
-        vectors(part.vectors),
         thread(thread),
-        scratch(static_cast<float*>(__cvta_shared_to_generic(spare.begin))),
-        weight(vector_at(f.norm_weight, 0) + first) {
-    ptx::named_barrier_sync(1, kThreads);  // no thread still reads this memory
+        spare(spare),
+        keeps(keeps),
+        scratch(static_cast<float*>(__cvta_shared_to_generic(spare.begin))) {}
+
+  // Called by all threads before they take or write that part of a row.
+  FLUX_DEVICE void select(const RowPart& part) {
+    if (part.index == index) return;
+    index = part.index, first = part.first, vectors = part.vectors;
+    weight = vector_at(f.norm_weight, 0) + first;
+    ptx::copy_async_wait<0>();             // nothing is still copied to this memory
+    ptx::named_barrier_sync(1, kThreads);  // no thread still reads it
     constexpr int kBytes = sizeof(uint4);
     const int room = spare.bytes / kBytes - kScratchVectors;
     const uint32_t begin = spare.begin + kScratchVectors * kBytes;
     auto* const memory = static_cast<uint4*>(__cvta_shared_to_generic(begin));
-    if (vectors <= room) kept = memory;
+    if (keeps && vectors <= room) kept = memory;
     if (2 * vectors > room) return;
     for (int i = thread; i < vectors; i += kThreads) {
       ptx::copy_async_16(begin + (vectors + i) * kBytes, weight + i, true);
@@ -267,18 +278,22 @@ struct RowNorm {
   FLUX_DEVICE uint4* sums(int row) const { return row_of(f.sum_out, row); }
 };
 
-// Called by kThreads threads of every CTA of the launch; `thread` is the caller's index.
+// Called by kThreads threads of a CTA; `thread` is the caller's index.
 template <class Element, int kThreads>
-FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread,
+FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread, const Shares& shares,
                         const SpareMemory& spare) {
   constexpr int kVector = Exchange::kVector;
   const Summing<Element> s(p, call);
   const Exchange& x = s.x;
-  const int first = blockIdx.x * kThreads + thread, step = gridDim.x * kThreads;
+  const int ctas = gridDim.x, step = ctas * kThreads;
   const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
   const int row_vectors = x.n / kVector;
   const auto row_in_order = [&](int i) {
     return p.rows_at_once == 1 ? i : i % p.rows_at_once * (x.m / p.rows_at_once) + i / p.rows_at_once;
+  };
+  const auto for_each_share = [&](auto use) {
+#pragma unroll 1
+    for (int share = shares.first; share < shares.end; ++share) use(share);
   };
 
   if (two_shot) {
@@ -286,20 +301,30 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     const auto where = [&](int i) -> Place {
       return {row_in_order(i / own_vectors), x.first_column(s.symm.rank) + i % own_vectors * kVector};
     };
-    s.template for_each_sum<1, 4>(first, step, count, where, [&](const Place& at, const uint4& v) {
+    const auto use = [&](const Place& at, const uint4& v) {
       if (call.aborted) return;
       exchange::for_each_rank(s.symm, [&](int rank) {
         ptx::store_relaxed_sys(s.symm.exchange(rank, call.epoch) + x.result(at.row, at.column), v);
       });
+    };
+    for_each_share([&](int share) {
+      s.template for_each_sum<1, 4>(share * kThreads + thread, step, count, where, use);
     });
   }
   if (s.f.norm_weight != nullptr) {
     // Two vectors in flight (docs/design/decode.md#in-a-launch-of-its-own).
-    const RowPart part = row_part(x.m, row_vectors, kThreads);
-    if (blockIdx.x >= x.m * part.parts) return;
-    RowNorm<Element, kThreads> norm(s.f, row_vectors, part, thread, spare);
-    for (int i = blockIdx.x; i < x.m * part.parts; i += gridDim.x) {
-      const int row = row_in_order(i / part.parts);
+    const int parts = row_parts(x.m, row_vectors, kThreads), count = x.m * parts;
+    const bool one = shares.end - shares.first == 1 && shares.first + ctas >= count;
+    RowNorm<Element, kThreads> norm(s.f, row_vectors, thread, spare, /*keeps=*/parts == 1 || one);
+    const auto for_each_part = [&](auto use) {
+      for_each_share([&](int share) {
+        for (int i = share; i < count; i += ctas) {
+          use(row_in_order(i / parts), row_part(i % parts, parts, row_vectors));
+        }
+      });
+    };
+    for_each_part([&](int row, const RowPart& part) {
+      norm.select(part);
       const auto where = [&](int vector) -> Place { return {row, (part.first + vector) * kVector}; };
       const auto take = [&](const Place& at, const uint4& v) {
         norm.take(row, at.column / kVector - part.first, v);
@@ -310,9 +335,19 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
         s.template for_each_sum<2, 4>(thread, kThreads, part.vectors, where, take);
       }
       const float squares = norm.take_squares();
-      norm.write(row,
-                 s.template sum_over_parts<kThreads>(squares, row, part, thread, norm.scratch_of_parts()));
-    }
+      if (parts == 1) {
+        norm.write(row, squares);
+      } else {
+        s.post(squares, row, part, thread);
+      }
+    });
+    if (parts == 1) return;
+    // A CTA has sent the squares of all its parts before it waits for those of others.
+    for_each_part([&](int row, const RowPart& part) {
+      norm.select(part);
+      if (!one) ptx::named_barrier_sync(1, kThreads);  // no thread still reads the values of the last row
+      norm.write(row, s.template collect<kThreads>(row, part, thread, norm.scratch_of_parts()));
+    });
     return;
   }
   const int count = x.m * row_vectors;
@@ -322,11 +357,13 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   const auto use = [&](const Place& at, const uint4& v) {
     *const_cast<uint4*>(vector_at(s.f.out, s.element(at))) = v;
   };
-  if (two_shot) {
-    s.template for_each_result<1>(first, step, count, where, use);
-  } else {
-    s.template for_each_sum<1, 4>(first, step, count, where, use);
-  }
+  for_each_share([&](int share) {
+    if (two_shot) {
+      s.template for_each_result<1>(share * kThreads + thread, step, count, where, use);
+    } else {
+      s.template for_each_sum<1, 4>(share * kThreads + thread, step, count, where, use);
+    }
+  });
 }
 
 }  // namespace flux::gemm

@@ -38,7 +38,9 @@
 // if kExchanges, called by the math threads instead of the storers' functions:
 //   contribute(params, call, tile, smem, warpgroup, thread, first_chunk, end_chunk, sums)
 //                            sends each row of half a tile (with split K: of these chunks) to the ranks that sum it
-//   finish(params, call, thread, spare)
+//   draw_shares(params) -> Shares
+//                            called by one thread of the CTA after it has loaded all its tiles, before `end`
+//   finish(params, call, thread, shares, spare)
 //                            called after all tiles
 //
 // A tile that is not local leaves in fragment order: [warpgroup][chunk of 16 columns][thread][8 elements], the

@@ -82,7 +82,7 @@ double exchange_us(const Problem& p, double left) {
 }
 
 bool sums_in_launch(const Problem& p, const TileConfig& tile, Cluster cluster) {
-  // CTAs that wait for peers must all be resident at once, which clusters of three are not.
+  // Clusters of three are not all resident at once, and CTAs that start late delay the sum.
   const bool can = supports_exchange(tile) && cluster != Cluster::kSplit3 && cluster != Cluster::kPairN;
   return can && sum_bytes(p) <= kMaxOwnSumBytes;
 }

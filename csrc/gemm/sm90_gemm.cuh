@@ -135,6 +135,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           }
         }
         ptx::let_next_kernel_start();
+        if constexpr (Store::kExchanges) smem.shares().put(Store::draw_shares(params.store));
         Store::end(params.store, call);
         if (cluster_size > 1) {
           // Waits for the partner's last arrivals on this CTA's mbarriers. If this CTA had exited by then, they
@@ -264,7 +265,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       // Copies to other CTAs of the cluster may still read the partial sums.
       constexpr int kSent = Store::kSplitsK ? Meeting<Shared, Part>::kOwnBytes : 0;
       const SpareMemory spare = {smem.base + kSent, kTile.stages * Shared::kStageBytes - kSent};
-      Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128, spare);
+      Store::template finish<Element>(params.store, call, static_cast<int>(threadIdx.x) - 128,
+                                      smem.shares().get(), spare);
     }
   }
 

@@ -15,8 +15,9 @@
 //   begin(params) -> Call
 //   bias(params)                                      bias to add to the product, or null
 //   store(params, call, row, column, v)               stores eight columns of a row of the local product
-//   finish<Element>(params, call, spare)              called by both warpgroups after all tiles
-//   end(params, call)                                 called by one thread of each CTA, after all have called begin
+//   finish<Element>(params, call, box, spare)         called by both warpgroups after all tiles
+//   end(params, box)                                  called by one thread of each CTA that has loaded all its tiles,
+//                                                     after all have called begin; leaves shares of a sum in `box`
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const auto full = [&](int stage) { return barriers + 8 * stage; };
   const auto empty = [&](int stage) { return barriers + 8 * (kTile.stages + stage); };
   const uint32_t partials_full = barriers + 8 * (2 * kTile.stages), partials_empty = partials_full + 8;
+  const SharesBox shares = {barriers + 8 * swap_ab_barriers(kTile)};
 
   const int cluster_size = static_cast<int>(ptx::cluster_num_ctas());
   const int cta = static_cast<int>(ptx::cluster_cta_rank());
@@ -77,6 +79,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     }
     ptx::mbarrier_init(partials_full, 1);
     ptx::mbarrier_init(partials_empty, kSwapAbBothThreads / 32 * max(split - 1, 1));
+    shares.init();
     ptx::fence_mbarrier_init();
   }
   // Barriers must be initialised before another CTA arrives on them.
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     }
     __syncwarp();
     ptx::named_barrier_sync(kAsked, kSwapAbThreads);
-    if (ptx::elect_one()) Output::end(params.output, Output::begin(params.output));
+    if (ptx::elect_one()) Output::end(params.output, shares);
   } else {
     // The latency of reading the epoch overlaps with the first TMA loads, which do not depend on it. The loader warp
     // closes the call after all threads have arrived on kAsked, that is, have read the epoch.
@@ -257,7 +260,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         if (lane < split && lane != part) ptx::mbarrier_arrive_cluster(partials_empty, lane);
       }
     }
-    Output::template finish<Element>(params.output, call, SpareMemory{stages, kTile.stages * kStageBytes});
+    Output::template finish<Element>(params.output, call, shares,
+                                     SpareMemory{stages, kTile.stages * kStageBytes});
   }
 
   __syncthreads();
@@ -280,24 +284,28 @@ struct LocalOutput {
     *const_cast<uint4*>(vector_at(p.out, row * p.row_stride + column)) = v;
   }
   template <class Element>
-  FLUX_DEVICE static void finish(const Params&, const Call&, const SpareMemory&) {}
-  FLUX_DEVICE static void end(const Params&, const Call&) {}
+  FLUX_DEVICE static void finish(const Params&, const Call&, const SharesBox&, const SpareMemory&) {}
+  FLUX_DEVICE static void end(const Params&, const SharesBox&) {}
 };
 
 // Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
   using Params = ExchangeParams;
   using Call = sync::Call;
-  FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
+  FLUX_DEVICE static Call begin(const Params& p) { return begin_exchange(p.symm); }
   FLUX_DEVICE static const void* bias(const Params&) { return nullptr; }  // added to the sum
   FLUX_DEVICE static void store(const Params& p, const Call& call, int row, int column, const uint4& v) {
     exchange::contribute(p.symm, p.exchange, call, row, column, v);
   }
   template <class Element>
-  FLUX_DEVICE static void finish(const Params& p, const Call& call, const SpareMemory& spare) {
-    gemm::finish<Element, kSwapAbBothThreads>(p, call, threadIdx.x, spare);
+  FLUX_DEVICE static void finish(const Params& p, const Call& call, const SharesBox& box,
+                                 const SpareMemory& spare) {
+    gemm::finish<Element, kSwapAbBothThreads>(p, call, threadIdx.x, box.get(), spare);
   }
-  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
+  FLUX_DEVICE static void end(const Params& p, const SharesBox& box) {
+    box.put(draw_shares(p.symm));
+    end_exchange(p.symm, sync::begin_call(p.symm).epoch);
+  }
 };
 
 }  // namespace flux::gemm

@@ -59,7 +59,8 @@ constexpr int swap_ab_meeting_bytes(const SwapAbConfig& c) {
 }
 constexpr int swap_ab_barriers(const SwapAbConfig& c) { return 2 * c.stages + 2; }
 constexpr int swap_ab_smem_bytes(const SwapAbConfig& c) {
-  return 1024 + c.stages * swap_ab_stage_bytes(c) + 2 * swap_ab_meeting_bytes(c) + 8 * swap_ab_barriers(c);
+  return 1024 + c.stages * swap_ab_stage_bytes(c) + 2 * swap_ab_meeting_bytes(c) + 8 * swap_ab_barriers(c) +
+         kSharesBytes;
 }
 
 }  // namespace flux::gemm

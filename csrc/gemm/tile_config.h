@@ -71,9 +71,10 @@ constexpr int max_pieces(const TileConfig& c) {
 constexpr int num_barriers(const TileConfig& c) {
   return 2 * (kTileQueue + c.stages + kNumMathWarpgroups * (c.slabs + max_pieces(c))) + 3;
 }
+constexpr int kSharesBytes = 16;  // what a thread that draws shares of a sum leaves for others (shares.cuh)
 // 1 KB aligns the ring for TMA. The last words are the tile queue and the flags for failed waits.
 constexpr int smem_bytes(const TileConfig& c) {
-  return 1024 + c.stages * stage_bytes(c) + staging_bytes(c) + 8 * num_barriers(c) +
+  return 1024 + c.stages * stage_bytes(c) + staging_bytes(c) + 8 * num_barriers(c) + kSharesBytes +
          4 * (kTileQueue + kNumMathWarpgroups);
 }
 

@@ -17,8 +17,9 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
   static constexpr bool kExchanges = true;
   static constexpr int kThreads = 128 * gemm::kNumMathWarpgroups;
 
-  FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
-  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
+  FLUX_DEVICE static Call begin(const Params& p) { return gemm::begin_exchange(p.symm); }
+  FLUX_DEVICE static gemm::Shares draw_shares(const Params& p) { return gemm::draw_shares(p.symm); }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) { gemm::end_exchange(p.symm, call.epoch); }
 
   // Stages the half tile in the slabs, which hold all of it, so that adjacent threads send adjacent vectors.
   template <class Element, class Smem, int kSums>
@@ -53,9 +54,9 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
   }
 
   template <class Element>
-  FLUX_DEVICE static void finish(const Params& p, const Call& call, int thread,
+  FLUX_DEVICE static void finish(const Params& p, const Call& call, int thread, const gemm::Shares& shares,
                                  const gemm::SpareMemory& spare) {
-    gemm::finish<Element, kThreads>(p, call, thread, spare);
+    gemm::finish<Element, kThreads>(p, call, thread, shares, spare);
   }
 };
 

@@ -90,7 +90,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   }
   gemm::GemmArgs product = args;
   product.bias = nullptr;
-  if (sums_in_tiles(args, choice)) {
+  if (choice.sums_in_launch) {
     gemm_ar_in_tiles(product, choice, params, num_sms, stream);
     return;
   }

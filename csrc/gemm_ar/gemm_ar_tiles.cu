@@ -5,14 +5,6 @@
 
 namespace flux::gemm_ar {
 
-bool sums_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice) {
-  if (!choice.sums_in_launch) return false;
-  const gemm::TileOrder order = gemm::plain_order(args, choice);
-  return order.split() == 1 ||
-         order.num_clusters() <=
-             gemm::gemm_kernels<ExchangeStore<true>>().resident_clusters(choice.config, order.cluster_size());
-}
-
 void gemm_ar_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice,
                       const gemm::ExchangeParams& exchange, int num_sms, cudaStream_t stream) {
   const gemm::TileOrder order = gemm::plain_order(args, choice);

@@ -8,8 +8,6 @@
 
 namespace flux::gemm_ar {
 
-// Whether one launch is possible: the kernel exists, and all its CTAs can be resident at once, as they wait for peers.
-bool sums_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice);
 void gemm_ar_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice,
                       const gemm::ExchangeParams& exchange, int num_sms, cudaStream_t stream);
 void prepare_tiles();

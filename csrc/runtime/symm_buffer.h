@@ -38,7 +38,10 @@ struct Header {
   uint32_t aborted;     // sticky: a wait timed out, later calls must not wait again
   uint32_t next_tile;   // of the running call: clusters of CTAs draw their next tile here
   uint32_t next_piece;  // of the running call: CTAs that push rows draw what to push next
-  uint32_t reserved[59];
+  uint32_t
+      ctas_begun;  // of the running call, if its CTAs sum: how many have begun, and have left (gemm/shares.cuh)
+  uint32_t next_share;  // of the running call: CTAs draw which share of a sum they process
+  uint32_t reserved[57];
   // For each chunk that a copy engine sends: the number of finished pieces. The copy stream resets it.
   uint32_t pieces_staged[kMaxStagedChunks];
   // For each block of rows and each peer: the number of pushed pieces. The CTA that pushes the last piece

@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "sim"
-JOBS = 2
+JOBS = len(os.sched_getaffinity(0))
 
 _COMMON = ["-std=c++20", "-g1", "-fno-strict-aliasing"]
 # Thread-local variables stand for shared memory: none of them has a constructor that could be asked for.

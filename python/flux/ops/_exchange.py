@@ -70,7 +70,7 @@ def run_fused(
         return
     x, target = readable(x), writable(out)  # before the call: copies may run out of memory
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(x, target, symm_buffer, 0, plan.mode)
+        _kernel(x, target, symm_buffer, workspace.num_sms, plan.mode)
     if target is not out:
         out.copy_(target)
 

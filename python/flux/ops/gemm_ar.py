@@ -411,8 +411,6 @@ def _fused_cuda(
         readable_if_any(residual),
         readable_if_any(norm_weight),
     )
-    # The number of CTAs determines how they split rows for the norm, so it must be equal on all ranks.
-    num_sms = 0 if norm_weight is None else workspace.num_sms
     with workspace.enter(plan) as (symm_buffer, _):
         _kernel(
             x,
@@ -422,7 +420,7 @@ def _fused_cuda(
             plan.transpose_weight,
             symm_buffer,
             plan.choice,
-            num_sms,
+            workspace.num_sms,  # equal on all ranks: CTAs wait for the CTAs of peers that have the same share
             plan.mode,
             residual,
             norm_weight,

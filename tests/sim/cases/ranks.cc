@@ -63,11 +63,10 @@ void gemm_rs(uint64_t seed) {
   const int rows = many ? 8 : random.one_of({8, 100, 128, 136, 256}), m = rows * world_size;
   const int n = std::max(8, tile.block_n * (many ? 1 : random.between(1, 2)) - 8 * random.below(8));
   const int k = 8 * random.between(1, many ? 8 : 24);
-  const int num_sms = many ? 2 : random.one_of({2, 4, 8}),
-            resident = std::max(size, random.one_of({1, 2, 8}));
+  const int num_sms = many ? 2 : random.one_of({2, 4, 8});
   // Copy engines wait for the whole launch of no rank, but their chunks are sent in order.
   const bool copied = random.below(3) == 0;
-  start(seed, world_size, resident, random);
+  start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") +
                   words(world_size, m, n, k, dtype));
 
@@ -127,7 +126,7 @@ void all_reduce(uint64_t seed) {
   const bool whole = mode != Mode::kScatter;
   const bool chained = whole && random.below(3) == 0;  // x is the result of the call before
   const bool in_place = whole && !chained && random.below(3) == 0;
-  start(seed, world_size, /*resident=*/8, random);
+  start(seed, world_size, random.one_of({1, 2, 3, 8}), random, /*cluster=*/1);
   const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
   cases::describe(names[static_cast<int>(mode)] + std::string(chained ? "chained, " : "") +
                   (in_place ? "in place, " : "") + words(world_size, m, n, 0, dtype));
@@ -207,7 +206,7 @@ void gemm_ar(uint64_t seed) {
   const bool norms = wide || random.below(2) == 0, adds = norms && random.below(2) == 0;
   int n = 64 * random.between(1, many ? 1 : 3) - 8 * random.below(3);
   int k = 64 * random.between(1, many ? 2 : 4) - 8 * random.below(4);
-  int m = random.between(1, many ? 8 : 40), config = -1;
+  int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
   if (wide) n = 8 * random.between(260, 520), k = 8, m = random.between(1, 3);
   if (widest) n = 8 * random.between(1600, 3300), m = 1;
   if (swaps) {
@@ -216,6 +215,7 @@ void gemm_ar(uint64_t seed) {
     const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
     const bool pairs = !many && random.below(4) == 0;  // of CTAs that share tiles of the weight
     const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
+    size = pairs ? 2 : split;
     config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
@@ -223,12 +223,12 @@ void gemm_ar(uint64_t seed) {
     Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
     if (id != 3 && k > 128 && random.below(3) == 0)
       cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
+    size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
     if (!wide && !many) m = random.one_of({m, 128, 128 + m});
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
   }
-  // All CTAs of these launches must be resident.
   const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
-  start(seed, world_size, /*resident=*/8, random);
+  start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
                   (adds ? "residual, " : "") + std::to_string(config >> 8) + ", " + std::to_string(num_sms) +

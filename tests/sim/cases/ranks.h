@@ -8,11 +8,16 @@
 
 namespace cases {
 
-// Resets the machine: one rank in three runs is late.
-inline void start(uint64_t seed, int world_size, int resident, Random& random) {
+// Resets the machine. In a third of the runs a rank is late.
+// `cluster`: another kernel may hold all SMs but those of one cluster, until some rank has finished. 0: none does.
+inline void start(uint64_t seed, int world_size, int resident, Random& random, int cluster = 0) {
   sim::MachineConfig machine;
   machine.devices = world_size;
   machine.resident = resident;
+  if (cluster > 0 && random.below(3) == 0) {
+    machine.occupied = random.below(resident - cluster + 1);
+    machine.occupied_until = random.below(world_size);
+  }
   machine.policy = sim::policy_of(seed);
   if (random.below(3) == 0) machine.late_rank = random.below(world_size);
   sim::reset_machine(machine);
@@ -24,8 +29,12 @@ inline std::string words(int world_size, int m, int n, int k, DType dtype) {
          (sim::machine.config.late_rank >= 0
               ? ", rank " + std::to_string(sim::machine.config.late_rank) + " late"
               : "") +
-         ", " + std::to_string(sim::machine.config.resident) + " resident, " + std::to_string(m) + " x " +
-         std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
+         ", " + std::to_string(sim::machine.config.resident) + " resident, " +
+         (sim::machine.config.occupied > 0
+              ? std::to_string(sim::machine.config.occupied) + " occupied until rank " +
+                    std::to_string(sim::machine.config.occupied_until) + " is done, "
+              : "") +
+         std::to_string(m) + " x " + std::to_string(n) + (k > 0 ? " x " + std::to_string(k) : "") +
          (dtype == DType::kBFloat16 ? ", bf16" : ", fp16");
 }
 
@@ -82,7 +91,8 @@ struct Ranks {
     for (const auto& mine : symm) {
       const flux::runtime::Header& header = *mine.header();
       bool rests = header.epoch == calls && header.ctas_done == 0 && header.next_tile == 0 &&
-                   header.next_piece == 0 && header.aborted == 0;
+                   header.next_piece == 0 && header.ctas_begun == 0 && header.next_share == 0 &&
+                   header.aborted == 0;
       for (const uint32_t pieces : header.pieces_staged) rests &= pieces == 0;
       for (const uint32_t pieces : header.pieces_pushed) rests &= pieces == 0;
       if (!rests)

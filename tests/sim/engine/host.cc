@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "cuda_runtime_api.h"
@@ -82,7 +83,8 @@ bool fill(Launch& launch) {
   while (launch.next_cta < launch.total() && launch.device->free_slots >= size) {
     launch.device->free_slots -= size;
     const auto cluster = std::make_shared<Cluster>();
-    for (int i = 0; i < size; ++i) start_cta(&launch, launch.next_cta + i, cluster, i);
+    const int first = launch.order[static_cast<size_t>(launch.next_cta / size)] * size;
+    for (int i = 0; i < size; ++i) start_cta(&launch, first + i, cluster, i);
     launch.next_cta += size;
     any = true;
   }
@@ -145,6 +147,12 @@ bool advance(CUstream_st& stream) {
 }  // namespace
 
 bool advance_streams() {
+  if (machine.config.occupied > 0 && streams_empty(machine.config.occupied_until)) {
+    for (Device& device : machine.devices) {
+      if (device.index != machine.config.occupied_until) device.free_slots += machine.config.occupied;
+    }
+    machine.config.occupied = 0;
+  }
   const bool may_wait = machine.config.policy.when != Policy::When::kEarliest;
   bool any = false, waits = false;
   for (const auto& stream : streams) {
@@ -160,9 +168,9 @@ bool advance_streams() {
   return any;
 }
 
-bool streams_empty() {
+bool streams_empty(int device) {
   for (const auto& stream : streams) {
-    if (!stream->ops.empty()) return false;
+    if ((device < 0 || stream->device == device) && !stream->ops.empty()) return false;
   }
   return true;
 }
@@ -206,6 +214,10 @@ bool launch(const void* kernel, const LaunchConfig& config, std::function<void()
   if (static_cast<int>(config.shared_bytes) > limit)
     report("launch with more shared memory than the kernel's limit");
   if (launch.total() % config.cluster != 0) report("the grid is no multiple of the cluster");
+  for (int i = 0; i < launch.total() / config.cluster; ++i) launch.order.push_back(i);
+  const Policy::Order order = machine.config.policy.order;
+  if (order == Policy::Order::kLifo) std::reverse(launch.order.begin(), launch.order.end());
+  if (order == Policy::Order::kRandom) std::shuffle(launch.order.begin(), launch.order.end(), machine.random);
   stream.ops.push_back(std::move(op));
   return true;
 }
@@ -338,7 +350,9 @@ sim::LaunchConfig sim_config(const cudaLaunchConfig_t& config) {
 }
 
 cudaError_t sim_max_active_clusters(int* count, const cudaLaunchConfig_t& config) {
-  *count = sim::machine.config.num_sms / sim_config(config).cluster;
+  const int size = sim_config(config).cluster, all = sim::machine.config.num_sms / size;
+  // GPUs differ in how many SMs their groups have: on every other one, only half of the clusters fit.
+  *count = size > 1 && sim::current_device % 2 == 1 ? (all + 1) / 2 : all;
   return cudaSuccess;
 }
 

@@ -38,6 +38,8 @@ struct MachineConfig {
   int num_sms = 8;     // what a device reports
   int resident = 8;    // CTAs that it holds at once
   int late_rank = -1;  // starts nothing before all others can do nothing without it
+  // Of the CTAs that each device but this one could hold, another kernel takes the place of so many until it is done.
+  int occupied = 0, occupied_until = 0;
   Policy policy;
 };
 
@@ -167,6 +169,7 @@ struct Launch {
   std::function<void()> body;
   Device* device = nullptr;
   int next_cta = 0, done_ctas = 0, triggered = 0;
+  std::vector<int> order;  // of clusters: no hardware promises to start them in the order of their indices
   int writes_in_flight = 0;
   NamedBarrier grid_barrier;
   WaitQueue earlier_done;
@@ -208,7 +211,7 @@ std::string name_of(const Fiber& fiber, bool with_lane = true);
 void wait_on(WaitQueue& queue, const Where& where, std::function<std::string()> reason);
 void wait_polling(const Where& where, std::function<std::string()> reason);
 void wake(Fiber* fiber);
-void maybe_preempt();
+void maybe_preempt(bool often = false);
 void issue(bool is_wgmma, std::function<void()> effect);
 void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluster, int rank_in_cluster);
 
@@ -245,8 +248,8 @@ bool wake_polling();
 void catch_faults();
 
 // --- host.cc ---
-bool advance_streams();  // starts what may start; whether anything did
-bool streams_empty();
+bool advance_streams();               // starts what may start; whether anything did
+bool streams_empty(int device = -1);  // of one device, or of all
 void reset_streams();
 std::string blocked_streams();
 

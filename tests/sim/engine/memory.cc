@@ -152,7 +152,7 @@ void add_release(uint32_t* address, uint32_t value) {
 void memory_fence() { flush_stores(here()); }
 
 uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& change) {
-  maybe_preempt();
+  maybe_preempt(/*often=*/true);  // protocols turn on what has happened between a look and an atomic
   const uint32_t old = *address;
   *address = change(old);
   return old;
@@ -190,6 +190,11 @@ void poll(const void* address, void* bytes, int count, const Where& where) {
       return;
     }
     if (fiber.polls_freely || ++polled->repeats < 2) return;
+    // Many turns of a loop may pass while nothing else happens. Loops without an end look at the timer.
+    if (machine.config.policy.preempt > 0 && machine.draw(4) == 0) {
+      fiber.polls_freely = true;
+      return;
+    }
     wait_polling(where, [address, last = *static_cast<uint32_t*>(bytes)] {
       return "a change of the word at " + std::to_string(reinterpret_cast<uintptr_t>(address)) +
              ", which is " + std::to_string(last);

@@ -244,7 +244,8 @@ void reset_machine(const MachineConfig& config) {
   machine.cycles = 0;
   machine.devices.assign(static_cast<size_t>(config.devices), {});
   for (int i = 0; i < config.devices; ++i) {
-    machine.devices[static_cast<size_t>(i)] = {i, config.resident, i == config.late_rank};
+    const int occupied = i == config.occupied_until ? 0 : config.occupied;
+    machine.devices[static_cast<size_t>(i)] = {i, config.resident - occupied, i == config.late_rank};
   }
 }
 
@@ -283,13 +284,14 @@ void wait_polling(const Where& where, std::function<std::string()> reason) {
   yield();
 }
 
-void maybe_preempt() {
+void maybe_preempt(bool often) {
   Fiber& fiber = self();
   for (Polled& polled : fiber.polled) polled.repeats = 0;  // it does more than spin
   const int one_in = machine.config.policy.preempt;
-  if (one_in == 0 || machine.draw(one_in) != 0) return;
-  constexpr int kLongSleeps = 8;  // of so many preemptions, one lasts until nothing else can happen
-  if (machine.draw(kLongSleeps) == 0) {
+  if (one_in == 0 || machine.draw(often ? 2 : one_in) != 0) return;
+  // Of so many preemptions, one lasts until nothing else can happen.
+  const int long_sleeps = often ? 2 : 8;
+  if (machine.draw(long_sleeps) == 0) {
     machine.sleeping.push_back(&fiber);
   } else {
     make_runnable(&fiber);
