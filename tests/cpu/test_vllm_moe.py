@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_vllm_plugin as with_linear
 import torch
 import torch.distributed as dist
+import vllm_stand_in as stand_in
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
@@ -25,7 +25,7 @@ from flux.moe import reference
 from flux.ops import plan
 from flux.testing import spawn
 
-vllm = with_linear.vllm
+vllm = stand_in.vllm
 Modules = dict[str, types.ModuleType]
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 6, 16, 24, 2
 
@@ -49,11 +49,11 @@ class Runner:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(with_linear.registry(sys.modules).get(cls.__name__, cls))
+        return super().__new__(stand_in.registry(sys.modules).get(cls.__name__, cls))
 
     @classmethod
     def register_oot(cls, name: str) -> Any:
-        return with_linear.Linear.register_oot.__func__(cls, name)  # type: ignore[attr-defined]
+        return stand_in.Linear.register_oot.__func__(cls, name)  # type: ignore[attr-defined]
 
     def __init__(self, changes: dict[str, Any] | None = None) -> None:
         parallel = types.SimpleNamespace(
@@ -123,7 +123,7 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
 
 
 def configure(vllm: Modules, mode: str = "VLLM_COMPILE", enable_sp: bool = False) -> None:
-    config = with_linear.configuration()
+    config = stand_in.configuration()
     config.compilation_config.mode = vllm["vllm.config"].CompilationMode[mode]
     config.compilation_config.pass_config = types.SimpleNamespace(enable_sp=enable_sp)
     vllm["vllm.config"].get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
@@ -143,17 +143,17 @@ def test_only_if_asked_for(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, s
         for _ in range(2):
             plugin.register()
     names = ["RowParallelLinear"] + (["MoERunner"] if setting == "auto" else [])
-    assert list(with_linear.registry(with_moe)) == names
+    assert list(stand_in.registry(with_moe)) == names
     assert type(build()).__name__ == ("FluxMoERunner" if setting == "auto" else "MoERunner")
     marks = [call.args for call in marked.call_args_list]
     assert marks == [("auto", 4)] + ([("moe", 4)] if setting == "auto" else [])
 
 
 def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> None:
-    with_linear.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
+    stand_in.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
     with caplog.at_level("WARNING", "flux"):
         plugin.register()
-    assert with_linear.registry(with_moe)["MoERunner"] is other
+    assert stand_in.registry(with_moe)["MoERunner"] is other
     (line,) = [record.message for record in caplog.records]
     assert "another plugin has replaced MoERunner by TheirRunner" in line
 
@@ -284,7 +284,7 @@ def test_experts_of_all_ranks(p: int) -> None:
 
 def sums(rank: int, p: int) -> list[str]:
     answers = []
-    library = with_linear.define_all_reduce()
+    library = stand_in.define_all_reduce()
     x = torch.full((3, 8), rank + 1.0)
     for min_tokens, expected in ((3, rank + 1.0), (4, 3.0)):
         arguments = (x, min_tokens, "tp:0")
@@ -303,7 +303,7 @@ def test_sums_of_vllms_experts() -> None:
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_settled_graph(reduced: bool) -> None:
-    library = with_linear.define_all_reduce()
+    library = stand_in.define_all_reduce()
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     with FakeTensorMode():

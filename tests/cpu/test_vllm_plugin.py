@@ -1,152 +1,22 @@
-"""The vLLM plugin as far as it goes without vLLM: when it registers, and the operator and graph pass that it
-puts into vLLM's graphs. A small stand-in has the names of vLLM that registration touches.
-"""
+"""When the vLLM plugin registers, and which layers and ranges of token counts it serves, without vLLM."""
 
 from __future__ import annotations
 
-import operator as operator_module
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+import vllm_stand_in as stand_in
 
-import flux
-from flux import _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm import op
-from flux.testing import spawn
 
-
-class Linear(torch.nn.Module):
-    """vLLM's RowParallelLinear, to the extent that registration and forward look at it."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        registry = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
-        return super().__new__(registry.get(cls.__name__, cls))
-
-    def __init__(self, weight: torch.Tensor, **changes: Any) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias: torch.Tensor | None = None
-        self.tp_size, self.reduce_results, self.input_is_parallel = 2, True, True
-        self.skip_bias_add = self.return_bias = False
-        self.params_dtype = weight.dtype
-        self.output_size, self.input_size_per_partition = weight.shape
-        self.quant_method = sys.modules["vllm.model_executor.layers.linear"].UnquantizedLinearMethod()
-        for name, value in changes.items():
-            setattr(self, name, value)
-
-    @classmethod
-    def register_oot(cls, name: str) -> Any:
-        def decorator(other: type) -> type:
-            registry = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
-            assert name not in registry, "registered twice"
-            registry[name] = other
-            return other
-
-        return decorator
-
-    def forward(self, input_: torch.Tensor) -> Any:
-        return "vLLM's own"
-
-
-def configuration(use_ubatching: bool = False, linear_backend: str = "auto") -> Any:
-    return mock.Mock(
-        parallel_config=mock.Mock(use_ubatching=use_ubatching),
-        kernel_config=mock.Mock(linear_backend=linear_backend),
-    )
-
-
-def stand_in() -> dict[str, types.ModuleType]:
-    contents: dict[str, dict[str, Any]] = {
-        "vllm": {},
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-        "vllm.config": {
-            "VllmConfig": type(
-                "VllmConfig",
-                (),
-                {"compute_hash": lambda self: "hash of vLLM", "_set_compile_ranges": lambda self: None},
-            ),
-            "get_current_vllm_config_or_none": configuration,
-        },
-        "vllm.distributed": {
-            "get_tp_group": lambda: mock.Mock(
-                device_group=mock.Mock(group_name="7"), unique_name="tp:0", rank_in_group=1, world_size=2
-            )
-        },
-        "vllm.model_executor": {},
-        "vllm.model_executor.custom_op": {"op_registry_oot": {}},
-        "vllm.model_executor.layers": {},
-        "vllm.model_executor.layers.linear": {
-            "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
-            "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {}),
-        },
-        "vllm.platforms": {"current_platform": mock.Mock(is_cpu=lambda: True)},
-        "vllm.compilation": {},
-        "vllm.compilation.passes": {},
-        "vllm.compilation.passes.inductor_pass": {
-            "InductorPass": type("InductorPass", (), {"hash_source": staticmethod(lambda *s: str(s[1:]))}),
-            "get_pass_context": None,
-        },
-        "vllm.compilation.passes.pass_manager": {
-            "PostGradPassManager": type("PostGradPassManager", (), {"configure": configure})
-        },
-    }
-    modules = {name: types.ModuleType(name) for name in contents}
-    for name, attributes in contents.items():
-        vars(modules[name]).update(attributes)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], child, modules[name])
-    return modules
-
-
-class AllReduceFusionPass:
-    """Of vLLM: fuses all-reduce and RMSNorm up to some number of tokens."""
-
-    max_tokens = 64
-
-    def is_applicable_for_range(self, compile_range: Any) -> bool:
-        return bool(compile_range.end <= self.max_tokens)
-
-
-def configure(manager: Any, config: Any) -> None:
-    manager.passes = ["another pass", AllReduceFusionPass()]
-
-
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
-    """A fresh vLLM of a known version, and a plugin that has seen none yet."""
-    modules = stand_in()
-    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_MOE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
-    monkeypatch.setattr(_log, "_said", set())
-    ours = ("layer", "compiled", "moe")
-    names = [f"flux.integrations.vllm.{name}" for name in ours]
-    with mock.patch.dict(sys.modules, modules):
-        for name in names:
-            sys.modules.pop(name, None)
-        yield modules
-        async_tp.uninstall()
-        for name, attribute in zip(names, ours, strict=True):
-            sys.modules.pop(name, None)
-            vars(plugin).pop(attribute, None)
-
-
-def registry(vllm: dict[str, types.ModuleType]) -> dict[str, type]:
-    found: dict[str, type] = vllm["vllm.model_executor.custom_op"].op_registry_oot
-    return found
+vllm, registry = stand_in.vllm, stand_in.registry
 
 
 def row_parallel(vllm: dict[str, types.ModuleType], *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +140,10 @@ def test_settings_of_vllm_that_flux_leaves_alone(vllm: dict[str, types.ModuleTyp
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
     assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = False  # type: ignore[attr-defined]
-    for config in (configuration(use_ubatching=True), configuration(linear_backend="another")):
+    for config in (
+        stand_in.configuration(use_ubatching=True),
+        stand_in.configuration(linear_backend="another"),
+    ):
         with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda c=config: c):
             assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
 
@@ -351,133 +224,3 @@ def test_compiled_graphs_are_told_apart(vllm: dict[str, types.ModuleType]) -> No
         hashes.append(config.compute_hash())
         assert hashes[-1] == config.compute_hash()
     assert len(set(hashes)) == 4
-
-
-def define_all_reduce() -> Any:
-    """vLLM's operator, through torch.distributed."""
-    torch_library: Any = torch.library
-    library = torch_library.Library("vllm", "FRAGMENT")
-    library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
-
-    def all_reduce(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
-        assert group_name == "tp:0"
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
-
-    library.impl("all_reduce", all_reduce, "CPU")
-    library.impl("all_reduce", lambda tensor, group_name: torch.empty_like(tensor), "Meta")
-    return library
-
-
-def operator(rank: int, world_size: int) -> list[str]:
-    library = define_all_reduce()
-    group = dist.group.WORLD.group_name
-    g = torch.Generator().manual_seed(rank)
-    weight = torch.randint(-2, 3, (24, 16), generator=g).float()
-    bias = torch.arange(24.0)
-    answers = []
-    for tokens, min_tokens, with_bias in ((4, 5, True), (5, 5, True), (6, 5, False), (3, 5, False)):
-        x = torch.randint(-2, 3, (tokens, 16), generator=g).float()
-        expected = x @ weight.t()
-        dist.all_reduce(expected)
-        arguments = (x, weight, bias if with_bias else None, min_tokens, group, "tp:0")
-        expected += bias if with_bias else 0
-        with mock.patch.object(flux, "gemm_ar", wraps=flux.gemm_ar) as ours:
-            result = op.linear_all_reduce(*arguments)
-        if not torch.equal(result, expected) or ours.called != (tokens >= min_tokens):
-            answers.append(f"{tokens} tokens: {(result - expected).abs().max()}, {ours.call_count} calls")
-        compiled = torch.compile(op.linear_all_reduce, backend="aot_eager", fullgraph=True, dynamic=True)
-        if not torch.equal(compiled(*arguments), expected):
-            answers.append(f"{tokens} tokens: compiled differs")
-    torch.library.opcheck(torch.ops.flux_vllm.linear_all_reduce.default, arguments)
-    residual, norm_weight = torch.arange(72.0).view(3, 24), torch.arange(24.0) + 1
-    arguments = (x, weight, bias, residual, norm_weight, 1e-5, group)
-    normalised, total = torch.ops.flux_vllm.linear_all_reduce_norm(*arguments)
-    expected += bias + residual
-    if not torch.equal(total, expected):
-        answers.append("the next residual differs")
-    torch.testing.assert_close(normalised, torch.nn.functional.rms_norm(expected, (24,), norm_weight, 1e-5))
-    torch.library.opcheck(torch.ops.flux_vllm.linear_all_reduce_norm.default, arguments)
-    del library
-    return answers
-
-
-def test_operator() -> None:
-    assert spawn(operator, 2, backend="gloo") == [[]] * 2
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_unfused_graph(bias: bool) -> None:
-    library = define_all_reduce()
-    with FakeTensorMode():
-        values = [torch.empty(7, 8), torch.empty(16, 8), torch.empty(16), torch.empty(2, 3, 8)]
-    graph = torch.fx.Graph()
-    x, weight, b, cube = (graph.placeholder(name) for name in ("x", "weight", "b", "cube"))
-    for node, value in zip((x, weight, b, cube), values, strict=True):
-        node.meta["val"] = value
-    target = torch.ops.flux_vllm.linear_all_reduce.default
-    one = graph.call_function(target, (x, weight, b if bias else None, 5, "7", "tp:0"))
-    two = graph.call_function(target, (cube, weight, None, 5, "7", "tp:0"))
-    graph.output((one, two))
-    assert graphs.unfuse(graph) == 1, "vLLM's patterns know matrices only"
-    graph.lint()
-    kept, *made = [node for node in graph.nodes if node.op == "call_function"][::-1]
-    assert kept.target is target and kept.args[0] is cube
-    aten = torch.ops.aten
-    expected = [torch.ops.vllm.all_reduce.default, aten.mm.default, aten.permute.default]
-    assert [node.target for node in made] == ([aten.add.Tensor] if bias else []) + expected
-    assert made[0].meta["val"].shape == (7, 16)
-    assert made[-3].args[1] == "tp:0"
-    del library
-
-
-def define_norm() -> Any:
-    """vLLM's operator for the norm, as far as a graph looks at it."""
-    torch_library: Any = torch.library
-    library = torch_library.Library("vllm_ir", "FRAGMENT")
-    library.define(
-        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon,"
-        " int? variance_size=None) -> (Tensor, Tensor)"
-    )
-    return library
-
-
-@pytest.mark.parametrize(
-    "case", ["plain", "another user", "part of a row", "no weight", "another dtype", "as residual", "cube"]
-)
-def test_norm_is_taken_in(case: str) -> None:
-    library = define_norm()
-    values: dict[str, torch.Tensor] = {}
-    with FakeTensorMode():
-        values["x"] = torch.empty(2, 3, 8) if case == "cube" else torch.empty(6, 8)
-        values["weight"], values["bias"] = torch.empty(16, 8), torch.empty(16)
-        values["residual"] = values["x"].new_empty(*values["x"].shape[:-1], 16)
-        dtype = torch.bfloat16 if case == "another dtype" else torch.float32
-        values["norm_weight"] = torch.empty(16, dtype=dtype)
-    graph = torch.fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in values}
-    for name, node in nodes.items():
-        node.meta["val"] = values[name]
-    x, weight, bias, residual, norm_weight = nodes.values()
-    arguments = (x, weight, bias, 5, "7", "tp:0")
-    linear = graph.call_function(torch.ops.flux_vllm.linear_all_reduce.default, arguments)
-    linear.meta["val"] = values["residual"]
-    pair = (residual, linear) if case == "as residual" else (linear, residual)
-    others = {"part of a row": (norm_weight, 1e-5, 8), "no weight": (None, 1e-5)}
-    more = others.get(case, (norm_weight, 1e-5, None))
-    norm = graph.call_function(torch.ops.vllm_ir.fused_add_rms_norm.default, (*pair, *more))
-    norm.meta["val"] = (values["residual"], values["residual"])
-    first, second = (graph.call_function(operator_module.getitem, (norm, i)) for i in (0, 1))
-    graph.output((first, second, linear) if case == "another user" else (first, second))
-    assert graphs.fuse_norm(graph) == (case == "plain")
-    graph.lint()
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
-    if case == "plain":
-        fused = first.args[0]
-        assert targets == [torch.ops.flux_vllm.linear_all_reduce_norm.default, *[operator_module.getitem] * 2]
-        assert fused.args == (x, weight, bias, residual, norm_weight, 1e-5, "7")
-        assert len(fused.meta["val"]) == 2
-    else:
-        assert targets[0] is torch.ops.flux_vllm.linear_all_reduce.default
-    del library
