@@ -149,6 +149,12 @@ def get(name: str) -> Any:
         raise ValueError(f"{name}={text!r}: {error} (default {variable.default!r})") from None
 
 
+def default(name: str) -> Any:
+    """The value of a variable that is not set."""
+    variable = _BY_NAME[name]
+    return variable.parse(variable.default)
+
+
 def timeout_s() -> float:
     """Deadline of every wait for a peer, in seconds."""
     return float(get("FLUX_TIMEOUT_S"))

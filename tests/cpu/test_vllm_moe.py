@@ -20,6 +20,7 @@ import flux
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
+from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.experts import summed_experts
 from flux.moe import reference
 from flux.ops import plan
@@ -90,8 +91,8 @@ class Runner:
                 owner = getattr(owner, step)
             setattr(owner, name, value)
 
-    def _apply_quant_method(self, **kwargs: Any) -> Any:
-        return "vLLM's shared", f"vLLM's own with {sorted(kwargs)}"
+    def _apply_quant_method(self, hidden_states: Any, router_logits: Any, input_ids: Any = None) -> Any:
+        return "vLLM's shared", "vLLM's own" + " with ids" * (input_ids is not None)
 
     def _maybe_reduce_final_output(self, states: Any, trunc_size: int | None, *others: Any) -> Any:
         return "vLLM's sum", trunc_size, *others
@@ -106,6 +107,7 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
     contents: dict[str, dict[str, Any]] = {
         layers: {},
         f"{layers}.activation": {"MoEActivation": Activation},
+        f"{layers}.config": {"FusedMoEConfig": type("FusedMoEConfig", (), {"moe_parallel_config": None})},
         f"{layers}.runner": {},
         f"{layers}.runner.moe_runner": {"MoERunner": type("MoERunner", (Runner,), {})},
         f"{layers}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
@@ -114,8 +116,6 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
         module = types.ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    compilation = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
-    monkeypatch.setattr(vllm["vllm.config"], "CompilationMode", compilation, raising=False)
     monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
     monkeypatch.setattr(torch.ops.vllm, "moe_forward", "opaque", raising=False)
     configure(vllm)
@@ -123,8 +123,7 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
 
 
 def configure(vllm: Modules, mode: str = "VLLM_COMPILE", enable_sp: bool = False) -> None:
-    config = stand_in.configuration()
-    config.compilation_config.mode = vllm["vllm.config"].CompilationMode[mode]
+    config = stand_in.configuration(mode=mode)
     config.compilation_config.pass_config = types.SimpleNamespace(enable_sp=enable_sp)
     vllm["vllm.config"].get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
 
@@ -151,7 +150,7 @@ def test_only_if_asked_for(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, s
 
 def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> None:
     stand_in.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
-    with caplog.at_level("WARNING", "flux"):
+    with caplog.at_level("WARNING", "vllm.flux"):
         plugin.register()
     assert stand_in.registry(with_moe)["MoERunner"] is other
     (line,) = [record.message for record in caplog.records]
@@ -161,8 +160,12 @@ def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> 
 NOT_SERVED = {
     "weights are quantised": {"routed_experts__quant_method": object()},
     "the dtype is torch.float64": {"routed_experts__params_dtype": torch.float64},
-    "there is one rank": {"moe_config__moe_parallel_config__tp_size": 1},
-    "experts are distributed": {"moe_config__moe_parallel_config__use_ep": True},
+    "they are not sharded over ranks": {"moe_config__moe_parallel_config__tp_size": 1},
+    # vLLM counts one rank of tensor parallelism then.
+    "experts are distributed over ranks": {
+        "moe_config__moe_parallel_config__use_ep": True,
+        "moe_config__moe_parallel_config__tp_size": 1,
+    },
     "ranks have different tokens": {"moe_config__moe_parallel_config__dp_size": 2},
     "results are not reduced": {"moe_config__skip_final_all_reduce": True},
     "there are shared experts": {"shared_experts": object()},
@@ -183,16 +186,15 @@ NOT_SERVED = {
 
 
 @pytest.mark.parametrize("reason", NOT_SERVED)
-def test_what_stays_vllms(with_moe: Modules, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+def test_what_stays_vllms(with_moe: Modules, reason: str) -> None:
     plugin.register()
-    with caplog.at_level("WARNING", "flux"):
-        for _ in range(2):
-            runner = build(**NOT_SERVED[reason])
-    (line,) = [record.message for record in caplog.records]
-    assert line.startswith("vllm: MoE layers stay vLLM's where ") and reason in line
+    for _ in range(2):
+        runner = build(**NOT_SERVED[reason])
+    ((kind, told),) = reports.report.refused
+    assert kind == "MoE" and reason in told and reports.report.refused[kind, told] == 2
     x = torch.ones(5, HIDDEN)
-    _, said = runner._apply_quant_method(hidden_states=x, router_logits=x, input_ids=None)
-    assert said == "vLLM's own with ['hidden_states', 'input_ids', 'router_logits']"
+    _, said = runner._apply_quant_method(hidden_states=x, router_logits=x, input_ids=x)
+    assert said == "vLLM's own with ids"
     assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
     assert runner._forward_entry is None
 
@@ -207,7 +209,7 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setattr(plan, "why_unfused", lambda *problem: "there is no kernel")
     plugin.register()
-    assert not build()._flux_serves
+    assert not build()._flux_serves and not reports.report.served
 
 
 def test_small_batches_stay_vllms(with_moe: Modules) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import tomllib
 import types
@@ -13,8 +14,10 @@ import pytest
 import torch
 import vllm_stand_in as stand_in
 
+import flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
+from flux.integrations.vllm import report as reports
 
 vllm, registry = stand_in.vllm, stand_in.registry
 
@@ -52,41 +55,195 @@ def test_what_vllms_own_passes_call(
     assert len(async_tp._installed) == (1 if mode == "auto" else 0)
 
 
-def test_off(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_VLLM", "off")
-    plugin.register()
-    assert registry(vllm) == {} and "flux.integrations.vllm.layer" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    "name, value", [("FLUX_VLLM", "on"), ("FLUX_VLLM_MIN_TOKENS", "0"), ("FLUX_VLLM_MOE", "on")]
-)
-def test_a_setting_that_means_nothing(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{name}='{value}'"):
-        plugin.register()
-
-
-@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0", "", "dev"])
-def test_unknown_versions(
+@pytest.mark.parametrize("process", ["main", "worker"])
+def test_off(
     vllm: dict[str, types.ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    version: str,
+    process: str,
 ) -> None:
-    monkeypatch.setattr(plugin, "installed_version", lambda: version)
+    monkeypatch.setenv("FLUX_VLLM", "off")
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None if process == "main" else "a process")
+    with caplog.at_level("INFO", "vllm.flux"):
+        plugin.register()
+    assert registry(vllm) == {} and "flux.integrations.vllm.layer" not in sys.modules
+    told = [(record.levelname, record.message.split(": ")[1]) for record in caplog.records]
+    assert told == ([("INFO", "not used, because FLUX_VLLM is off")] if process == "main" else [])
+
+
+NOT_SERVED: dict[str, dict[str, Any]] = {
+    "they are not sharded over ranks": {"tp_size": 1},
+    "results are not reduced": {"reduce_results": False},
+    "the input has to be split": {"input_is_parallel": False},
+    "weights are quantised": {"quant_method": object()},
+    "the dtype is torch.float64": {"params_dtype": torch.float64},
+    "sizes are not multiples of 8": {"output_size": 12},
+}
+
+
+def start(vllm: dict[str, types.ModuleType], rank: int = 0) -> None:
+    """What vLLM does in a worker when the model is there."""
+    wrapper = vllm["vllm.v1.worker.worker_base"].WorkerWrapperBase(stand_in.Worker(rank))
+    assert wrapper.compile_or_warm_up_model() == "compiled"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_line_tells_what_flux_does(
+    vllm: dict[str, types.ModuleType], caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    for _ in range(2):
+        plugin.register()
+    for changes in ({}, {}, *NOT_SERVED.values(), {"input_size_per_partition": 20}):
+        row_parallel(vllm, WEIGHT, **changes)
+    reports.report.ranges |= {(128, 512): "flux, with 2 norms", (1, 127): "vLLM's own"}
+    with caplog.at_level("INFO", "vllm.flux"):
+        for _ in range(2):
+            start(vllm, rank)
+    refused = [f"1 row-parallel linear layer: {reason}" for reason in list(NOT_SERVED)[:-1]]
+    refused.append("2 row-parallel linear layers: sizes are not multiples of 8")
+    expected = (
+        f"flux {flux.__version__}: 2 row-parallel linear layers, for batches of 128 tokens or more. "
+        "compiled for 1 to 127: vLLM's own. compiled for 128 to 512: flux, with 2 norms. "
+        f"vLLM's own are {'; '.join(refused)}"
+    )
+    assert [(r.name, r.levelname, r.message) for r in caplog.records] == (
+        [("vllm.flux", "INFO", expected)] if rank == 0 else []
+    )
+
+
+@pytest.mark.parametrize("reason", [*NOT_SERVED, "LoRA is on", "the model is eager", ""])
+def test_why_flux_is_not_used(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: str,
+) -> None:
+    if reason == "the model is eager":
+        monkeypatch.setenv("FLUX_VLLM", "pass")
+    plugin.register()
+    configs = {
+        "LoRA is on": stand_in.configuration(lora="a LoRAConfig"),
+        "the model is eager": stand_in.configuration(mode="NONE"),
+    }
+    config = configs.get(reason, stand_in.configuration())
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        layers = [row_parallel(vllm, WEIGHT, **NOT_SERVED.get(reason, {})) for _ in range(2 * bool(reason))]
+    assert all(layer(torch.ones(3, 8)) == "vLLM's own" for layer in layers)
+    with caplog.at_level("INFO", "vllm.flux"):
+        start(vllm)
+    (line,) = [record.message for record in caplog.records]
+    assert "not used. " in line
+    layers_of_model = (
+        "2 row-parallel linear layers: " if reason else "The model has no layers that flux knows"
+    )
+    assert layers_of_model in line and line.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    "name, value, valid",
+    [
+        ("FLUX_VLLM", "on", "auto, pass, layer, off"),
+        ("FLUX_VLLM_MIN_TOKENS", "0", "a positive number"),
+        ("FLUX_VLLM_MOE", "on", "auto, off"),
+    ],
+)
+def test_a_setting_that_means_nothing(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: str,
+    valid: str,
+) -> None:
+    """vLLM starts as if it were not set, and the user is told what could be."""
+    monkeypatch.setenv(name, value)
+    for _ in range(2):
+        plugin.register()
+    assert list(registry(vllm)) == ["RowParallelLinear"]
+    (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert line.name == "vllm.flux", "vLLM shows what its own logger gets"
+    for word in (f"{name}='{value}'", valid, "the default is used"):
+        assert word in line.message
+
+
+def test_without_vllm(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: "")
     for _ in range(2):
         plugin.register()
     assert registry(vllm) == {}
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("vllm: flux stays off: ") and "0.26 to 0.32" in line and version in line
+    assert line.endswith("not used, because vLLM is not installed")
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.30.1rc2"])
-def test_known_versions(version: str) -> None:
-    assert plugin.why_not_version(version) is None
+@pytest.mark.parametrize("version", ["0.19.0", "0.26.0", "0.33.0", "1.0.dev5+cpu"])
+@pytest.mark.parametrize("lack", ["", "a class", "a method", "a parameter", "a module"])
+def test_a_version_is_known_by_what_it_has(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    lack: str,
+) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
+    names = {
+        "a class": "vllm.model_executor.layers.linear.UnquantizedLinearMethod",
+        "a method": "vllm.config.VllmConfig._set_compile_ranges",
+        "a parameter": "vllm.compilation.passes.pass_manager.PostGradPassManager.configure",
+        "a module": "vllm.model_executor.custom_op",
+    }
+    if lack == "a module":
+        monkeypatch.setitem(sys.modules, names[lack], None)
+    elif lack == "a parameter":
+        manager = vllm["vllm.compilation.passes.pass_manager"].PostGradPassManager
+        monkeypatch.setattr(manager, "configure", lambda self, settings: None)
+    elif lack:
+        *owner, name = names[lack].removeprefix("vllm.").split(".")
+        found: Any = vllm["vllm"]
+        for step in owner:
+            found = getattr(found, step)
+        monkeypatch.delattr(found, name)
+    for _ in range(2):
+        plugin.register()
+    if lack == "a module":
+        monkeypatch.undo()  # so that the registry is there to be looked at
+    assert list(registry(vllm)) == ([] if lack else ["RowParallelLinear"])
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == bool(lack)
+    for line in lines:
+        assert f"not used, because flux does not fit vLLM {version}: it" in line and names[lack] in line
+
+
+@pytest.mark.parametrize("part", ["worker", "MoE"])
+def test_parts_of_the_plugin_stand_alone(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")  # the stand-in has no MoE layers
+    if part == "worker":
+        monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", None)
+    plugin.register()
+    assert list(registry(vllm)) == ["RowParallelLinear"]
+    told = [record.message for record in caplog.records]
+    assert any(f"does not fit ({part}): it has no vllm." in line for line in told)
+
+
+def test_a_layer_that_differs(vllm: dict[str, types.ModuleType]) -> None:
+    plugin.register()
+    linear = vllm["vllm.model_executor.layers.linear"].RowParallelLinear
+    build = linear.__init__
+
+    def without_tp_size(self: Any, weight: torch.Tensor) -> None:
+        build(self, weight)
+        del self.tp_size
+
+    with mock.patch.object(linear, "__init__", without_tp_size):
+        assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
+    ((_, reason),) = reports.report.refused
+    assert reason.startswith("this version of vLLM differs: ") and "tp_size" in reason
 
 
 def test_another_plugin(vllm: dict[str, types.ModuleType], caplog: pytest.LogCaptureFixture) -> None:
@@ -97,24 +254,14 @@ def test_another_plugin(vllm: dict[str, types.ModuleType], caplog: pytest.LogCap
     assert async_tp._installed == [], "off is off"
     assert registry(vllm) == {"RowParallelLinear": other}
     assert vllm["vllm.config"].VllmConfig.compute_hash is before
-    assert [r.message for r in caplog.records] == [
-        "vllm: flux stays off: another plugin has replaced RowParallelLinear by TheirLinear"
+    assert [(r.levelname, r.message.split(": ")[1]) for r in caplog.records] == [
+        ("WARNING", "not used, because another plugin has replaced RowParallelLinear by TheirLinear")
     ]
 
 
 def test_which_layers(vllm: dict[str, types.ModuleType]) -> None:
     plugin.register()
     x = torch.ones(3, 8)
-    for changes in (
-        {"tp_size": 1},
-        {"reduce_results": False},
-        {"input_is_parallel": False},
-        {"quant_method": object()},
-        {"params_dtype": torch.float64},
-        {"output_size": 12},
-        {"input_size_per_partition": 20},
-    ):
-        assert row_parallel(vllm, WEIGHT, **changes)(x) == "vLLM's own", changes
     packed = row_parallel(vllm, WEIGHT)
     packed.weight = torch.ones(0)
     assert packed(x) == "vLLM's own"
@@ -175,10 +322,16 @@ def test_ranges_of_token_counts(
             ),
             mock.patch("flux.integrations.vllm.compiled.unfuse", side_effect=lambda g: told.append("vLLM")),
             mock.patch(
-                "flux.integrations.vllm.compiled.fuse_norm", side_effect=lambda g: told.append("flux")
+                "flux.integrations.vllm.compiled.fuse_norm", side_effect=lambda g: told.append("flux") or 7
             ),
         ):
             ours(None)
+    assert list(reports.report.ranges.values()) == [
+        "vLLM's own, because there are fewer than 33 tokens",
+        "vLLM's own, because its AllReduceFusionPass applies",
+        "flux, with 7 norms",
+        "each call decides",
+    ]
     # Below the limit; where vLLM fuses; flux's; and one in which the operator decides.
     assert told == ["to be summed", "vLLM", "summed", "vLLM", "summed", "flux"]
     assert "33" in ours.uuid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from flux import _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
+from flux.integrations.vllm import report as reports
 
 
 class Linear(torch.nn.Module):
@@ -50,11 +52,48 @@ class Linear(torch.nn.Module):
         return "vLLM's own"
 
 
-def configuration(use_ubatching: bool = False, linear_backend: str = "auto") -> Any:
+CompilationMode = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
+
+
+def configuration(
+    use_ubatching: bool = False, linear_backend: str = "auto", mode: str = "VLLM_COMPILE", lora: Any = None
+) -> Any:
     return mock.Mock(
         parallel_config=mock.Mock(use_ubatching=use_ubatching),
         kernel_config=mock.Mock(linear_backend=linear_backend),
+        compilation_config=mock.Mock(mode=CompilationMode[mode]),
+        lora_config=lora,
     )
+
+
+class Worker:
+    """vLLM's worker of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def compile_or_warm_up_model(self) -> str:
+        return "compiled"
+
+
+class WorkerWrapperBase:
+    """vLLM's wrapper of a worker, which forwards most calls."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return self.worker.execute_model(scheduler_output)
+
+
+def _names(**names: Any) -> Any:
+    return type("Names", (), names)
+
+
+def _nothing(*arguments: Any) -> None: ...
 
 
 def stand_in() -> dict[str, types.ModuleType]:
@@ -62,11 +101,12 @@ def stand_in() -> dict[str, types.ModuleType]:
         "vllm": {},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.config": {
-            "VllmConfig": type(
-                "VllmConfig",
-                (),
-                {"compute_hash": lambda self: "hash of vLLM", "_set_compile_ranges": lambda self: None},
+            "VllmConfig": _names(
+                compute_hash=lambda self: "hash of vLLM", _set_compile_ranges=_nothing, lora_config=None
             ),
+            "CompilationConfig": _names(compile_ranges_endpoints=None),
+            "ParallelConfig": _names(use_ubatching=False),
+            "CompilationMode": CompilationMode,
             "get_current_vllm_config_or_none": configuration,
         },
         "vllm.distributed": {
@@ -74,23 +114,35 @@ def stand_in() -> dict[str, types.ModuleType]:
                 device_group=mock.Mock(group_name="7"), unique_name="tp:0", rank_in_group=1, world_size=2
             )
         },
+        "vllm.distributed.parallel_state": {
+            "GroupCoordinator": None,
+            "all_reduce": lambda tensor, group_name: None,
+        },
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": {"op_registry_oot": {}},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
-            "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {}),
+            "UnquantizedLinearMethod": _names(),
         },
         "vllm.platforms": {"current_platform": mock.Mock(is_cpu=lambda: True)},
+        "vllm.v1": {},
+        "vllm.v1.worker": {},
+        "vllm.v1.worker.worker_base": {
+            "WorkerBase": Worker,
+            "WorkerWrapperBase": type("WorkerWrapperBase", (WorkerWrapperBase,), {}),
+        },
         "vllm.compilation": {},
         "vllm.compilation.passes": {},
         "vllm.compilation.passes.inductor_pass": {
-            "InductorPass": type("InductorPass", (), {"hash_source": staticmethod(lambda *s: str(s[1:]))}),
+            "InductorPass": _names(
+                hash_source=staticmethod(lambda *sources: str(sources[1:])),
+                is_applicable_for_range=lambda self, compile_range: True,
+            ),
+            "PassContext": None,
             "get_pass_context": None,
         },
-        "vllm.compilation.passes.pass_manager": {
-            "PostGradPassManager": type("PostGradPassManager", (), {"configure": configure})
-        },
+        "vllm.compilation.passes.pass_manager": {"PostGradPassManager": _names(configure=configure)},
     }
     modules = {name: types.ModuleType(name) for name in contents}
     for name, attributes in contents.items():
@@ -122,7 +174,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
-    ours = ("layer", "compiled", "moe")
+    monkeypatch.setattr(reports, "report", reports.Report())
+    ours = ("layer", "compiled", "moe", "worker")
     names = [f"flux.integrations.vllm.{name}" for name in ours]
     with mock.patch.dict(sys.modules, modules):
         for name in names:

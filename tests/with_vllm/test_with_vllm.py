@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from flux.integrations.vllm import uses
+
 VOCABULARY = 512
 LAYERS = 2
 TOLERANCE = 1e-5
@@ -99,6 +101,8 @@ def _generate(model: Path, mode: str, folder: Path, flux: str, min_tokens: int, 
         ).returncode
     assert code == 0, f"{log}:\n{log.read_text()[-6000:]}"
     said: dict[str, Any] = json.loads(result.read_text())
+    # vLLM shows INFO, as it does by default.
+    said["log"] = [line for line in log.read_text().splitlines() if "flux 0." in line]
     return said
 
 
@@ -109,6 +113,14 @@ def _assert_same(with_flux: list[dict[str, Any]], without: list[dict[str, Any]])
             common = a.keys() & b.keys()  # the least probable of those listed may be a draw
             assert str(token) in common
             assert {t: a[t] for t in common} == pytest.approx({t: b[t] for t in common}, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("part", ["layers", "MoE", "worker", "optional"])
+def test_it_has_what_flux_uses(part: str) -> None:
+    expected = (
+        "it has no vllm.compilation.passes.fusion.sequence_parallelism" if part == "optional" else "None"
+    )
+    assert str(uses.missing(part)).startswith(expected)
 
 
 # How often a pass through the model calls flux: for the attention of each layer, and for its MLP, or for its
@@ -153,4 +165,17 @@ def test_says_the_same_with_flux(
     }
     assert with_flux["ranks"] == [expected, expected]
 
+    assert len(without["log"]) == 1 and without["log"][0].endswith("not used, because FLUX_VLLM is off")
+    _assert_told(with_flux["log"], kind, mode, min_tokens, experts)
     _assert_same(with_flux["said"], without["said"])
+
+
+def _assert_told(log: list[str], kind: str, mode: str, min_tokens: int, experts: int) -> None:
+    """vLLM's log has one line of flux, and it is true."""
+    (line,) = log
+    linears = (2 if kind == "llama" else 1) * LAYERS
+    served = f"{linears} row-parallel linear layers" + (f" and {experts} MoE layers" if experts else "")
+    assert f": {served}, for batches of {min_tokens} tokens or more" in line
+    if mode == "ranges":
+        assert f"compiled for 1 to {min_tokens - 1}: vLLM's own" in line
+        assert f"compiled for {min_tokens} to 512: flux, with {linears} norms" in line

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
-from flux._log import log
 from flux.integrations.vllm.graph import fuse_norm, settle_sums, unfuse
+from flux.integrations.vllm.report import report
 
-# vLLM's passes that fuse an all-reduce with the following operators, or replace it by a reduce-scatter.
-_ALL_REDUCE_FUSIONS = ("AllReduceFusionPass", "SequenceParallelismPass")
+# In names of vLLM's passes that fuse an all-reduce with what follows, or replace it by a reduce-scatter.
+_ALL_REDUCE_FUSIONS = ("AllReduce", "SequenceParallelism")
 
 # min_tokens of the pass, once it is installed.
 _installed: list[int] = []
@@ -38,25 +39,31 @@ class FluxPass(InductorPass):  # type: ignore[misc]
 
     def __init__(self, min_tokens: int, others: list[Any]) -> None:
         self.min_tokens = min_tokens
-        self.fusions = [other for other in others if type(other).__name__ in _ALL_REDUCE_FUSIONS]
+        self.norms: Counter[Any] = Counter()  # fused in the graphs of a range
+        self.fusions = [o for o in others if any(name in type(o).__name__ for name in _ALL_REDUCE_FUSIONS)]
 
-    def gives_back(self, compile_range: Any) -> bool:
-        """Whether vLLM's own operators run in a range."""
+    def why_vllms(self, compile_range: Any) -> str | None:
+        """Why vLLM's own operators run in a range, or None."""
         if compile_range.end < self.min_tokens:
-            return True
-        return any(fusion.is_applicable_for_range(compile_range) for fusion in self.fusions)
+            return f"there are fewer than {self.min_tokens} tokens"
+        names = [type(f).__name__ for f in self.fusions if f.is_applicable_for_range(compile_range)]
+        return f"its {names[0]} applies" if names else None
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
         # Layers of experts do not depend on ranges: only the number of tokens decides who sums.
         if compile_range.end < self.min_tokens or compile_range.start >= self.min_tokens:
             settle_sums(graph, reduced=compile_range.start >= self.min_tokens)
-        if self.gives_back(compile_range):
-            count = unfuse(graph)
-            log.debug("vllm: %s tokens: %d layers given back", compile_range, count)
+        why_vllms = self.why_vllms(compile_range)
+        if why_vllms is not None:
+            unfuse(graph)
+            what = f"vLLM's own, because {why_vllms}"
         elif compile_range.start >= self.min_tokens:
-            count = fuse_norm(graph)
-            log.debug("vllm: %s tokens: %d norms taken in", compile_range, count)
+            self.norms[compile_range] += fuse_norm(graph)
+            what = f"flux, with {self.norms[compile_range]} norms"
+        else:
+            what = "each call decides"
+        report.ranges[compile_range.start, compile_range.end] = what
 
     def uuid(self) -> str:
         return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, str(self.min_tokens)))

@@ -35,13 +35,13 @@ def fuse_norm(graph: fx.Graph) -> int:
     """Makes linear_all_reduce and vLLM's fused_add_rms_norm behind it one linear_all_reduce_norm, which adds
     the residual and normalises. Returns how many pairs there were.
     """
-    target = getattr(getattr(torch.ops, "vllm_ir", None), "fused_add_rms_norm", None)
+    target = _norm_operator()
     if target is None:
         return 0
     count = 0
     for node in _matrix_calls(graph):
         (norm,) = node.users if len(node.users) == 1 else (None,)
-        if norm is None or norm.target is not target.default or not _is_plain_norm(norm, node):
+        if norm is None or norm.target is not target or not _is_plain_norm(norm, node):
             continue
         x, weight, bias, _, group_name, _ = node.args
         residual, norm_weight, eps = norm.args[1:4]
@@ -54,6 +54,16 @@ def fuse_norm(graph: fx.Graph) -> int:
         graph.erase_node(node)
         count += 1
     return count
+
+
+def _norm_operator() -> Any:
+    """vLLM's fused_add_rms_norm, if it has one with the arguments that flux knows."""
+    try:
+        found = torch.ops.vllm_ir.fused_add_rms_norm.default
+    except AttributeError:
+        return None
+    names = [argument.name for argument in found._schema.arguments]
+    return found if names == ["x", "x_residual", "weight", "epsilon", "variance_size"] else None
 
 
 def settle_sums(graph: fx.Graph, reduced: bool) -> int:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
-from flux._log import say_once
 from flux.integrations.vllm import compiled
 from flux.integrations.vllm.op import linear_all_reduce
+from flux.integrations.vllm.report import report
 
 _NAME = "RowParallelLinear"
+_KIND = "row-parallel linear"
 # The dtypes that both the kernels and the CPU path support.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
@@ -46,8 +47,9 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
-            tell_once(logging.INFO, "row-parallel", why_not)
+            report.refused[_KIND, why_not] += 1
             return
+        report.served[_KIND] += 1
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
         if current_platform.is_cpu():
@@ -68,11 +70,6 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         return output, self.bias if self.skip_bias_add else None
 
 
-def tell_once(level: int, kind: str, why_not: str) -> None:
-    """Logs why layers of a kind use vLLM's code, each reason once."""
-    say_once(f"vllm: {kind} layers stay vLLM's where {why_not}", level)
-
-
 def replace_row_parallel(mode: str, min_tokens: int) -> str | None:
     """Registers the layer with vLLM. Returns why not, or None; doing it again is fine."""
     settings.mode, settings.min_tokens = mode, min_tokens
@@ -90,9 +87,23 @@ def replace_row_parallel(mode: str, min_tokens: int) -> str | None:
 
 def _why_not(layer: RowParallelLinear) -> str | None:
     """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
+    return first_that_applies(lambda: _reasons(layer).items())
+
+
+def first_that_applies(reasons: Callable[[], Iterable[tuple[str, bool]]]) -> str | None:
+    """The first reason that applies, or None. In a version of vLLM that flux has not seen, an attribute may
+    be missing: that is a reason, too.
+    """
+    try:
+        return next((reason for reason, applies in reasons() if applies), None)
+    except AttributeError as error:
+        return f"this version of vLLM differs: {error}"
+
+
+def _reasons(layer: RowParallelLinear) -> dict[str, bool]:
     config = get_current_vllm_config_or_none()
-    reasons = {
-        "there is one rank": layer.tp_size == 1,
+    return {
+        "they are not sharded over ranks": layer.tp_size == 1,
         "results are not reduced": not layer.reduce_results,
         "the input has to be split": not layer.input_is_parallel,
         "weights are quantised": type(layer.quant_method) is not UnquantizedLinearMethod,
@@ -102,7 +113,6 @@ def _why_not(layer: RowParallelLinear) -> str | None:
         ),
         "vLLM is told which GEMM to use": _chosen_gemm(config),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
@@ -112,7 +122,13 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
         f"the dtype is {dtype}": dtype not in dtypes,
         "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
         "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
+        "LoRA is on": config is not None and config.lora_config is not None,
+        "FLUX_VLLM is pass, and the model is eager": settings.mode == "pass" and _is_eager(config),
     }
+
+
+def _is_eager(config: Any) -> bool:
+    return config is not None and config.compilation_config.mode == CompilationMode.NONE
 
 
 def _chosen_gemm(config: Any) -> bool:

@@ -1,0 +1,56 @@
+"""What flux does in a model of vLLM, and why not more: gathered while the model is built and compiled, and
+told in one line. Needs nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+import flux
+from flux import _log
+
+# vLLM configures the logger "vllm": this one has its handlers, format and level.
+log = logging.getLogger("vllm.flux")
+
+
+def tell(message: str, level: int = logging.INFO) -> None:
+    """Logs a message, once in this process."""
+    _log.say_once(f"flux {flux.__version__}: {message}", level, log)
+
+
+@dataclass
+class Report:
+    """What is known of the model that this process runs.
+
+    Attributes:
+        served: how many layers of a kind flux serves.
+        refused: how many layers of a kind stay vLLM's, by kind and reason.
+        ranges: for a range of token counts of the compiled model, what its graphs do.
+    """
+
+    served: Counter[str] = field(default_factory=Counter)
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ranges: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def line(self, min_tokens: int) -> str:
+        """The line for vLLM's log."""
+        refused = "; ".join(f"{_layers(n, kind)}: {why}" for (kind, why), n in self.refused.items())
+        if not self.served:
+            return f"not used. {refused or 'The model has no layers that flux knows'}"
+        served = " and ".join(_layers(n, kind) for kind, n in self.served.items())
+        told = [f"{served}, for batches of {min_tokens} tokens or more"]
+        told += [
+            f"compiled for {start} to {end}: {what}" for (start, end), what in sorted(self.ranges.items())
+        ]
+        if refused:
+            told.append(f"vLLM's own are {refused}")
+        return ". ".join(told)
+
+
+report = Report()
+
+
+def _layers(count: int, kind: str) -> str:
+    return f"{count} {kind} layer{'s' if count > 1 else ''}"
