@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import sys
 import tomllib
@@ -15,6 +16,8 @@ import torch
 import vllm_stand_in as stand_in
 
 import flux
+from flux import _env
+from flux.comm import registry as registry_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import report as reports
@@ -229,6 +232,45 @@ def test_parts_of_the_plugin_stand_alone(
     assert list(registry(vllm)) == ["RowParallelLinear"]
     told = [record.message for record in caplog.records]
     assert any(f"does not fit ({part}): it has no vllm." in line for line in told)
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_waits_as_long_as_vllm(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("FLUX_TIMEOUT_S", given)
+    plugin.register()
+    assert _env.timeout_s() == float(given or 300)
+
+
+@pytest.mark.parametrize("step", ["execute_model", "sample_tokens", "a result that comes later"])
+def test_a_timeout_is_raised_after_the_step(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Also if the step made no call of flux, as a CUDA graph that is replayed."""
+    for _ in range(2):
+        plugin.register()
+    wrapper = vllm["vllm.v1.worker.worker_base"].WorkerWrapperBase(stand_in.Worker(1))
+    group, device = mock.Mock(name="group"), torch.device("cpu")
+    monkeypatch.setattr(registry_of_flux, "_turns", {})
+    monkeypatch.setattr(registry_of_flux, "_workspaces", {})
+    its_turn = registry_of_flux.turn(group, device)
+    workspace = mock.Mock(check=mock.Mock(return_value=None))
+    registry_of_flux._workspaces[group, device] = workspace
+    lost = flux.CommTimeoutError("gemm_ar", 1, 0, 5)
+    if step == "a result that comes later":
+        later = types.SimpleNamespace(get_output=lambda: setattr(workspace.check, "side_effect", lost))
+        assert wrapper.sample_tokens(later) is later and workspace.check.call_count == 1
+        call = later.get_output
+    else:
+        assert getattr(wrapper, step)("a step") == "a step" and workspace.check.call_count == 1
+        workspace.check.side_effect = lost
+        call = functools.partial(getattr(wrapper, step), "a step")
+    with pytest.raises(flux.CommTimeoutError, match="rank 1 waited"):
+        call()
+    assert workspace.check.call_count == 2
+    assert its_turn.broken_by is None
 
 
 def test_a_layer_that_differs(vllm: dict[str, types.ModuleType]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from flux import _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
+from flux.integrations.vllm import op  # noqa: F401  (defines operators, which can be done only once)
 from flux.integrations.vllm import report as reports
 
 
@@ -75,6 +77,12 @@ class Worker:
     def compile_or_warm_up_model(self) -> str:
         return "compiled"
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return scheduler_output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return grammar_output
+
 
 class WorkerWrapperBase:
     """vLLM's wrapper of a worker, which forwards most calls."""
@@ -99,7 +107,7 @@ def _nothing(*arguments: Any) -> None: ...
 def stand_in() -> dict[str, types.ModuleType]:
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300},
         "vllm.config": {
             "VllmConfig": _names(
                 compute_hash=lambda self: "hash of vLLM", _set_compile_ranges=_nothing, lora_config=None
@@ -127,6 +135,7 @@ def stand_in() -> dict[str, types.ModuleType]:
         },
         "vllm.platforms": {"current_platform": mock.Mock(is_cpu=lambda: True)},
         "vllm.v1": {},
+        "vllm.v1.outputs": {"AsyncModelRunnerOutput": _names(get_output=_nothing)},
         "vllm.v1.worker": {},
         "vllm.v1.worker.worker_base": {
             "WorkerBase": Worker,
@@ -170,6 +179,9 @@ def configure(manager: Any, config: Any) -> None:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
     """A fresh vLLM of a known version, and a plugin that has seen none yet."""
     modules = stand_in()
+    # What is put there is taken away again.
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.delenv("FLUX_TIMEOUT_S", raising=False)
     for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")

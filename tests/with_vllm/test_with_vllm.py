@@ -115,12 +115,9 @@ def _assert_same(with_flux: list[dict[str, Any]], without: list[dict[str, Any]])
             assert {t: a[t] for t in common} == pytest.approx({t: b[t] for t in common}, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("part", ["layers", "MoE", "worker", "optional"])
+@pytest.mark.parametrize("part", ["layers", "MoE", "worker"])
 def test_it_has_what_flux_uses(part: str) -> None:
-    expected = (
-        "it has no vllm.compilation.passes.fusion.sequence_parallelism" if part == "optional" else "None"
-    )
-    assert str(uses.missing(part)).startswith(expected)
+    assert uses.missing(part) is None
 
 
 # How often a pass through the model calls flux: for the attention of each layer, and for its MLP, or for its
