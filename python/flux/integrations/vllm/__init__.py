@@ -25,9 +25,9 @@ def register() -> None:
     """Makes vLLM build its row-parallel layers with flux, and with FLUX_VLLM_MOE=auto its MoE layers. May be
     called any number of times.
 
-    Does nothing but say so with FLUX_VLLM=off, with a vLLM that lacks something flux uses (uses.py), or
-    where another plugin has replaced these layers already. A setting that means nothing counts as not set.
-    Raises nothing, and touches no GPU.
+    Does nothing with FLUX_VLLM=off. Does nothing but warn with a vLLM that lacks something flux uses
+    (uses.py), or where another plugin has replaced these layers already. A setting that means nothing counts
+    as not set. Raises nothing, and touches no GPU.
 
     Example::
 
@@ -37,7 +37,9 @@ def register() -> None:
     """
     mode, min_tokens = _setting("FLUX_VLLM"), _setting("FLUX_VLLM_MIN_TOKENS")
     with_moe = _setting("FLUX_VLLM_MOE") == "auto"
-    why_not = "FLUX_VLLM is off" if mode == "off" else _why_not_here()
+    if mode == "off":
+        return
+    why_not = _why_not_here()
     if why_not is None:
         from flux.integrations import async_tp
         from flux.integrations.vllm import layer
@@ -56,7 +58,7 @@ def register() -> None:
                 moe.replace_runner()
     # Where it is used, rank 0 tells how (worker.py). vLLM's other processes would only repeat this.
     if why_not is not None and multiprocessing.parent_process() is None:
-        tell(f"not used, because {why_not}", logging.INFO if mode == "off" else logging.WARNING)
+        tell(f"not used, because {why_not}", logging.WARNING)
 
 
 def _setting(name: str) -> Any:
