@@ -67,7 +67,8 @@ def test_unfused_graph(bias: bool) -> None:
     one = graph.call_function(target, (x, weight, b if bias else None, 5, "7", "tp:0"))
     two = graph.call_function(target, (cube, weight, None, 5, "7", "tp:0"))
     graph.output((one, two))
-    assert graphs.unfuse(graph) == 1, "vLLM's patterns know matrices only"
+    assert graphs.unfuse(graph, 5) == 0, "flux begins at 5 tokens"
+    assert graphs.unfuse(graph, 4) == 1, "vLLM's patterns know matrices only"
     graph.lint()
     kept, *made = [node for node in graph.nodes if node.op == "call_function"][::-1]
     assert kept.target is target and kept.args[0] is cube
@@ -106,7 +107,9 @@ def test_norm_is_taken_in(case: str) -> None:
     norm.meta["val"] = (values["residual"], values["residual"])
     first, second = (graph.call_function(operator_module.getitem, (norm, i)) for i in (0, 1))
     graph.output((first, second, linear) if case == "another user" else (first, second))
-    assert graphs.fuse_norm(graph) == (case == "plain")
+    assert graphs.fuse_norm(graph, 4) == 0, "flux begins at 5 tokens"
+    assert graphs.fuse_norm(graph, 5) == (case == "plain")
+    assert graphs.count_kept(graph) == 1
     graph.lint()
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     if case == "plain":

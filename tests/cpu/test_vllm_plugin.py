@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import sys
@@ -21,6 +22,7 @@ from flux.comm import registry as registry_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import report as reports
+from flux.ops import plan
 
 vllm, registry = stand_in.vllm, stand_in.registry
 
@@ -82,22 +84,29 @@ def start(vllm: dict[str, types.ModuleType], rank: int = 0) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_line_tells_what_flux_does(
-    vllm: dict[str, types.ModuleType], caplog: pytest.LogCaptureFixture, rank: int
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
 ) -> None:
     for _ in range(2):
         plugin.register()
+    row_parallel(vllm, WEIGHT)
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "64")
     for changes in ({}, {}, *NOT_SERVED.values(), {"input_size_per_partition": 20}):
         row_parallel(vllm, WEIGHT, **changes)
-    reports.report.ranges |= {(128, 512): "flux, with 2 norms", (1, 127): "vLLM's own"}
+    reports.report.ranges |= {(64, 512): "flux 2", (1, 63): "vLLM 2"}
     with caplog.at_level("INFO", "vllm.flux"):
         for _ in range(2):
             start(vllm, rank)
     refused = [f"1 row-parallel linear layer: {reason}" for reason in list(NOT_SERVED)[:-1]]
     refused.append("2 row-parallel linear layers: sizes are not multiples of 8")
     expected = (
-        f"flux {flux.__version__}: 2 row-parallel linear layers, for batches of 128 tokens or more. "
-        "compiled for 1 to 127: vLLM's own. compiled for 128 to 512: flux, with 2 norms. "
-        f"vLLM's own are {'; '.join(refused)}"
+        f"flux {flux.__version__}: 1 row-parallel linear [16, 8] layer from 196608 tokens on "
+        "(no measurement of 2 such GPUs: only large sums); "
+        "2 row-parallel linear [16, 8] layers from 64 tokens on "
+        "(FLUX_VLLM_MIN_TOKENS). Compiled for 1 to 63 tokens: vLLM 2; 64 to 512 tokens: flux 2. "
+        f"vLLM's own: {'; '.join(refused)}"
     )
     assert [(r.name, r.levelname, r.message) for r in caplog.records] == (
         [("vllm.flux", "INFO", expected)] if rank == 0 else []
@@ -136,7 +145,8 @@ def test_why_flux_is_not_used(
     "name, value, valid",
     [
         ("FLUX_VLLM", "on", "auto, pass, layer, off"),
-        ("FLUX_VLLM_MIN_TOKENS", "0", "a positive number"),
+        ("FLUX_VLLM_MIN_TOKENS", "0", "auto or a positive number"),
+        ("FLUX_VLLM_TUNING", "/no/such", "a file"),
         ("FLUX_VLLM_MOE", "on", "auto, off"),
     ],
 )
@@ -152,6 +162,7 @@ def test_a_setting_that_means_nothing(
     monkeypatch.setenv(name, value)
     for _ in range(2):
         plugin.register()
+        row_parallel(vllm, WEIGHT)
     assert list(registry(vllm)) == ["RowParallelLinear"]
     (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert line.name == "vllm.flux", "vLLM shows what its own logger gets"
@@ -191,7 +202,7 @@ def test_a_version_is_known_by_what_it_has(
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     names = {
         "a class": "vllm.model_executor.layers.linear.UnquantizedLinearMethod",
-        "a method": "vllm.config.VllmConfig._set_compile_ranges",
+        "a method": "vllm.config.VllmConfig.compute_hash",
         "a parameter": "vllm.compilation.passes.pass_manager.PostGradPassManager.configure",
         "a module": "vllm.model_executor.custom_op",
     }
@@ -300,7 +311,8 @@ def test_another_plugin(vllm: dict[str, types.ModuleType], caplog: pytest.LogCap
     ]
 
 
-def test_which_layers(vllm: dict[str, types.ModuleType]) -> None:
+def test_which_layers(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "64")
     plugin.register()
     x = torch.ones(3, 8)
     packed = row_parallel(vllm, WEIGHT)
@@ -309,7 +321,7 @@ def test_which_layers(vllm: dict[str, types.ModuleType]) -> None:
     layer = row_parallel(vllm, WEIGHT, bias=torch.ones(16), return_bias=True)
     with mock.patch("flux.integrations.vllm.layer.linear_all_reduce", return_value="flux's") as ours:
         assert layer(x) == ("flux's", None)
-        assert ours.call_args.args[2:] == (layer.bias, 128, "7", "tp:0")
+        assert ours.call_args.args[2:] == (layer.bias, 64, "7", "tp:0")
         layer.skip_bias_add = True
         assert layer(x) == ("flux's", layer.bias)
         assert ours.call_args.args[2] is None
@@ -336,85 +348,110 @@ def test_settings_of_vllm_that_flux_leaves_alone(vllm: dict[str, types.ModuleTyp
             assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
 
 
-@pytest.mark.parametrize("mode", ["auto", "layer"])
-def test_ranges_of_token_counts(
-    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    monkeypatch.setenv("FLUX_VLLM", mode)
-    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "33")
+class Pass:
+    """What the pass is told to do in a range; instead of a graph."""
+
+    def __init__(self, vllm: dict[str, types.ModuleType]) -> None:
+        manager = vllm["vllm.compilation.passes.pass_manager"].PostGradPassManager()
+        manager.configure("a configuration")
+        self.passes = manager.passes
+
+    def __call__(self, start: int, end: int) -> list[Any]:
+        context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
+        told: list[Any] = []
+        names = {"settle_sums": None, "unfuse": 3, "fuse_norm": 2, "count_kept": 4}
+        with contextlib.ExitStack() as stack:
+            module = "flux.integrations.vllm.compiled"
+            stack.enter_context(mock.patch(f"{module}.get_pass_context", lambda: context))
+            for name, count in names.items():
+                call = lambda graph, *limits, name=name, count=count: told.append((name, *limits)) or count  # noqa: E731
+                stack.enter_context(mock.patch(f"{module}.{name}", call))
+            self.passes[0]("a graph")
+        return told
+
+
+def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     row_parallel(vllm, WEIGHT)
     row_parallel(vllm, WEIGHT)
-    manager = vllm["vllm.compilation.passes.pass_manager"].PostGradPassManager()
-    manager.configure("a configuration")
-    if mode == "layer":
-        assert len(manager.passes) == 2
-        return
-    ours, *others = manager.passes
-    assert others[0] == "another pass" and len(others) == 2, "ours is the first, and there once"
-    told = []
-    for start, end in ((1, 32), (33, 64), (65, 8192), (1, 8192)):
-        context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
-        with (
-            mock.patch("flux.integrations.vllm.compiled.get_pass_context", lambda c=context: c),
-            mock.patch(
-                "flux.integrations.vllm.compiled.settle_sums",
-                side_effect=lambda g, reduced: told.append("summed" if reduced else "to be summed"),
-            ),
-            mock.patch("flux.integrations.vllm.compiled.unfuse", side_effect=lambda g: told.append("vLLM")),
-            mock.patch(
-                "flux.integrations.vllm.compiled.fuse_norm", side_effect=lambda g: told.append("flux") or 7
-            ),
-        ):
-            ours(None)
-    assert list(reports.report.ranges.values()) == [
-        "vLLM's own, because there are fewer than 33 tokens",
-        "vLLM's own, because its AllReduceFusionPass applies",
-        "flux, with 7 norms",
-        "each call decides",
+    ours = Pass(vllm)
+    assert len(ours.passes) == 3 and ours.passes[1] == "another pass", "ours is the first, and there once"
+    assert ours(65, 8192) == [
+        ("settle_sums", 65, 8192),
+        ("unfuse", 8192),
+        ("fuse_norm", 65),
+        ("count_kept",),
     ]
-    # Below the limit; where vLLM fuses; flux's; and one in which the operator decides.
-    assert told == ["to be summed", "vLLM", "summed", "vLLM", "summed", "flux"]
-    assert "33" in ours.uuid()
+    # Where vLLM fuses, layers are given back from whatever number of tokens on flux begins.
+    assert ours(1, 64) == [("settle_sums", 1, 64), ("unfuse", 0), ("fuse_norm", 1), ("count_kept",)]
+    assert reports.report.ranges == {
+        (1, 64): "flux 4 linear layers, 2 with norm, vLLM 3 (AllReduceFusionPass applies)",
+        (65, 8192): "flux 4 linear layers, 2 with norm, vLLM 3",
+    }
+    ours(65, 8192)  # another graph of the model
+    assert reports.report.ranges[65, 8192] == "flux 8 linear layers, 4 with norm, vLLM 6"
+
+
+def test_mode_layer_has_no_pass(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_VLLM", "layer")
+    plugin.register()
+    row_parallel(vllm, WEIGHT)
+    assert len(Pass(vllm).passes) == 2
 
 
 @pytest.mark.parametrize(
-    "ranks, endpoints, min_tokens, expected",
+    "endpoints, begins, expected",
     [
-        (2, [64], 64, [63, 64]),
-        (2, [16, 64], 33, [16, 32, 64]),
-        (2, [64], 65, [64]),
-        (2, [64], 1, [64]),
-        (2, [], 33, []),
-        (1, [64], 33, [64]),
+        ([64], [64], [63, 64]),
+        ([16, 64], [33, 8, 33], [7, 16, 32, 64]),
+        ([64], [65], [64]),
+        ([64], [1], [64]),
+        ([], [33], []),
+        (None, [33], None),
     ],
 )
-def test_where_a_range_is_split(
+def test_a_range_begins_where_a_layer_does(
     vllm: dict[str, types.ModuleType],
     monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    endpoints: list[int],
-    min_tokens: int,
-    expected: list[int],
+    endpoints: list[int] | None,
+    begins: list[int],
+    expected: list[int] | None,
 ) -> None:
-    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", str(min_tokens))
-    for _ in range(2):
-        plugin.register()
-    config = vllm["vllm.config"].VllmConfig()
-    config.parallel_config = mock.Mock(tensor_parallel_size=ranks)
-    config.compilation_config = mock.Mock(compile_ranges_endpoints=endpoints)
-    config._set_compile_ranges()
+    plugin.register()
+    config = stand_in.configuration()
+    config.compilation_config.compile_ranges_endpoints = endpoints
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        for tokens in begins:
+            monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", str(tokens))
+            row_parallel(vllm, WEIGHT)
     assert config.compilation_config.compile_ranges_endpoints == expected
 
 
-def test_compiled_graphs_are_told_apart(vllm: dict[str, types.ModuleType]) -> None:
+def test_compiled_graphs_are_told_apart(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = vllm["vllm.config"].VllmConfig()
     hashes = [config.compute_hash()]
-    for mode, min_tokens in (("auto", 128), ("auto", 64), ("layer", 64)):
+    tuning = tmp_path / "tuning.json"
+    tuning.write_text('{"rows": []}')
+    for setting in ({}, {"MIN_TOKENS": "64"}, {"TUNING": str(tuning)}):
         registry(vllm).clear()
+        for name, value in setting.items():
+            monkeypatch.setenv(f"FLUX_VLLM_{name}", value)
         from flux.integrations.vllm import layer
 
-        assert layer.replace_row_parallel(mode, min_tokens) is None
+        assert layer.replace_row_parallel("auto") is None
         hashes.append(config.compute_hash())
         assert hashes[-1] == config.compute_hash()
     assert len(set(hashes)) == 4
+
+
+def test_where_flux_would_run_unfused(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU of another kind, or a build without kernels: the model stays vLLM's."""
+    monkeypatch.setattr(plan, "why_unfused", lambda *problem: f"no kernel for {problem[2:5]}")
+    plugin.register()
+    assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
+    ((_, reason),) = reports.report.refused
+    assert reason == "flux would run unfused: no kernel for (16, 8, torch.float32)"

@@ -19,6 +19,7 @@ from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import op  # noqa: F401  (defines operators, which can be done only once)
 from flux.integrations.vllm import report as reports
+from flux.ops import plan
 
 
 class Linear(torch.nn.Module):
@@ -63,7 +64,7 @@ def configuration(
     return mock.Mock(
         parallel_config=mock.Mock(use_ubatching=use_ubatching),
         kernel_config=mock.Mock(linear_backend=linear_backend),
-        compilation_config=mock.Mock(mode=CompilationMode[mode]),
+        compilation_config=mock.Mock(mode=CompilationMode[mode], compile_ranges_endpoints=[512]),
         lora_config=lora,
     )
 
@@ -109,9 +110,7 @@ def stand_in() -> dict[str, types.ModuleType]:
         "vllm": {},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300},
         "vllm.config": {
-            "VllmConfig": _names(
-                compute_hash=lambda self: "hash of vLLM", _set_compile_ranges=_nothing, lora_config=None
-            ),
+            "VllmConfig": _names(compute_hash=lambda self: "hash of vLLM", lora_config=None),
             "CompilationConfig": _names(compile_ranges_endpoints=None),
             "ParallelConfig": _names(use_ubatching=False),
             "CompilationMode": CompilationMode,
@@ -182,10 +181,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     # What is put there is taken away again.
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.delenv("FLUX_TIMEOUT_S", raising=False)
-    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_MOE"):
+    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_TUNING", "FLUX_VLLM_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
     monkeypatch.setattr(reports, "report", reports.Report())
     ours = ("layer", "compiled", "moe", "worker")
     names = [f"flux.integrations.vllm.{name}" for name in ours]

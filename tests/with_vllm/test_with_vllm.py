@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -171,8 +172,13 @@ def _assert_told(log: list[str], kind: str, mode: str, min_tokens: int, experts:
     """vLLM's log has one line of flux, and it is true."""
     (line,) = log
     linears = (2 if kind == "llama" else 1) * LAYERS
-    served = f"{linears} row-parallel linear layers" + (f" and {experts} MoE layers" if experts else "")
-    assert f": {served}, for batches of {min_tokens} tokens or more" in line
+    begin = f"from {min_tokens} token{'s' if min_tokens > 1 else ''} on (FLUX_VLLM_MIN_TOKENS)"
+    counts = [
+        int(n)
+        for n in re.findall(rf"(\d+) row-parallel linear \[256, \d+\] layers? {re.escape(begin)}", line)
+    ]
+    assert sum(counts) == linears
+    assert (f"{experts} MoE layers {begin}" in line) == (experts > 0)
     if mode == "ranges":
-        assert f"compiled for 1 to {min_tokens - 1}: vLLM's own" in line
-        assert f"compiled for {min_tokens} to 512: flux, with {linears} norms" in line
+        assert f"Compiled for 1 to {min_tokens - 1} tokens: vLLM {linears};" in line
+        assert f"; {min_tokens} to 512 tokens: flux {linears} linear layers, {linears} with norm" in line

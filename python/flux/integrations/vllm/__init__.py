@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from importlib import metadata
-from typing import Any
 
-from flux import _env
 from flux.integrations.vllm import uses
-from flux.integrations.vllm.report import tell
+from flux.integrations.vllm.report import setting, tell
 
 __all__ = ["register"]
 
@@ -35,8 +33,8 @@ def register() -> None:
 
         vllm.register()  # vLLM does this itself; without vLLM it only logs that flux is not used
     """
-    mode, min_tokens = _setting("FLUX_VLLM"), _setting("FLUX_VLLM_MIN_TOKENS")
-    with_moe = _setting("FLUX_VLLM_MOE") == "auto"
+    mode = setting("FLUX_VLLM")
+    with_moe = setting("FLUX_VLLM_MOE") == "auto"
     if mode == "off":
         return
     why_not = _why_not_here()
@@ -44,7 +42,7 @@ def register() -> None:
         from flux.integrations import async_tp
         from flux.integrations.vllm import layer
 
-        why_not = layer.replace_row_parallel(mode, min_tokens)
+        why_not = layer.replace_row_parallel(mode)
         if why_not is None:
             # What vLLM's pass for asynchronous tensor parallelism calls, where it has one.
             async_tp.install()
@@ -59,15 +57,6 @@ def register() -> None:
     # Where it is used, rank 0 tells how (worker.py). vLLM's other processes would only repeat this.
     if why_not is not None and multiprocessing.parent_process() is None:
         tell(f"not used, because {why_not}", logging.WARNING)
-
-
-def _setting(name: str) -> Any:
-    """The value of a variable, or its default if it is set to something that means nothing."""
-    try:
-        return _env.get(name)
-    except ValueError as error:
-        tell(f"{error}; the default is used", logging.WARNING)
-        return _env.default(name)
 
 
 def _has(part: str) -> bool:

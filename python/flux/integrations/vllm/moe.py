@@ -18,12 +18,13 @@ from vllm.platforms import current_platform
 from flux.integrations.vllm import compiled, layer
 from flux.integrations.vllm.experts import summed_experts
 from flux.integrations.vllm.op import all_reduce_below
-from flux.integrations.vllm.report import report, tell
+from flux.integrations.vllm.report import report, setting, tell
 from flux.moe.routing import MAX_TOP_K
-from flux.ops.plan import current_device, why_unfused
 
 _NAME = "MoERunner"
 _KIND = "MoE"
+# Larger batches were faster where it was measured, batches of 16 and 64 slower (docs/vllm.md).
+_FROM_TOKENS = 128
 # vLLM's kernels for experts that do not repack the weights (gates first). (The kernel for CPUs
 # repacks them; see _keep_weights.)
 _KERNELS = ("TRITON", "CPU")
@@ -41,24 +42,26 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         if why_not is not None:
             report.refused[_KIND, why_not] += 1
             return
-        report.served[_KIND] += 1
+        forced = setting("FLUX_VLLM_MIN_TOKENS")
+        self._flux_from = forced or _FROM_TOKENS
+        report.served[_KIND, self._flux_from, "FLUX_VLLM_MIN_TOKENS" if forced else "prefill only"] += 1
         group = get_tp_group()
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
-        self._flux_min_tokens = layer.settings.min_tokens
         self._flux_weights: list[torch.Tensor] = []
         if current_platform.is_cpu():
             # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
             self._forward_entry = torch.ops.vllm.moe_forward
             self._keep_weights()
         if layer.settings.mode != "layer":
-            compiled.install(layer.settings.min_tokens)
+            compiled.install()
+            compiled.split_range(get_current_vllm_config_or_none(), self._flux_from)
 
     def _apply_quant_method(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **others: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Chooses and runs the experts, inside the operator that vLLM's graphs contain."""
-        if not self._flux_serves or hidden_states.shape[0] < self._flux_min_tokens:
+        if not self._flux_serves or hidden_states.shape[0] < self._flux_from:
             result: tuple[torch.Tensor | None, torch.Tensor] = super()._apply_quant_method(
                 hidden_states=hidden_states, router_logits=router_logits, **others
             )
@@ -81,7 +84,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         if not self._flux_serves:
             total = super()._maybe_reduce_final_output(states, trunc_size, *others)
             return total
-        total = all_reduce_below(states, self._flux_min_tokens, self._flux_vllm_group)
+        total = all_reduce_below(states, self._flux_from, self._flux_vllm_group)
         return total if trunc_size is None else total[..., :trunc_size]
 
     def _keep_weights(self) -> None:
@@ -107,13 +110,13 @@ def replace_runner() -> None:
             logging.WARNING,
         )
         return
-    compiled.distinguish_cached_graphs("moe", layer.settings.min_tokens)
+    compiled.distinguish_cached_graphs("moe")
     MoERunner.register_oot(name=_NAME)(FluxMoERunner)
 
 
 def _why_not(runner: MoERunner) -> str | None:
     """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
-    return layer.first_that_applies(lambda: _reasons(runner))
+    return layer.first_that_applies(_reasons(runner))
 
 
 def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
@@ -148,14 +151,8 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     kernel = method.unquantized_backend.name
     yield f"vLLM's kernel is {kernel}", kernel not in _KERNELS
     yield "vLLM's kernel chooses the experts", bool(method.is_monolithic)
-    unfused = _why_unfused(moe.hidden_dim, moe.intermediate_size_per_partition, experts.params_dtype)
+    unfused = layer.unfused_reason(moe.hidden_dim, moe.intermediate_size_per_partition, experts.params_dtype)
     yield f"flux would run unfused: {unfused}", unfused is not None
-
-
-def _why_unfused(n: int, k: int, dtype: torch.dtype) -> str | None:
-    """Why a sum over ranks would not run fused, as far as known before the group's first call, or None."""
-    group_name = str(get_tp_group().device_group.group_name)
-    return why_unfused("gemm_ar", layer.settings.min_tokens, n, k, dtype, current_device(), group_name)
 
 
 def _has_sequence_parallelism(config: Any) -> bool:

@@ -42,7 +42,6 @@ USES = (
     Use("layers", "vllm.config", "get_current_vllm_config_or_none"),
     Use("layers", "vllm.config", "CompilationMode.NONE"),
     Use("layers", "vllm.config", "VllmConfig.compute_hash"),
-    Use("layers", "vllm.config", "VllmConfig._set_compile_ranges"),
     Use("layers", "vllm.config", "VllmConfig.lora_config"),
     Use("layers", "vllm.config", "CompilationConfig.compile_ranges_endpoints"),
     Use("layers", "vllm.config", "ParallelConfig.use_ubatching"),

@@ -15,7 +15,6 @@ from typing import Any
 from vllm import envs
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from flux.integrations.vllm import layer
 from flux.integrations.vllm.report import report, tell
 from flux.ops import workspaces
 
@@ -50,7 +49,7 @@ def _follow(name: str, then: Callable[[Any, Any], None]) -> None:
 
 def _tell_report(worker: Any, result: Any) -> None:
     if worker.rank == 0:
-        tell(report.line(layer.settings.min_tokens))
+        tell(report.line())
 
 
 def _check(worker: Any, result: Any) -> None:
