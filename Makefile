@@ -33,7 +33,7 @@ help:
 	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
-	@echo "make results    write docs/results.md and README's table from benchmarks/results   (ARGS=--check)"
+	@echo "make results    write docs/results.md, README's table and measured.json from benchmarks/results"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
 	@echo "make wheel      wheels and the sdist in dist/: with kernels if FLUX_CUDA is not off; needs nvcc, no GPU"
@@ -95,6 +95,7 @@ bench: build
 
 results: build
 	$(PY) benchmarks/make_results.py $(ARGS)
+	$(PY) benchmarks/make_measured.py
 
 # The objects are deleted so that the log of ptxas is complete; ccache makes that cheap and replays the log.
 kernels: $(STAMP)

@@ -36,6 +36,21 @@ def _positive(text: str) -> int:
     return value
 
 
+def _positive_or_auto(text: str) -> int | None:
+    if text.strip().lower() == "auto":
+        return None
+    try:
+        return _positive(text)
+    except ValueError:
+        raise ValueError("must be auto or a positive number") from None
+
+
+def _existing_file(text: str) -> str:
+    if text and not os.path.isfile(text):
+        raise ValueError("must be a file")
+    return text
+
+
 def _one_of(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         value = text.strip().lower()
@@ -81,10 +96,18 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "FLUX_VLLM_MIN_TOKENS",
-        "128",
-        "Smallest batch, in tokens, for which the vLLM plugin uses flux.",
+        "auto",
+        "Smallest batch, in tokens, for which the vLLM plugin uses flux: auto (as measured), or a number.",
         "run",
-        _positive,
+        _positive_or_auto,
+    ),
+    Variable(
+        "FLUX_VLLM_TUNING",
+        "",
+        "Result file of flux bench on this machine; the vLLM plugin decides by it from how many tokens on it "
+        "uses flux.",
+        "run",
+        _existing_file,
     ),
     Variable(
         "FLUX_VLLM_MOE",
@@ -147,6 +170,12 @@ def get(name: str) -> Any:
         return variable.parse(text)
     except ValueError as error:
         raise ValueError(f"{name}={text!r}: {error} (default {variable.default!r})") from None
+
+
+def default(name: str) -> Any:
+    """The value of a variable that is not set."""
+    variable = _BY_NAME[name]
+    return variable.parse(variable.default)
 
 
 def timeout_s() -> float:

@@ -9,8 +9,8 @@ log = logging.getLogger("flux")
 _said: set[str] = set()
 
 
-def say_once(message: str, level: int = logging.WARNING) -> None:
+def say_once(message: str, level: int = logging.WARNING, logger: logging.Logger = log) -> None:
     """Logs a message, unless this process has logged it before."""
     if message not in _said:
         _said.add(message)
-        log.log(level, message)
+        logger.log(level, message)

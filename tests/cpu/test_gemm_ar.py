@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -251,30 +252,40 @@ def skewed(rank: int, world_size: int) -> str:
 
 
 def too_large_to_exchange(rank: int, world_size: int) -> str:
-    """gemm_rs and all_gather where the rows can be dealt, torch where not."""
-    limits = plan_ar.MAX_EXCHANGE_BYTES, plan_ar.COMPOSED_FROM_BYTES
-    plan_ar.MAX_EXCHANGE_BYTES = plan_ar.COMPOSED_FROM_BYTES = 64
+    """gemm_rs and all_gather of the rows that can be dealt, an exchange of the others."""
+    names = ("MAX_EXCHANGE_BYTES", "COMPOSED_FROM_BYTES", "RAGGED_FROM_BYTES")
+    limits = {name: getattr(plan_ar, name) for name in names}
+    vars(plan_ar).update(zip(names, (256, 64, 64), strict=True))
     flux.release()
     try:
         told = []
-        for m in (6 * world_size, 6 * world_size + 1):
+        for m in (6 * world_size, 6 * world_size + 1, 7 * world_size - 1):
             case = GemmRsCase(m, 40, 16, world_size, bias=True)
             x, weight, bias = case.inputs(rank)
             residual = torch.arange(m * 40).view(m, 40).remainder(5).mul(2).bfloat16()
             norm, total = flux.gemm_ar(x, weight, bias, residual=residual, norm_weight=residual[0] + 1)
+            with mock.patch.object(ops.scatter, "call", wraps=ops.scatter.call) as dealt:
+                told.append(compare(flux.gemm_ar(x, weight, bias), case.expected_sum()))
+            if world_size > 1 and [len(call.args[0]) for call in dealt.call_args_list] != [
+                m - m % world_size
+            ]:
+                told.append(f"{m} rows: {dealt.call_args_list}")
+            in_place = residual.clone()
+            flux.gemm_ar(x, weight, bias, residual=in_place, out=in_place)
             told += [
-                compare(flux.gemm_ar(x, weight, bias), case.expected_sum()),
+                compare(in_place, total),
                 compare(total - residual, case.expected_sum()),
                 compare(norm, ops.rms_norm(total, residual[0] + 1, 1e-6)),
                 compare(flux.all_reduce(x), reduce_ops.reference(x)),
             ]
             plan = flux.explain("gemm_ar", m, 40, 16)
-            way = "as gemm_rs + all_gather" if m % world_size == 0 else "cannot be dealt"
-            if world_size > 1 and (way not in plan.reason or plan.fused != (m % world_size == 0)):
+            way = "as gemm_rs + all_gather"
+            way += f", of {m % world_size} rows by exchange" if m % world_size else ""
+            if world_size > 1 and not (plan.reason.endswith(way) and plan.fused):
                 told.append(str(plan))
         return "; ".join(t for t in told if t)
     finally:
-        plan_ar.MAX_EXCHANGE_BYTES, plan_ar.COMPOSED_FROM_BYTES = limits
+        vars(plan_ar).update(limits)
         flux.release()
 
 

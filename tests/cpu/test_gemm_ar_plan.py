@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
 from flux._native import core
@@ -67,10 +68,20 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         ({"why_not": "rank 1: no way"}, False, -1, "rank 1: no way"),
         ({"m": 1532}, True, 1, "two-shot"),
         ({"m": 1536}, True, -1, "a sum of 12 MiB is sooner there as gemm_rs + all_gather"),
-        ({"m": 8191}, True, 1, "two-shot"),
+        ({"m": 1537}, True, 1, "two-shot"),
+        ({"m": 3071}, True, 1, "two-shot"),
+        (
+            {"m": 3073},
+            True,
+            -1,
+            "a sum of 24 MiB is sooner there as gemm_rs + all_gather, of 1 rows by exchange",
+        ),
+        ({"m": 8191}, True, -1, "gemm_rs + all_gather, of 3 rows by exchange"),
         ({"m": 8192}, True, -1, "a sum of 64 MiB is sooner there as gemm_rs + all_gather"),
         ({"m": 8196}, True, -1, "gemm_rs + all_gather"),
-        ({"m": 8197}, False, -1, "m = 8197 cannot be dealt to 4 ranks"),
+        ({"m": 8197}, True, -1, "gemm_rs + all_gather, of 1 rows by exchange"),
+        ({"m": 3, "n": 8 << 20}, True, 1, "two-shot"),
+        ({"m": 3, "n": 16 << 20}, False, -1, "m = 3 cannot be dealt to 4 ranks"),
         ({"device_type": "cpu", "n": 4100, "k": 3, "num_sms": 0}, True, 0, "share memory; one-shot"),
         ({"op": "all_reduce", "m": 3, "n": 8}, True, 0, "one-shot sends 0.1 KiB"),
         ({"op": "all_reduce", "m": 8192}, True, 1, "two-shot"),
@@ -318,3 +329,40 @@ def reserving(rank: int, world_size: int) -> str:
 
 def test_reserve_makes_room_for_sums() -> None:
     assert spawn(reserving, 3, backend="gloo") == ["all_reduce: x [1"] * 3
+
+
+class Made(TorchDispatchMode):
+    """Counts elements of the tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Tensor)]
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.elements[result.dtype] = self.elements.get(result.dtype, 0) + result.numel()
+        return result
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_unfused_on_gpus_makes_no_second_result(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """Nor one in fp32: vLLM measures its memory with a smaller batch."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
+    x, weight, bias, residual = (
+        torch.full(shape, 2.0).bfloat16() for shape in ((64, 8), (32, 8), (32,), (64, 32))
+    )
+    total = residual if in_place else torch.empty_like(residual)
+    with Made() as made:
+        ops._unfused(x.as_subclass(OnGpu), weight, bias, False, residual, dist.group.WORLD, total)
+    assert (total == 2 * 32 + 2 + 2).all()
+    assert made.elements == ({torch.bfloat16: 64 * 32} if in_place else {})

@@ -11,21 +11,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_vllm_plugin as with_linear
 import torch
 import torch.distributed as dist
+import vllm_stand_in as stand_in
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
+from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.experts import summed_experts
 from flux.moe import reference
 from flux.ops import plan
 from flux.testing import spawn
 
-vllm = with_linear.vllm
+vllm = stand_in.vllm
 Modules = dict[str, types.ModuleType]
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 6, 16, 24, 2
 
@@ -49,11 +50,11 @@ class Runner:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(with_linear.registry(sys.modules).get(cls.__name__, cls))
+        return super().__new__(stand_in.registry(sys.modules).get(cls.__name__, cls))
 
     @classmethod
     def register_oot(cls, name: str) -> Any:
-        return with_linear.Linear.register_oot.__func__(cls, name)  # type: ignore[attr-defined]
+        return stand_in.Linear.register_oot.__func__(cls, name)  # type: ignore[attr-defined]
 
     def __init__(self, changes: dict[str, Any] | None = None) -> None:
         parallel = types.SimpleNamespace(
@@ -90,8 +91,8 @@ class Runner:
                 owner = getattr(owner, step)
             setattr(owner, name, value)
 
-    def _apply_quant_method(self, **kwargs: Any) -> Any:
-        return "vLLM's shared", f"vLLM's own with {sorted(kwargs)}"
+    def _apply_quant_method(self, hidden_states: Any, router_logits: Any, input_ids: Any = None) -> Any:
+        return "vLLM's shared", "vLLM's own" + " with ids" * (input_ids is not None)
 
     def _maybe_reduce_final_output(self, states: Any, trunc_size: int | None, *others: Any) -> Any:
         return "vLLM's sum", trunc_size, *others
@@ -106,6 +107,7 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
     contents: dict[str, dict[str, Any]] = {
         layers: {},
         f"{layers}.activation": {"MoEActivation": Activation},
+        f"{layers}.config": {"FusedMoEConfig": type("FusedMoEConfig", (), {"moe_parallel_config": None})},
         f"{layers}.runner": {},
         f"{layers}.runner.moe_runner": {"MoERunner": type("MoERunner", (Runner,), {})},
         f"{layers}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
@@ -114,17 +116,13 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
         module = types.ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    compilation = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
-    monkeypatch.setattr(vllm["vllm.config"], "CompilationMode", compilation, raising=False)
-    monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
     monkeypatch.setattr(torch.ops.vllm, "moe_forward", "opaque", raising=False)
     configure(vllm)
     return vllm
 
 
 def configure(vllm: Modules, mode: str = "VLLM_COMPILE", enable_sp: bool = False) -> None:
-    config = with_linear.configuration()
-    config.compilation_config.mode = vllm["vllm.config"].CompilationMode[mode]
+    config = stand_in.configuration(mode=mode)
     config.compilation_config.pass_config = types.SimpleNamespace(enable_sp=enable_sp)
     vllm["vllm.config"].get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
 
@@ -143,17 +141,17 @@ def test_only_if_asked_for(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, s
         for _ in range(2):
             plugin.register()
     names = ["RowParallelLinear"] + (["MoERunner"] if setting == "auto" else [])
-    assert list(with_linear.registry(with_moe)) == names
+    assert list(stand_in.registry(with_moe)) == names
     assert type(build()).__name__ == ("FluxMoERunner" if setting == "auto" else "MoERunner")
     marks = [call.args for call in marked.call_args_list]
-    assert marks == [("auto", 4)] + ([("moe", 4)] if setting == "auto" else [])
+    assert marks == [("auto",)] + ([("moe",)] if setting == "auto" else [])
 
 
 def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> None:
-    with_linear.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
-    with caplog.at_level("WARNING", "flux"):
+    stand_in.registry(with_moe)["MoERunner"] = other = type("TheirRunner", (), {})
+    with caplog.at_level("WARNING", "vllm.flux"):
         plugin.register()
-    assert with_linear.registry(with_moe)["MoERunner"] is other
+    assert stand_in.registry(with_moe)["MoERunner"] is other
     (line,) = [record.message for record in caplog.records]
     assert "another plugin has replaced MoERunner by TheirRunner" in line
 
@@ -161,8 +159,12 @@ def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> 
 NOT_SERVED = {
     "weights are quantised": {"routed_experts__quant_method": object()},
     "the dtype is torch.float64": {"routed_experts__params_dtype": torch.float64},
-    "there is one rank": {"moe_config__moe_parallel_config__tp_size": 1},
-    "experts are distributed": {"moe_config__moe_parallel_config__use_ep": True},
+    "they are not sharded over ranks": {"moe_config__moe_parallel_config__tp_size": 1},
+    # vLLM counts one rank of tensor parallelism then.
+    "experts are distributed over ranks": {
+        "moe_config__moe_parallel_config__use_ep": True,
+        "moe_config__moe_parallel_config__tp_size": 1,
+    },
     "ranks have different tokens": {"moe_config__moe_parallel_config__dp_size": 2},
     "results are not reduced": {"moe_config__skip_final_all_reduce": True},
     "there are shared experts": {"shared_experts": object()},
@@ -183,16 +185,15 @@ NOT_SERVED = {
 
 
 @pytest.mark.parametrize("reason", NOT_SERVED)
-def test_what_stays_vllms(with_moe: Modules, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+def test_what_stays_vllms(with_moe: Modules, reason: str) -> None:
     plugin.register()
-    with caplog.at_level("WARNING", "flux"):
-        for _ in range(2):
-            runner = build(**NOT_SERVED[reason])
-    (line,) = [record.message for record in caplog.records]
-    assert line.startswith("vllm: MoE layers stay vLLM's where ") and reason in line
+    for _ in range(2):
+        runner = build(**NOT_SERVED[reason])
+    ((kind, told),) = reports.report.refused
+    assert kind == "MoE" and reason in told and reports.report.refused[kind, told] == 2
     x = torch.ones(5, HIDDEN)
-    _, said = runner._apply_quant_method(hidden_states=x, router_logits=x, input_ids=None)
-    assert said == "vLLM's own with ['hidden_states', 'input_ids', 'router_logits']"
+    _, said = runner._apply_quant_method(hidden_states=x, router_logits=x, input_ids=x)
+    assert said == "vLLM's own with ids"
     assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
     assert runner._forward_entry is None
 
@@ -207,7 +208,7 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setattr(plan, "why_unfused", lambda *problem: "there is no kernel")
     plugin.register()
-    assert not build()._flux_serves
+    assert not build()._flux_serves and not reports.report.served
 
 
 def test_small_batches_stay_vllms(with_moe: Modules) -> None:
@@ -284,7 +285,7 @@ def test_experts_of_all_ranks(p: int) -> None:
 
 def sums(rank: int, p: int) -> list[str]:
     answers = []
-    library = with_linear.define_all_reduce()
+    library = stand_in.define_all_reduce()
     x = torch.full((3, 8), rank + 1.0)
     for min_tokens, expected in ((3, rank + 1.0), (4, 3.0)):
         arguments = (x, min_tokens, "tp:0")
@@ -303,7 +304,7 @@ def test_sums_of_vllms_experts() -> None:
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_settled_graph(reduced: bool) -> None:
-    library = with_linear.define_all_reduce()
+    library = stand_in.define_all_reduce()
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     with FakeTensorMode():
@@ -311,7 +312,8 @@ def test_settled_graph(reduced: bool) -> None:
     below = graph.call_function(torch.ops.flux_vllm.all_reduce_below.default, (x, 5, "tp:0"))
     after = graph.call_function(torch.ops.aten.relu.default, (below,))
     graph.output(after)
-    assert graphs.settle_sums(graph, reduced) == 1
+    assert graphs.settle_sums(graph, 4, 5) == 0, "each call decides"
+    assert graphs.settle_sums(graph, *((5, 9) if reduced else (1, 4))) == 1
     graph.lint()
     if reduced:
         assert after.args == (x,)

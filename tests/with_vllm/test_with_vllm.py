@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from flux.integrations.vllm import uses
 
 VOCABULARY = 512
 LAYERS = 2
@@ -99,6 +102,8 @@ def _generate(model: Path, mode: str, folder: Path, flux: str, min_tokens: int, 
         ).returncode
     assert code == 0, f"{log}:\n{log.read_text()[-6000:]}"
     said: dict[str, Any] = json.loads(result.read_text())
+    # vLLM shows INFO, as it does by default.
+    said["log"] = [line for line in log.read_text().splitlines() if "flux 0." in line]
     return said
 
 
@@ -109,6 +114,11 @@ def _assert_same(with_flux: list[dict[str, Any]], without: list[dict[str, Any]])
             common = a.keys() & b.keys()  # the least probable of those listed may be a draw
             assert str(token) in common
             assert {t: a[t] for t in common} == pytest.approx({t: b[t] for t in common}, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("part", ["layers", "MoE", "worker"])
+def test_it_has_what_flux_uses(part: str) -> None:
+    assert uses.missing(part) is None
 
 
 # How often a pass through the model calls flux: for the attention of each layer, and for its MLP, or for its
@@ -153,4 +163,22 @@ def test_says_the_same_with_flux(
     }
     assert with_flux["ranks"] == [expected, expected]
 
+    assert without["log"] == []
+    _assert_told(with_flux["log"], kind, mode, min_tokens, experts)
     _assert_same(with_flux["said"], without["said"])
+
+
+def _assert_told(log: list[str], kind: str, mode: str, min_tokens: int, experts: int) -> None:
+    """vLLM's log has one line of flux, and it is true."""
+    (line,) = log
+    linears = (2 if kind == "llama" else 1) * LAYERS
+    begin = f"from {min_tokens} token{'s' if min_tokens > 1 else ''} on (FLUX_VLLM_MIN_TOKENS)"
+    counts = [
+        int(n)
+        for n in re.findall(rf"(\d+) row-parallel linear \[256, \d+\] layers? {re.escape(begin)}", line)
+    ]
+    assert sum(counts) == linears
+    assert (f"{experts} MoE layers {begin}" in line) == (experts > 0)
+    if mode == "ranges":
+        assert f"Compiled for 1 to {min_tokens - 1} tokens: vLLM {linears};" in line
+        assert f"; {min_tokens} to 512 tokens: flux {linears} linear layers, {linears} with norm" in line

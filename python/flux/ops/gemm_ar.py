@@ -305,7 +305,12 @@ def _among_ranks(
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
     if plan.fused and plan.mode < 0:
-        _composed(x, weight, bias, transpose_weight, residual, group, total, same)
+        dealt = m - m % group.size()
+        head = None if residual is None else residual[:dealt]
+        _composed(x[:dealt], weight, bias, transpose_weight, head, group, total[:dealt], same)
+        if dealt < m:
+            tail = None if residual is None else residual[dealt:]
+            _among_ranks(x[dealt:], weight, bias, transpose_weight, tail, None, 0.0, group, total[dealt:])
     else:
         with workspace.calling(plan, {"bias": bias, **same}) as epoch:
             if not plan.fused:
@@ -361,14 +366,20 @@ def _unfused(
 ) -> None:
     if total.numel() == 0:
         return
-    wide = wide_type(x.dtype)
-    # NCCL sums in x's dtype. On CPU, gloo is slow in any dtype, so it sums in the wide type.
-    partial = torch.zeros(total.shape, dtype=x.dtype if x.is_cuda else wide, device=x.device)
+    product = total
+    if not x.is_cuda:  # gloo is slow in any dtype, so it sums in the wide type; NCCL sums in x's
+        product = torch.empty(total.shape, dtype=wide_type(x.dtype))
+    elif residual is not None and residual.data_ptr() == total.data_ptr():
+        product = torch.empty_like(total)
     if x.shape[1] > 0:
         w = weight if transpose_weight else weight.t()
-        torch.mm(x.to(partial.dtype), w.to(partial.dtype), out=partial)
-        dist.all_reduce(partial, group=group)
-    total.copy_(_plus(partial.to(wide), _addends(bias, residual, total.shape[1])))
+        torch.mm(x.to(product.dtype), w.to(product.dtype), out=product)
+        dist.all_reduce(product, group=group)
+    else:
+        product.zero_()
+    _plus(product, _addends(bias, residual, total.shape[1]))
+    if product is not total:
+        total.copy_(product)
 
 
 def _composed(

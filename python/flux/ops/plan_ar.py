@@ -17,6 +17,9 @@ MAX_EXCHANGE_BYTES = 64 << 20
 # 16 MiB and 10 to 29 % less for 64 MiB
 # (benchmarks/results/tuning/2026-11-22-gemm_ar-composed-tp2-2xH200.json).
 COMPOSED_FROM_BYTES = 12 << 20
+# Where the ranks do not divide the rows, the rest is another exchange, which reads the weight once more. That
+# is expected to take as long as what composing gains for 16 MiB, a fifth of what it gains for 32.
+RAGGED_FROM_BYTES = 2 * COMPOSED_FROM_BYTES
 # Elements of the kernels' 16-byte vectors. On CPUs matrices of any dtype are padded to a multiple of it.
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
@@ -41,7 +44,8 @@ def plan_gemm_ar(
 ) -> Plan:
     """The plan of a GEMM+AllReduce. `num_sms` is that of the group's smallest GPU (0 on CPU).
 
-    `fused` without a `mode`: composed of flux.gemm_rs and flux.all_gather.
+    `fused` without a `mode`: composed of flux.gemm_rs and flux.all_gather, and of an exchange of the last
+    rows if the ranks do not divide all.
     """
     fused, reason = can_run_fused(
         "gemm_ar", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
@@ -50,9 +54,10 @@ def plan_gemm_ar(
     if not fused:
         return Plan(*common, False, _BY_TORCH, reason)
     sum_bytes = m * n * dtype.itemsize
-    dealt = m % world_size == 0
-    if dealt and sum_bytes >= COMPOSED_FROM_BYTES:
+    rest = m % world_size
+    if m >= world_size and sum_bytes >= (RAGGED_FROM_BYTES if rest else COMPOSED_FROM_BYTES):
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
+        reason += f", of {rest} rows by exchange" if rest else ""
         return Plan(*common, True, "those of gemm_rs and all_gather", reason)
     if sum_bytes > MAX_EXCHANGE_BYTES:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"

@@ -146,3 +146,8 @@ def check(group: GroupLike = None) -> None:
     if _cuda.is_available() and _cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     registry.check(pg)
+
+
+def check_all() -> None:
+    """Raises what is known to have gone wrong on any group, as check does, but waits for no stream."""
+    registry.check_all()

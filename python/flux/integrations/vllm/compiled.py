@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,83 +19,84 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
-from flux._log import log
-from flux.integrations.vllm.graph import fuse_norm, settle_sums, unfuse
+from flux.integrations.vllm.graph import count_kept, fuse_norm, settle_sums, unfuse
+from flux.integrations.vllm.report import report
+from flux.integrations.vllm.thresholds import fingerprint
 
-# vLLM's passes that fuse an all-reduce with the following operators, or replace it by a reduce-scatter.
-_ALL_REDUCE_FUSIONS = ("AllReduceFusionPass", "SequenceParallelismPass")
+# In names of vLLM's passes that fuse an all-reduce with what follows, or replace it by a reduce-scatter.
+_ALL_REDUCE_FUSIONS = ("AllReduce", "SequenceParallelism")
 
-# min_tokens of the pass, once it is installed.
-_installed: list[int] = []
+_installed: list[str] = []
 
 
 class FluxPass(InductorPass):  # type: ignore[misc]
-    """Gives a range of token counts back to vLLM, or lets flux have its norms too.
+    """Gives layers back to vLLM where flux does not begin before the end of a range, or vLLM fuses their
+    all-reduce; in the others flux takes the norms too.
 
     Args:
-        min_tokens: from how many tokens on flux is to be used.
         others: vLLM's passes for the same graph.
     """
 
-    def __init__(self, min_tokens: int, others: list[Any]) -> None:
-        self.min_tokens = min_tokens
-        self.fusions = [other for other in others if type(other).__name__ in _ALL_REDUCE_FUSIONS]
-
-    def gives_back(self, compile_range: Any) -> bool:
-        """Whether vLLM's own operators run in a range."""
-        if compile_range.end < self.min_tokens:
-            return True
-        return any(fusion.is_applicable_for_range(compile_range) for fusion in self.fusions)
+    def __init__(self, others: list[Any]) -> None:
+        self.counts: dict[Any, Counter[str]] = {}  # of a range, over its graphs
+        self.fusions = [o for o in others if any(name in type(o).__name__ for name in _ALL_REDUCE_FUSIONS)]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
-        # Layers of experts do not depend on ranges: only the number of tokens decides who sums.
-        if compile_range.end < self.min_tokens or compile_range.start >= self.min_tokens:
-            settle_sums(graph, reduced=compile_range.start >= self.min_tokens)
-        if self.gives_back(compile_range):
-            count = unfuse(graph)
-            log.debug("vllm: %s tokens: %d layers given back", compile_range, count)
-        elif compile_range.start >= self.min_tokens:
-            count = fuse_norm(graph)
-            log.debug("vllm: %s tokens: %d norms taken in", compile_range, count)
+        start, end = compile_range.start, compile_range.end
+        names = [type(f).__name__ for f in self.fusions if f.is_applicable_for_range(compile_range)]
+        counts = self.counts.setdefault((start, end), Counter())
+        settle_sums(graph, start, end)
+        counts["given back"] += unfuse(graph, 0 if names else end)
+        counts["norms"] += fuse_norm(graph, start)
+        counts["kept"] += count_kept(graph)
+        report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, str(self.min_tokens)))
+        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums))
 
 
-def install(min_tokens: int) -> None:
+def _told(counts: Counter[str], fusions: list[str]) -> str:
+    """What happened in a range, for the log."""
+    flux = f"flux {counts['kept']} linear layers, {counts['norms']} with norm"
+    why = f" ({fusions[0]} applies)" if fusions else ""
+    vllm = f"vLLM {counts['given back']}{why}"
+    return (
+        ", ".join(told for told, n in ((flux, counts["kept"]), (vllm, counts["given back"])) if n) or "none"
+    )
+
+
+def install() -> None:
     """Puts the pass before those of vLLM in every graph that this process compiles; once."""
     if _installed:
         return
-    _installed.append(min_tokens)
+    _installed.append("FluxPass")
     configure = PostGradPassManager.configure
 
     @functools.wraps(configure)
     def configure_with_flux(manager: Any, config: Any) -> None:
         configure(manager, config)
-        manager.passes.insert(0, FluxPass(min_tokens, manager.passes))
+        manager.passes.insert(0, FluxPass(manager.passes))
 
     PostGradPassManager.configure = configure_with_flux
 
 
-def split_ranges(min_tokens: int) -> None:
-    """Lets one of vLLM's ranges begin at `min_tokens`: below, compiled graphs are then vLLM's own."""
-    set_ranges = VllmConfig._set_compile_ranges
-
-    @functools.wraps(set_ranges)
-    def set_ranges_with_flux(config: Any) -> None:
-        set_ranges(config)
-        endpoints = config.compilation_config.compile_ranges_endpoints
-        if config.parallel_config.tensor_parallel_size > 1 and endpoints and 1 < min_tokens <= max(endpoints):
-            config.compilation_config.compile_ranges_endpoints = sorted({*endpoints, min_tokens - 1})
-
-    VllmConfig._set_compile_ranges = set_ranges_with_flux
+def split_range(config: Any, tokens: int) -> None:
+    """Lets one of vLLM's ranges begin at `tokens`, in a model that is not compiled yet: below, its graphs are
+    then vLLM's own.
+    """
+    if config is None:
+        return
+    compilation = config.compilation_config
+    endpoints = compilation.compile_ranges_endpoints
+    if endpoints and 1 < tokens <= max(endpoints):
+        compilation.compile_ranges_endpoints = sorted({*endpoints, tokens - 1})
 
 
-def distinguish_cached_graphs(mode: str, min_tokens: int) -> None:
+def distinguish_cached_graphs(mode: str) -> None:
     """Keeps vLLM from loading a graph that was compiled with another setting of flux, or without it."""
     compute_hash = VllmConfig.compute_hash
-    mark = f"flux {flux.__version__} {mode} {min_tokens}"
+    mark = f"flux {flux.__version__} {mode} {fingerprint()}"
 
     @functools.wraps(compute_hash)
     def compute_hash_with_flux(config: Any, *args: Any, **kwargs: Any) -> str:

@@ -13,11 +13,11 @@ _ours: Any = torch.ops.flux_vllm
 _aten: Any = torch.ops.aten
 
 
-def unfuse(graph: fx.Graph) -> int:
-    """Replaces linear_all_reduce by matmul, vLLM's all-reduce and the bias, which is what vLLM's passes know
-    how to fuse. Returns how many were replaced.
+def unfuse(graph: fx.Graph, end: int = 0) -> int:
+    """Replaces linear_all_reduce, where flux begins after `end` tokens, by matmul, vLLM's all-reduce and the
+    bias, which is what vLLM's passes know how to fuse. Returns how many were replaced.
     """
-    nodes = _matrix_calls(graph)
+    nodes = [node for node in _matrix_calls(graph) if _begins(node, 3) > end]
     for node in nodes:
         x, weight, bias, _, _, vllm_group = node.args
         with graph.inserting_before(node):
@@ -31,17 +31,22 @@ def unfuse(graph: fx.Graph) -> int:
     return len(nodes)
 
 
-def fuse_norm(graph: fx.Graph) -> int:
-    """Makes linear_all_reduce and vLLM's fused_add_rms_norm behind it one linear_all_reduce_norm, which adds
-    the residual and normalises. Returns how many pairs there were.
+def fuse_norm(graph: fx.Graph, start: int) -> int:
+    """Makes linear_all_reduce, where flux begins at `start` tokens or before, and vLLM's fused_add_rms_norm
+    behind it one linear_all_reduce_norm, which adds the residual and normalises. Returns how many there were.
     """
-    target = getattr(getattr(torch.ops, "vllm_ir", None), "fused_add_rms_norm", None)
+    target = _norm_operator()
     if target is None:
         return 0
     count = 0
     for node in _matrix_calls(graph):
         (norm,) = node.users if len(node.users) == 1 else (None,)
-        if norm is None or norm.target is not target.default or not _is_plain_norm(norm, node):
+        if (
+            _begins(node, 3) > start
+            or norm is None
+            or norm.target is not target
+            or not _is_plain_norm(norm, node)
+        ):
             continue
         x, weight, bias, _, group_name, _ = node.args
         residual, norm_weight, eps = norm.args[1:4]
@@ -56,14 +61,31 @@ def fuse_norm(graph: fx.Graph) -> int:
     return count
 
 
-def settle_sums(graph: fx.Graph, reduced: bool) -> int:
-    """Replaces all_reduce_below by its argument, if flux sums in the whole range (`reduced`), or by vLLM's
-    all-reduce. Returns how many were replaced.
+def count_kept(graph: fx.Graph) -> int:
+    """How many layers are still flux's."""
+    ours = (_ours.linear_all_reduce.default, _ours.linear_all_reduce_norm.default)
+    return sum(len(graph.find_nodes(op="call_function", target=target)) for target in ours)
+
+
+def _norm_operator() -> Any:
+    """vLLM's fused_add_rms_norm, if it has one with the arguments that flux knows."""
+    try:
+        found = torch.ops.vllm_ir.fused_add_rms_norm.default
+    except AttributeError:
+        return None
+    names = [argument.name for argument in found._schema.arguments]
+    return found if names == ["x", "x_residual", "weight", "epsilon", "variance_size"] else None
+
+
+def settle_sums(graph: fx.Graph, start: int, end: int) -> int:
+    """Replaces all_reduce_below by its argument, if flux sums for all of `start` to `end` tokens, or by
+    vLLM's all-reduce, if it does for none. Returns how many were replaced.
     """
-    nodes = graph.find_nodes(op="call_function", target=_ours.all_reduce_below.default)
+    found = graph.find_nodes(op="call_function", target=_ours.all_reduce_below.default)
+    nodes = [node for node in found if not start < _begins(node, 1) <= end]
     for node in nodes:
         x, _, vllm_group = node.args
-        if not reduced:
+        if _begins(node, 1) > end:
             with graph.inserting_before(node):
                 x = _call(graph, torch.ops.vllm.all_reduce.default, x, vllm_group)
         node.replace_all_uses_with(x)
@@ -82,6 +104,12 @@ def _is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
     if residual.meta["val"].dtype != dtype or weight.meta["val"].dtype != dtype:
         return False
     return len(norm.args) == 4 or norm.args[4] is None
+
+
+def _begins(node: fx.Node, argument: int) -> int:
+    """From how many tokens on flux runs a call, which is one of its arguments."""
+    tokens: Any = node.args[argument]
+    return int(tokens)
 
 
 def _matrix_calls(graph: fx.Graph) -> list[fx.Node]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
-from flux._log import say_once
 from flux.integrations.vllm import compiled
 from flux.integrations.vllm.op import linear_all_reduce
+from flux.integrations.vllm.report import report
+from flux.integrations.vllm.thresholds import from_tokens
+from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
+_KIND = "row-parallel linear"
 # The dtypes that both the kernels and the CPU path support.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
@@ -30,7 +33,6 @@ class Settings:
     """Settings of this process, from the environment."""
 
     mode: str = "auto"
-    min_tokens: int = 1
 
 
 settings = Settings()
@@ -46,15 +48,21 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
-            tell_once(logging.INFO, "row-parallel", why_not)
+            report.refused[_KIND, why_not] += 1
             return
+        shape = self.output_size, self.input_size_per_partition
+        config = get_current_vllm_config_or_none()
+        problem = (*shape, self.params_dtype, self.tp_size, current_device())
+        self._flux_from, why = from_tokens(*problem, eager=_is_eager(config))
+        report.served[f"{_KIND} {list(shape)}", self._flux_from, why] += 1
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
         if current_platform.is_cpu():
             # With this flag, newer versions of vLLM do not repack the weight.
             self._cpu_skip_gemm_dispatch = True
         if settings.mode != "layer":
-            compiled.install(settings.min_tokens)
+            compiled.install()
+            compiled.split_range(config, self._flux_from)
 
     def forward(self, input_: torch.Tensor) -> Any:
         eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()
@@ -62,47 +70,63 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if not self._flux_serves or eager_stays or self.weight.numel() == 0:
             return super().forward(input_)
         bias = None if self.skip_bias_add else self.bias
-        output = linear_all_reduce(input_, self.weight, bias, settings.min_tokens, *self._flux_groups)
+        output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *self._flux_groups)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
 
 
-def tell_once(level: int, kind: str, why_not: str) -> None:
-    """Logs why layers of a kind use vLLM's code, each reason once."""
-    say_once(f"vllm: {kind} layers stay vLLM's where {why_not}", level)
-
-
-def replace_row_parallel(mode: str, min_tokens: int) -> str | None:
+def replace_row_parallel(mode: str) -> str | None:
     """Registers the layer with vLLM. Returns why not, or None; doing it again is fine."""
-    settings.mode, settings.min_tokens = mode, min_tokens
+    settings.mode = mode
     present = custom_op.op_registry_oot.get(_NAME)
     if present is FluxRowParallelLinear:
         return None
     if present is not None:
         return f"another plugin has replaced {_NAME} by {present.__name__}"
-    compiled.distinguish_cached_graphs(mode, min_tokens)
-    if mode != "layer":
-        compiled.split_ranges(min_tokens)
+    compiled.distinguish_cached_graphs(mode)
     RowParallelLinear.register_oot(name=_NAME)(FluxRowParallelLinear)
     return None
 
 
 def _why_not(layer: RowParallelLinear) -> str | None:
     """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
+    return first_that_applies(_reasons(layer))
+
+
+def first_that_applies(reasons: Iterator[tuple[str, bool]]) -> str | None:
+    """The first reason that applies, or None. In a version of vLLM that flux has not seen, an attribute may
+    be missing: that is a reason, too.
+    """
+    try:
+        return next((reason for reason, applies in reasons if applies), None)
+    except AttributeError as error:
+        return f"this version of vLLM differs: {error}"
+
+
+def _reasons(layer: RowParallelLinear) -> Iterator[tuple[str, bool]]:
+    """What could be in the way, and whether it is. In an order in which each question makes sense where those
+    before have been answered with no.
+    """
     config = get_current_vllm_config_or_none()
-    reasons = {
-        "there is one rank": layer.tp_size == 1,
-        "results are not reduced": not layer.reduce_results,
-        "the input has to be split": not layer.input_is_parallel,
-        "weights are quantised": type(layer.quant_method) is not UnquantizedLinearMethod,
-        **common_reasons(config, layer.params_dtype),
-        "sizes are not multiples of 8": bool(
-            layer.input_size_per_partition % ALIGNMENT or layer.output_size % ALIGNMENT
-        ),
-        "vLLM is told which GEMM to use": _chosen_gemm(config),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    n, k = layer.output_size, layer.input_size_per_partition
+    yield "they are not sharded over ranks", layer.tp_size == 1
+    yield "results are not reduced", not layer.reduce_results
+    yield "the input has to be split", not layer.input_is_parallel
+    yield "weights are quantised", type(layer.quant_method) is not UnquantizedLinearMethod
+    yield from common_reasons(config, layer.params_dtype).items()
+    yield "sizes are not multiples of 8", bool(n % ALIGNMENT or k % ALIGNMENT)
+    yield "vLLM is told which GEMM to use", _chosen_gemm(config)
+    unfused = unfused_reason(n, k, layer.params_dtype)
+    yield f"flux would run unfused: {unfused}", unfused is not None
+
+
+def unfused_reason(n: int, k: int, dtype: torch.dtype) -> str | None:
+    """Why a sum over ranks of rows times a weight [n, k] would not run fused, as far as known before the
+    group's first call, or None.
+    """
+    group_name = str(get_tp_group().device_group.group_name)
+    return why_unfused("gemm_ar", 1, n, k, dtype, current_device(), group_name)
 
 
 def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
@@ -112,7 +136,13 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
         f"the dtype is {dtype}": dtype not in dtypes,
         "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
         "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
+        "LoRA is on": config is not None and config.lora_config is not None,
+        "FLUX_VLLM is pass, and the model is eager": settings.mode == "pass" and _is_eager(config),
     }
+
+
+def _is_eager(config: Any) -> bool:
+    return config is not None and config.compilation_config.mode == CompilationMode.NONE
 
 
 def _chosen_gemm(config: Any) -> bool:

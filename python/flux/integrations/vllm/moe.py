@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -18,10 +18,13 @@ from vllm.platforms import current_platform
 from flux.integrations.vllm import compiled, layer
 from flux.integrations.vllm.experts import summed_experts
 from flux.integrations.vllm.op import all_reduce_below
+from flux.integrations.vllm.report import report, setting, tell
 from flux.moe.routing import MAX_TOP_K
-from flux.ops.plan import current_device, why_unfused
 
 _NAME = "MoERunner"
+_KIND = "MoE"
+# Larger batches were faster where it was measured, batches of 16 and 64 slower (docs/vllm.md).
+_FROM_TOKENS = 128
 # vLLM's kernels for experts that do not repack the weights (gates first). (The kernel for CPUs
 # repacks them; see _keep_weights.)
 _KERNELS = ("TRITON", "CPU")
@@ -37,25 +40,28 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
-            _tell(why_not)
+            report.refused[_KIND, why_not] += 1
             return
+        forced = setting("FLUX_VLLM_MIN_TOKENS")
+        self._flux_from = forced or _FROM_TOKENS
+        report.served[_KIND, self._flux_from, "FLUX_VLLM_MIN_TOKENS" if forced else "prefill only"] += 1
         group = get_tp_group()
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
-        self._flux_min_tokens = layer.settings.min_tokens
         self._flux_weights: list[torch.Tensor] = []
         if current_platform.is_cpu():
             # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
             self._forward_entry = torch.ops.vllm.moe_forward
             self._keep_weights()
         if layer.settings.mode != "layer":
-            compiled.install(layer.settings.min_tokens)
+            compiled.install()
+            compiled.split_range(get_current_vllm_config_or_none(), self._flux_from)
 
     def _apply_quant_method(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **others: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Chooses and runs the experts, inside the operator that vLLM's graphs contain."""
-        if not self._flux_serves or hidden_states.shape[0] < self._flux_min_tokens:
+        if not self._flux_serves or hidden_states.shape[0] < self._flux_from:
             result: tuple[torch.Tensor | None, torch.Tensor] = super()._apply_quant_method(
                 hidden_states=hidden_states, router_logits=router_logits, **others
             )
@@ -78,7 +84,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         if not self._flux_serves:
             total = super()._maybe_reduce_final_output(states, trunc_size, *others)
             return total
-        total = all_reduce_below(states, self._flux_min_tokens, self._flux_vllm_group)
+        total = all_reduce_below(states, self._flux_from, self._flux_vllm_group)
         return total if trunc_size is None else total[..., :trunc_size]
 
     def _keep_weights(self) -> None:
@@ -99,20 +105,18 @@ def replace_runner() -> None:
     if present is FluxMoERunner:
         return
     if present is not None:
-        _tell(f"another plugin has replaced {_NAME} by {present.__name__}")
+        tell(
+            f"MoE layers stay vLLM's: another plugin has replaced {_NAME} by {present.__name__}",
+            logging.WARNING,
+        )
         return
-    compiled.distinguish_cached_graphs("moe", layer.settings.min_tokens)
+    compiled.distinguish_cached_graphs("moe")
     MoERunner.register_oot(name=_NAME)(FluxMoERunner)
-
-
-def _tell(why_not: str) -> None:
-    # A warning, unlike for linear layers, because the user has explicitly enabled this.
-    layer.tell_once(logging.WARNING, "MoE", why_not)
 
 
 def _why_not(runner: MoERunner) -> str | None:
     """Why a layer uses vLLM's code, or None. Depends only on facts that are equal on all ranks."""
-    return next((reason for reason, applies in _reasons(runner) if applies), None)
+    return layer.first_that_applies(_reasons(runner))
 
 
 def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
@@ -123,9 +127,9 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     parallel, method = moe.moe_parallel_config, experts.quant_method
     yield "weights are quantised", type(method) is not UnquantizedFusedMoEMethod
     yield from layer.common_reasons(config, experts.params_dtype).items()
-    yield "FLUX_VLLM is pass, and the model is eager", layer.settings.mode == "pass" and _is_eager(config)
-    yield "there is one rank", parallel.tp_size == 1
+    # Under expert parallelism, vLLM counts one rank of tensor parallelism.
     yield "experts are distributed over ranks", bool(parallel.use_ep or parallel.enable_eplb)
+    yield "they are not sharded over ranks", parallel.tp_size == 1
     yield "ranks have different tokens", max(parallel.dp_size, parallel.pcp_size, parallel.sp_size) > 1
     yield "vLLM makes the model sequence-parallel", _has_sequence_parallelism(config)
     yield "results are not reduced", bool(moe.skip_final_all_reduce)
@@ -147,18 +151,8 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     kernel = method.unquantized_backend.name
     yield f"vLLM's kernel is {kernel}", kernel not in _KERNELS
     yield "vLLM's kernel chooses the experts", bool(method.is_monolithic)
-    unfused = _why_unfused(moe.hidden_dim, moe.intermediate_size_per_partition, experts.params_dtype)
+    unfused = layer.unfused_reason(moe.hidden_dim, moe.intermediate_size_per_partition, experts.params_dtype)
     yield f"flux would run unfused: {unfused}", unfused is not None
-
-
-def _why_unfused(n: int, k: int, dtype: torch.dtype) -> str | None:
-    """Why a sum over ranks would not run fused, as far as known before the group's first call, or None."""
-    group_name = str(get_tp_group().device_group.group_name)
-    return why_unfused("gemm_ar", layer.settings.min_tokens, n, k, dtype, current_device(), group_name)
-
-
-def _is_eager(config: Any) -> bool:
-    return config is not None and config.compilation_config.mode == CompilationMode.NONE
 
 
 def _has_sequence_parallelism(config: Any) -> bool:

@@ -1,0 +1,53 @@
+"""Writes what the vLLM plugin decides by (flux.integrations.vllm.thresholds) from benchmarks/results.
+
+    python benchmarks/make_measured.py
+
+Of each problem of gemm_ar the newest measurement counts. The run that compares large sums is added: it is of
+two ranks, and its peer is cuBLAS and NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flux.integrations.vllm.thresholds import SHIPPED, Row, rows_of
+
+RESULTS = Path(__file__).parent / "results"
+LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
+# A larger m is not in the suite of gemm_ar.
+LARGE_FROM = 256
+
+
+def measured() -> dict[str, Any]:
+    newest: dict[tuple[int, int, int, int], Row] = {}
+    machines = set()
+    for path in sorted(RESULTS.glob("*-gemm_ar-*.json")):
+        results = json.loads(path.read_text())
+        machines.add((results["machine"]["arch"], results["machine"]["sms"]))
+        for row in rows_of(results):
+            newest[row.ranks, row.n, row.k, row.m] = row
+    for shape in json.loads(LARGE.read_text())["shapes"]:
+        if shape["m"] > LARGE_FROM:
+            row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
+            newest[row.ranks, row.n, row.k, row.m] = row
+    ((arch, sms),) = machines
+    rows = [[r.ranks, r.n, r.k, r.m, r.speedup] for _, r in sorted(newest.items())]
+    return {"machine": {"arch": arch, "sms": sms}, "rows": rows}
+
+
+def speedup_of_large(shape: dict[str, float]) -> float:
+    """Of the faster of the two ways that gemm_ar chooses from."""
+    return shape["cublas+nccl"] / min(shape[way] for way in ("exchange", "composed") if way in shape)
+
+
+def text() -> str:
+    """The file's contents, a line for each row."""
+    data = measured()
+    rows = ",\n    ".join(json.dumps(row) for row in data["rows"])
+    return f'{{\n  "machine": {json.dumps(data["machine"])},\n  "rows": [\n    {rows}\n  ]\n}}\n'
+
+
+if __name__ == "__main__":
+    SHIPPED.write_text(text())

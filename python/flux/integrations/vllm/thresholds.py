@@ -1,0 +1,125 @@
+"""From how many tokens on flux.gemm_ar is faster than the GEMM and all-reduce that vLLM would run.
+
+Read from measurements: those that flux ships (measured.json, for GPUs like the ones that were measured), or
+those of the user (FLUX_VLLM_TUNING). Where there are none, flux takes only sums that are bound by the links,
+of which gemm_rs hides half. All ranks answer alike, because they have the same shapes, settings and GPUs.
+Needs nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flux.integrations.vllm.report import setting, tell
+from flux.ops.plan_ar import COMPOSED_FROM_BYTES
+
+SHIPPED = Path(__file__).with_name("measured.json")
+# Two runs of one measurement differ by up to this.
+_NOISE = 0.02
+# Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
+_EAGER_FROM = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement of gemm_ar on `ranks`, with a weight [n, k] on each, and m rows.
+
+    Attributes:
+        speedup: time of the fastest GEMM and all-reduce without flux / time of flux.
+    """
+
+    ranks: int
+    n: int
+    k: int
+    m: int
+    speedup: float
+
+
+def from_tokens(
+    n: int, k: int, dtype: torch.dtype, ranks: int, device: torch.device, eager: bool = False
+) -> tuple[int, str]:
+    """From how many rows on flux serves a weight [n, k] of each rank, and why.
+
+    Args:
+        eager: the model runs without a compiler and CUDA graphs.
+    """
+    forced = setting("FLUX_VLLM_MIN_TOKENS")
+    if forced is not None:
+        return forced, "FLUX_VLLM_MIN_TOKENS"
+    rows, source = _rows(setting("FLUX_VLLM_TUNING"), _machine(device))
+    tokens, why = decide(n, k, dtype, ranks, rows, source)
+    return (
+        (_EAGER_FROM, "eager calls of fewer are bound by the host")
+        if eager and tokens < _EAGER_FROM
+        else (tokens, why)
+    )
+
+
+def decide(
+    n: int, k: int, dtype: torch.dtype, ranks: int, rows: Iterable[Row], source: str
+) -> tuple[int, str]:
+    """from_tokens by given measurements. A pure function."""
+    large = -(-COMPOSED_FROM_BYTES // (n * dtype.itemsize))
+    known = [row for row in rows if row.ranks == ranks]
+    if not known:
+        return large, f"no measurement of {ranks} such GPUs: only large sums"
+    shape = min({(row.n, row.k) for row in known}, key=lambda at: _distance(at, (n, k)))
+    chosen = large
+    for row in sorted((row for row in known if (row.n, row.k) == shape), key=lambda row: -row.m):
+        if row.speedup < 1 + _NOISE:
+            break
+        chosen = row.m
+    return min(chosen, large), f"{source}, weight {list(shape)}"
+
+
+def fingerprint() -> str:
+    """Differs between settings and measurements that may decide differently."""
+    tuning = setting("FLUX_VLLM_TUNING")
+    data = Path(tuning or SHIPPED).read_bytes()
+    return f"{setting('FLUX_VLLM_MIN_TOKENS')} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def rows_of(results: dict[str, Any]) -> list[Row]:
+    """The measurements in a result file of ``flux bench``."""
+    found = []
+    for row in results["rows"]:
+        others = [t["median_ms"] for t in row["times"].values() if t["role"] in ("serial", "peer")]
+        if row["op"] == "gemm_ar" and others and "flux" in row["times"]:
+            m, n, k = row["local"]
+            speedup = min(others) / row["times"]["flux"]["median_ms"]
+            found.append(Row(row["tp"], n, k, m, round(speedup, 3)))
+    return found
+
+
+@functools.cache
+def _rows(tuning: str, machine: tuple[str, int] | None) -> tuple[tuple[Row, ...], str]:
+    if tuning:
+        try:
+            return tuple(rows_of(json.loads(Path(tuning).read_text()))), f"measured in {tuning}"
+        except (ValueError, KeyError, TypeError) as error:
+            tell(f"{tuning} is no result file of flux bench: {error!r}", logging.WARNING)
+    shipped = json.loads(SHIPPED.read_text())
+    if machine != (shipped["machine"]["arch"], shipped["machine"]["sms"]):
+        return (), ""
+    return tuple(Row(*row) for row in shipped["rows"]), "measured on such GPUs"
+
+
+def _machine(device: torch.device) -> tuple[str, int] | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+
+
+def _distance(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+    return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True)), a

@@ -1,0 +1,66 @@
+"""What flux adds to vLLM's workers: a line in the log when the model is ready, vLLM's deadline, and a look
+for timeouts after every step.
+
+A kernel that times out fills its result with NaN and leaves a record. The group's next call raises it; but a
+step that is a CUDA graph replays calls without making any.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vllm import envs
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from flux.integrations.vllm.report import report, tell
+from flux.ops import workspaces
+
+_installed: list[str] = []
+
+
+def install() -> None:
+    """Adds to the workers of this process; once."""
+    if _installed:
+        return
+    # As long as vLLM itself waits for a step: a rank that was only stopped for a while may go on.
+    os.environ.setdefault("FLUX_TIMEOUT_S", str(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
+    _follow("compile_or_warm_up_model", _tell_report)
+    _follow("execute_model", _check)
+    _follow("sample_tokens", _check)
+
+
+def _follow(name: str, then: Callable[[Any, Any], None]) -> None:
+    """Calls `then` with the worker and its result after each of its calls of a method."""
+    # The wrapper forwards what it does not define itself.
+    own = getattr(WorkerWrapperBase, name, None)
+
+    def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = getattr(wrapper.worker, name) if own is None else functools.partial(own, wrapper)
+        result = forward(*args, **kwargs)
+        then(wrapper.worker, result)
+        return result
+
+    setattr(WorkerWrapperBase, name, call if own is None else functools.wraps(own)(call))
+    _installed.append(name)
+
+
+def _tell_report(worker: Any, result: Any) -> None:
+    if worker.rank == 0:
+        tell(report.line())
+
+
+def _check(worker: Any, result: Any) -> None:
+    """Raises what went wrong in this step, or in an earlier one where the GPU is still at work on this."""
+    workspaces.check_all()
+    get_output = getattr(result, "get_output", None)
+    if get_output is not None:  # of a step that vLLM waits for later
+
+        def checked() -> Any:
+            output = get_output()
+            workspaces.check_all()
+            return output
+
+        result.get_output = checked

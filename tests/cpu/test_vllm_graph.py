@@ -1,0 +1,122 @@
+"""The operator that the vLLM plugin puts into vLLM's graphs, and what becomes of it there."""
+
+from __future__ import annotations
+
+import operator as operator_module
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm_stand_in import define_all_reduce, define_norm
+
+import flux
+from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm import op
+from flux.testing import spawn
+
+
+def operator(rank: int, world_size: int) -> list[str]:
+    library = define_all_reduce()
+    group = dist.group.WORLD.group_name
+    g = torch.Generator().manual_seed(rank)
+    weight = torch.randint(-2, 3, (24, 16), generator=g).float()
+    bias = torch.arange(24.0)
+    answers = []
+    for tokens, min_tokens, with_bias in ((4, 5, True), (5, 5, True), (6, 5, False), (3, 5, False)):
+        x = torch.randint(-2, 3, (tokens, 16), generator=g).float()
+        expected = x @ weight.t()
+        dist.all_reduce(expected)
+        arguments = (x, weight, bias if with_bias else None, min_tokens, group, "tp:0")
+        expected += bias if with_bias else 0
+        with mock.patch.object(flux, "gemm_ar", wraps=flux.gemm_ar) as ours:
+            result = op.linear_all_reduce(*arguments)
+        if not torch.equal(result, expected) or ours.called != (tokens >= min_tokens):
+            answers.append(f"{tokens} tokens: {(result - expected).abs().max()}, {ours.call_count} calls")
+        compiled = torch.compile(op.linear_all_reduce, backend="aot_eager", fullgraph=True, dynamic=True)
+        if not torch.equal(compiled(*arguments), expected):
+            answers.append(f"{tokens} tokens: compiled differs")
+    torch.library.opcheck(torch.ops.flux_vllm.linear_all_reduce.default, arguments)
+    residual, norm_weight = torch.arange(72.0).view(3, 24), torch.arange(24.0) + 1
+    arguments = (x, weight, bias, residual, norm_weight, 1e-5, group)
+    normalised, total = torch.ops.flux_vllm.linear_all_reduce_norm(*arguments)
+    expected += bias + residual
+    if not torch.equal(total, expected):
+        answers.append("the next residual differs")
+    torch.testing.assert_close(normalised, torch.nn.functional.rms_norm(expected, (24,), norm_weight, 1e-5))
+    torch.library.opcheck(torch.ops.flux_vllm.linear_all_reduce_norm.default, arguments)
+    del library
+    return answers
+
+
+def test_operator() -> None:
+    assert spawn(operator, 2, backend="gloo") == [[]] * 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_unfused_graph(bias: bool) -> None:
+    library = define_all_reduce()
+    with FakeTensorMode():
+        values = [torch.empty(7, 8), torch.empty(16, 8), torch.empty(16), torch.empty(2, 3, 8)]
+    graph = torch.fx.Graph()
+    x, weight, b, cube = (graph.placeholder(name) for name in ("x", "weight", "b", "cube"))
+    for node, value in zip((x, weight, b, cube), values, strict=True):
+        node.meta["val"] = value
+    target = torch.ops.flux_vllm.linear_all_reduce.default
+    one = graph.call_function(target, (x, weight, b if bias else None, 5, "7", "tp:0"))
+    two = graph.call_function(target, (cube, weight, None, 5, "7", "tp:0"))
+    graph.output((one, two))
+    assert graphs.unfuse(graph, 5) == 0, "flux begins at 5 tokens"
+    assert graphs.unfuse(graph, 4) == 1, "vLLM's patterns know matrices only"
+    graph.lint()
+    kept, *made = [node for node in graph.nodes if node.op == "call_function"][::-1]
+    assert kept.target is target and kept.args[0] is cube
+    aten = torch.ops.aten
+    expected = [torch.ops.vllm.all_reduce.default, aten.mm.default, aten.permute.default]
+    assert [node.target for node in made] == ([aten.add.Tensor] if bias else []) + expected
+    assert made[0].meta["val"].shape == (7, 16)
+    assert made[-3].args[1] == "tp:0"
+    del library
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "another user", "part of a row", "no weight", "another dtype", "as residual", "cube"]
+)
+def test_norm_is_taken_in(case: str) -> None:
+    library = define_norm()
+    values: dict[str, torch.Tensor] = {}
+    with FakeTensorMode():
+        values["x"] = torch.empty(2, 3, 8) if case == "cube" else torch.empty(6, 8)
+        values["weight"], values["bias"] = torch.empty(16, 8), torch.empty(16)
+        values["residual"] = values["x"].new_empty(*values["x"].shape[:-1], 16)
+        dtype = torch.bfloat16 if case == "another dtype" else torch.float32
+        values["norm_weight"] = torch.empty(16, dtype=dtype)
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, node in nodes.items():
+        node.meta["val"] = values[name]
+    x, weight, bias, residual, norm_weight = nodes.values()
+    arguments = (x, weight, bias, 5, "7", "tp:0")
+    linear = graph.call_function(torch.ops.flux_vllm.linear_all_reduce.default, arguments)
+    linear.meta["val"] = values["residual"]
+    pair = (residual, linear) if case == "as residual" else (linear, residual)
+    others = {"part of a row": (norm_weight, 1e-5, 8), "no weight": (None, 1e-5)}
+    more = others.get(case, (norm_weight, 1e-5, None))
+    norm = graph.call_function(torch.ops.vllm_ir.fused_add_rms_norm.default, (*pair, *more))
+    norm.meta["val"] = (values["residual"], values["residual"])
+    first, second = (graph.call_function(operator_module.getitem, (norm, i)) for i in (0, 1))
+    graph.output((first, second, linear) if case == "another user" else (first, second))
+    assert graphs.fuse_norm(graph, 4) == 0, "flux begins at 5 tokens"
+    assert graphs.fuse_norm(graph, 5) == (case == "plain")
+    assert graphs.count_kept(graph) == 1
+    graph.lint()
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    if case == "plain":
+        fused = first.args[0]
+        assert targets == [torch.ops.flux_vllm.linear_all_reduce_norm.default, *[operator_module.getitem] * 2]
+        assert fused.args == (x, weight, bias, residual, norm_weight, 1e-5, "7")
+        assert len(fused.meta["val"]) == 2
+    else:
+        assert targets[0] is torch.ops.flux_vllm.linear_all_reduce.default
+    del library

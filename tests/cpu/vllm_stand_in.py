@@ -1,0 +1,232 @@
+"""A small stand-in for vLLM: the names that the plugin's registration touches, and vLLM's operators."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flux import _log
+from flux.integrations import async_tp
+from flux.integrations import vllm as plugin
+from flux.integrations.vllm import op  # noqa: F401  (defines operators, which can be done only once)
+from flux.integrations.vllm import report as reports
+from flux.ops import plan
+
+
+class Linear(torch.nn.Module):
+    """vLLM's RowParallelLinear, to the extent that registration and forward look at it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        registry = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
+        return super().__new__(registry.get(cls.__name__, cls))
+
+    def __init__(self, weight: torch.Tensor, **changes: Any) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias: torch.Tensor | None = None
+        self.tp_size, self.reduce_results, self.input_is_parallel = 2, True, True
+        self.skip_bias_add = self.return_bias = False
+        self.params_dtype = weight.dtype
+        self.output_size, self.input_size_per_partition = weight.shape
+        self.quant_method = sys.modules["vllm.model_executor.layers.linear"].UnquantizedLinearMethod()
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    @classmethod
+    def register_oot(cls, name: str) -> Any:
+        def decorator(other: type) -> type:
+            registry = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
+            assert name not in registry, "registered twice"
+            registry[name] = other
+            return other
+
+        return decorator
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        return "vLLM's own"
+
+
+CompilationMode = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
+
+
+def configuration(
+    use_ubatching: bool = False, linear_backend: str = "auto", mode: str = "VLLM_COMPILE", lora: Any = None
+) -> Any:
+    return mock.Mock(
+        parallel_config=mock.Mock(use_ubatching=use_ubatching),
+        kernel_config=mock.Mock(linear_backend=linear_backend),
+        compilation_config=mock.Mock(mode=CompilationMode[mode], compile_ranges_endpoints=[512]),
+        lora_config=lora,
+    )
+
+
+class Worker:
+    """vLLM's worker of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def compile_or_warm_up_model(self) -> str:
+        return "compiled"
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return scheduler_output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return grammar_output
+
+
+class WorkerWrapperBase:
+    """vLLM's wrapper of a worker, which forwards most calls."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return self.worker.execute_model(scheduler_output)
+
+
+def _names(**names: Any) -> Any:
+    return type("Names", (), names)
+
+
+def _nothing(*arguments: Any) -> None: ...
+
+
+def stand_in() -> dict[str, types.ModuleType]:
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300},
+        "vllm.config": {
+            "VllmConfig": _names(compute_hash=lambda self: "hash of vLLM", lora_config=None),
+            "CompilationConfig": _names(compile_ranges_endpoints=None),
+            "ParallelConfig": _names(use_ubatching=False),
+            "CompilationMode": CompilationMode,
+            "get_current_vllm_config_or_none": configuration,
+        },
+        "vllm.distributed": {
+            "get_tp_group": lambda: mock.Mock(
+                device_group=mock.Mock(group_name="7"), unique_name="tp:0", rank_in_group=1, world_size=2
+            )
+        },
+        "vllm.distributed.parallel_state": {
+            "GroupCoordinator": None,
+            "all_reduce": lambda tensor, group_name: None,
+        },
+        "vllm.model_executor": {},
+        "vllm.model_executor.custom_op": {"op_registry_oot": {}},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.linear": {
+            "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
+            "UnquantizedLinearMethod": _names(),
+        },
+        "vllm.platforms": {"current_platform": mock.Mock(is_cpu=lambda: True)},
+        "vllm.v1": {},
+        "vllm.v1.outputs": {"AsyncModelRunnerOutput": _names(get_output=_nothing)},
+        "vllm.v1.worker": {},
+        "vllm.v1.worker.worker_base": {
+            "WorkerBase": Worker,
+            "WorkerWrapperBase": type("WorkerWrapperBase", (WorkerWrapperBase,), {}),
+        },
+        "vllm.compilation": {},
+        "vllm.compilation.passes": {},
+        "vllm.compilation.passes.inductor_pass": {
+            "InductorPass": _names(
+                hash_source=staticmethod(lambda *sources: str(sources[1:])),
+                is_applicable_for_range=lambda self, compile_range: True,
+            ),
+            "PassContext": None,
+            "get_pass_context": None,
+        },
+        "vllm.compilation.passes.pass_manager": {"PostGradPassManager": _names(configure=configure)},
+    }
+    modules = {name: types.ModuleType(name) for name in contents}
+    for name, attributes in contents.items():
+        vars(modules[name]).update(attributes)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, modules[name])
+    return modules
+
+
+class AllReduceFusionPass:
+    """Of vLLM: fuses all-reduce and RMSNorm up to some number of tokens."""
+
+    max_tokens = 64
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        return bool(compile_range.end <= self.max_tokens)
+
+
+def configure(manager: Any, config: Any) -> None:
+    manager.passes = ["another pass", AllReduceFusionPass()]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
+    """A fresh vLLM of a known version, and a plugin that has seen none yet."""
+    modules = stand_in()
+    # What is put there is taken away again.
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.delenv("FLUX_TIMEOUT_S", raising=False)
+    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_TUNING", "FLUX_VLLM_MOE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
+    monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
+    monkeypatch.setattr(reports, "report", reports.Report())
+    ours = ("layer", "compiled", "moe", "worker")
+    names = [f"flux.integrations.vllm.{name}" for name in ours]
+    with mock.patch.dict(sys.modules, modules):
+        for name in names:
+            sys.modules.pop(name, None)
+        yield modules
+        async_tp.uninstall()
+        for name, attribute in zip(names, ours, strict=True):
+            sys.modules.pop(name, None)
+            vars(plugin).pop(attribute, None)
+
+
+def registry(vllm: dict[str, types.ModuleType]) -> dict[str, type]:
+    found: dict[str, type] = vllm["vllm.model_executor.custom_op"].op_registry_oot
+    return found
+
+
+def define_all_reduce() -> Any:
+    """vLLM's operator, through torch.distributed."""
+    torch_library: Any = torch.library
+    library = torch_library.Library("vllm", "FRAGMENT")
+    library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+
+    def all_reduce(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+        assert group_name == "tp:0"
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    library.impl("all_reduce", all_reduce, "CPU")
+    library.impl("all_reduce", lambda tensor, group_name: torch.empty_like(tensor), "Meta")
+    return library
+
+
+def define_norm() -> Any:
+    """vLLM's operator for the norm, as far as a graph looks at it."""
+    torch_library: Any = torch.library
+    library = torch_library.Library("vllm_ir", "FRAGMENT")
+    library.define(
+        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon,"
+        " int? variance_size=None) -> (Tensor, Tensor)"
+    )
+    return library
