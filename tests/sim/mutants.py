@@ -51,6 +51,8 @@ class Mutant:
     old: str
     new: str
     cases: tuple[tuple[str, str], ...]  # (program, case)
+    kernels: tuple[str, ...]  # compiled again, if not those of KERNELS_OF
+    kernels: tuple[str, ...]  # compiled again, if not those of KERNELS_OF
     equivalent: str = ""  # why no program can notice, if none can
     gap: str = ""  # what the simulator or the cases lack to notice
 
@@ -60,7 +62,10 @@ def table() -> list[Mutant]:
     groups = tomllib.loads((simulator.HERE / "mutants.toml").read_text())["group"]
     return [
         Mutant(
-            file=group["file"], cases=tuple((program_of[case], case) for case in group["cases"]), **mutation
+            file=group["file"],
+            cases=tuple((program_of[case], case) for case in group["cases"]),
+            kernels=tuple(group.get("kernels", ())),
+            **mutation,
         )
         for group in groups
         for mutation in group["mutations"]
@@ -82,7 +87,7 @@ def verdict(mutant: Mutant) -> str | None:
         (root / "tests" / "sim").symlink_to(simulator.HERE)
         (root / "csrc" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
         for program, case in mutant.cases:
-            binary = simulator.build(program, root, (mutant.file, *KERNELS_OF[case]))
+            binary = simulator.build(program, root, (mutant.file, *(mutant.kernels or KERNELS_OF[case])))
             done = simulator.run(binary, case, seed=1, cases=CASES, timeout=TIMEOUT)
             binary.unlink()
             if done.returncode != 0:

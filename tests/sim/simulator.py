@@ -53,6 +53,11 @@ PROGRAMS = {
         Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar")),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
         Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
+        Program(
+            "dead",
+            (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME),
+            ("dead_rank", "too_late_rank"),
+        ),
         Program("copies", tuple(_RUNTIME), ("copy_queue",)),
     )
 }

@@ -68,12 +68,13 @@ __device__ __forceinline__ void put_back_absent(char* address) {
   ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
 }
 
-// Waits for a vector whose first load returned `v`. Returns all ones (NaN) after a timeout.
+// Waits for a vector whose first load returned `v`. Returns all ones (NaN) after a timeout, also in later calls: what a
+// late peer then sends may belong to a call that this rank has given up.
 __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address,
                                       uint4 v, sync::WaitInfo info) {
-  if (!is_whole(v)) {
-    v = poll(&symm.header()->aborted, symm.timeout_ns, address);
-    if (!is_whole(v)) {
+  if (call.aborted || !is_whole(v)) {
+    if (!call.aborted) v = poll(&symm.header()->aborted, symm.timeout_ns, address);
+    if (call.aborted || !is_whole(v)) {
       sync::report_timeout(symm, info, call.epoch, call.epoch - 1);  // records only the rank's first failure
       v = {~0u, ~0u, ~0u, ~0u};
     }

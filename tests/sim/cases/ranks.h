@@ -86,6 +86,11 @@ struct Ranks {
     }
   }
 
+  // Waits give up soon: each step of time wakes every thread that polls.
+  void wait_at_most(uint64_t nanoseconds) {
+    for (auto& mine : symm) mine.timeout_ns = nanoseconds;
+  }
+
   // Between calls every word of the exchange buffers is absent, and every counter is zero.
   void expect_rest(uint32_t calls) const {
     for (const auto& mine : symm) {

@@ -35,9 +35,10 @@ Policy policy_of(uint64_t seed);  // policies of successive seeds cover all comb
 
 struct MachineConfig {
   int devices = 1;
-  int num_sms = 8;     // what a device reports
-  int resident = 8;    // CTAs that it holds at once
-  int late_rank = -1;  // starts nothing before all others can do nothing without it
+  int num_sms = 8;        // what a device reports
+  int resident = 8;       // CTAs that it holds at once
+  int late_rank = -1;     // starts nothing before all others can do nothing without it
+  bool too_late = false;  // it may start after their deadlines
   // Of the CTAs that each device but this one could hold, another kernel takes the place of so many until it is done.
   int occupied = 0, occupied_until = 0;
   Policy policy;

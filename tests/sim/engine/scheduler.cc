@@ -171,6 +171,7 @@ bool deliver_any() {
 }
 
 bool release_late_rank() {
+  if (machine.config.too_late && !machine.ctas.empty() && machine.draw(3) != 0) return false;
   for (Device& device : machine.devices) {
     if (std::exchange(device.held, false)) return true;
   }
