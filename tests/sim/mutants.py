@@ -32,6 +32,7 @@ KERNELS_OF = {
     "gemm_rs": ("gemm_rs/gemm_rs.cu",),
     "gemm_ar": _AR,
     "all_reduce": _AR,
+    "norm_bits": _AR,
     "copy_queue": (),
 }
 
