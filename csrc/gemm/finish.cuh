@@ -3,6 +3,8 @@
 // computed: the shares that it has drawn (shares.cuh).
 #pragma once
 
+#include <algorithm>
+
 #include "gemm/epilogue.cuh"
 #include "gemm/shares.cuh"
 #include "runtime/device/exchange.cuh"
@@ -26,6 +28,7 @@ struct ExchangeParams {
   Finish finish;
   uint32_t op;
   int rows_at_once = 1;  // ranks send this many evenly spaced rows at a time; sums follow the same order
+  int row_parts = 1;     // behind tiles: CTAs that share a row for its norm
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
@@ -68,11 +71,11 @@ struct RowPart {
 constexpr int kMaxRowParts = 8;
 
 // Splits a row over several CTAs when there are more CTAs than rows: one CTA per row is limited by the SM's 64
-// B/clk and by serial load latency (docs/design/decode.md#split-rows). Ranks whose launches have different
-// numbers of CTAs may get sums of squares that differ in the last bit.
-FLUX_DEVICE int row_parts(int rows, int row_vectors, int threads) {
-  const int ctas = min(static_cast<int>(gridDim.x), Exchange::kMeetings / kMaxRowParts);
-  return max(1, min(min(ctas / rows, kMaxRowParts), ceil_div(row_vectors, threads)));
+// B/clk and by serial load latency (docs/design/decode.md#split-rows). The squares of each part are added first. So
+// `ctas` must be equal on all ranks, also if fewer CTAs fit on some GPU; otherwise the last bit of a norm may differ.
+inline int row_parts(int rows, int row_vectors, int threads, int ctas) {
+  const int parts = std::min(std::min(ctas, Exchange::kMeetings / kMaxRowParts) / rows, kMaxRowParts);
+  return std::max(1, std::min(parts, ceil_div(row_vectors, threads)));
 }
 FLUX_DEVICE RowPart row_part(int index, int parts, int row_vectors) {
   const int vectors = ceil_div(row_vectors, parts), first = index * vectors;
@@ -313,7 +316,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   }
   if (s.f.norm_weight != nullptr) {
     // Two vectors in flight (docs/design/decode.md#in-a-launch-of-its-own).
-    const int parts = row_parts(x.m, row_vectors, kThreads), count = x.m * parts;
+    const int parts = p.row_parts, count = x.m * parts;
     const bool one = shares.end - shares.first == 1 && shares.first + ctas >= count;
     RowNorm<Element, kThreads> norm(s.f, row_vectors, thread, spare, /*keeps=*/parts == 1 || one);
     const auto for_each_part = [&](auto use) {

@@ -20,15 +20,21 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
   return exchange;
 }
 
-// ExchangeParams::rows_at_once: tiles in one column send at the same time, and so do both warpgroups of a tile.
-int rows_at_once(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms) {
+// How a launch orders and divides its sums. The same on all ranks, so `num_sms` must be.
+void plan_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms,
+               gemm::ExchangeParams& params) {
   const bool swaps_ab = choice.swaps_ab();
   const int height = swaps_ab ? gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows : gemm::kBlockM;
   const int width = swaps_ab ? gemm::kSwapAbN : gemm::kTileConfigs[choice.config].block_n;
+  const int split = swaps_ab ? choice.split : choice.cluster == gemm::Cluster::kSplit2 ? 2 : 1;
   const int tiles = gemm::ceil_div(args.m(), height) * gemm::ceil_div(args.n(), width);
+  // Tiles in one column send at the same time, and so do both warpgroups of a tile. Only if the rows are divisible and
+  // each CTA has at most one tile; otherwise sums in this order are not faster.
   const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
-  // Only if the rows are divisible and each CTA has at most one tile; otherwise sums in this order are not faster.
-  return args.m() % at_once == 0 && tiles <= num_sms ? at_once : 1;
+  if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;
+  static_assert(gemm::kSwapAbBothThreads == 128 * gemm::kNumMathWarpgroups);
+  params.row_parts = gemm::row_parts(args.m(), args.n() / runtime::Exchange::kVector,
+                                     gemm::kSwapAbBothThreads, std::min(tiles, num_sms / split) * split);
 }
 
 // Loads the kernels, because lazy loading may be forbidden while a graph is captured.
@@ -82,8 +88,8 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
                                  1,        num_sms,  false,    /*all_reduced=*/true};
   const gemm::Choice choice = gemm::select(problem, args.config);
-  const gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr,
-                                       rows_at_once(args, choice, num_sms)};
+  gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr};
+  plan_sums(args, choice, num_sms, params);
   if (choice.swaps_ab()) {
     gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
     return;

@@ -32,6 +32,7 @@ KERNELS_OF = {
     "gemm_rs": ("gemm_rs/gemm_rs.cu",),
     "gemm_ar": _AR,
     "all_reduce": _AR,
+    "norm_bits": _AR,
     "all_gather": ("ag_gemm/all_gather.cu",),
     "ag_gemm": ("ag_gemm/ag_gemm.cu",),
     "moe_route": ("moe/routing.cu",),

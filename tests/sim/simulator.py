@@ -50,7 +50,7 @@ PROGRAMS = {
     program.name: program
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
-        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar")),
+        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar", "norm_bits")),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
         Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
         Program(

@@ -76,7 +76,7 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
 // What CTAs do that have computed a product: they send it, and then all sum, whoever has computed what.
 void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* product, int* drawn,
                      const flux::gemm::SpareMemory& memory) {
-  const auto& [symm, exchange, finish, op, rows_at_once] = params.exchange;
+  const auto& [symm, exchange, finish, op, rows_at_once, row_parts] = params.exchange;
   const auto [call, share] = flux::gemm_ar::begin_sum(symm, drawn);
   const int thread = static_cast<int>(threadIdx.x), row_vectors = exchange.n / 8;
   if (thread >= kNormers) return;
@@ -114,6 +114,7 @@ bool run_norm(Launch where, int world_size, Exchange::Mode mode, int rows, int c
       finish.out = out;
       finish.sum_out = sums.data();
       finish.norm_weight = weight.data();
+      params.exchange.row_parts = flux::gemm::row_parts(rows, columns / 8, kNormers, kCtas);
       launch([&](void* shared) {
         constexpr int kFirstVector = sizeof(uint4);  // the share that is drawn
         const flux::gemm::SpareMemory memory = {flux::ptx::smem_addr(shared) + kFirstVector, kScratch + room};

@@ -284,9 +284,63 @@ void gemm_ar(uint64_t seed) {
   }
 }
 
+// The bits of a norm are equal on ranks whose GPUs hold different numbers of clusters. All rows are equal, and eps
+// nearly cancels the mean of their squares, so another order of these shows in the result.
+void norm_bits(uint64_t seed) {
+  Random random(seed);
+  const int world_size = 2, m = random.between(1, 4), n = 64 * random.between(33, 40), k = 128;
+  const auto dtype = static_cast<DType>(random.below(2));
+  start(seed, world_size, /*size=*/2, random);
+  cases::describe(words(world_size, m, n, k, dtype));
+  const int64_t bytes = flux::runtime::make_exchange(m, n, world_size, Mode::kOneShot).bytes();
+  const Ranks ranks(world_size, {0, 0, bytes});
+  std::vector<int> row(static_cast<size_t>(n));
+  std::vector<Values> xs, weights, outs, sums;
+  Values ones(0, "norm weight", 1, n);
+  ones.fill(random, dtype, 0);
+  for (int i = 0; i < n; ++i) ones.data[i] = cases::rounded(1, dtype);
+  for (int rank = 0; rank < world_size; ++rank) {
+    Values& x = xs.emplace_back(rank, "x", m, k);
+    x.fill(random, dtype, 4);
+    for (int i = k; i < m * k; ++i) x.data[i] = x.data[i % k];
+    weights.emplace_back(rank, "weight", n, k).fill(random, dtype, 4);
+    outs.emplace_back(rank, "out", m, n);
+    sums.emplace_back(rank, "sum", m, n);
+    const std::vector<int> part = multiply(x, weights.back(), false);
+    for (size_t i = 0; i < row.size(); ++i) row[i] += part[i];
+  }
+  double squares = 0;
+  for (const int value : row) {
+    const double rounded = cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype);
+    squares += rounded * rounded;
+  }
+  const auto eps = static_cast<float>(-squares / n * (1 - 1e-6));
+  const int split = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb, 2, 1);
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    const auto at = static_cast<size_t>(rank);
+    const flux::gemm::GemmArgs args = {
+        xs[at].matrix(), weights[at].matrix(), false, outs[at].matrix(), nullptr, dtype,
+        split,           /*num_sms=*/8};
+    flux::gemm_ar::gemm_ar(args, {nullptr, ones.data, eps, sums[at].data}, ranks.symm[at], Mode::kOneShot,
+                           nullptr);
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(1);
+  for (int i = 0; i < m * n; ++i) {
+    if (outs[0].data[i] == outs[1].data[i]) continue;
+    sim::report("element " + std::to_string(i) + " of the norm is " +
+                    std::to_string(cases::widened(outs[0].data[i], dtype)) + " on one rank, " +
+                    std::to_string(cases::widened(outs[1].data[i], dtype)) + " on another",
+                nullptr);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  return cases::run_cases(argc, argv,
-                          {{"gemm_rs", gemm_rs}, {"all_reduce", all_reduce}, {"gemm_ar", gemm_ar}});
+  return cases::run_cases(
+      argc, argv,
+      {{"gemm_rs", gemm_rs}, {"all_reduce", all_reduce}, {"gemm_ar", gemm_ar}, {"norm_bits", norm_bits}});
 }
