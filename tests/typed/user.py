@@ -45,6 +45,7 @@ def dense(group: dist.ProcessGroup | DeviceMesh | str | None, p: int) -> Tensor:
     gathered: Tensor = flux.all_gather(x, group=group)
     scattered: Tensor = flux.reduce_scatter(x, group=group)
     total: Tensor = flux.all_reduce(x, group=group, out=torch.empty_like(x))
+    sum_and_norm: tuple[Tensor, Tensor] = flux.all_reduce(x, residual=x, norm_weight=x[0], eps=None)
     main_grad = torch.zeros(FFN, HIDDEN)
     flux.wgrad_accum(torch.ones(ROWS, FFN), x, main_grad)
 
