@@ -20,6 +20,7 @@ SOURCES = {
     "gemm_ar": _GEMM_AR,
     "gemm_ar_norm": _GEMM_AR,
     "all_reduce": ("gemm_ar/all_reduce.cuh",),
+    "all_reduce_norm": ("gemm_ar/all_reduce.cuh",),
     "moe_route": ("moe/routing.cu",),
     "moe_layer0": ("moe/ag_scatter_gemm.cu",),
     "moe_layer1": ("moe/gemm_gather_rs.cu",),

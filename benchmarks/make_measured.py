@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flux.integrations.vllm.thresholds import SHIPPED, Row, rows_of
+from flux.integrations.vllm.thresholds import SHIPPED, Row, Sum, measured_in
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
@@ -22,19 +22,25 @@ LARGE_FROM = 256
 
 def measured() -> dict[str, Any]:
     newest: dict[tuple[int, int, int, int], Row] = {}
+    sums: dict[tuple[int, int], Sum] = {}
     machines = set()
-    for path in sorted(RESULTS.glob("*-gemm_ar-*.json")):
+    for path in sorted([*RESULTS.glob("*-gemm_ar-*.json"), *RESULTS.glob("*-all_reduce-*.json")]):
         results = json.loads(path.read_text())
         machines.add((results["machine"]["arch"], results["machine"]["sms"]))
-        for row in rows_of(results):
+        found = measured_in(results)
+        for row in found.rows:
             newest[row.ranks, row.n, row.k, row.m] = row
+        # Of shapes with as many bytes the slowest.
+        slowest = {(s.ranks, s.nbytes): s for s in sorted(found.sums, key=lambda s: -s.speedup)}
+        sums |= slowest
     for shape in json.loads(LARGE.read_text())["shapes"]:
         if shape["m"] > LARGE_FROM:
             row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
             newest[row.ranks, row.n, row.k, row.m] = row
     ((arch, sms),) = machines
     rows = [[r.ranks, r.n, r.k, r.m, r.speedup] for _, r in sorted(newest.items())]
-    return {"machine": {"arch": arch, "sms": sms}, "rows": rows}
+    of_sums = [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())]
+    return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums}
 
 
 def speedup_of_large(shape: dict[str, float]) -> float:
@@ -45,8 +51,9 @@ def speedup_of_large(shape: dict[str, float]) -> float:
 def text() -> str:
     """The file's contents, a line for each row."""
     data = measured()
-    rows = ",\n    ".join(json.dumps(row) for row in data["rows"])
-    return f'{{\n  "machine": {json.dumps(data["machine"])},\n  "rows": [\n    {rows}\n  ]\n}}\n'
+    rows, sums = (",\n    ".join(json.dumps(row) for row in data[name]) for name in ("rows", "sums"))
+    machine = json.dumps(data["machine"])
+    return f'{{\n  "machine": {machine},\n  "rows": [\n    {rows}\n  ],\n  "sums": [\n    {sums}\n  ]\n}}\n'
 
 
 if __name__ == "__main__":

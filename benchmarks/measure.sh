@@ -62,6 +62,7 @@ if has decode; then
   bench 300 gemm_ar gemm_ar --suite decode
   bench 300 gemm_ar_norm gemm_ar_norm --suite decode
   bench 120 all_reduce all_reduce --suite decode
+  bench 120 all_reduce_norm all_reduce_norm --suite decode
 fi
 if has moe; then
   bench 300 moe moe_layer0 moe_layer1 --imbalance 0.032 --model mixtral-8x7b --model qwen3-235b

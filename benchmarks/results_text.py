@@ -31,6 +31,11 @@ OPERATORS = {
         "gemm_ar.md",
     ),
     "all_reduce": Operator("`all_reduce`", "The AllReduce alone, from CUDA graphs.", "gemm_ar.md"),
+    "all_reduce_norm": Operator(
+        "`all_reduce` with norm",
+        "AllReduce + residual + RMSNorm. One of the peers is `flux.all_reduce`, then torch's norm.",
+        "gemm_ar.md",
+    ),
     "moe_layer0": Operator(
         "MoE layer 0", f"AllGather of tokens + grouped GEMM: `flux.moe.ag_scatter_gemm`. {_MOE}", "moe.md"
     ),

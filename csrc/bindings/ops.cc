@@ -79,23 +79,29 @@ void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
       {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, reuse, current_stream(x));
 }
 
+gemm_ar::Extras extras_of(const std::optional<Tensor>& residual, const std::optional<Tensor>& norm_weight,
+                          double eps, const std::optional<Tensor>& sum_out) {
+  return {residual.has_value() ? residual->data_ptr() : nullptr,
+          norm_weight.has_value() ? norm_weight->data_ptr() : nullptr, static_cast<float>(eps),
+          sum_out.has_value() ? sum_out->data_ptr() : nullptr};
+}
+
 void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t mode,
                 std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
                 std::optional<Tensor> residual_out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const gemm_ar::Extras extras = {residual.has_value() ? residual->data_ptr() : nullptr,
-                                  norm_weight.has_value() ? norm_weight->data_ptr() : nullptr,
-                                  static_cast<float>(eps),
-                                  residual_out.has_value() ? residual_out->data_ptr() : nullptr};
-  gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), extras,
-                   symm_buffer_at(symm_buffer), static_cast<runtime::Exchange::Mode>(mode),
-                   current_stream(x));
+  gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms),
+                   extras_of(residual, norm_weight, eps, residual_out), symm_buffer_at(symm_buffer),
+                   static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
 }
 
-void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode) {
+void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode,
+                   std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
+                   std::optional<Tensor> residual_out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  gemm_ar::all_reduce(matrix(x), matrix(out), dtype_of(x), symm_buffer_at(symm_buffer),
+  gemm_ar::all_reduce(matrix(x), matrix(out), dtype_of(x),
+                      extras_of(residual, norm_weight, eps, residual_out), symm_buffer_at(symm_buffer),
                       static_cast<int>(num_sms), static_cast<runtime::Exchange::Mode>(mode),
                       current_stream(x));
 }

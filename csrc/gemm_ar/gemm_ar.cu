@@ -107,15 +107,17 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
-                const runtime::SymmBuffer& symm, int num_sms, runtime::Exchange::Mode mode,
-                cudaStream_t stream) {
+                const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
+                runtime::Exchange::Mode mode, cudaStream_t stream) {
   FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
   const runtime::Exchange exchange = checked_exchange(x.rows, x.columns, symm, mode);
   const bool scatters = mode == runtime::Exchange::Mode::kScatter;
   FLUX_CHECK(!scatters || x.rows % symm.world_size == 0, x.rows, symm.world_size);
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
-  gemm::Finish finish = {};
-  finish.out = const_cast<void*>(out.data);
+  FLUX_CHECK(!scatters || (extras.residual == nullptr && extras.norm_weight == nullptr), x.rows);
+  const gemm::Finish finish = {
+      /*bias=*/nullptr, extras.residual, extras.norm_weight, extras.eps, const_cast<void*>(out.data),
+      extras.sum_out};
   launch_sum({symm, exchange, finish, scatters ? runtime::kReduceScatter : runtime::kAllReduce}, x.data,
              dtype, num_sms > 0 ? num_sms : runtime::num_sms(), stream);
 }

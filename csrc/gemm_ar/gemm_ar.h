@@ -19,11 +19,12 @@ struct Extras {
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream);
 
-// out = sum over ranks of x (scatter: this rank's rows of the sum); both contiguous. Except for scatter, `out` may be
-// x. num_sms: number of SMs to use; 0: all SMs of the device.
+// out = sum over ranks of x, then residual and RMSNorm as given (scatter: this rank's rows of the sum, without any); all
+// contiguous. Without RMSNorm, and except for scatter, `out` may be x or the residual. num_sms: number of SMs to use,
+// with RMSNorm the same on all ranks; 0: all SMs of the device.
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
-                const runtime::SymmBuffer& symm, int num_sms, runtime::Exchange::Mode mode,
-                cudaStream_t stream);
+                const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
+                runtime::Exchange::Mode mode, cudaStream_t stream);
 
 // Loads every kernel of this folder.
 void prepare();

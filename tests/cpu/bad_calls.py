@@ -47,9 +47,12 @@ def good_calls(p: int) -> list[Good]:
     def with_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda out, **rest: function(**rest)
 
-    def norm_reference(norm_weight: Tensor | None, eps: float, **rest: Any) -> Any:
-        total = gemm_ar.reference(**rest)
-        return total if norm_weight is None else (gemm_ar.rms_norm(total, norm_weight, eps), total)
+    def normed(reference: Callable[..., Tensor]) -> Callable[..., Any]:
+        def norm_reference(norm_weight: Tensor | None, eps: float, **rest: Any) -> Any:
+            total = reference(**rest)
+            return total if norm_weight is None else (gemm_ar.rms_norm(total, norm_weight, eps), total)
+
+        return norm_reference
 
     def wgrad(grad_output: Tensor, x: Tensor, main_grad: Tensor) -> Tensor:
         flux.wgrad_accum(grad_output, x, main_grad)
@@ -74,7 +77,7 @@ def good_calls(p: int) -> list[Good]:
         Good(
             "gemm_ar",
             flux.gemm_ar,
-            norm_reference,
+            normed(gemm_ar.reference),
             common | {"residual": integers(M, N), "norm_weight": integers(N), "eps": 1e-6},
         ),
         Good(
@@ -84,7 +87,16 @@ def good_calls(p: int) -> list[Good]:
             {"x": x, "out": torch.zeros(M * p, K)},
         ),
         Good(
-            "all_reduce", flux.all_reduce, with_out(all_reduce.reference), {"x": x, "out": torch.zeros(M, K)}
+            "all_reduce",
+            flux.all_reduce,
+            with_out(all_reduce.reference),
+            {"x": x, "residual": integers(M, K), "out": torch.zeros(M, K)},
+        ),
+        Good(
+            "all_reduce",
+            flux.all_reduce,
+            normed(all_reduce.reference),
+            {"x": x, "residual": integers(M, K), "norm_weight": integers(K), "eps": 1e-6},
         ),
         Good(
             "reduce_scatter",
@@ -256,7 +268,7 @@ def overlapping(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
             inside = memory[: value.numel()].view(value.shape).copy_(value)
             place = memory[shift : shift + out.numel()].view(out.shape)
             allowed = shift == 0 and inside.shape == place.shape
-            may_be = {("gemm_ar", "residual"), ("all_reduce", "x")}
+            may_be = {("gemm_ar", "residual"), ("all_reduce", "x"), ("all_reduce", "residual")}
             if not (allowed and (good.op, name) in may_be):
                 yield f"out: {shift} elements behind {name}", good.arguments | {name: inside, "out": place}
     yield "out: expanded", good.arguments | {"out": torch.zeros(1, 1).expand(out.shape)}

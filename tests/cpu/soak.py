@@ -180,8 +180,13 @@ class Case:
     def all_reduce(self) -> str:
         self.bias = False
         case, part = self._summed()
+        residual = 2 * torch.ones_like(part) if self.number % 3 else None
+        expected = case.expected_sum() if residual is None else case.expected_sum() + 2
+        if self.number % 5 == 0 and part.dim() == 2:
+            _, total = flux.all_reduce(part, residual=residual, norm_weight=torch.ones_like(part[0]))
+            return differs("sum of a norm", total, expected)
         options = {"out": part} if self.gives_out else {}  # in place
-        return differs("sum", flux.all_reduce(part, **options), case.expected_sum())
+        return differs("sum", flux.all_reduce(part, residual=residual, **options), expected)
 
     def reduce_scatter(self) -> str:
         self.bias = False

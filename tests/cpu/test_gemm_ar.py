@@ -81,6 +81,19 @@ def run_case(rank: int, world_size: int, index: int) -> str:
     assert flux.all_reduce(partial, out=out) is out
     answers += [compare(flux.all_reduce(partial), expected), compare(out, expected)]
     answers.append(compare(reduce_ops.reference(partial), expected))
+    norm_weight = torch.arange(n).remainder(3).add(1).to(dtype)
+    norm, total = flux.all_reduce(partial, residual=residual, norm_weight=norm_weight)
+    own_norm, own_total = flux.all_reduce(partial, norm_weight=norm_weight)
+    in_place = residual.clone()
+    flux.all_reduce(partial, residual=in_place, out=in_place)
+    for sum_and_residual in (flux.all_reduce(partial, residual=residual), total, in_place):
+        answers.append(compare(sum_and_residual - residual, expected))
+    answers.append(compare(reduce_ops.reference(partial, residual=residual), total))
+    answers += [compare(norm, ops.rms_norm(total, norm_weight, 1e-6)), compare(own_total, expected)]
+    answers.append(compare(own_norm, ops.rms_norm(own_total, norm_weight, 1e-6)))
+    flux.all_reduce(partial, residual=residual, out=partial)
+    answers.append(compare(partial, total))
+    partial = ops.plain.reference(x, weight, None, transpose_weight)
     flux.all_reduce(partial, out=partial)
     answers.append(compare(partial, expected))
     return "; ".join(a for a in answers if a)
@@ -176,6 +189,8 @@ def other_forms(rank: int, world_size: int) -> str:
         compare(flux.gemm_ar(x, weight[:0]), expected[:, :0]),
         compare(flux.gemm_ar(x[:, :0], weight[:, :0], ones), torch.ones_like(expected)),
         compare(flux.all_reduce(deep), deep * world_size),
+        compare(flux.all_reduce(deep, residual=deep, norm_weight=torch.ones(4))[1], deep * (world_size + 1)),
+        compare(flux.all_reduce(x[:0], norm_weight=x[0])[0], x[:0]),
         compare(flux.all_reduce(torch.tensor(3.0)), torch.tensor(3.0 * world_size)),
         compare(flux.all_reduce(x[:0]), x[:0]),
     ]
@@ -191,8 +206,10 @@ def torch_sees(rank: int, world_size: int) -> str:
         (flux_ops.gemm_ar, (x, weight, bias, False, residual, name)),
         (flux_ops.gemm_ar_out, (x, weight, None, False, None, name, torch.empty(4, 6))),
         (flux_ops.gemm_ar_norm, (x, weight, None, False, residual, bias, 1e-6, name)),
-        (flux_ops.all_reduce, (x, name)),
-        (flux_ops.all_reduce_out, (x, name, torch.empty(4, 8))),
+        (flux_ops.all_reduce, (x, None, name)),
+        (flux_ops.all_reduce, (residual, residual + 1, name)),
+        (flux_ops.all_reduce_out, (x, None, name, torch.empty(4, 8))),
+        (flux_ops.all_reduce_norm, (residual, residual + 1, bias, 1e-6, name)),
     ]
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments)
@@ -200,10 +217,12 @@ def torch_sees(rank: int, world_size: int) -> str:
     assert tuple(flux.gemm_ar(*meta).shape) == (2, 3, 6)
     assert [tuple(t.shape) for t in flux.gemm_ar(*meta, norm_weight=bias.to("meta"))] == [(2, 3, 6)] * 2
     assert tuple(flux.all_reduce(meta[0]).shape) == (2, 3, 8)
+    assert [tuple(t.shape) for t in flux.all_reduce(meta[0], norm_weight=meta[1][0])] == [(2, 3, 8)] * 2
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, residual = flux.gemm_ar(x * 2, weight, bias, residual=residual, norm_weight=bias)
-        return torch.relu(y) + flux.gemm_ar(x, weight).sum(), flux.all_reduce(residual)
+        z, residual = flux.all_reduce(y, residual=residual, norm_weight=bias)
+        return torch.relu(z) + flux.gemm_ar(x, weight).sum(), flux.all_reduce(residual)
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for rows in (4, 6):

@@ -22,8 +22,8 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
 from flux.ops import _exchange
 from flux.ops import gemm_ar as ops
-from flux.ops.plan import Plan
-from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room, plan_all_reduce, plan_gemm_ar
+from flux.ops.plan import PLANNERS, Plan
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import GemmRsCase, RankFailure, spawn
 
 TIMEOUT_S = 1.0
@@ -43,7 +43,7 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         "transport": "links",
         **change,
     }
-    return (plan_gemm_ar if op == "gemm_ar" else plan_all_reduce)(**facts)
+    return PLANNERS[op](**facts)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,10 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         ({"m": 3, "n": 8 << 20}, True, 1, "two-shot"),
         ({"m": 3, "n": 16 << 20}, False, -1, "m = 3 cannot be dealt to 4 ranks"),
         ({"device_type": "cpu", "n": 4100, "k": 3, "num_sms": 0}, True, 0, "share memory; one-shot"),
+        ({"op": "all_reduce_norm", "m": 3}, True, 0, "one-shot sends"),
+        ({"op": "all_reduce_norm", "m": 1022}, True, 1, "two-shot sends"),
+        ({"op": "all_reduce_norm", "m": 8193}, False, -1, "more than an exchange holds"),
+        ({"op": "all_reduce_norm", "n": 4100}, False, -1, "4100 elements are no whole number"),
         ({"op": "all_reduce", "m": 3, "n": 8}, True, 0, "one-shot sends 0.1 KiB"),
         ({"op": "all_reduce", "m": 8192}, True, 1, "two-shot"),
         ({"op": "all_reduce", "m": 8193}, False, -1, "more than an exchange holds"),
@@ -102,7 +106,8 @@ def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: in
         return
     assert made.transport.endswith(["one-shot", "two-shot"][mode])
     # A sum in a launch of its own may deal out rows, to all ranks alike.
-    rows = round_up(made.m, made.world_size) if "two launches" in made.reason else made.m
+    alone = "two launches" in made.reason or change.get("op") == "all_reduce_norm"
+    rows = round_up(made.m, made.world_size) if alone and mode == 1 else made.m
     layout = core.exchange(rows, round_up(made.n, 8), made.world_size, core.ExchangeMode(mode))
     on_gpu = change.get("device_type") != "cpu"
     assert (made.exchange_bytes if on_gpu else made.slot_bytes) == round_up(layout.bytes)
@@ -121,7 +126,7 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
         # As many rows as an exchange takes, and what just goes one-shot, are the extremes.
         sizes += [(min(max_m, MAX_EXCHANGE_BYTES // 2 // n), n) for n in range(1, max_n + 1, 8)]
         for m, n in sizes:
-            for op in ("gemm_ar", "all_reduce"):
+            for op in ("gemm_ar", "all_reduce", "all_reduce_norm"):
                 made = plan(op, m=m, n=n, device_type=device_type, world_size=world_size)
                 for name in ("signal_bytes", "slot_bytes", "exchange_bytes"):
                     # Composed plans say nothing of their parts.
@@ -156,9 +161,16 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, 0.0)
     assert (shifted == 5).all()
     _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
-    assert told[3] == (x, total, 77, 0, 0)
+    assert told[3] == (x, total, 77, 0, 0, None, None, 0.0, None)
+    plain_plan = plan("all_reduce", m=1, n=64)
+    assert _exchange.run_fused(workspace, plain_plan, 0, x, total, shifted) is None
+    norm = _exchange.run_fused(workspace, plain_plan, 0, x, total, None, shifted[0], 1e-5)
+    assert told[4][:5] == (x, total, 77, 0, 0) and torch.equal(told[4][5], shifted)
+    assert told[5][:3] == (x, norm, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
+    assert told[4][5].data_ptr() % 16 == 0 and told[5][6].data_ptr() % 16 == 0
 
 
+X2 = torch.ones(5, 8)
 X, W, B = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6)
 GRAD = B.clone().requires_grad_()
 BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -185,6 +197,13 @@ BAD_REDUCE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("out shape", {"x": X, "out": W}, ("out", "[4, 8]", "[6, 8]")),
     ("out dtype", {"x": X, "out": X.half()}, ("out", "torch.float32", "torch.float16")),
     ("needs grad", {"x": X.clone().requires_grad_()}, ("x", "no_grad", "requires_grad")),
+    ("residual shape", {"x": X, "residual": B}, ("residual", "[4, 8]", "[6]")),
+    ("residual needs grad", {"x": X, "residual": X.clone().requires_grad_()}, ("residual", "no_grad")),
+    ("norm_weight shape", {"x": X, "norm_weight": B}, ("norm_weight", "[8]", "[6]")),
+    ("norm of a number", {"x": torch.tensor(1.0), "norm_weight": B}, ("x", "1 dimension", "0")),
+    ("eps", {"x": X, "norm_weight": X[0], "eps": -1.0}, ("eps", "not negative", "-1.0")),
+    ("out with a norm", {"x": X, "norm_weight": X[0], "out": X}, ("out", "None with norm_weight")),
+    ("out is a part of residual", {"x": X, "residual": X2[:4], "out": X2[1:5]}, ("out", "memory of its own")),
 ]
 
 
@@ -224,6 +243,8 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
         lambda odd: flux.gemm_ar(x, torch.ones(9000 * odd + 1, 8)),  # of which one rank must grow
         lambda odd: flux.gemm_ar(x.half(), weight.half()) if odd else flux.gemm_ar(x, weight),
         lambda odd: flux.all_reduce(x[odd:]),
+        lambda odd: flux.all_reduce(x, residual=x if odd else None),
+        lambda odd: flux.all_reduce(x, norm_weight=x[0], eps=1e-6 + odd),
         lambda odd: flux.all_reduce(weight[:4]) if odd else flux.gemm_ar(x, weight),
         lambda odd: flux.gemm_rs(x[:2], weight) if odd else flux.gemm_ar(x, weight),
     ]
@@ -241,7 +262,18 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
 def test_ranks_that_disagree_are_all_told() -> None:
     results = spawn(disagreeing, 2, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
     assert results[0] == results[1]
-    words = ("m=3", "n=5", "k=7", "n=9001", "float16", "n=24", "all_reduce", "gemm_rs")
+    words = (
+        "m=3",
+        "n=5",
+        "k=7",
+        "n=9001",
+        "float16",
+        "n=24",
+        "residual=given",
+        "eps=1.0",
+        "all_reduce",
+        "gemm_rs",
+    )
     for message, word in zip(results[0], words, strict=True):
         assert message.startswith("expected the same call on all ranks") and word in message, message
 

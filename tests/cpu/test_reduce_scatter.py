@@ -90,7 +90,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(m=8, n=16)
     x, out = torch.ones(4, 32).bfloat16(), torch.zeros(1, 32).bfloat16()
     _exchange.run_fused(workspace, made, 0, x, out)
-    assert told[0] == (x, out, 77, 0, 2)
+    assert told[0] == (x, out, 77, 0, 2, None, None, 0.0, None)
     # A result that a kernel cannot write where it shall lie.
     shifted = torch.zeros(33).bfloat16()[1:].view(1, 32)
     monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: arguments[1].fill_(5))

@@ -22,7 +22,7 @@ PROJECT = ROOT / "tests" / "typed"
 PLANTED = """
 import flux
 
-flux.all_reduce("x")
+flux.all_gather("x")
 flux.check()  # type: ignore[arg-type]
 """
 

@@ -120,3 +120,66 @@ def test_norm_is_taken_in(case: str) -> None:
     else:
         assert targets[0] is torch.ops.flux_vllm.linear_all_reduce.default
     del library
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain",
+        "another user",
+        "another group",
+        "another dtype",
+        "columns",
+        "too many bytes",
+        "too few tokens",
+        "no norm",
+    ],
+)
+def test_a_sum_and_its_norm(case: str) -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    n = 12 if case == "columns" else 16
+    with FakeTensorMode():
+        x, residual = torch.empty(6, n), torch.empty(6, n)
+        norm_weight = torch.empty(n, dtype=torch.bfloat16 if case == "another dtype" else torch.float32)
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "residual", "norm_weight")]
+    for node, value in zip(nodes, (x, residual, norm_weight), strict=True):
+        node.meta["val"] = value
+    given = (nodes[0], "pp:0" if case == "another group" else "tp:0")
+    total = graph.call_function(torch.ops.vllm.all_reduce.default, given)
+    total.meta["val"] = residual
+    target = torch.ops.vllm_ir.fused_add_rms_norm.default
+    norm = graph.call_function(target, (total, nodes[1], nodes[2], 1e-5, None))
+    norm.meta["val"] = (residual, residual)
+    first, second = (graph.call_function(operator_module.getitem, (norm, i)) for i in (0, 1))
+    graph.output((first, second, total) if case == "another user" else (first, second))
+    if case == "no norm":
+        norm.target = torch.ops.aten.add.Tensor
+    rules = {"tp:0": graphs.SumRule("7", 3, 8 * n * 4)}
+    start, end = (2 if case == "too few tokens" else 3), (9 if case == "too many bytes" else 8)
+    assert graphs.fuse_sum_and_norm(graph, start, end, rules) == (case == "plain")
+    graph.lint()
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    if case == "plain":
+        fused = first.args[0]
+        assert targets == [torch.ops.flux.all_reduce_norm.default, *[operator_module.getitem] * 2]
+        assert fused.args == (*nodes, 1e-5, "7") and len(fused.meta["val"]) == 2
+    else:
+        assert targets[0] is torch.ops.vllm.all_reduce.default
+    del libraries
+
+
+def sums_as_vllm_makes_them(rank: int, world_size: int) -> list[str]:
+    """The rewritten graph computes what vLLM's operators do."""
+    x = torch.arange(48.0).view(3, 16) * (rank + 1)
+    residual, norm_weight = torch.arange(48.0).view(3, 16) % 7, torch.arange(16.0) + 1
+    arguments = (x, residual, norm_weight, 1e-5, dist.group.WORLD.group_name)
+    normalised, total = torch.ops.flux.all_reduce_norm(*arguments)
+    expected = torch.arange(48.0).view(3, 16) * 3 + residual
+    answers = [] if torch.equal(total, expected) else ["the next residual differs"]
+    wanted = torch.nn.functional.rms_norm(expected, (16,), norm_weight, 1e-5)
+    return answers if torch.allclose(normalised, wanted) else [*answers, "the norm differs"]
+
+
+def test_sums_as_vllm_makes_them() -> None:
+    assert spawn(sums_as_vllm_makes_them, 2, backend="gloo") == [[]] * 2

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flux.integrations.vllm import thresholds
-from flux.integrations.vllm.thresholds import Row, decide, from_tokens
+from flux.integrations.vllm.thresholds import Row, Sum, decide, from_tokens, sums, up_to_bytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
@@ -55,6 +55,21 @@ def test_reasons() -> None:
     assert decide(4096, 1024, BF16, 8, rows(1.3), "")[1] == "no measurement of 8 such GPUs: only large sums"
 
 
+@pytest.mark.parametrize(
+    ("measured", "nbytes"),
+    [
+        ([(8, 1.5), (64, 1.2)], 64),
+        ([(64, 1.2), (8, 1.01)], 0),
+        ([(8, 1.5), (64, 1.01), (512, 1.4)], 8),
+        ([(8, 1.5), (64, 1.3), (64, 0.9)], 8),
+        ([], 0),
+    ],
+)
+def test_how_large_a_sum(measured: list[tuple[int, float]], nbytes: int) -> None:
+    others = [Sum(4, 9000, 2.0)]
+    assert up_to_bytes(2, [*others, *(Sum(2, *each) for each in measured)]) == nbytes
+
+
 def machine(arch: tuple[int, int], sms: int) -> Any:
     properties = mock.Mock(major=arch[0], minor=arch[1], multi_processor_count=sms)
     return mock.patch("torch.cuda.get_device_properties", return_value=properties)
@@ -69,9 +84,11 @@ def test_what_is_shipped_is_for_one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch)
         assert from_tokens(4096, 2048, BF16, 2, GPU)[0] < 256
         assert from_tokens(4096, 2048, BF16, 2, GPU, eager=True)[0] == 256
         assert from_tokens(4096, 2048, BF16, 3, GPU)[0] == 1536
+        assert sums(2, GPU)[0] == 1 and 1 << 20 < sums(2, GPU)[1] < 12 << 20
+        assert sums(3, GPU) == (1, 0)
     for other in (((10, 0), shipped["sms"]), (arch, shipped["sms"] + 1)):
         with machine(*other):
-            assert from_tokens(4096, 2048, BF16, 2, GPU)[0] == 1536
+            assert from_tokens(4096, 2048, BF16, 2, GPU)[0] == 1536 and sums(2, GPU) == (1, 0)
     assert from_tokens(4096, 2048, torch.float32, 2, CPU)[0] == 768
 
 
@@ -81,7 +98,7 @@ def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def row(op: str, m: int, flux: float, **others: tuple[str, float]) -> dict[str, Any]:
         times = {name: {"role": role, "median_ms": ms} for name, (role, ms) in others.items()}
         times["flux"] = {"role": "flux", "median_ms": flux}
-        return {"op": op, "tp": 8, "m": m, "local": [m, 64, 32], "times": times}
+        return {"op": op, "tp": 8, "m": m, "local": [m, 64, 32], "dtype": "bfloat16", "times": times}
 
     file = tmp_path / "gemm_ar.json"
     file.write_text(
@@ -91,6 +108,7 @@ def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
                     row("gemm_ar", 1, 2.0, a=("serial", 4.0), b=("peer", 1.9), c=("comm", 9.0)),
                     row("gemm_ar", 7, 2.0, a=("serial", 4.0), b=("peer", 3.0), c=("gemm", 1.0)),
                     row("gemm_ar", 9, 2.0, c=("gemm", 1.0)),
+                    row("all_reduce", 2, 2.0, a=("peer", 3.0)),
                     row("gemm_rs", 9, 2.0, a=("serial", 1.0)),
                 ]
             }
@@ -98,7 +116,9 @@ def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
     assert from_tokens(64, 32, BF16, 8, CPU) == (7, f"measured in {file}, weight [64, 32]")
+    assert sums(8, CPU) == (1, 2 * 64 * 2)
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "3")
+    assert sums(8, CPU) == (3, 64 << 20)
     assert from_tokens(64, 32, BF16, 8, CPU, eager=True) == (3, "FLUX_VLLM_MIN_TOKENS")
 
 

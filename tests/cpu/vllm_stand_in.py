@@ -204,6 +204,10 @@ def registry(vllm: dict[str, types.ModuleType]) -> dict[str, type]:
     return found
 
 
+def row_parallel(vllm: dict[str, types.ModuleType], *args: Any, **kwargs: Any) -> Any:
+    return vllm["vllm.model_executor.layers.linear"].RowParallelLinear(*args, **kwargs)
+
+
 def define_all_reduce() -> Any:
     """vLLM's operator, through torch.distributed."""
     torch_library: Any = torch.library

@@ -12,6 +12,7 @@ import torch
 import flux
 from flux._native import core
 from flux.ops import gemm as products
+from flux.ops.gemm_ar import rms_norm
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
 
@@ -195,6 +196,29 @@ def test_all_reduce(world_size: int, mode: int) -> None:
         assert isinstance(expected, torch.Tensor)
         for result in results:
             assert torch.equal(result.float(), expected), (m, n)
+
+
+@pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_all_reduce_with_residual_and_norm(world_size: int, mode: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for m, n in [(1, 64), (5, 4096), (17, 12288)]:
+        case = GemmRsCase(m, n, 64, world_size, torch.bfloat16, seed=m)
+        xs, weights, _ = gpu_inputs(case)
+        partials = [products.reference(x, weight) for x, weight in zip(xs, weights, strict=True)]
+        residual = torch.arange(m * n, device="cuda").view(m, n).remainder(5).mul(2).sub(4).bfloat16()
+        norm_weight = torch.arange(n, device="cuda").remainder(3).add(1).bfloat16()
+        torch.cuda.synchronize()
+        added = ranks.all_reduce(partials, mode=mode, residual=residual, join=False)
+        both = ranks.all_reduce(partials, mode=mode, residual=residual, norm_weight=norm_weight, join=False)
+        ranks.check()
+        expected = case.expected_sum("cuda") + residual
+        for rank in range(world_size):
+            assert torch.equal(added[rank], expected) and torch.equal(both[world_size + rank], expected), (
+                m,
+                n,
+            )
+            torch.testing.assert_close(both[rank], rms_norm(expected, norm_weight, 1e-6))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

@@ -45,10 +45,11 @@ def dense(group: dist.ProcessGroup | DeviceMesh | str | None, p: int) -> Tensor:
     gathered: Tensor = flux.all_gather(x, group=group)
     scattered: Tensor = flux.reduce_scatter(x, group=group)
     total: Tensor = flux.all_reduce(x, group=group, out=torch.empty_like(x))
+    normed: tuple[Tensor, Tensor] = flux.all_reduce(x, residual=x, norm_weight=x[0], eps=None)
     main_grad = torch.zeros(FFN, HIDDEN)
     flux.wgrad_accum(torch.ones(ROWS, FFN), x, main_grad)
 
-    sizes = [one, pair[0], *many, q, k, v, *both[0], product, gathered, scattered, total, main_grad]
+    sizes = [one, pair[0], *many, q, k, v, *both[0], product, gathered, scattered, total, *normed, main_grad]
     return torch.stack([t.sum() for t in (rows, *sizes)])
 
 

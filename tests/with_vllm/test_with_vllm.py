@@ -130,6 +130,7 @@ def test_it_has_what_flux_uses(part: str) -> None:
         ("llama", "eager", 1, 2 * LAYERS, 0, 0),
         ("llama", "traced", 17, 2 * LAYERS, 0, 0),
         ("llama", "ranges", 17, 0, 2 * LAYERS, 0),
+        ("llama", "sums", 17, 0, 2 * LAYERS, 0),
         ("moe", "eager", 1, LAYERS, 0, 0),
         ("moe", "eager", 1, LAYERS, 0, LAYERS),
         ("moe", "traced", 17, LAYERS, 0, LAYERS),
@@ -150,14 +151,16 @@ def test_says_the_same_with_flux(
     without = _generate(models[kind], mode, tmp_path, "off", min_tokens, moe)
     with_flux = _generate(models[kind], mode, tmp_path, "auto", min_tokens, moe)
 
-    nothing = {"plain": 0, "with norm": 0, "experts": 0, "fused through": []}
+    nothing = {"plain": 0, "with norm": 0, "sums with norm": 0, "experts": 0, "fused through": []}
     assert without["ranks"] == [nothing, nothing]
     # vLLM may split a prompt, but some passes have enough tokens; from one token on, all have.
-    passes = with_flux["ranks"][0]["plain" if plain else "with norm"] // (plain or with_norm)
+    normed = "sums with norm" if mode == "sums" else "with norm"
+    passes = with_flux["ranks"][0]["plain" if plain else normed] // (plain or with_norm)
     assert passes >= (12 if min_tokens == 1 else 1)
     expected = {
+        **nothing,
         "plain": plain * passes,
-        "with norm": with_norm * passes,
+        normed: with_norm * passes,
         "experts": experts * passes,
         "fused through": ["POSIX shared memory"],
     }
@@ -171,6 +174,10 @@ def test_says_the_same_with_flux(
 def _assert_told(log: list[str], kind: str, mode: str, min_tokens: int, experts: int) -> None:
     """vLLM's log has one line of flux, and it is true."""
     (line,) = log
+    if mode == "sums":
+        assert f"Compiled for 1 to {min_tokens - 1} tokens: vLLM all; " in line
+        assert f"; {min_tokens} to 512 tokens: flux {2 * LAYERS} other sums with norm. vLLM's own: " in line
+        return
     linears = (2 if kind == "llama" else 1) * LAYERS
     begin = f"from {min_tokens} token{'s' if min_tokens > 1 else ''} on (FLUX_VLLM_MIN_TOKENS)"
     counts = [

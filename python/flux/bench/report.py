@@ -24,6 +24,7 @@ BARS = {
     "gemm_ar": Bar(row=1.0, geomean=1.25),
     "gemm_ar_norm": Bar(row=1.0),
     "all_reduce": Bar(row=1.0),
+    "all_reduce_norm": Bar(row=1.0),
     "moe_route": Bar(row=1.0),
     "moe_layer0": Bar(row=1.0, geomean=1.30, geomean_tp=4),
     "moe_layer1": Bar(row=1.0, geomean=1.30, geomean_tp=4),

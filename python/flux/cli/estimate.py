@@ -87,7 +87,7 @@ def work(problem: Problem, world: int, tp: int) -> tuple[float, float, float, in
     if isinstance(problem, e2e.ModelProblem):
         weights, passes = e2e.weights(problem) / tp, 2 * tp
         flops = 2 * m * weights
-    if problem.op in ("moe_route", "all_reduce"):
+    if problem.op in ("moe_route", "all_reduce", "all_reduce_norm"):
         weights = flops = 0.0
     return weights, activations, flops, passes
 

@@ -243,7 +243,9 @@ def _rank_case(op: str, rank: int, case: Case, device: torch.device) -> str:
 def _rank_call(
     op: str, case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, number: int
 ) -> Tensors:
-    """The results of one call; every other ag_gemm also returns the gathered rows."""
+    """The results of one call. Every other ag_gemm also returns the gathered rows; every other all_reduce
+    normalises, and adds a residual, which is then subtracted.
+    """
     layout = case.transpose_weight
     if op == "all_gather":
         return [flux.all_gather(x)]
@@ -252,7 +254,12 @@ def _rank_call(
     if op == "gemm_ar":
         return [flux.gemm_ar(x, weight, bias, transpose_weight=layout)]
     if op == "all_reduce":
-        return [flux.all_reduce(products.reference(x, weight))]
+        product = products.reference(x, weight)
+        if number % 2 == 0:
+            return [flux.all_reduce(product)]
+        residual = torch.full_like(product, 2)
+        _, total = flux.all_reduce(product, residual=residual, norm_weight=residual[0])
+        return [total - residual]
     if op == "reduce_scatter":
         return [flux.reduce_scatter(products.reference(x, weight))]
     if number % 2:

@@ -193,10 +193,20 @@ def norm_eps(eps: float | None, x: torch.Tensor) -> float:
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
-def all_reduce_args(op: str, x: torch.Tensor) -> None:
-    """Checks x of any shape."""
+def all_reduce_args(op: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+    """Checks x of any shape, and a residual of the same."""
     if x.dtype not in FLOATING:
         fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+    if residual is not None:
+        _like_x(op, "residual", residual, list(x.shape), x)
+
+
+def rows_to_norm(op: str, x: torch.Tensor) -> tuple[int, int]:
+    """Checks that x [..., n] has rows; returns how many, and n."""
+    if x.dim() < 1:
+        fail(op, "x", "at least 1 dimension with norm_weight", "0")
+    n = x.shape[-1]
+    return (x.numel() // n if n else 0), n
 
 
 def reduce_scatter_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:

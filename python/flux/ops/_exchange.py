@@ -11,7 +11,7 @@ from flux import _native
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.ops._tensors import readable, wide_type, writable
+from flux.ops._tensors import readable, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import VECTOR
 
@@ -62,17 +62,33 @@ def sum_over_ranks(
 
 
 def run_fused(
-    workspace: CpuWorkspace | CudaWorkspace, plan: Plan, epoch: int, x: torch.Tensor, out: torch.Tensor
-) -> None:
-    """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it."""
+    workspace: CpuWorkspace | CudaWorkspace,
+    plan: Plan,
+    epoch: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor | None:
+    """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual
+    [m, n]. With a norm_weight [n], returns the norm of the sum on GPUs, and None on CPUs.
+    """
     if not isinstance(workspace, CudaWorkspace):
-        sum_over_ranks(workspace, plan, epoch, x, out)
-        return
+        sum_over_ranks(workspace, plan, epoch, x, out, () if residual is None else (residual,))
+        return None
     x, target = readable(x), writable(out)  # before the call: copies may run out of memory
+    residual, norm_weight = readable_if_any(residual), readable_if_any(norm_weight)
+    normalised = None if norm_weight is None else torch.empty_like(target)
+    outs = (target, None) if normalised is None else (normalised, target)
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(x, target, symm_buffer, workspace.num_sms, plan.mode)
+        _kernel(
+            *(x, outs[0], symm_buffer, workspace.num_sms, plan.mode),
+            *(residual, norm_weight, eps, outs[1]),
+        )
     if target is not out:
         out.copy_(target)
+    return normalised
 
 
 class _Exchange:

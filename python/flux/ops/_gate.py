@@ -17,6 +17,7 @@ from flux.ops import _arguments
 _EXTRA = {
     "moe.route": {"max_tokens": "Optional[int]"},
     "gemm_ar": {"eps": "Optional[float]"},
+    "all_reduce": {"eps": "Optional[float]"},
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},
     "explain": {"m": "int", "n": "int", "k": "int", "dtype": "dtype", "transpose_weight": "bool"},
 }

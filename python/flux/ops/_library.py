@@ -47,8 +47,12 @@ library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out) -> ()", tags
 library.define(
     f"gemm_ar_norm({_AR}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
 )
-library.define("all_reduce(Tensor x, str group_name) -> Tensor", tags=_TAGS)
-library.define("all_reduce_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+_SUM = "Tensor x, Tensor? residual"
+library.define(f"all_reduce({_SUM}, str group_name) -> Tensor", tags=_TAGS)
+library.define(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+library.define(
+    f"all_reduce_norm({_SUM}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
+)
 library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 
@@ -84,8 +88,11 @@ library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out) -> ()"
 )
-# With scatter (mode 2), `out` is this rank's shard of the rows.
-library.define("_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, int mode) -> ()")
+# With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
+library.define(
+    "_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, int mode, Tensor? residual=None, "
+    "Tensor? norm_weight=None, float eps=0.0, Tensor(b!)? residual_out=None) -> ()"
+)
 # Gathering kernels: copy engines signal every chunk_rows rows. reuse: multiply the rows that the previous
 # launch has gathered by another weight. _collect copies these rows to a tensor of the user.
 library.define(

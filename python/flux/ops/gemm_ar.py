@@ -268,7 +268,7 @@ def _call(
         out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
         total = out.view(m, n)
         _one_rank(x.reshape(m, k), weight, bias, transpose_weight, _rows(residual, m, n), total)
-        return out if norm_weight is None else (_normalised(total, norm_weight, eps).view(shape), out)
+        return out if norm_weight is None else (row_norm(total, norm_weight, eps).view(shape), out)
     arguments = (x, weight, bias, transpose_weight, residual, norm_weight, eps, group, out)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
@@ -323,7 +323,7 @@ def _among_ranks(
     if norm_weight is None:
         return out
     if normalised is None:
-        normalised = _normalised(total, norm_weight, eps)
+        normalised = row_norm(total, norm_weight, eps)
     return normalised if len(shape) == 2 else normalised.view(shape), out
 
 
@@ -331,7 +331,8 @@ def _rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
     return None if residual is None else residual.reshape(m, n)
 
 
-def _normalised(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+def row_norm(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm by the fastest way on total's device."""
     if total.is_cuda:  # one kernel there; the same sum in fp32 and the same one rounding
         return torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
     return rms_norm(total, weight, eps)

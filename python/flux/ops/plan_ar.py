@@ -94,6 +94,29 @@ def plan_all_reduce(
     return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": _NO_TILE}))
 
 
+def plan_all_reduce_norm(
+    device_type: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    world_size: int,
+    why_not: str | None,
+    num_sms: int,
+    transport: str,
+) -> Plan:
+    """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. The
+    other arguments are those of any plan.
+    """
+    fused, reason = _can_sum_fused("all_reduce", device_type, m, n, dtype, world_size, why_not)
+    common = ("all_reduce", m, n, 0, dtype, world_size, False, fused)
+    if not fused:
+        return Plan(*common, "none (one rank)" if world_size == 1 else _BY_TORCH, reason)
+    exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=device_type == "cuda")
+    return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": _NO_TILE}))
+
+
 def plan_reduce_scatter(
     device_type: str,
     m: int,
@@ -139,6 +162,7 @@ def _can_sum_fused(
 
 PLANNERS["gemm_ar"] = plan_gemm_ar
 PLANNERS["all_reduce"] = plan_all_reduce
+PLANNERS["all_reduce_norm"] = plan_all_reduce_norm
 PLANNERS["reduce_scatter"] = plan_reduce_scatter
 
 
@@ -161,7 +185,7 @@ def _exchanged(
     rows = m
     if alone:
         mode = core.all_reduce_mode(1, m * padded, world_size)
-        rows = round_up(m, world_size)
+        rows = round_up(m, world_size) if mode == core.ExchangeMode.TWO_SHOT else m
     else:
         mode = core.all_reduce_mode(m, padded, world_size)
     name, other = "one-shot", "two-shot"

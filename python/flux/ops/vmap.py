@@ -20,6 +20,7 @@ _OPS = (
     "gemm_ar_norm",
     "all_gather",
     "all_reduce",
+    "all_reduce_norm",
     "reduce_scatter",
     "grouped_gemm",
 )

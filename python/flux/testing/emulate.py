@@ -300,10 +300,19 @@ class EmulatedRanks:
         return outs if norm_weight is None else [*outs, *sums]
 
     def all_reduce(
-        self, xs: Sequence[torch.Tensor], *, mode: int, join: bool = True, absent: Collection[int] = ()
+        self,
+        xs: Sequence[torch.Tensor],
+        *,
+        mode: int,
+        residual: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        join: bool = True,
+        absent: Collection[int] = (),
     ) -> list[torch.Tensor]:
-        """AllReduce of all ranks at once: for every rank the sum of all `xs` [m, n]."""
-        return self._sum(xs, xs[0].shape[0], mode, join, absent)
+        """AllReduce of all ranks at once: for every rank the sum of all `xs` [m, n], plus residual [m, n].
+        With a norm_weight [n] first the norms of all ranks, then their sums.
+        """
+        return self._sum(xs, xs[0].shape[0], mode, join, absent, residual, norm_weight)
 
     def reduce_scatter(
         self, xs: Sequence[torch.Tensor], *, join: bool = True, absent: Collection[int] = ()
@@ -315,19 +324,28 @@ class EmulatedRanks:
         return self._sum(xs, xs[0].shape[0] // self.world_size, mode, join, absent)
 
     def _sum(
-        self, xs: Sequence[torch.Tensor], rows: int, mode: int, join: bool, absent: Collection[int]
+        self,
+        xs: Sequence[torch.Tensor],
+        rows: int,
+        mode: int,
+        join: bool,
+        absent: Collection[int],
+        residual: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """The sum of all `xs` [m, n], of which every rank gets `rows` rows."""
         m, n = xs[0].shape
-        self._stored.reserve_exchange(self._exchange(m, n, mode))
-        outs = self._empty(xs[0], rows, n)
+        whole = m if norm_weight is None else -(-m // self.world_size) * self.world_size
+        self._stored.reserve_exchange(self._exchange(whole, n, mode))
+        outs, sums = self._empty(xs[0], rows, n), self._empty(xs[0], rows, n)
 
         def launch(rank: int) -> None:
-            address = self._stored.address(rank)
-            torch.ops.flux._all_reduce(xs[rank], outs[rank], address, self.num_sms, mode)
+            total = None if norm_weight is None else sums[rank]
+            given = (self._stored.address(rank), self.num_sms, mode, residual, norm_weight, 1e-6, total)
+            torch.ops.flux._all_reduce(xs[rank], outs[rank], *given)
 
         self._launch(launch, join, absent)
-        return outs
+        return outs if norm_weight is None else [*outs, *sums]
 
     def _exchange(self, m: int, n: int, mode: int) -> Any:
         core = _native.core

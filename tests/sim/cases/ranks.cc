@@ -116,23 +116,56 @@ void gemm_rs(uint64_t seed) {
   }
 }
 
+constexpr float kEps = 0.5f;  // of every RMSNorm
+
+// The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
+void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, DType dtype) {
+  for (int row = 0; row < out.rows; ++row) {
+    float squares = 0.0f;
+    const int* const values = &sum[static_cast<size_t>(row) * static_cast<size_t>(out.columns)];
+    const auto element = [&](int column) {
+      return cases::widened(cases::rounded(static_cast<float>(values[column]), dtype), dtype);
+    };
+    for (int column = 0; column < out.columns; ++column) squares += element(column) * element(column);
+    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + kEps);
+    for (int column = 0; column < out.columns; ++column) {
+      const float weighted = scale * static_cast<float>(weight.values[static_cast<size_t>(column)]);
+      const uint16_t right = cases::rounded(element(column) * weighted, dtype);
+      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
+      if (found == right || cases::widened(found, dtype) == cases::widened(right, dtype)) continue;
+      sim::report("norm[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
+                      std::to_string(cases::widened(found, dtype)) + ", and not " +
+                      std::to_string(cases::widened(right, dtype)),
+                  nullptr);
+    }
+  }
+}
+
 void all_reduce(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 3, 4, 8});
   const auto dtype = static_cast<DType>(random.below(2));
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
-  const int rows = random.between(1, 5), m = mode == Mode::kScatter ? rows * world_size : rows;
+  const bool scatters = mode == Mode::kScatter;
+  const int rows = random.between(1, 5), m = scatters ? rows * world_size : rows;
   const int n = 8 * random.between(1, 100), num_sms = random.between(1, 4);
-  const bool whole = mode != Mode::kScatter;
-  const bool chained = whole && random.below(3) == 0;  // x is the result of the call before
-  const bool in_place = whole && !chained && random.below(3) == 0;
+  const bool adds = !scatters && random.below(2), norms = !scatters && random.below(2);
+  const bool chained = !scatters && !norms && random.below(3) == 0;  // x is the result of the call before
+  const bool in_place = !scatters && !norms && !chained && random.below(3) == 0;
   start(seed, world_size, random.one_of({1, 2, 3, 8}), random, /*cluster=*/1);
   const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
-  cases::describe(names[static_cast<int>(mode)] + std::string(chained ? "chained, " : "") +
-                  (in_place ? "in place, " : "") + words(world_size, m, n, 0, dtype));
+  cases::describe(names[static_cast<int>(mode)] + std::string(norms ? "norm, " : "") +
+                  (adds ? "residual, " : "") + (chained ? "chained, " : "") + (in_place ? "in place, " : "") +
+                  words(world_size, m, n, 0, dtype));
 
-  const Ranks ranks(world_size, {0, 0, flux::runtime::make_exchange(m, n, world_size, mode).bytes() + 4096});
-  std::vector<std::vector<Values>> xs(static_cast<size_t>(world_size)), outs(static_cast<size_t>(world_size));
+  const int whole = (m + world_size - 1) / world_size * world_size;
+  const Ranks ranks(world_size,
+                    {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096});
+  std::vector<std::vector<Values>> xs(static_cast<size_t>(world_size)), outs(static_cast<size_t>(world_size)),
+      normed(static_cast<size_t>(world_size));
+  Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n);  // the same for all ranks
+  residual.fill(random, dtype, 8);
+  weight.fill(random, dtype, 3);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
@@ -140,9 +173,12 @@ void all_reduce(uint64_t seed) {
       Values& x = x_of.emplace_back(rank, "x", m, n);
       x.fill(random, dtype, 8);
       if (chained && call > 0) x.data = out_of.back().data;
-      Values& out = out_of.emplace_back(in_place ? x : Values(rank, "out", whole ? m : rows, n));
-      flux::gemm_ar::all_reduce(x.matrix(), out.matrix(), dtype, ranks.symm[static_cast<size_t>(rank)],
-                                num_sms, mode, nullptr);
+      Values& out = out_of.emplace_back(in_place ? x : Values(rank, "out", scatters ? rows : m, n));
+      Values& norm = normed[static_cast<size_t>(rank)].emplace_back(rank, "norm", m, n);
+      const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr,
+                                            kEps, norms ? out.data : nullptr};
+      flux::gemm_ar::all_reduce(x.matrix(), norms ? norm.matrix() : out.matrix(), dtype, extras,
+                                ranks.symm[static_cast<size_t>(rank)], num_sms, mode, nullptr);
     }
   }
   cudaDeviceSynchronize();
@@ -155,41 +191,19 @@ void all_reduce(uint64_t seed) {
       const std::vector<int>& x = chained && call > 0 ? before : each[static_cast<size_t>(call)].values;
       for (size_t i = 0; i < sum.size(); ++i) sum[i] += x[i];
     }
+    for (size_t i = 0; adds && i < sum.size(); ++i) sum[i] += residual.values[i];
     before = sum;
     for (int& value : before) {
       value = static_cast<int>(cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype));
     }
     for (int rank = 0; rank < world_size; ++rank) {
       const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
-      const auto first =
-          sum.begin() + (mode == Mode::kScatter ? static_cast<std::ptrdiff_t>(rank) * rows * n : 0);
+      const auto first = sum.begin() + (scatters ? static_cast<std::ptrdiff_t>(rank) * rows * n : 0);
       const std::vector<int> expected(first, first + static_cast<std::ptrdiff_t>(out.rows) * n);
       expect(out, expected, dtype,
              ("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out").c_str());
-    }
-  }
-}
-
-// The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
-void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, float eps,
-                 DType dtype) {
-  for (int row = 0; row < out.rows; ++row) {
-    float squares = 0.0f;
-    const int* const values = &sum[static_cast<size_t>(row) * static_cast<size_t>(out.columns)];
-    const auto element = [&](int column) {
-      return cases::widened(cases::rounded(static_cast<float>(values[column]), dtype), dtype);
-    };
-    for (int column = 0; column < out.columns; ++column) squares += element(column) * element(column);
-    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + eps);
-    for (int column = 0; column < out.columns; ++column) {
-      const float weighted = scale * static_cast<float>(weight.values[static_cast<size_t>(column)]);
-      const uint16_t right = cases::rounded(element(column) * weighted, dtype);
-      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
-      if (found == right || cases::widened(found, dtype) == cases::widened(right, dtype)) continue;
-      sim::report("norm[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                      std::to_string(cases::widened(found, dtype)) + ", and not " +
-                      std::to_string(cases::widened(right, dtype)),
-                  nullptr);
+      const Values& norm = normed[static_cast<size_t>(rank)][static_cast<size_t>(call)];
+      if (norms) expect_norm(norm, expected, weight, dtype);
     }
   }
 }
@@ -246,7 +260,6 @@ void gemm_ar(uint64_t seed) {
   residual.fill(random, dtype, 8);
   weight.fill(random, dtype);
   bias.fill(random, dtype);
-  constexpr float kEps = 0.5f;
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     Product& product = products[static_cast<size_t>(rank)];
@@ -279,7 +292,7 @@ void gemm_ar(uint64_t seed) {
       const std::string name = "call " + std::to_string(call) + ", rank " + std::to_string(rank);
       expect(norms ? sums[static_cast<size_t>(rank)][static_cast<size_t>(call)] : out, expected, dtype,
              name.c_str());
-      if (norms) expect_norm(out, expected, weight, kEps, dtype);
+      if (norms) expect_norm(out, expected, weight, dtype);
     }
   }
 }

@@ -19,7 +19,14 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
-from flux.integrations.vllm.graph import count_kept, fuse_norm, settle_sums, unfuse
+from flux.integrations.vllm.graph import (
+    SumRule,
+    count_kept,
+    fuse_norm,
+    fuse_sum_and_norm,
+    settle_sums,
+    unfuse,
+)
 from flux.integrations.vllm.report import report
 from flux.integrations.vllm.thresholds import fingerprint
 
@@ -27,6 +34,8 @@ from flux.integrations.vllm.thresholds import fingerprint
 _ALL_REDUCE_FUSIONS = ("AllReduce", "SequenceParallelism")
 
 _installed: list[str] = []
+# By vLLM's name of the group.
+_sums: dict[str, SumRule] = {}
 
 
 class FluxPass(InductorPass):  # type: ignore[misc]
@@ -50,10 +59,12 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts["given back"] += unfuse(graph, 0 if names else end)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
+        counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums))
+        rules = str(sorted(_sums.items(), key=lambda rule: rule[0]))
+        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, rules))
 
 
 def _told(counts: Counter[str], fusions: list[str]) -> str:
@@ -61,9 +72,9 @@ def _told(counts: Counter[str], fusions: list[str]) -> str:
     flux = f"flux {counts['kept']} linear layers, {counts['norms']} with norm"
     why = f" ({fusions[0]} applies)" if fusions else ""
     vllm = f"vLLM {counts['given back']}{why}"
-    return (
-        ", ".join(told for told, n in ((flux, counts["kept"]), (vllm, counts["given back"])) if n) or "none"
-    )
+    sums = f"flux {counts['sums']} other sums with norm"
+    told = ((flux, counts["kept"]), (vllm, counts["given back"]), (sums, counts["sums"]))
+    return ", ".join(what for what, n in told if n) or f"vLLM all{why}"
 
 
 def install() -> None:
@@ -79,6 +90,11 @@ def install() -> None:
         manager.passes.insert(0, FluxPass(manager.passes))
 
     PostGradPassManager.configure = configure_with_flux
+
+
+def serve_sums(vllm_group: str, rule: SumRule) -> None:
+    """Lets the pass serve sums over a group that no layer of flux makes."""
+    _sums[vllm_group] = rule
 
 
 def split_range(config: Any, tokens: int) -> None:

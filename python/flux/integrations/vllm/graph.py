@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from flux.integrations.vllm import op  # noqa: F401  (defines the operators)
+from flux.ops.plan_ar import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
 _aten: Any = torch.ops.aten
@@ -75,6 +78,54 @@ def _norm_operator() -> Any:
         return None
     names = [argument.name for argument in found._schema.arguments]
     return found if names == ["x", "x_residual", "weight", "epsilon", "variance_size"] else None
+
+
+@dataclass(frozen=True)
+class SumRule:
+    """Which sums over a group flux.all_reduce serves.
+
+    Attributes:
+        group_name: of torch's process group.
+        from_tokens: the smallest batch.
+        up_to_bytes: the largest sum.
+    """
+
+    group_name: str
+    from_tokens: int
+    up_to_bytes: int
+
+
+def fuse_sum_and_norm(graph: fx.Graph, start: int, end: int, rules: Mapping[str, SumRule]) -> int:
+    """Makes vLLM's all-reduce and the fused_add_rms_norm behind it one flux.all_reduce, where a rule serves
+    all of `start` to `end` tokens. Returns how many there were.
+
+    Args:
+        rules: by vLLM's name of the group.
+    """
+    target = _norm_operator()
+    if target is None:
+        return 0
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.vllm.all_reduce.default):
+        x, vllm_group = node.args
+        (norm,) = node.users if len(node.users) == 1 else (None,)
+        rule, value = rules.get(vllm_group), x.meta["val"]
+        if rule is None or norm is None or norm.target is not target or not _is_plain_norm(norm, node):
+            continue
+        n = int(value.shape[-1])
+        largest = end * n * value.dtype.itemsize
+        if value.dim() != 2 or n % VECTOR or start < rule.from_tokens or largest > rule.up_to_bytes:
+            continue
+        residual, norm_weight, eps = norm.args[1:4]
+        with graph.inserting_before(norm):
+            arguments = (x, residual, norm_weight, eps, rule.group_name)
+            fused = graph.call_function(torch.ops.flux.all_reduce_norm.default, arguments)
+            fused.meta["val"] = norm.meta["val"]
+        norm.replace_all_uses_with(fused)
+        graph.erase_node(norm)
+        graph.erase_node(node)
+        count += 1
+    return count
 
 
 def settle_sums(graph: fx.Graph, start: int, end: int) -> int:

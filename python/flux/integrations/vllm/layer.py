@@ -15,9 +15,10 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.platforms import current_platform
 
 from flux.integrations.vllm import compiled
+from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import report
-from flux.integrations.vllm.thresholds import from_tokens
+from flux.integrations.vllm.thresholds import from_tokens, sums
 from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
@@ -45,6 +46,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        _serve_sums(self)
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
@@ -115,18 +117,46 @@ def _reasons(layer: RowParallelLinear) -> Iterator[tuple[str, bool]]:
     yield "the input has to be split", not layer.input_is_parallel
     yield "weights are quantised", type(layer.quant_method) is not UnquantizedLinearMethod
     yield from common_reasons(config, layer.params_dtype).items()
+    yield "LoRA is on", config is not None and config.lora_config is not None
     yield "sizes are not multiples of 8", bool(n % ALIGNMENT or k % ALIGNMENT)
     yield "vLLM is told which GEMM to use", _chosen_gemm(config)
     unfused = unfused_reason(n, k, layer.params_dtype)
     yield f"flux would run unfused: {unfused}", unfused is not None
 
 
-def unfused_reason(n: int, k: int, dtype: torch.dtype) -> str | None:
+def _serve_sums(layer: RowParallelLinear) -> None:
+    """Lets compiled graphs use flux for the sums of the layer's group, also where the layer itself is vLLM's:
+    it is quantised, has adapters, or its results are summed with those of experts.
+    """
+    config = get_current_vllm_config_or_none()
+    if first_that_applies(_reasons_against_sums(layer, config)) is not None:
+        return
+    first, nbytes = sums(layer.tp_size, current_device())
+    if nbytes == 0:
+        return
+    group = get_tp_group()
+    rule = SumRule(str(group.device_group.group_name), first, nbytes)
+    compiled.install()
+    compiled.serve_sums(str(group.unique_name), rule)
+    compiled.split_range(config, first)
+    compiled.split_range(config, nbytes // (layer.output_size * layer.params_dtype.itemsize) + 1)
+
+
+def _reasons_against_sums(layer: RowParallelLinear, config: Any) -> Iterator[tuple[str, bool]]:
+    yield "they are not sharded over ranks", layer.tp_size == 1
+    yield "there is no pass", settings.mode == "layer" or _is_eager(config)
+    yield from common_reasons(config, layer.params_dtype).items()
+    yield "sizes are not multiples of 8", bool(layer.output_size % ALIGNMENT)
+    unfused = unfused_reason(layer.output_size, 0, layer.params_dtype, "all_reduce_norm")
+    yield f"flux would run unfused: {unfused}", unfused is not None
+
+
+def unfused_reason(n: int, k: int, dtype: torch.dtype, op: str = "gemm_ar") -> str | None:
     """Why a sum over ranks of rows times a weight [n, k] would not run fused, as far as known before the
     group's first call, or None.
     """
     group_name = str(get_tp_group().device_group.group_name)
-    return why_unfused("gemm_ar", 1, n, k, dtype, current_device(), group_name)
+    return why_unfused(op, 1, n, k, dtype, current_device(), group_name)
 
 
 def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
@@ -136,7 +166,6 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
         f"the dtype is {dtype}": dtype not in dtypes,
         "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
         "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
-        "LoRA is on": config is not None and config.lora_config is not None,
         "FLUX_VLLM is pass, and the model is eager": settings.mode == "pass" and _is_eager(config),
     }
 

@@ -47,13 +47,13 @@ class Report:
     def line(self) -> str:
         """The line for vLLM's log."""
         refused = "; ".join(f"{_layers(n, kind)}: {why}" for (kind, why), n in self.refused.items())
-        if not self.served:
+        if not self.served and not any("flux" in what for what in self.ranges.values()):
             return f"not used. {refused or 'The model has no layers that flux knows'}"
         served = (
             f"{_layers(n, kind)} from {tokens} token{'s' if tokens > 1 else ''} on ({why})"
             for (kind, tokens, why), n in self.served.items()
         )
-        told = ["; ".join(served)]
+        told = ["; ".join(served) or "no layers, but sums with norm"]
         ranges = "; ".join(
             f"{start} to {end} tokens: {what}" for (start, end), what in sorted(self.ranges.items())
         )

@@ -14,14 +14,14 @@ import json
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flux.integrations.vllm.report import setting, tell
-from flux.ops.plan_ar import COMPOSED_FROM_BYTES
+from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
@@ -45,6 +45,24 @@ class Row:
     speedup: float
 
 
+@dataclass(frozen=True)
+class Sum:
+    """One measurement of all_reduce; as Row."""
+
+    ranks: int
+    nbytes: int
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements, and where they are from."""
+
+    rows: tuple[Row, ...]
+    sums: tuple[Sum, ...]
+    source: str = ""
+
+
 def from_tokens(
     n: int, k: int, dtype: torch.dtype, ranks: int, device: torch.device, eager: bool = False
 ) -> tuple[int, str]:
@@ -56,8 +74,8 @@ def from_tokens(
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, "FLUX_VLLM_MIN_TOKENS"
-    rows, source = _rows(setting("FLUX_VLLM_TUNING"), _machine(device))
-    tokens, why = decide(n, k, dtype, ranks, rows, source)
+    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
+    tokens, why = decide(n, k, dtype, ranks, measured.rows, measured.source)
     return (
         (_EAGER_FROM, "eager calls of fewer are bound by the host")
         if eager and tokens < _EAGER_FROM
@@ -82,6 +100,28 @@ def decide(
     return min(chosen, large), f"{source}, weight {list(shape)}"
 
 
+def sums(ranks: int, device: torch.device) -> tuple[int, int]:
+    """From how many tokens on, and up to how many bytes, flux.all_reduce with RMSNorm serves a sum that no
+    GEMM of flux makes. Nothing by default where it was not measured.
+    """
+    forced = setting("FLUX_VLLM_MIN_TOKENS")
+    if forced is not None:
+        return forced, MAX_EXCHANGE_BYTES
+    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
+    return 1, up_to_bytes(ranks, measured.sums)
+
+
+def up_to_bytes(ranks: int, measured: Iterable[Sum]) -> int:
+    """The largest sum up to which flux was faster at every measured size. A pure function."""
+    largest = 0
+    for each in sorted((s for s in measured if s.ranks == ranks), key=lambda s: (s.nbytes, s.speedup)):
+        if each.speedup < 1 + _NOISE:
+            # Another shape of as many bytes may have been faster.
+            return min(largest, each.nbytes - 1)
+        largest = each.nbytes
+    return largest
+
+
 def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
     tuning = setting("FLUX_VLLM_TUNING")
@@ -89,29 +129,35 @@ def fingerprint() -> str:
     return f"{setting('FLUX_VLLM_MIN_TOKENS')} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def rows_of(results: dict[str, Any]) -> list[Row]:
+def measured_in(results: dict[str, Any]) -> Measured:
     """The measurements in a result file of ``flux bench``."""
-    found = []
+    rows, sums = [], []
     for row in results["rows"]:
         others = [t["median_ms"] for t in row["times"].values() if t["role"] in ("serial", "peer")]
-        if row["op"] == "gemm_ar" and others and "flux" in row["times"]:
-            m, n, k = row["local"]
-            speedup = min(others) / row["times"]["flux"]["median_ms"]
-            found.append(Row(row["tp"], n, k, m, round(speedup, 3)))
-    return found
+        if row["op"] not in ("gemm_ar", "all_reduce") or not others or "flux" not in row["times"]:
+            continue
+        m, n, k = row["local"]
+        speedup = round(min(others) / row["times"]["flux"]["median_ms"], 3)
+        if row["op"] == "gemm_ar":
+            rows.append(Row(row["tp"], n, k, m, speedup))
+        else:
+            sums.append(Sum(row["tp"], m * n * getattr(torch, row["dtype"]).itemsize, speedup))
+    return Measured(tuple(rows), tuple(sums))
 
 
 @functools.cache
-def _rows(tuning: str, machine: tuple[str, int] | None) -> tuple[tuple[Row, ...], str]:
+def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
     if tuning:
         try:
-            return tuple(rows_of(json.loads(Path(tuning).read_text()))), f"measured in {tuning}"
+            found = measured_in(json.loads(Path(tuning).read_text()))
+            return replace(found, source=f"measured in {tuning}")
         except (ValueError, KeyError, TypeError) as error:
             tell(f"{tuning} is no result file of flux bench: {error!r}", logging.WARNING)
     shipped = json.loads(SHIPPED.read_text())
     if machine != (shipped["machine"]["arch"], shipped["machine"]["sms"]):
-        return (), ""
-    return tuple(Row(*row) for row in shipped["rows"]), "measured on such GPUs"
+        return Measured((), ())
+    rows, sums = (Row(*row) for row in shipped["rows"]), (Sum(*each) for each in shipped["sums"])
+    return Measured(tuple(rows), tuple(sums), "measured on such GPUs")
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:

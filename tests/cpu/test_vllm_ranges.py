@@ -1,0 +1,154 @@
+"""Compiled models of the vLLM plugin: where ranges of token counts begin, and what becomes of each."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import vllm_stand_in as stand_in
+
+from flux.integrations import vllm as plugin
+from flux.integrations.vllm import report as reports
+from flux.integrations.vllm.graph import SumRule
+
+vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
+WEIGHT = torch.ones(16, 8)
+
+
+class Pass:
+    """What the pass is told to do in a range; instead of a graph."""
+
+    def __init__(self, vllm: dict[str, types.ModuleType]) -> None:
+        manager = vllm["vllm.compilation.passes.pass_manager"].PostGradPassManager()
+        manager.configure("a configuration")
+        self.passes = manager.passes
+
+    def __call__(self, start: int, end: int) -> list[Any]:
+        context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
+        told: list[Any] = []
+        names = {"settle_sums": None, "unfuse": 3, "fuse_norm": 2, "count_kept": 4}
+        with contextlib.ExitStack() as stack:
+            module = "flux.integrations.vllm.compiled"
+            stack.enter_context(mock.patch(f"{module}.get_pass_context", lambda: context))
+            for name, count in names.items():
+                call = lambda graph, *limits, name=name, count=count: told.append((name, *limits)) or count  # noqa: E731
+                stack.enter_context(mock.patch(f"{module}.{name}", call))
+            self.passes[0]("a graph")
+        return told
+
+
+def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    row_parallel(vllm, WEIGHT)
+    row_parallel(vllm, WEIGHT)
+    ours = Pass(vllm)
+    assert len(ours.passes) == 3 and ours.passes[1] == "another pass", "ours is the first, and there once"
+    assert ours(65, 8192) == [
+        ("settle_sums", 65, 8192),
+        ("unfuse", 8192),
+        ("fuse_norm", 65),
+        ("count_kept",),
+    ]
+    # Where vLLM fuses, layers are given back from whatever number of tokens on flux begins.
+    assert ours(1, 64) == [("settle_sums", 1, 64), ("unfuse", 0), ("fuse_norm", 1), ("count_kept",)]
+    assert reports.report.ranges == {
+        (1, 64): "flux 4 linear layers, 2 with norm, vLLM 3 (AllReduceFusionPass applies)",
+        (65, 8192): "flux 4 linear layers, 2 with norm, vLLM 3",
+    }
+    ours(65, 8192)  # another graph of the model
+    assert reports.report.ranges[65, 8192] == "flux 8 linear layers, 4 with norm, vLLM 6"
+
+
+def test_mode_layer_has_no_pass(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_VLLM", "layer")
+    plugin.register()
+    row_parallel(vllm, WEIGHT)
+    assert len(Pass(vllm).passes) == 2
+
+
+@pytest.mark.parametrize(
+    "endpoints, begins, expected",
+    [
+        ([64], [64], [63, 64]),
+        ([16, 64], [33, 8, 33], [7, 16, 32, 64]),
+        ([64], [65], [64]),
+        ([64], [1], [64]),
+        ([], [33], []),
+        (None, [33], None),
+    ],
+)
+def test_a_range_begins_where_a_layer_does(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    endpoints: list[int] | None,
+    begins: list[int],
+    expected: list[int] | None,
+) -> None:
+    plugin.register()
+    config = stand_in.configuration()
+    config.compilation_config.compile_ranges_endpoints = endpoints
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        for tokens in begins:
+            monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", str(tokens))
+            row_parallel(vllm, WEIGHT)
+    assert config.compilation_config.compile_ranges_endpoints == expected
+
+
+def test_compiled_graphs_are_told_apart(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = vllm["vllm.config"].VllmConfig()
+    hashes = [config.compute_hash()]
+    tuning = tmp_path / "tuning.json"
+    tuning.write_text('{"rows": []}')
+    for setting in ({}, {"MIN_TOKENS": "64"}, {"TUNING": str(tuning)}):
+        registry(vllm).clear()
+        for name, value in setting.items():
+            monkeypatch.setenv(f"FLUX_VLLM_{name}", value)
+        from flux.integrations.vllm import layer
+
+        assert layer.replace_row_parallel("auto") is None
+        hashes.append(config.compute_hash())
+        assert hashes[-1] == config.compute_hash()
+    assert len(set(hashes)) == 4
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["quantised", "served", "not measured", "eager", "layer", "batch-invariant", "unfused", "one rank"],
+)
+def test_sums_of_layers_that_stay_vllms(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Compiled graphs use flux.all_reduce for them, up to as many tokens as is known to be faster."""
+    if case == "layer":
+        monkeypatch.setenv("FLUX_VLLM", "layer")
+    plugin.register()
+    from flux.integrations.vllm import compiled, layer
+
+    nbytes = 0 if case == "not measured" else 4 * 16 * 100
+    monkeypatch.setattr(layer, "sums", lambda ranks, device: (3, nbytes))
+    if case == "unfused":
+        op_of_sums = "all_reduce_norm"
+        monkeypatch.setattr(layer, "why_unfused", lambda op, *rest: "why" if op == op_of_sums else None)
+    if case == "batch-invariant":
+        vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
+    config = stand_in.configuration(mode="NONE" if case == "eager" else "VLLM_COMPILE")
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "9")
+    changes: dict[str, Any] = {} if case == "served" else {"quant_method": object()}
+    if case == "one rank":
+        changes["tp_size"] = 1
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, WEIGHT, **changes)
+    endpoints = config.compilation_config.compile_ranges_endpoints
+    if case in ("quantised", "served"):
+        assert compiled._sums == {"tp:0": SumRule("7", 3, nbytes)}
+        assert endpoints == ([2, 8, 100, 512] if case == "served" else [2, 100, 512])
+        assert len(Pass(vllm).passes) == 3
+    else:
+        assert compiled._sums == {} and endpoints == [512]
