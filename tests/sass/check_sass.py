@@ -142,26 +142,29 @@ def log_faults(log: str) -> list[str]:
 
 def compare(before: list[Kernel], after: list[Kernel]) -> bool:
     """Prints the kernels that differ. Whether no mainloop is longer by more than 1 %."""
-    old = {kernel.readable_name: kernel for kernel in before}
-    new = {kernel.readable_name: kernel for kernel in after}
-    for name in sorted(old.keys() - new.keys()):
+    befores = {kernel.readable_name: kernel for kernel in before}
+    afters = {kernel.readable_name: kernel for kernel in after}
+    for name in sorted(befores.keys() - afters.keys()):
         print(f"gone  {name}")
-    for name in sorted(new.keys() - old.keys()):
+    for name in sorted(afters.keys() - befores.keys()):
         print(f"new   {name}")
     changed = longer = 0
-    for name in sorted(old.keys() & new.keys()):
-        a, b = old[name], new[name]
+    for name in sorted(befores.keys() & afters.keys()):
+        a, b = befores[name], afters[name]
         if (a.opcodes, a.registers, a.mainloop) == (b.opcodes, b.registers, b.mainloop):
             continue
         changed += 1
         is_longer = b.mainloop > 1.01 * a.mainloop
         longer += is_longer
-        print(
-            f"{'LONG' if is_longer else 'diff'}  instructions {a.instructions:5} -> {b.instructions:5}"
-            f"  mainloop {a.mainloop:3} -> {b.mainloop:3}  registers {a.registers:3} -> {b.registers:3}  {name}"
+        changes = (
+            ("instructions", a.instructions, b.instructions),
+            ("mainloop", a.mainloop, b.mainloop),
+            ("registers", a.registers, b.registers),
         )
+        told = "  ".join(f"{what} {old:5} -> {new:5}" for what, old, new in changes)
+        print(f"{'LONG' if is_longer else 'diff'}  {told}  {name}")
     total = [sum(kernel.instructions for kernel in side) for side in (before, after)]
-    print(f"{changed} of {len(new)} kernels differ, {longer} mainloops are longer by more than 1 %")
+    print(f"{changed} of {len(afters)} kernels differ, {longer} mainloops are longer by more than 1 %")
     print(f"instructions in all: {total[0]} -> {total[1]}")
     return longer == 0
 

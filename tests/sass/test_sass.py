@@ -92,7 +92,7 @@ def test_a_longer_mainloop_is_reported(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert check_sass.compare(kernels[:1], kernels[1:2])
     assert not check_sass.compare(kernels[:1], kernels[2:])
-    assert "LONG  instructions   100 ->   102  mainloop 100 -> 102" in capsys.readouterr().out
+    assert "LONG  instructions   100 ->   102  mainloop   100 ->   102" in capsys.readouterr().out
 
 
 def test_log_check_finds_complaints_only() -> None:

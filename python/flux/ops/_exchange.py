@@ -80,12 +80,10 @@ def run_fused(
     x, target = readable(x), writable(out)  # before the call: copies may run out of memory
     residual, norm_weight = readable_if_any(residual), readable_if_any(norm_weight)
     normalised = None if norm_weight is None else torch.empty_like(target)
-    outs = (target, None) if normalised is None else (normalised, target)
+    first, second = (target, None) if normalised is None else (normalised, target)
+    num_sms, mode = workspace.num_sms, plan.mode
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(
-            *(x, outs[0], symm_buffer, workspace.num_sms, plan.mode),
-            *(residual, norm_weight, eps, outs[1]),
-        )
+        _kernel(x, first, symm_buffer, num_sms, mode, residual, norm_weight, eps, second)
     if target is not out:
         out.copy_(target)
     return normalised
