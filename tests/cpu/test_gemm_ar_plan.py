@@ -148,9 +148,9 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     normalised = ops._fused_cuda(workspace, made, x, weight, None, shifted, total, shifted[0], 1e-5)
     plain, norm = told
     assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
-    assert plain[4:] == (False, 77, made.choice, 0, made.mode, None, None, 0.0, None)
+    assert plain[4:] == (False, 77, made.choice, 114, made.mode, None, None, 0.0, None)
     assert norm[3] is normalised and norm[12] is total and norm[11] == 1e-5
-    assert norm[7] == 114, "CTAs that share rows must be as many on all ranks"
+    assert plain[7] == norm[7] == 114, "CTAs wait for those of peers that have the same share"
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
     # Written before the residual is read.
@@ -161,11 +161,11 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, 0.0)
     assert (shifted == 5).all()
     _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
-    assert told[3] == (x, total, 77, 0, 0, None, None, 0.0, None)
+    assert told[3] == (x, total, 77, 114, 0, None, None, 0.0, None)
     plain_plan = plan("all_reduce", m=1, n=64)
     assert _exchange.run_fused(workspace, plain_plan, 0, x, total, shifted) is None
     norm = _exchange.run_fused(workspace, plain_plan, 0, x, total, None, shifted[0], 1e-5)
-    assert told[4][:5] == (x, total, 77, 0, 0) and torch.equal(told[4][5], shifted)
+    assert told[4][:5] == (x, total, 77, 114, 0) and torch.equal(told[4][5], shifted)
     assert told[5][:3] == (x, norm, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
     assert told[4][5].data_ptr() % 16 == 0 and told[5][6].data_ptr() % 16 == 0
 
