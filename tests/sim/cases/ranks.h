@@ -8,13 +8,13 @@
 
 namespace cases {
 
-// Resets the machine: one rank in three runs is late.
-inline void start(uint64_t seed, int world_size, int resident, Random& random) {
+// Resets the machine. One rank in three runs is late, if the caller names none.
+inline void start(uint64_t seed, int world_size, int resident, Random& random, int late_rank = -1) {
   sim::MachineConfig machine;
   machine.devices = world_size;
   machine.resident = resident;
   machine.policy = sim::policy_of(seed);
-  if (random.below(3) == 0) machine.late_rank = random.below(world_size);
+  machine.late_rank = late_rank >= 0 || random.below(3) != 0 ? late_rank : random.below(world_size);
   sim::reset_machine(machine);
 }
 
