@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+
+import mutants
 import pytest
 import simulator
 
@@ -20,3 +23,13 @@ def test_kernels_are_exact_on_the_host(program: str, case: str) -> None:
     done = simulator.run(simulator.build(program), case, seed=1, cases=CASES)
     assert done.returncode == 0, done.stderr
     assert f"{CASES} cases exact" in done.stdout
+
+
+def test_every_mutant_fits_the_sources() -> None:
+    table = mutants.table()
+    assert [
+        name for name, count in collections.Counter(each.name for each in table).items() if count > 1
+    ] == []
+    for mutant in table:
+        source = (simulator.ROOT / "csrc" / mutant.file).read_text()
+        assert source.count(mutant.old) == 1, f"{mutant.name} in {mutant.file}"

@@ -338,7 +338,8 @@ void layers(uint64_t seed) {
   const int kCalls = only_0 || only_1 ? 3 : 2;
   const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
   const bool many = world_size > 4;
-  const int ep_size = divisor(random, world_size), top_k = random.between(1, 4);
+  const int ep_size = random.below(2) == 0 ? world_size : divisor(random, world_size);
+  const int top_k = random.between(1, 4);
   const auto dtype = static_cast<DType>(random.below(2));
   const Layout layout = {
       world_size, 0,
@@ -357,10 +358,16 @@ void layers(uint64_t seed) {
   const bool routes = random.below(3) == 0;
   // Tiles are computed by CTAs that do not begin with communication: one of them must be resident.
   const int least = std::min(comm_ctas, num_sms - 1) + 1;
-  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.one_of({least, num_sms})), random);
+  // All tokens choose one expert, so that in one layer a rank needs nothing from a peer that is late.
+  const bool lopsided = (only_0 || only_1) && ep_size == world_size && random.below(2) == 0;
+  const int expert = lopsided ? random.below(layout.num_experts) : -1;
+  const int owner = std::max(0, expert) / layout.local_experts();
+  const int late = !lopsided ? -1 : only_0 ? owner : (owner + 1) % world_size;
+  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.one_of({least, num_sms})), random,
+        /*cluster=*/0, late);
 
   std::vector<Choices> calls;
-  for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout);
+  for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout, expert);
   cases::describe(words(calls[0]) +
                   (only_0   ? ", layer 0, "
                    : only_1 ? ", layer 1, "

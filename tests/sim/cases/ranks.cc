@@ -303,7 +303,7 @@ void norm_bits(uint64_t seed) {
   Random random(seed);
   const int world_size = 2, m = random.between(1, 4), n = 64 * random.between(33, 40), k = 128;
   const auto dtype = static_cast<DType>(random.below(2));
-  start(seed, world_size, /*size=*/2, random);
+  start(seed, world_size, /*resident=*/2, random);
   cases::describe(words(world_size, m, n, k, dtype));
   const int64_t bytes = flux::runtime::make_exchange(m, n, world_size, Mode::kOneShot).bytes();
   const Ranks ranks(world_size, {0, 0, bytes});

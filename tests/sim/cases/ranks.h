@@ -8,9 +8,10 @@
 
 namespace cases {
 
-// Resets the machine. In a third of the runs a rank is late.
+// Resets the machine. In a third of the runs a rank is late, if the caller names none.
 // `cluster`: another kernel may hold all SMs but those of one cluster, until some rank has finished. 0: none does.
-inline void start(uint64_t seed, int world_size, int resident, Random& random, int cluster = 0) {
+inline void start(uint64_t seed, int world_size, int resident, Random& random, int cluster = 0,
+                  int late_rank = -1) {
   sim::MachineConfig machine;
   machine.devices = world_size;
   machine.resident = resident;
@@ -19,7 +20,7 @@ inline void start(uint64_t seed, int world_size, int resident, Random& random, i
     machine.occupied_until = random.below(world_size);
   }
   machine.policy = sim::policy_of(seed);
-  if (random.below(3) == 0) machine.late_rank = random.below(world_size);
+  machine.late_rank = late_rank >= 0 || random.below(3) != 0 ? late_rank : random.below(world_size);
   sim::reset_machine(machine);
 }
 

@@ -26,11 +26,12 @@ struct Choices {
   std::vector<float> weights;
   const char* name;
 
-  Choices(Random& random, const Layout& layout) : layout(layout) {
+  // `only`: the expert that all tokens choose, if not -1.
+  Choices(Random& random, const Layout& layout, int only = -1) : layout(layout) {
     const char* const names[] = {"even", "one expert", "few experts", "some invalid"};
-    const int style = random.below(4);
+    const int style = only >= 0 ? 1 : random.below(4);
     name = names[style];
-    const int favourite = random.below(layout.num_experts);
+    const int favourite = only >= 0 ? only : random.below(layout.num_experts);
     for (int rank = 0; rank < layout.world_size; ++rank) {
       tokens.push_back(random.below(3) == 0 ? random.below(layout.max_tokens + 1) : layout.max_tokens);
       for (int token = 0; token < layout.max_tokens; ++token) {
