@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-
 import mutants
 import pytest
 import simulator
