@@ -228,7 +228,7 @@ Op all_reduce(const Setup& setup) {
     return sum;
   });
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm) mutable {
-    flux::gemm_ar::all_reduce(at(xs, call, rank).matrix(), at(outs, call, rank).matrix(), dtype, symm, 2,
+    flux::gemm_ar::all_reduce(at(xs, call, rank).matrix(), at(outs, call, rank).matrix(), dtype, {}, symm, 2,
                               mode, nullptr);
   };
   return op;
