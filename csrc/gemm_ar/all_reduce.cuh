@@ -171,6 +171,8 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
     for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
 
+  // A CTA without rows loads no norm weight: it would end before the copies.
+  if (static_cast<int>(blockIdx.x) >= flat.shard / row_vectors) return;
   const gemm::RowPart whole = {0, 1, 0, row_vectors};
   gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, whole, thread, memory);
   const auto normalise = [&](int owner, auto vector) {
