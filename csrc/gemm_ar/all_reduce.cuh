@@ -188,6 +188,8 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, int* drawn, const ge
     for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
 
+  // A CTA without rows loads no norm weight: it would end before the copies.
+  if (begun.share >= flat.shard / row_vectors) return;
   const gemm::RowPart whole = {0, 1, 0, row_vectors};
   gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, thread, memory);
   norm.select(whole);

@@ -214,15 +214,19 @@ void gemm_ar(uint64_t seed) {
   const bool many = world_size > 4;  // ranks: everything else is small
   const auto dtype = static_cast<DType>(random.below(2));
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
-  const bool swaps = random.below(2) == 0, transposed = random.below(2) == 0;
+  const bool transposed = random.below(2) == 0;
   // Rows so wide that several CTAs share one, or that no CTA has room for one in shared memory.
-  const bool wide = !many && random.below(6) == 0, widest = wide && random.below(4) == 0;
+  const bool wide = !many && random.below(6) == 0, widest = wide && random.below(3) == 0;
+  const bool swaps = !widest && random.below(2) == 0;
   const bool norms = wide || random.below(2) == 0, adds = norms && random.below(2) == 0;
   int n = 64 * random.between(1, many ? 1 : 3) - 8 * random.below(3);
   int k = 64 * random.between(1, many ? 2 : 4) - 8 * random.below(4);
   int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
+  // Rows of several warps, and several rows for each CTA.
+  if (norms && !wide && !many && random.below(3) == 0)
+    n = 8 * random.between(33, 80), k = 8 * random.between(1, 8);
   if (wide) n = 8 * random.between(260, 520), k = 8, m = random.between(1, 3);
-  if (widest) n = 8 * random.between(1600, 3300), m = 1;
+  if (widest) n = 8 * random.one_of({random.between(1600, 1700), random.between(3080, 3200)}), m = 1;
   if (swaps) {
     const int id = random.below(4), height = flux::gemm::kSwapAbConfigs[id].rows;
     m = random.below(4) == 0 && !wide && !many ? 2 * height : std::min(m, 2 * height);
@@ -233,7 +237,7 @@ void gemm_ar(uint64_t seed) {
     config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
-    const int id = random.one_of({5, 9, 3});
+    const int id = widest ? 3 : random.one_of({5, 9, 3});
     Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
     if (id != 3 && k > 128 && random.below(3) == 0)
       cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
