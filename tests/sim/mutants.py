@@ -52,7 +52,6 @@ class Mutant:
     new: str
     cases: tuple[tuple[str, str], ...]  # (program, case)
     kernels: tuple[str, ...]  # compiled again, if not those of KERNELS_OF
-    kernels: tuple[str, ...]  # compiled again, if not those of KERNELS_OF
     equivalent: str = ""  # why no program can notice, if none can
     gap: str = ""  # what the simulator or the cases lack to notice
 
