@@ -59,6 +59,11 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     return here;
   }
 
+  // Only copies by copy engines go on after a failure.
+  FLUX_DEVICE static void check_peers(const Params& p, const Call& call) {
+    if (p.epoch != 0) sync::check_peers(p.symm, call, kOp);
+  }
+
   template <class GemmParams>
   FLUX_DEVICE static gemm::Source source(const GemmParams& params, const Call& call, const gemm::Tile& tile) {
     const Params& p = params.store;

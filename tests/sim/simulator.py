@@ -41,13 +41,14 @@ class Program:
     cases: tuple[str, ...]
 
 
+_RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "gemm_ar", "norm_bits")
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
 
 PROGRAMS = {
     program.name: program
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
-        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar", "norm_bits")),
+        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), _RANKS_CASES),
         Program("copies", tuple(_RUNTIME), ("copy_queue",)),
     )
 }

@@ -33,6 +33,8 @@ _why_not: dict[int, str | None] = {}
 # launches a call in between.
 _launch_locks: dict[int, threading.RLock] = {}
 _COMPARED: AbstractContextManager[int] = nullcontext(0)
+# ErrorRecord::code (csrc/runtime/symm_buffer.h).
+_PEER_GAVE_UP = 2
 
 
 def why_not(device: torch.device) -> str | None:
@@ -259,8 +261,18 @@ class CudaWorkspace(Workspace):
         if self.why_not is not None or not self._error_code.value:
             return
         op_id, rank, peer, tile, expected, seen = _native.core.read_error(self._error_address)
+        given_up = self._error_code.value == _PEER_GAVE_UP
         self.failure = CommTimeoutError(
-            OP_NAMES.get(op_id, op), rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
+            OP_NAMES.get(op_id, op),
+            rank,
+            peer,
+            expected,
+            seen=seen,
+            tile=None if given_up else tile,
+            timeout_s=None if given_up else self.timeout_s,
+            detail=f"Rank {peer} has given up waiting, and may have overwritten what this rank read."
+            if given_up
+            else "",
         )
         raise self.failure
 
