@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
   __syncthreads();
   if (threadIdx.x != 0) return;
   if (p.epoch != 0) sync::check_peers(p.symm, call, kOp);
-  sync::end_call(p.symm, call.epoch);
+  sync::end_call(p.symm, call.epoch, p.reuse);
 }
 
 // Progress of the transfer at launch: not started; started by begin_all_gather; rows already gathered.

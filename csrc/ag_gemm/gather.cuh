@@ -37,7 +37,9 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     }
     return call;
   }
-  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) {
+    sync::end_call(p.symm, call.epoch, p.reuse);
+  }
 
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 

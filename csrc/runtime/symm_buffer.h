@@ -28,6 +28,7 @@ enum class Failure : uint32_t {
   kNone,
   kTimeout,     // a wait has timed out
   kPeerGaveUp,  // a peer has recorded a failure; its copies may have overwritten what this call has read
+  kOverlap,     // another launch has used the workspace at the same time
 };
 
 // The record that a kernel writes to pinned host memory when a call fails.

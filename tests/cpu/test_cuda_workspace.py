@@ -328,6 +328,11 @@ def test_a_failure_that_is_no_timeout_says_what_it_is(machine: Machine) -> None:
     workspace._error[:7] = torch.tensor([2, 1, 0, 1, 5, 42, 42])
     with pytest.raises(flux.CommTimeoutError, match="Rank 1 has given up waiting"):
         workspace.check()
+    workspace = make()
+    workspace._error[:7] = torch.tensor([3, 0, 0, 0, 0, 42, 42])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="two launches used the workspace of .* at the same time"):
+            workspace.check()
 
 
 def test_ranks_on_one_gpu_run_unfused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ KERNELS_OF = {
     "gemm_ar": _AR,
     "all_reduce": _AR,
     "norm_bits": _AR,
+    "overlap": _AR,
     "copy_queue": (),
 }
 

@@ -41,7 +41,7 @@ class Program:
     cases: tuple[str, ...]
 
 
-_RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "gemm_ar", "norm_bits")
+_RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "norm_bits")
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
 
 PROGRAMS = {

@@ -75,21 +75,29 @@ inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runt
 // must find at zero. A call may be closed before its work is complete, because the next launch reads the epoch
 // only after this launch has ended. The latency of two fences and two atomics is then hidden
 // (docs/design/decode.md#what-made-the-sum-faster).
+//
+// Two launches at once (branches of a graph, or graphs on two streams) corrupt each other. That is recorded: of two
+// launches that have read the same epoch, the second finds it closed, or finds CTAs of the first among its own.
+// `repeats`: the call has the epoch of the previous one.
 template <class Reset>
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset) {
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset,
+                                         bool repeats = false) {
   runtime::Header* header = symm.header();
   __threadfence();
-  if (atomicAdd(&header->ctas_done, 1u) != gridDim.x - 1) return;
+  const uint32_t done = atomicAdd(&header->ctas_done, 1u), others = gridDim.x - 1;
+  if (done < others) return;
   header->ctas_done = 0;
   header->next_tile = 0;
   header->next_piece = 0;
   reset();
   __threadfence();
-  atomicExch(&header->epoch, epoch);
+  const bool closed = atomicExch(&header->epoch, epoch) == epoch && !repeats;
+  if (closed || done > others) report(symm, runtime::Failure::kOverlap, {0, 0, 0}, epoch, epoch);
 }
 
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch) {
-  end_call(symm, epoch, [] {});
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch,
+                                         bool repeats = false) {
+  end_call(symm, epoch, [] {}, repeats);
 }
 
 // Called by one thread after all that copy engines of peers have delivered has been read: records a failure if a peer

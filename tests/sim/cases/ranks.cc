@@ -198,6 +198,39 @@ void all_reduce(uint64_t seed) {
   }
 }
 
+// Two launches of each rank that nothing orders, on one workspace: they happen to follow each other, or a rank says that
+// they have not. Both sum the same, so it does not matter which of a rank's launches is the first.
+void overlap(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.between(2, 3), m = random.between(1, 3), n = 8 * random.between(1, 100);
+  const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
+  const auto dtype = DType::kBFloat16;
+  const int num_sms = random.between(1, 4);
+  start(seed, world_size, /*size=*/1, random);
+  cases::describe(words(world_size, m, n, 0, dtype));
+  const Ranks ranks(world_size, {0, 0, flux::runtime::make_exchange(m, n, world_size, mode).bytes() + 4096});
+  std::vector<Values> xs, outs;
+  std::vector<int> sum(static_cast<size_t>(m) * static_cast<size_t>(n));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    xs.emplace_back(rank, "x", m, n).fill(random, dtype, 8);
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] += xs.back().values[i];
+    for (int launch = 0; launch < 2; ++launch) {
+      cudaStream_t stream = nullptr;
+      if (launch > 0) cudaStreamCreateWithFlags(&stream, 0);
+      outs.emplace_back(rank, "out", m, n);
+      flux::gemm_ar::all_reduce(xs.back().matrix(), outs.back().matrix(), dtype,
+                                ranks.symm[static_cast<size_t>(rank)], num_sms, mode, stream);
+    }
+  }
+  cudaDeviceSynchronize();
+  for (const auto& each : ranks.symm) {
+    if (each.error->code != 0) return;
+  }
+  ranks.expect_rest(2);
+  for (const Values& out : outs) expect(out, sum, dtype, "out");
+}
+
 // The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
 void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, float eps,
                  DType dtype) {
@@ -364,6 +397,7 @@ int main(int argc, char** argv) {
                           {{"gemm_rs", gemm_rs},
                            {"gemm_rs_frozen", gemm_rs_frozen},
                            {"all_reduce", all_reduce},
+                           {"overlap", overlap},
                            {"gemm_ar", gemm_ar},
                            {"norm_bits", norm_bits}});
 }
