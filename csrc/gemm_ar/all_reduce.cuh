@@ -134,7 +134,7 @@ FLUX_DEVICE Begun begin_sum(const runtime::SymmBuffer& symm, int* drawn) {
   if (threadIdx.x == blockDim.x - kClosingThreads) {
     gemm::end_exchange(symm, call.epoch);
     if (*drawn >= static_cast<int>(gridDim.x)) {  // a CTA of another launch has drawn, too
-      sync::report(symm, runtime::Failure::kOverlap, {0, 0, 0}, call.epoch, call.epoch);
+      sync::record(symm, runtime::Failure::kOverlap, {0, 0, 0}, call.epoch, call.epoch);
     }
   }
   return {call, *drawn};

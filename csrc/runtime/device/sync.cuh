@@ -49,12 +49,9 @@ struct WaitInfo {
 };
 
 // The first failure wins. The code is written last, so that a host that reads it also sees the other fields.
-//
-// Peers are told before this launch ends. Later calls of this rank no longer wait for their peers. Kernels then send
-// nothing, but copies by copy engines are already enqueued, and may overwrite what a late peer still reads.
-inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runtime::Failure failure,
-                                           WaitInfo info, uint32_t expected, uint32_t seen) {
-  if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return;
+__device__ __forceinline__ bool record(const runtime::SymmBuffer& symm, runtime::Failure failure,
+                                       WaitInfo info, uint32_t expected, uint32_t seen) {
+  if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return false;
   runtime::ErrorRecord* record = symm.error;
   record->op = info.op;
   record->rank = symm.rank;
@@ -64,6 +61,14 @@ inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runt
   record->seen = seen;
   __threadfence_system();
   ptx::store_release_sys(&record->code, static_cast<uint32_t>(failure));
+  return true;
+}
+
+// Also tells the peers before this launch ends. Later calls of this rank no longer wait for their peers. Kernels then
+// send nothing, but copies by copy engines are already enqueued, and may overwrite what a late peer still reads.
+inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runtime::Failure failure,
+                                           WaitInfo info, uint32_t expected, uint32_t seen) {
+  if (!record(symm, failure, info, expected, seen)) return;
   for (int peer = 0; peer < symm.world_size; ++peer) {
     if (peer == symm.rank) continue;
     ptx::store_release_sys(&reinterpret_cast<runtime::Header*>(symm.peers[peer])->gave_up, symm.rank + 1);
@@ -92,7 +97,8 @@ __device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32
   reset();
   __threadfence();
   const bool closed = atomicExch(&header->epoch, epoch) == epoch && !repeats;
-  if (closed || done > others) report(symm, runtime::Failure::kOverlap, {0, 0, 0}, epoch, epoch);
+  // Inlined: ptxas fails if threads with different numbers of registers (setmaxnreg) call one function.
+  if (closed || done > others) record(symm, runtime::Failure::kOverlap, {0, 0, 0}, epoch, epoch);
 }
 
 __device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch,
