@@ -69,7 +69,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
     __syncthreads();  // `here` is about to be written again
   }
   __syncthreads();
-  if (threadIdx.x == 0) sync::end_call(p.symm, call.epoch);
+  if (threadIdx.x != 0) return;
+  if (p.epoch != 0) sync::check_peers(p.symm, call, runtime::kAllGather);
+  sync::end_call(p.symm, call.epoch, p.reuse);
 }
 
 // Progress of the transfer at launch: not started; started by begin_all_gather; rows already gathered.

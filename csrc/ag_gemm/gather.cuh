@@ -36,7 +36,9 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     }
     return call;
   }
-  FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) {
+    sync::end_call(p.symm, call.epoch, p.reuse);
+  }
 
   FLUX_DEVICE static int num_pushers(const Params& p) { return p.num_pushers; }
 
@@ -57,6 +59,11 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
         {runtime::kAgGemm, static_cast<uint32_t>(tile.shard), static_cast<uint32_t>(tile.m)});
     ptx::fence_proxy_async();  // the signal was read by an ordinary load, the rows are by TMA
     return here;
+  }
+
+  // Only copies by copy engines go on after a failure.
+  FLUX_DEVICE static void check_peers(const Params& p, const Call& call) {
+    if (p.epoch != 0) sync::check_peers(p.symm, call, runtime::kAgGemm);
   }
 
   template <class GemmParams>

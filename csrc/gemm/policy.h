@@ -30,6 +30,9 @@
 //                            called when the half tile's bulk copies are complete (not merely read)
 //   fetch(params, call, tile, warpgroup, smem, cursor)
 //                            local tiles, during their mainloop: loads the peers' contributions in pieces
+//   check_peers(params, call)
+//                            if kReduces or kGathers, after all tiles: records a failure if a peer may have overwritten
+//                            what they have read
 //
 // called by the math warpgroup:
 //   add_arrived(params, tile, warpgroup, smem, cursor, d)

@@ -38,7 +38,7 @@ FLUX_DEVICE Shares draw_shares(const runtime::SymmBuffer& symm) {
   if (seen % kLeft != ctas) seen = atomicAdd(&header->ctas_begun, kLeft);
   if (seen % kLeft != ctas) return {0, 0};
   // One share if nobody has left. A CTA that counts itself among those that left, but stays, only makes shares larger.
-  const uint32_t stay = ctas - seen / kLeft, count = (ctas + stay - 1) / stay;
+  const uint32_t stay = max(ctas - seen / kLeft, 1u), count = (ctas + stay - 1) / stay;
   const uint32_t first = atomicAdd(&header->next_share, count);
   return {static_cast<int>(min(first, ctas)), static_cast<int>(min(first + count, ctas))};
 }

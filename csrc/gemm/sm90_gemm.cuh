@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           }
         }
         ptx::bulk_wait_read<0>();  // the writes are complete when the launch ends
+        if constexpr (Store::kGathers || Store::kReduces) Store::check_peers(params.store, call);
       }
     }
   } else {

@@ -131,7 +131,12 @@ FLUX_DEVICE Begun begin_sum(const runtime::SymmBuffer& symm, int* drawn) {
   const sync::Call call = sync::begin_call(symm);
   __syncthreads();  // all threads have read the epoch
   ptx::let_next_kernel_start();
-  if (threadIdx.x == blockDim.x - kClosingThreads) gemm::end_exchange(symm, call.epoch);
+  if (threadIdx.x == blockDim.x - kClosingThreads) {
+    gemm::end_exchange(symm, call.epoch);
+    if (*drawn >= static_cast<int>(gridDim.x)) {  // a CTA of another launch has drawn, too
+      sync::record(symm, runtime::Failure::kOverlap, {0, 0, 0}, call.epoch, call.epoch);
+    }
+  }
   return {call, *drawn};
 }
 

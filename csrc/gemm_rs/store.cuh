@@ -190,6 +190,11 @@ struct SlotStore {
     ptx::named_barrier_sync(1 + warpgroup, 128);
   }
 
+  // Only copies by copy engines go on after a failure.
+  FLUX_DEVICE static void check_peers(const Params& p, const Call& call) {
+    if (p.epoch != 0) sync::check_peers(p.symm, call, runtime::kGemmRs);
+  }
+
   FLUX_DEVICE static void end(const Params& p, const Call& call) { sync::end_call(p.symm, call.epoch); }
 
  private:

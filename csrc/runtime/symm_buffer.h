@@ -2,7 +2,7 @@
 // allocates and maps the memory (python/flux/comm); nothing here owns it. Several ranks can share one GPU, as in
 // most kernel tests.
 //
-//   [0, 16384)                 header: words only the owning rank touches
+//   [0, 16384)                 header: words only the owning rank touches, but for `gave_up`
 //   then signal_bytes          signals: one u32 epoch for each half tile of each slot, written by peers
 //   then two slot buffers      slot_bytes each; call number `epoch` uses buffer epoch & 1
 //   then two exchange buffers  exchange_bytes each, likewise; between calls every word of them is kAbsent
@@ -24,9 +24,16 @@ constexpr uint32_t kAbsent = 0xFFFFFFFF;
 // The largest number of chunks that copy engines send in one call.
 constexpr int kMaxStagedChunks = 64;
 
-// The record that a kernel writes to pinned host memory when a wait times out.
+enum class Failure : uint32_t {
+  kNone,
+  kTimeout,     // a wait has timed out
+  kPeerGaveUp,  // a peer has recorded a failure; its copies may have overwritten what this call has read
+  kOverlap,     // another launch has used the workspace at the same time
+};
+
+// The record that a kernel writes to pinned host memory when a call fails.
 struct ErrorRecord {
-  uint32_t code;  // 0: no error; written last
+  uint32_t code;  // a Failure; written last
   uint32_t op, rank, peer, tile, expected, seen;
   uint32_t reserved[9];
 };
@@ -41,7 +48,8 @@ struct Header {
   uint32_t
       ctas_begun;  // of the running call, if its CTAs sum: how many have begun, and have left (gemm/shares.cuh)
   uint32_t next_share;  // of the running call: CTAs draw which share of a sum they process
-  uint32_t reserved[57];
+  uint32_t gave_up;     // the rank, plus one, of a peer that has recorded a failure; written by that peer
+  uint32_t reserved[56];
   // For each chunk that a copy engine sends: the number of finished pieces. The copy stream resets it.
   uint32_t pieces_staged[kMaxStagedChunks];
   // For each block of rows and each peer: the number of pushed pieces. The CTA that pushes the last piece

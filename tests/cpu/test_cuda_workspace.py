@@ -323,6 +323,18 @@ def test_a_kernels_timeout_is_raised_by_every_later_call(machine: Machine) -> No
     assert workspace._meeting.left is False, "after a failure nobody is waited for"  # type: ignore[attr-defined]
 
 
+def test_a_failure_that_is_no_timeout_says_what_it_is(machine: Machine) -> None:
+    workspace = make()
+    workspace._error[:7] = torch.tensor([2, 1, 0, 1, 5, 42, 42])
+    with pytest.raises(flux.CommTimeoutError, match="Rank 1 has given up waiting"):
+        workspace.check()
+    workspace = make()
+    workspace._error[:7] = torch.tensor([3, 0, 0, 0, 0, 42, 42])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="two launches used the workspace of .* at the same time"):
+            workspace.check()
+
+
 def test_ranks_on_one_gpu_run_unfused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Echo, "exchange", lambda self, op, facts: [facts, facts])
     assert make().why_not == "rank 0: ranks 0 and 1 share one GPU"

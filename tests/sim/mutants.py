@@ -30,9 +30,11 @@ KERNELS_OF = {
     "split_k": ("gemm/gemm_split_k.cu",),
     "swap_ab": ("gemm/gemm_swap_ab.cu",),
     "gemm_rs": ("gemm_rs/gemm_rs.cu",),
+    "gemm_rs_frozen": ("gemm_rs/gemm_rs.cu",),
     "gemm_ar": _AR,
     "all_reduce": _AR,
     "norm_bits": _AR,
+    "overlap": _AR,
     "all_gather": ("ag_gemm/all_gather.cu",),
     "ag_gemm": ("ag_gemm/ag_gemm.cu",),
     "moe_route": ("moe/routing.cu",),
@@ -53,6 +55,7 @@ class Mutant:
     new: str
     cases: tuple[tuple[str, str], ...]  # (program, case)
     kernels: tuple[str, ...]  # compiled again, if not those of KERNELS_OF
+    seed: int = 1  # the first of the cases
     equivalent: str = ""  # why no program can notice, if none can
     gap: str = ""  # what the simulator or the cases lack to notice
 
@@ -88,7 +91,9 @@ def verdict(mutant: Mutant) -> str | None:
         (root / "csrc" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
         for program, case in mutant.cases:
             binary = simulator.build(program, root, (mutant.file, *(mutant.kernels or KERNELS_OF[case])))
-            done = simulator.run(binary, case, seed=1, cases=CASES.get(case, 54), cpu_seconds=CPU_SECONDS)
+            done = simulator.run(
+                binary, case, seed=mutant.seed, cases=CASES.get(case, 54), cpu_seconds=CPU_SECONDS
+            )
             binary.unlink()
             if done.returncode != 0:
                 lines = [line for line in done.stderr.splitlines() if line.startswith("sim:")]

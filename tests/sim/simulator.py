@@ -42,6 +42,7 @@ class Program:
     cases: tuple[str, ...]
 
 
+_RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "norm_bits")
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
 _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatter_gemm.cu"]
 _MOE += ["moe/gemm_gather_rs.cu", "gemm/select.cc"]
@@ -51,7 +52,7 @@ PROGRAMS = {
     program.name: program
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
-        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), ("gemm_rs", "all_reduce", "gemm_ar", "norm_bits")),
+        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), _RANKS_CASES),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
         Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
         Program(

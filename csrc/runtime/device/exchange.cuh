@@ -75,7 +75,8 @@ __device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const syn
   if (call.aborted || !is_whole(v)) {
     if (!call.aborted) v = poll(&symm.header()->aborted, symm.timeout_ns, address);
     if (call.aborted || !is_whole(v)) {
-      sync::report_timeout(symm, info, call.epoch, call.epoch - 1);  // records only the rank's first failure
+      // Records only the rank's first failure.
+      sync::report(symm, runtime::Failure::kTimeout, info, call.epoch, call.epoch - 1);
       v = {~0u, ~0u, ~0u, ~0u};
     }
   }

@@ -45,37 +45,14 @@ __device__ __forceinline__ Call begin_call(const runtime::SymmBuffer& symm) {
   return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0};
 }
 
-// Called by one thread of each CTA, after all threads of the CTA have read the epoch, and after the CTA has
-// drawn its last tile. The last CTA closes the call, and calls `reset` for further state that the next call
-// must find at zero. A call may be closed before its work is complete, because the next launch reads the epoch
-// only after this launch has ended. The latency of two fences and two atomics is then hidden
-// (docs/design/decode.md#what-made-the-sum-faster).
-template <class Reset>
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset) {
-  runtime::Header* header = symm.header();
-  __threadfence();
-  if (atomicAdd(&header->ctas_done, 1u) == gridDim.x - 1) {
-    header->ctas_done = 0;
-    header->next_tile = 0;
-    header->next_piece = 0;
-    reset();
-    __threadfence();
-    atomicExch(&header->epoch, epoch);
-  }
-}
-
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch) {
-  end_call(symm, epoch, [] {});
-}
-
 struct WaitInfo {
   uint32_t op, peer, tile;
 };
 
 // The first failure wins. The code is written last, so that a host that reads it also sees the other fields.
-inline __device__ __noinline__ void report_timeout(const runtime::SymmBuffer& symm, WaitInfo info,
-                                                   uint32_t expected, uint32_t seen) {
-  if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return;
+__device__ __forceinline__ bool record(const runtime::SymmBuffer& symm, runtime::Failure failure,
+                                       WaitInfo info, uint32_t expected, uint32_t seen) {
+  if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return false;
   runtime::ErrorRecord* record = symm.error;
   record->op = info.op;
   record->rank = symm.rank;
@@ -84,7 +61,58 @@ inline __device__ __noinline__ void report_timeout(const runtime::SymmBuffer& sy
   record->expected = expected;
   record->seen = seen;
   __threadfence_system();
-  ptx::store_release_sys(&record->code, 1);
+  ptx::store_release_sys(&record->code, static_cast<uint32_t>(failure));
+  return true;
+}
+
+// Also tells the peers before this launch ends. Later calls of this rank no longer wait for their peers. Kernels then
+// send nothing, but copies by copy engines are already enqueued, and may overwrite what a late peer still reads.
+inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runtime::Failure failure,
+                                           WaitInfo info, uint32_t expected, uint32_t seen) {
+  if (!record(symm, failure, info, expected, seen)) return;
+  for (int peer = 0; peer < symm.world_size; ++peer) {
+    if (peer == symm.rank) continue;
+    ptx::store_release_sys(&reinterpret_cast<runtime::Header*>(symm.peers[peer])->gave_up, symm.rank + 1);
+  }
+}
+
+// Called by one thread of each CTA, after all threads of the CTA have read the epoch, and after the CTA has
+// drawn its last tile. The last CTA closes the call, and calls `reset` for further state that the next call
+// must find at zero. A call may be closed before its work is complete, because the next launch reads the epoch
+// only after this launch has ended. The latency of two fences and two atomics is then hidden
+// (docs/design/decode.md#what-made-the-sum-faster).
+//
+// Two launches at once (branches of a graph, or graphs on two streams) corrupt each other. That is recorded: of two
+// launches that have read the same epoch, the second finds it closed, or finds CTAs of the first among its own.
+// `repeats`: the call has the epoch of the previous one.
+template <class Reset>
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset,
+                                         bool repeats = false) {
+  runtime::Header* header = symm.header();
+  __threadfence();
+  const uint32_t done = atomicAdd(&header->ctas_done, 1u), others = gridDim.x - 1;
+  if (done < others) return;
+  header->ctas_done = 0;
+  header->next_tile = 0;
+  header->next_piece = 0;
+  reset();
+  __threadfence();
+  const bool closed = atomicExch(&header->epoch, epoch) == epoch && !repeats;
+  // Inlined: ptxas fails if threads with different numbers of registers (setmaxnreg) call one function.
+  if (closed || done > others) record(symm, runtime::Failure::kOverlap, {0, 0, 0}, epoch, epoch);
+}
+
+__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch,
+                                         bool repeats = false) {
+  end_call(symm, epoch, [] {}, repeats);
+}
+
+// Called by one thread after all that copy engines of peers have delivered has been read: records a failure if a peer
+// may have overwritten it.
+__device__ __forceinline__ void check_peers(const runtime::SymmBuffer& symm, const Call& call, uint32_t op) {
+  const uint32_t peer = ptx::load_acquire_sys(&symm.header()->gave_up);
+  if (peer == 0) return;
+  report(symm, runtime::Failure::kPeerGaveUp, {op, peer - 1, 0}, call.epoch, call.epoch);
 }
 
 // Called by one thread. True: everything that the sender wrote before `signal(address, epoch)` is visible to
@@ -101,7 +129,7 @@ __device__ __forceinline__ bool wait_signal(const runtime::SymmBuffer& symm, con
       if (reached(seen, epoch)) return true;
     }
     if (ptx::globaltimer_ns() - start > symm.timeout_ns) {
-      report_timeout(symm, info, epoch, seen);
+      report(symm, runtime::Failure::kTimeout, info, epoch, seen);
       return false;
     }
   }

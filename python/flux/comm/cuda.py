@@ -33,6 +33,8 @@ _why_not: dict[int, str | None] = {}
 # launches a call in between.
 _launch_locks: dict[int, threading.RLock] = {}
 _COMPARED: AbstractContextManager[int] = nullcontext(0)
+# ErrorRecord::code (csrc/runtime/symm_buffer.h).
+_PEER_GAVE_UP, _OVERLAP = 2, 3
 
 
 def why_not(device: torch.device) -> str | None:
@@ -259,8 +261,27 @@ class CudaWorkspace(Workspace):
         if self.why_not is not None or not self._error_code.value:
             return
         op_id, rank, peer, tile, expected, seen = _native.core.read_error(self._error_address)
+        kind = self._error_code.value
+        if kind == _OVERLAP:
+            self.failure = RuntimeError(
+                f"flux.{op}: two launches used the workspace of group {self.group.group_name!r} at the same "
+                "time, and may have corrupted each other's results. Order the branches of a CUDA graph, and "
+                "graphs that are replayed on several streams, or use a group for each. "
+                "flux.release(group) makes the group usable again."
+            )
+            raise self.failure
+        given_up = kind == _PEER_GAVE_UP
         self.failure = CommTimeoutError(
-            OP_NAMES.get(op_id, op), rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
+            OP_NAMES.get(op_id, op),
+            rank,
+            peer,
+            expected,
+            seen=seen,
+            tile=None if given_up else tile,
+            timeout_s=None if given_up else self.timeout_s,
+            detail=f"Rank {peer} has given up waiting, and may have overwritten what this rank read."
+            if given_up
+            else "",
         )
         raise self.failure
 

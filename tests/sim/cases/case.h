@@ -67,8 +67,9 @@ struct Values {
 // product[m][n] of x [m, k] and a weight [n, k], or [k, n].
 std::vector<int> multiply(const Values& x, const Values& weight, bool transposed);
 
-// Fails with the place of the first element that is not the expected integer, rounded once.
-void expect(const Values& out, const std::vector<int>& expected, DType dtype, const char* name);
+// Fails with the place of the first element that is not the expected integer, rounded once. `may_fail`: nor NaN.
+void expect(const Values& out, const std::vector<int>& expected, DType dtype, const char* name,
+            bool may_fail = false);
 
 // Draws and runs one case; returns what it was, in words.
 using Case = void (*)(uint64_t seed);

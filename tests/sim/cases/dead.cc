@@ -426,9 +426,9 @@ void run(uint64_t seed, bool starts) {
     const auto& header = *region.symm[static_cast<size_t>(rank)].header();
     const bool runs = starts || rank != missing;
     const std::string name = "rank " + std::to_string(rank);
-    if (!starts && record.code != static_cast<uint32_t>(runs))
-      sim::report(name + " has the wrong record of a timeout", nullptr);
-    if (record.code != header.aborted)
+    if (!starts && (record.code != 0) != runs)
+      sim::report(name + " has the wrong record of a failure", nullptr);
+    if ((record.code != 0) != (header.aborted != 0))
       sim::report(name + " has an abort without a record, or the reverse", nullptr);
     if (record.code != 0 && (record.rank != static_cast<uint32_t>(rank) || record.op == 0))
       sim::report(name + " has a wrong record", nullptr);

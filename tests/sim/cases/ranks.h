@@ -10,8 +10,9 @@ namespace cases {
 
 // Resets the machine. In a third of the runs a rank is late, if the caller names none.
 // `cluster`: another kernel may hold all SMs but those of one cluster, until some rank has finished. 0: none does.
+// `freezes`: some rank stands still, from some moment on, until the deadlines of the others have passed.
 inline void start(uint64_t seed, int world_size, int resident, Random& random, int cluster = 0,
-                  int late_rank = -1) {
+                  int late_rank = -1, bool freezes = false) {
   sim::MachineConfig machine;
   machine.devices = world_size;
   machine.resident = resident;
@@ -21,6 +22,10 @@ inline void start(uint64_t seed, int world_size, int resident, Random& random, i
   }
   machine.policy = sim::policy_of(seed);
   machine.late_rank = late_rank >= 0 || random.below(3) != 0 ? late_rank : random.below(world_size);
+  if (freezes) {
+    machine.frozen_rank = random.below(world_size);
+    machine.frozen_after = random.between(1, 30000);
+  }
   sim::reset_machine(machine);
 }
 

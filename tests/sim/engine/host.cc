@@ -99,6 +99,7 @@ bool advance(CUstream_st& stream) {
     switch (op.kind) {
       case StreamOp::Kind::kLaunch: {
         Launch& launch = *op.launch;
+        if (launch.device->frozen) return any;
         if (!launch.earlier_complete) {
           launch.earlier_complete = any = true;
           launch.earlier_done.wake_all();

@@ -39,6 +39,8 @@ struct MachineConfig {
   int resident = 8;       // CTAs that it holds at once
   int late_rank = -1;     // starts nothing before all others can do nothing without it
   bool too_late = false;  // it may start after their deadlines
+  // From its so-manyth turn on, a device stands still until deadlines have passed and all others have finished.
+  int frozen_rank = -1, frozen_after = 0;
   // Of the CTAs that each device but this one could hold, another kernel takes the place of so many until it is done.
   int occupied = 0, occupied_until = 0;
   Policy policy;
@@ -161,7 +163,7 @@ struct Cta {
 struct Device {
   int index = 0;
   int free_slots = 0;
-  bool held = false;
+  bool held = false, frozen = false;
 };
 
 struct Launch {
@@ -186,7 +188,8 @@ struct Machine {
   std::vector<std::unique_ptr<Cta>> ctas;  // resident
   // Asynchronous operations that have been issued. Each has one effect, whose moment the adversary chooses.
   std::vector<std::function<void()>> copies, wgmmas;
-  std::vector<Fiber*> polling, sleeping;
+  std::vector<Fiber*> polling, sleeping, frozen;
+  int turns_to_freeze = 0;
   uint64_t now_ns = 1000000;
   int64_t cycles = 0;
   uint32_t proxy_clock = 1;

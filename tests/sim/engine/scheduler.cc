@@ -170,6 +170,24 @@ bool deliver_any() {
   return true;
 }
 
+// Whether a thread stands still with its device.
+bool freeze(Fiber* fiber) {
+  Device& device = *fiber->cta->launch->device;
+  if (device.index != machine.config.frozen_rank) return false;
+  if (machine.turns_to_freeze > 0 && --machine.turns_to_freeze == 0) device.frozen = true;
+  if (device.frozen) machine.frozen.push_back(fiber);
+  return device.frozen;
+}
+
+bool thaw() {
+  if (machine.config.frozen_rank < 0) return false;
+  Device& device = machine.devices[static_cast<size_t>(machine.config.frozen_rank)];
+  if (!std::exchange(device.frozen, false)) return false;
+  for (Fiber* fiber : machine.frozen) make_runnable(fiber);
+  machine.frozen.clear();
+  return true;
+}
+
 bool release_late_rank() {
   if (machine.config.too_late && !machine.ctas.empty() && machine.draw(3) != 0) return false;
   for (Device& device : machine.devices) {
@@ -241,6 +259,8 @@ void reset_machine(const MachineConfig& config) {
   machine.wgmmas.clear();
   machine.polling.clear();
   machine.sleeping.clear();
+  machine.frozen.clear();
+  machine.turns_to_freeze = config.frozen_after;
   machine.now_ns = 1'000'000;
   machine.cycles = 0;
   machine.devices.assign(static_cast<size_t>(config.devices), {});
@@ -360,7 +380,7 @@ void run_all() {
     }
     if (policy.when == Policy::When::kRandom && machine.draw(24) == 0) deliver_any();
     if (Fiber* const fiber = pick()) {
-      resume(fiber);
+      if (!freeze(fiber)) resume(fiber);
     } else if (deliver_any()) {
       continue;
     } else if (advance_streams() || wake_polling()) {
@@ -381,6 +401,8 @@ void run_all() {
         make_runnable(fiber);
       }
       machine.polling.clear();
+    } else if (thaw()) {
+      machine.idle_jumps = 0;
     } else {
       report_deadlock();
     }
