@@ -61,13 +61,13 @@ void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bo
 
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunks,
-                std::optional<Tensor> staging) {
+                std::optional<Tensor> staging, bool rounds_own) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const gemm_rs::Transport transport = {
       static_cast<uint32_t>(copy_epoch), static_cast<int>(chunks),
       staging.has_value() ? static_cast<char*>(staging->data_ptr()) : nullptr};
   gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms),
-                   symm_buffer_at(symm_buffer), transport, current_stream(x));
+                   symm_buffer_at(symm_buffer), transport, rounds_own, current_stream(x));
 }
 
 void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,

@@ -32,7 +32,7 @@ void send_staged(const runtime::SymmBuffer& symm, const Layout& layout, const Ch
 }  // namespace
 
 void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
-             cudaStream_t stream) {
+             bool rounds_own, cudaStream_t stream) {
   FLUX_CHECK(symm.world_size >= 2, symm.world_size);
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const gemm::Problem problem = {args.m(),        args.n(), args.k(), args.transpose_weight,
@@ -51,7 +51,8 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   const gemm::TileOrder order = make_order(layout, symm.rank, choice.cluster, choice.group_m, copied);
   const Pace pace = make_pace(order, (args.k() + gemm::kBlockK - 1) / gemm::kBlockK, num_sms);
   const SlotStore::Params store = {
-      symm, layout, pace, transport.copy_epoch, chunks, transport.staging, rows_per_shard, args.n()};
+      symm,           layout,   pace,      transport.copy_epoch, chunks, transport.staging,
+      rows_per_shard, args.n(), rounds_own};
   gemm::launch<SlotStore>(args, choice, order, rows_per_shard, num_sms, store, stream);
   if (copied) send_staged(symm, layout, chunks, transport, stream);
 }

@@ -3,7 +3,8 @@
 // without a reduce kernel, without zeroing, and with one rounding of the sum.
 //
 // The result is deterministic: partial tiles are sent as 16-bit values and summed in fp32 in rank order, with this
-// rank's unrounded accumulators at its place in that order.
+// rank's accumulators at its place in that order. These are not rounded, unless the bits of a row must not depend on
+// the rank that owns it (`rounds_own`).
 //
 // The two slot buffers, selected by the parity of the epoch, need no closing barrier. This rank finishes call e-1
 // only after every peer has started e-1, and so has finished e-2. So buffer e mod 2 is free when call e writes it.
@@ -25,6 +26,7 @@ struct SlotStore {
     char* staging;  // memory in which tiles wait for the copy engine
     int rows_per_shard;
     int n;
+    bool rounds_own;
   };
   struct Call : sync::Call {
     int64_t next_send = 0;  // in SM cycles
@@ -175,8 +177,12 @@ struct SlotStore {
       };
       add_peers(0, p.symm.rank);
 #pragma unroll
-      for (int i = 0; i < kPieceAccumulators; ++i) {
-        if (first + i < kAccumulators) sum[i] += d[first + i];
+      for (int i = 0; i < kPieceAccumulators; i += 2) {
+        if (first + i >= kAccumulators) break;
+        float2 own = {d[first + i], d[first + i + 1]};
+        if (p.rounds_own) own = gemm::Pair<Element>::widen(gemm::Pair<Element>::round(own.x, own.y));
+        sum[i] += own.x;
+        sum[i + 1] += own.y;
       }
       add_peers(p.symm.rank, num_peers);
       ptx::mbarrier_arrive(smem.piece_empty(warpgroup, cursor.index));  // by each reader, for racecheck

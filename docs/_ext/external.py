@@ -26,6 +26,7 @@ PAGES = {
     "collections.abc.Collection": f"{PYTHON}collections.abc.html#collections.abc.Collection",
     "collections.abc.Mapping": f"{PYTHON}collections.abc.html#collections.abc.Mapping",
     "collections.abc.Sequence": f"{PYTHON}collections.abc.html#collections.abc.Sequence",
+    "contextlib.AbstractContextManager": f"{PYTHON}contextlib.html#contextlib.AbstractContextManager",
     "typing.Any": f"{PYTHON}typing.html#typing.Any",
     "typing.Literal": f"{PYTHON}typing.html#typing.Literal",
     "typing.NamedTuple": f"{PYTHON}typing.html#typing.NamedTuple",

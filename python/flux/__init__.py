@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flux import moe
+from flux._invariance import batch_invariant
 from flux.errors import CommTimeoutError
 from flux.ops import autocast as _autocast  # noqa: F401  (registers what torch.autocast does)
 from flux.ops import autograd as _autograd  # noqa: F401  (registers the backward passes)
@@ -47,6 +48,7 @@ __all__ = [
     "ag_gemm",
     "all_gather",
     "all_reduce",
+    "batch_invariant",
     "check",
     "explain",
     "gemm",

@@ -79,6 +79,13 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("auto", "off"),
     ),
     Variable(
+        "FLUX_BATCH_INVARIANT",
+        "off",
+        "on: calls are batch invariant, except in flux.batch_invariant(False). Read at the first call.",
+        "run",
+        _one_of("on", "off"),
+    ),
+    Variable(
         "FLUX_DEBUG",
         "off",
         "compare: ranks compare the arguments of every call, and the contents of tensors that must be equal "

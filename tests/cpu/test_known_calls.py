@@ -48,7 +48,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         timeout_s=30.0,
         why_not=None,
         num_sms=132,
-        plans={},
+        _plans=({}, {}),
         failure=None,
         signal_bytes=ROOM,
         slot_bytes=ROOM,

@@ -41,7 +41,7 @@ def test_it_says_what_explain_says() -> None:
 
 
 def test_another_size_of_the_group_is_another_question() -> None:
-    plan._remembered_plan.cache_clear()
+    plan._remembered_plans[False].cache_clear()
     why_not = "the kernels need another GPU"
     gpu = torch.device("cuda", 0)
     properties = mock.patch(
@@ -53,5 +53,5 @@ def test_another_size_of_the_group_is_another_question() -> None:
             with mock.patch.object(plan.groups, "process_group", return_value=group):
                 told = plan.why_unfused("gemm_ar", 4, 8, 8, torch.bfloat16, gpu, "tp")
             assert told == why_not
-    assert plan._remembered_plan.cache_info().misses == 2
-    plan._remembered_plan.cache_clear()
+    assert plan._remembered_plans[False].cache_info().misses == 2
+    plan._remembered_plans[False].cache_clear()

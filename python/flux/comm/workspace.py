@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.distributed import ProcessGroup
 
-from flux import _env, _native
+from flux import _env, _invariance, _native
 from flux._log import say_once
 from flux.comm.group import Meeting
 from flux.comm.shm import NoSharedMemory
@@ -79,8 +79,12 @@ class Disagreement(ValueError):
     """The ranks of a group made different calls. Raised on all of them alike, so the group remains usable."""
 
 
+class NotInvariant(ValueError):
+    """A call that must be batch invariant cannot be. Raised on all ranks alike, whose plans are equal."""
+
+
 # Exceptions that all ranks raise at the same point of the same call, after which the group remains usable.
-ON_ALL_RANKS = (Disagreement, NoSharedMemory)
+ON_ALL_RANKS = (Disagreement, NoSharedMemory, NotInvariant)
 
 
 def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
@@ -94,6 +98,8 @@ def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
         "transpose_weight": call.transpose_weight,
         "config": call.config,
     }
+    if _invariance.active():
+        facts["batch_invariant"] = True
     for name, value in same.items():
         if value is None or isinstance(value, torch.Tensor):
             facts[name] = "none" if value is None else "given"
@@ -127,7 +133,6 @@ class Workspace(ABC):
     Attributes:
         why_not: why the group cannot run fused on this device, or None. Equal on all ranks.
         num_sms: streaming multiprocessors of the smallest GPU of the group (CPU: 0).
-        plans: cache of the operators' plans by problem; here because a plan is valid for one group.
         failure: the error that made the workspace unusable, or None.
         turn: the lock under which calls run; records whether an exception ended a call.
         compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
@@ -149,7 +154,7 @@ class Workspace(ABC):
         self.signal_bytes = 0
         self.slot_bytes = 0
         self.exchange_bytes = 0
-        self.plans: dict[Any, Any] = {}
+        self._plans: tuple[dict[Any, Any], ...] = ({}, {})
         self.failure: Exception | None = None
         self.turn = turn
         self._meeting = meeting
@@ -192,6 +197,11 @@ class Workspace(ABC):
 
         Yields the epoch of the call (CPU; on GPUs the device counts).
         """
+
+    @property
+    def plans(self) -> dict[Any, Any]:
+        """Cache of the operators' plans by problem; here because a plan is valid for one group."""
+        return self._plans[_invariance.active()]
 
     def raise_if_failed(self) -> None:
         """Raises the failure of this workspace, if any."""

@@ -80,7 +80,7 @@ library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> T
 library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms) -> ()")
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    "int copy_epoch, int chunks, Tensor? staging) -> ()"
+    "int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False) -> ()"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
 # residual_out the sum.

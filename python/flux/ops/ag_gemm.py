@@ -15,7 +15,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import Workspace
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
@@ -302,6 +302,7 @@ def _among_ranks(
         workspace = registry.get(group, x.device, "ag_gemm")
     if known is None:
         call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
+        _invariant.require(call)
         # Contents of biases may differ, because each rank has its own columns.
         given = {"bias": ", ".join("none" if bias is None else "given" for bias in biases)}
         workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
@@ -479,7 +480,7 @@ def _compute_tiles(
     order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
     for source, m_tile, n_tile in order:
         columns = slice(n_tile * block_n, (n_tile + 1) * block_n)
-        tile = torch.mm(arrivals.block(source, m_tile).to(wide), wide_w[:, columns])
+        tile = _invariant.product(arrivals.block(source, m_tile).to(wide), wide_w[:, columns])
         if wide_bias is not None:
             tile += wide_bias[columns]
         first_row = source * rows + m_tile * block_m

@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flux import _invariance
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._tensors import wide_type
 from flux.ops.gemm_ar import row_norm
 from flux.ops.plan import workspace_plan
+from flux.ops.plan_ar import split_rows
 
 Tensor = torch.Tensor
 
@@ -172,8 +174,15 @@ def _run(
     if group.size() == 1:
         out.copy_(x if residual is None else x + residual)
         return None
-    arguments = (x, residual, norm_weight, eps, group, out)
-    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+    if not _invariance.active():
+        return registry.in_turn(group, x.device, _among_ranks, x, residual, norm_weight, eps, group, out)
+    # How many CTAs share a row of the kernel's norm depends on the number of rows.
+    flat, total = x.reshape(-1), out.view(-1)
+    added = None if residual is None else residual.reshape(-1)
+    for part in split_rows(flat.shape[0], 1, x.dtype):
+        some = None if added is None else added[part]
+        registry.in_turn(group, x.device, _among_ranks, flat[part], some, None, 0.0, group, total[part])
+    return None
 
 
 def _among_ranks(
@@ -191,6 +200,7 @@ def _among_ranks(
     else:
         rows, columns = _check.rows_to_norm("all_reduce", x)
         plan = workspace_plan(workspace, "all_reduce_norm", rows, columns, 0, x.dtype, False)
+    _invariant.require(plan)
     same: Same = NOTHING
     if residual is not None or norm_weight is not None:
         same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from flux import _invariance
 from flux.comm import cuda
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, plan_gemm
@@ -66,7 +67,7 @@ def reference(
     shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
     wide = wide_type(x.dtype)
     w = weight if transpose_weight else weight.t()
-    total = torch.mm(x.reshape(m, k).to(wide), w.to(wide))
+    total = _invariant.product(x.reshape(m, k).to(wide), w.to(wide))
     if bias is not None:
         total += bias.to(wide)
     # Always a copy, because results are fresh tensors.
@@ -134,13 +135,14 @@ def launch(
     k: int,
 ) -> None:
     """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them."""
-    key = (m, n, k, x.dtype, transpose_weight, x.device)
+    key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active())
     plan = _plans.get(key)
     if plan is None:
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
         plan = _plans[key] = plan_gemm(
             "cuda", m, n, k, x.dtype, transpose_weight, cuda.why_not(x.device), num_sms
         )
+    _invariant.require(plan)
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     out2 = out if out.dim() == 2 else out.view(m, n)
     if not plan.fused:

@@ -13,7 +13,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import Same
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs as scatter
@@ -21,6 +21,7 @@ from flux.ops._exchange import sum_over_ranks
 from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
+from flux.ops.plan_ar import split_rows
 
 Tensor = torch.Tensor
 
@@ -155,7 +156,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     In fp32 (float64: in float64), rounded once.
     """
     wide = x.to(wide_type(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    squares = wide.square().view(-1, wide.shape[-1])
+    mean = _invariant.by_rows(lambda rows: rows.mean(-1, keepdim=True), squares)
+    scale = torch.rsqrt(mean.view(*wide.shape[:-1], 1) + eps)
     return (wide * scale * weight).to(x.dtype)
 
 
@@ -302,9 +305,14 @@ def _among_ranks(
         workspace = registry.get(group, x.device, "gemm_ar")
     if known is None:
         plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
+        _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
-    if plan.fused and plan.mode < 0:
+    if plan.fused and plan.mode < 0 and plan.batch_invariant:
+        for some in split_rows(m, n, x.dtype):
+            part = None if residual is None else residual[some]
+            _among_ranks(x[some], weight, bias, transpose_weight, part, None, 0.0, group, total[some])
+    elif plan.fused and plan.mode < 0:
         dealt = m - m % group.size()
         head = None if residual is None else residual[:dealt]
         _composed(x[:dealt], weight, bias, transpose_weight, head, group, total[:dealt], same)
@@ -413,6 +421,8 @@ def _fused_cuda(
 ) -> Tensor | None:
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(total)
+    if plan.batch_invariant:  # how many CTAs share a row of the kernel's norm depends on the number of rows
+        norm_weight = None
     normalised = None if norm_weight is None else torch.empty_like(total)
     if residual is not None and residual.data_ptr() == total.data_ptr():
         # The kernels write the product to `target` before they read the residual, so it must not be the same.

@@ -14,7 +14,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
@@ -180,6 +180,7 @@ def _among_ranks(
         workspace = registry.get(group, x.device, "gemm_rs")
     if known is None:
         plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+        _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
@@ -230,16 +231,15 @@ def fused_cuda(
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(out)
     x, weight, bias = aligned(x), aligned(weight), readable_if_any(bias)
-    chunks, transpose_weight = plan.chunks, plan.transpose_weight
+    operands = (x, weight, bias, target, plan.transpose_weight)
+    rounds_own = plan.batch_invariant
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
         with workspace.enter_copy(plan) as (symm_buffer, epoch):
-            arguments = (symm_buffer, plan.choice, 0, epoch, chunks, staging)
-            _kernel(x, weight, bias, target, transpose_weight, *arguments)
+            _kernel(*operands, symm_buffer, plan.choice, 0, epoch, plan.chunks, staging, rounds_own)
     else:
         with workspace.enter(plan) as (symm_buffer, _):
-            choice = plan.choice
-            _kernel(x, weight, bias, target, transpose_weight, symm_buffer, choice, 0, 0, chunks, None)
+            _kernel(*operands, symm_buffer, plan.choice, 0, 0, plan.chunks, None, rounds_own)
     if target is not out:
         out.copy_(target)
 
@@ -274,7 +274,7 @@ def _fused_cpu(
         first_row, first_column = m_tile * block_m, n_tile * block_n
         row_range = slice(owner * rows + first_row, owner * rows + min(first_row + block_m, rows))
         columns = slice(first_column, first_column + block_n)
-        partial = torch.mm(wide_x[row_range], wide_w[:, columns])
+        partial = _invariant.product(wide_x[row_range], wide_w[:, columns])
         tile = n_tile * layout.m_tiles + m_tile
         # Indices of signal words in a slot: one for each half tile (the rows of one math warpgroup).
         signals = [layout.signal_index(m_tile, n_tile, half) for half in (0, 1)]
@@ -286,6 +286,8 @@ def _fused_cpu(
                 there[part] = partial[part]
                 workspace.signal(owner, slot, signal, epoch)
             continue
+        if plan.batch_invariant:  # as the products of peers, which are sent in x's dtype
+            partial = partial.to(x.dtype).to(wide)
         total = torch.zeros_like(partial)
         for source in range(p):
             if source != rank:

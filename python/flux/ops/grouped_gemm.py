@@ -9,7 +9,7 @@ import torch
 from flux import _native
 from flux._log import say_once
 from flux.comm import cuda
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops._library import library
 from flux.ops._tensors import readable, wide_type
 
@@ -111,6 +111,7 @@ def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:
 
 def expert_weight(op: str, x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> int:
     """Checks x [M, K], weight [E, N, K] and the activation; returns the columns of the result."""
+    _invariant.refuse(op)
     if x.dim() != 2:
         _check.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
     if weight.dim() != 3:

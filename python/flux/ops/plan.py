@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from flux import _native
+from flux import _invariance, _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
 from flux.comm.workspace import Workspace, round_up
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
 # Operators whose x is [m, n].
@@ -71,6 +71,7 @@ class Plan:
         chunks: in how many parts copy engines send the tiles of one peer.
         mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
             exchange.
+        batch_invariant: whether the call had to be batch invariant.
 
     Example::
 
@@ -103,6 +104,7 @@ class Plan:
     chunk_rows: int = 0
     chunks: int = 0
     mode: int = -1
+    batch_invariant: bool = field(default_factory=_invariance.active)
 
     def copied_now(self) -> bool:
         """Whether copy engines carry the data of a call at this moment.
@@ -123,6 +125,8 @@ class Plan:
             f"  runs       {'fused' if self.fused else 'unfused'}: {self.reason}",
             f"  transport  {self.transport}",
         ]
+        if self.batch_invariant:
+            lines.append("  batch      invariant: one tile shape for any number of rows")
         if self.fused and self.config_name:
             tile = self.config_name
             if self.config < _native.core.FIRST_SWAP_AB:  # swap-AB tiles have a split, which is in their name
@@ -197,7 +201,7 @@ def plan_gemm(
     common = ("gemm", m, n, k, dtype, 1, transpose_weight, fused, "none (one rank)")
     if not fused:
         return Plan(*common, reason)
-    choice = _native.core.select_gemm(m, n, k, transpose_weight, num_sms)
+    choice = _invariant.select("gemm", m, n, k, transpose_weight, 1, num_sms)
     return Plan(*common, **chosen(choice, reason))
 
 
@@ -220,10 +224,9 @@ def plan_gemm_rs(
     common = ("gemm_rs", m, n, k, dtype, world_size, transpose_weight, fused)
     if not fused:
         return Plan(*common, "torch.distributed.reduce_scatter_tensor", reason)
-    core = _native.core
-    choice = core.select_gemm_rs(m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
+    choice = _invariant.select("gemm_rs", m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
     signal_bytes, slot_bytes = gemm_rs_room(m, n, world_size, choice.config, dtype)
-    chunks = core.gemm_rs_copy_chunks(m, n, k, world_size) if device_type == "cuda" else 0
+    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, world_size) if device_type == "cuda" else 0
     if chunks:
         transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {transport}"
     return Plan(
@@ -263,7 +266,7 @@ def plan_ag_gemm(
     common = ("ag_gemm", m, n, k, dtype, world_size, transpose_weight, fused)
     if not fused:
         return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
-    choice = _native.core.select_ag_gemm(m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
+    choice = _invariant.select("ag_gemm", m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
     gathering = _gathering(device_type, m, k, dtype, world_size, transport)
     return Plan(*common, **(chosen(choice, reason) | gathering))
 
@@ -454,7 +457,8 @@ def why_unfused(
     if workspace is not None:
         plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
     else:
-        plan = _remembered_plan(op, device, m, n, k, dtype, transpose_weight, group.size())
+        remembered = _remembered_plans[_invariance.active()]
+        plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size())
     return None if plan.fused else plan.reason
 
 
@@ -481,8 +485,9 @@ def _plan_without_workspace(
     )
 
 
-# Cached here, because a group whose calls never run fused has no workspace to cache plans.
-_remembered_plan = lru_cache(maxsize=4096)(_plan_without_workspace)
+# Cached here, because a group whose calls never run fused has no workspace to cache plans. The second:
+# for calls that must be batch invariant.
+_remembered_plans = [lru_cache(maxsize=4096)(_plan_without_workspace) for _ in (False, True)]
 
 
 def current_device() -> torch.device:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from flux import _native
+from flux import _invariance, _native
 from flux.comm.workspace import round_up
+from flux.ops import _invariant
 from flux.ops.plan import CPU_NUM_SMS, PLANNERS, Plan, can_run_fused, chosen
 
 # The largest matrix that an exchange holds.
@@ -54,8 +56,16 @@ def plan_gemm_ar(
     if not fused:
         return Plan(*common, False, _BY_TORCH, reason)
     sum_bytes = m * n * dtype.itemsize
+    if _invariance.active():
+        # A sum that is composed is rounded before the residual is added.
+        if sum_bytes > MAX_EXCHANGE_BYTES >= n * dtype.itemsize:
+            parts = len(split_rows(m, n, dtype))
+            return Plan(*common, True, f"{transport}, in {parts} parts", "batch invariant: exchanges only")
+        composed_from = sys.maxsize
+    else:
+        composed_from = RAGGED_FROM_BYTES if m % world_size else COMPOSED_FROM_BYTES
     rest = m % world_size
-    if m >= world_size and sum_bytes >= (RAGGED_FROM_BYTES if rest else COMPOSED_FROM_BYTES):
+    if m >= world_size and sum_bytes >= composed_from:
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
         reason += f", of {rest} rows by exchange" if rest else ""
         return Plan(*common, True, "those of gemm_rs and all_gather", reason)
@@ -63,13 +73,19 @@ def plan_gemm_ar(
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
         reason += f", and m = {m} cannot be dealt to {world_size} ranks"
         return Plan(*common, False, _BY_TORCH, reason)
-    choice = _native.core.select_gemm_ar(m, n, k, transpose_weight, num_sms or CPU_NUM_SMS)
+    choice = _invariant.select("gemm_ar", m, n, k, transpose_weight, 1, num_sms or CPU_NUM_SMS)
     two_launches = device_type == "cuda" and not choice.sums_in_launch
     exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=two_launches)
     reason += f"; {exchange.pop('reason')}"
     if device_type == "cuda":
         reason += f"; {'two launches: GEMM, sum' if two_launches else 'one launch'}"
     return Plan(*common, True, **(chosen(choice, reason) | exchange))
+
+
+def split_rows(m: int, n: int, dtype: torch.dtype) -> list[slice]:
+    """The rows of a matrix [m, n], in parts that an exchange holds."""
+    rows = max(1, MAX_EXCHANGE_BYTES // (n * dtype.itemsize))
+    return [slice(first, min(first + rows, m)) for first in range(0, m, rows)]
 
 
 def plan_all_reduce(

@@ -14,7 +14,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import NOTHING
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, _invariant
 from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import wide_type
@@ -107,6 +107,7 @@ def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> Non
     workspace = registry.get(group, x.device, "reduce_scatter")
     # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
     plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
+    _invariant.require(plan)
     with workspace.calling(plan, NOTHING) as epoch:
         if plan.fused:
             fused = cast(CpuWorkspace | CudaWorkspace, workspace)

@@ -203,7 +203,7 @@ Op gemm_rs(const Setup& setup) {
                    static_cast<char*>(sim::allocate(layout.slot_bytes(), rank, "staging"))};
     }
     flux::gemm_rs::gemm_rs(products.args(call, rank, at(outs, call, rank), dtype, config), symm, transport,
-                           nullptr);
+                           /*rounds_own=*/false, nullptr);
   };
   return op;
 }

@@ -24,21 +24,31 @@ using Mode = flux::runtime::Exchange::Mode;
 
 constexpr int kCalls = 3;  // each of the two buffers is used again
 
-// Sums of what each rank multiplies. Partial sums are small enough to be exact in 16 bits.
+// What each rank multiplies. With elements of x up to 1, partial sums are exact in 16 bits.
 struct Product {
   Values weight, bias;
   std::vector<Values> xs;  // of each call
 
-  Product(Random& random, int rank, int m, int n, int k, bool transposed, DType dtype)
+  Product(Random& random, int rank, int m, int n, int k, bool transposed, DType dtype, int largest = 1)
       : weight(rank, "weight", transposed ? k : n, transposed ? n : k), bias(rank, "bias", 1, n) {
     weight.fill(random, dtype, 1);
     bias.fill(random, dtype);
     for (int call = 0; call < kCalls; ++call) {
       xs.emplace_back(rank, "x", m, k);
-      xs.back().fill(random, dtype, 1);
+      xs.back().fill(random, dtype, largest);
     }
   }
 };
+
+// What rank `source` contributes to the sum of rank `owner`: its product, rounded if it is sent.
+std::vector<int> contribution(const Product& source, int call, bool transposed, DType dtype, bool rounded) {
+  std::vector<int> part = multiply(source.xs[static_cast<size_t>(call)], source.weight, transposed);
+  for (int& value : part) {
+    if (rounded)
+      value = static_cast<int>(cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype));
+  }
+  return part;
+}
 
 std::vector<int> summed(const std::vector<Product>& ranks, int call, bool transposed) {
   std::vector<int> sum;
@@ -69,15 +79,16 @@ void gemm_rs(uint64_t seed, bool freezes) {
   const bool copied = freezes ? random.below(4) != 0 : random.below(3) == 0;
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size, /*late_rank=*/-1,
         freezes);
+  const bool rounds_own = random.below(2) == 0;
   cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") +
-                  words(world_size, m, n, k, dtype));
+                  (rounds_own ? "own rounded, " : "") + words(world_size, m, n, k, dtype));
 
   const auto layout = flux::gemm_rs::make_layout(m, n, world_size, tile);
   const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
   std::vector<Product> products;
   std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
   for (int rank = 0; rank < world_size; ++rank) {
-    products.emplace_back(random, rank, m, n, k, transposed, dtype);
+    products.emplace_back(random, rank, m, n, k, transposed, dtype, /*largest=*/60);
     for (int call = 0; call < kCalls; ++call)
       outs[static_cast<size_t>(rank)].emplace_back(rank, "out", rows, n);
   }
@@ -99,7 +110,7 @@ void gemm_rs(uint64_t seed, bool freezes) {
                                          dtype,
                                          flux::gemm::pack_choice(config, static_cast<int>(cluster), 1),
                                          num_sms};
-      flux::gemm_rs::gemm_rs(args, ranks.symm[static_cast<size_t>(rank)], transport, nullptr);
+      flux::gemm_rs::gemm_rs(args, ranks.symm[static_cast<size_t>(rank)], transport, rounds_own, nullptr);
     }
   }
   cudaDeviceSynchronize();
@@ -108,12 +119,22 @@ void gemm_rs(uint64_t seed, bool freezes) {
     ranks.expect_rest(kCalls);
   }
   for (int call = 0; call < kCalls; ++call) {
-    const std::vector<int> sum = summed(products, call, transposed);
+    std::vector<std::vector<int>> exact, sent;
+    for (const Product& each : products) {
+      exact.push_back(contribution(each, call, transposed, dtype, /*rounded=*/false));
+      sent.push_back(contribution(each, call, transposed, dtype, /*rounded=*/true));
+    }
     for (int rank = 0; rank < world_size; ++rank) {
-      const auto first = sum.begin() + static_cast<std::ptrdiff_t>(rank) * rows * n;
-      std::vector<int> expected(first, first + static_cast<std::ptrdiff_t>(rows) * n);
       const Values& bias = products[static_cast<size_t>(rank)].bias;
-      for (size_t i = 0; i < expected.size(); ++i) expected[i] += bias.values[i % static_cast<size_t>(n)];
+      std::vector<int> expected(static_cast<size_t>(rows) * static_cast<size_t>(n));
+      const size_t first = static_cast<size_t>(rank) * expected.size();
+      for (size_t i = 0; i < expected.size(); ++i) {
+        expected[i] = bias.values[i % static_cast<size_t>(n)];
+        for (size_t source = 0; source < products.size(); ++source) {
+          const bool own = static_cast<int>(source) == rank && !rounds_own;
+          expected[i] += (own ? exact : sent)[source][first + i];
+        }
+      }
       const Values& out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)];
       const bool failed = ranks.symm[static_cast<size_t>(rank)].error->code != 0;
       // What storers send is exact or absent. What copy engines send may be overwritten, but then the rank knows.
@@ -192,7 +213,9 @@ void all_reduce(uint64_t seed) {
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot, Mode::kScatter});
   const bool scatters = mode == Mode::kScatter;
   const int rows = random.between(1, 5), m = scatters ? rows * world_size : rows;
-  const int n = 8 * random.between(1, 100), num_sms = random.between(1, 4);
+  // Also more vectors than a CTA has threads, and rows that CTAs share.
+  const int n = 8 * (random.below(4) == 0 ? random.between(520, 760) : random.between(1, 100));
+  const int num_sms = random.between(1, 4);
   const bool adds = !scatters && random.below(2), norms = !scatters && random.below(2);
   const bool chained = !scatters && !norms && random.below(3) == 0;  // x is the result of the call before
   const bool in_place = !scatters && !norms && !chained && random.below(3) == 0;

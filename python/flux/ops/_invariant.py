@@ -1,0 +1,79 @@
+"""What operators do differently in calls that must be batch invariant (flux.batch_invariant)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from flux import _native
+from flux._invariance import active
+from flux.comm.workspace import NotInvariant
+
+# The tile shape that serves any number of rows is the one that the cost model prefers for this number. It is
+# between decoding, for which narrower tiles would use more SMs, and prefill, for which wider ones are faster.
+_TYPICAL_ROWS = 512
+_TYPICAL_RANKS = 2
+_NO_CLUSTER = 1 << 8  # in a packed choice (csrc/gemm/select.h); K is not split
+
+
+def select(
+    op: str, m: int, n: int, k: int, transpose_weight: bool, world_size: int, num_sms: int, config: int = -1
+) -> Any:
+    """The tile shape and raster of a GEMM: the cost model's choice, or one tile shape for any m."""
+    core = _native.core
+    ranks = {"world_size": world_size} if op in ("gemm_rs", "ag_gemm") else {}
+    if active():
+        typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
+        tile = typical(_TYPICAL_ROWS, n, k, transpose_weight, _TYPICAL_RANKS, num_sms).config
+        config = tile | _NO_CLUSTER
+    choose = getattr(core, f"select_{op}")
+    return choose(m, n, k, transpose_weight, num_sms=num_sms, config=config, **ranks)
+
+
+class _Plan(Protocol):
+    @property
+    def op(self) -> str: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def fused(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+
+
+def require(plan: _Plan) -> None:
+    """Raises NotInvariant if a call must be batch invariant, and its plan is not.
+
+    Ranks have equal plans, so all raise. Called before anything is exchanged.
+    """
+    if plan.batch_invariant and not plan.fused and plan.m * plan.n > 0:
+        raise NotInvariant(
+            f"{plan.op}: batch_invariant: expected a call that runs fused, got an unfused one: {plan.reason}"
+        )
+
+
+def refuse(op: str) -> None:
+    """Raises ValueError in calls that must be batch invariant: `op` never is."""
+    if active():
+        raise ValueError(f"{op}: batch_invariant: expected an operator that is batch invariant, got {op}")
+
+
+def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """function(x), of x [m, ...] on a CPU; if calls must be batch invariant, computed row by row.
+
+    torch's functions for CPUs add in an order that may depend on the number of rows, and on alignment.
+    """
+    if not active() or x.shape[0] <= 1:
+        return function(x)
+    return torch.cat([function(x[i : i + 1].clone()) for i in range(x.shape[0])])
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [m, k] · w [k, n] on a CPU."""
+    return by_rows(lambda rows: torch.mm(rows, w), x)
