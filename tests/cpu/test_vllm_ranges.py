@@ -199,5 +199,7 @@ def test_models_become_sequence_parallel_before_they_are_split(
         assert backend(model, []) is model
     assert shard.called == (setting != "off")
     assert model.recompile.called == (setting == "9")
+    with mock.patch("flux.integrations.vllm.compiled.shard", return_value=Sharded(0, why_not="a reason")):
+        vllm["vllm.compilation.backends"].VllmBackend(config)(mock.Mock(), [])  # a draft model
     assert reports.report.sequence == told
     assert (told in reports.report.line()) and config.compilation_config.compile_ranges_endpoints == endpoints

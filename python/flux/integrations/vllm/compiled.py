@@ -117,14 +117,12 @@ def _shard_models() -> None:
     def compile_sharded(backend: Any, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         if setting("FLUX_VLLM_SEQUENCE") != 0:
             sharded = shard(graph.graph, sequence_begins)
-            report.sequence = (
-                f"Sequence parallel from {sharded.from_tokens} tokens on"
-                if sharded.sums
-                else f"Not sequence parallel: {sharded.why_not}"
-            )
             if sharded.sums:
                 graph.recompile()
                 split_range(backend.vllm_config, sharded.from_tokens)
+                report.sequence = f"Sequence parallel from {sharded.from_tokens} tokens on"
+            else:  # a draft model, too, is a model
+                report.sequence = report.sequence or f"Not sequence parallel: {sharded.why_not}"
         return compile_model(backend, graph, example_inputs)
 
     VllmBackend.__call__ = compile_sharded
