@@ -45,6 +45,15 @@ def _positive_or_auto(text: str) -> int | None:
         raise ValueError("must be auto or a positive number") from None
 
 
+def _positive_auto_or_off(text: str) -> int | None:
+    if text.strip().lower() == "off":
+        return 0
+    try:
+        return _positive_or_auto(text)
+    except ValueError:
+        raise ValueError("must be auto, off or a positive number") from None
+
+
 def _existing_file(text: str) -> str:
     if text and not os.path.isfile(text):
         raise ValueError("must be a file")
@@ -115,6 +124,14 @@ VARIABLES: tuple[Variable, ...] = (
         "uses flux.",
         "run",
         _existing_file,
+    ),
+    Variable(
+        "FLUX_VLLM_SEQUENCE",
+        "auto",
+        "Smallest batch, in tokens, for which the vLLM plugin makes compiled models sequence parallel: auto "
+        "(large sums), a number, or off.",
+        "run",
+        _positive_auto_or_off,
     ),
     Variable(
         "FLUX_VLLM_MOE",

@@ -15,6 +15,7 @@ import vllm_stand_in as stand_in
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import report as reports
 from flux.integrations.vllm.graph import SumRule
+from flux.integrations.vllm.sequence import Sharded
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
 WEIGHT = torch.ones(16, 8)
@@ -31,7 +32,14 @@ class Pass:
     def __call__(self, start: int, end: int) -> list[Any]:
         context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
         told: list[Any] = []
-        names = {"settle_sums": None, "unfuse": 3, "fuse_norm": 2, "count_kept": 4}
+        names = {
+            "settle_sums": None,
+            "unshard": None,
+            "count_sharded": 0,
+            "unfuse": 3,
+            "fuse_norm": 2,
+            "count_kept": 4,
+        }
         with contextlib.ExitStack() as stack:
             module = "flux.integrations.vllm.compiled"
             stack.enter_context(mock.patch(f"{module}.get_pass_context", lambda: context))
@@ -50,12 +58,21 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     assert len(ours.passes) == 3 and ours.passes[1] == "another pass", "ours is the first, and there once"
     assert ours(65, 8192) == [
         ("settle_sums", 65, 8192),
+        ("unshard", 8192),
+        ("count_sharded",),
         ("unfuse", 8192),
         ("fuse_norm", 65),
         ("count_kept",),
     ]
     # Where vLLM fuses, layers are given back from whatever number of tokens on flux begins.
-    assert ours(1, 64) == [("settle_sums", 1, 64), ("unfuse", 0), ("fuse_norm", 1), ("count_kept",)]
+    assert ours(1, 64) == [
+        ("settle_sums", 1, 64),
+        ("unshard", None),
+        ("count_sharded",),
+        ("unfuse", 0),
+        ("fuse_norm", 1),
+        ("count_kept",),
+    ]
     assert reports.report.ranges == {
         (1, 64): "flux 4 linear layers, 2 with norm, vLLM 3 (AllReduceFusionPass applies)",
         (65, 8192): "flux 4 linear layers, 2 with norm, vLLM 3",
@@ -152,3 +169,37 @@ def test_sums_of_layers_that_stay_vllms(
         assert len(Pass(vllm).passes) == 3
     else:
         assert compiled._sums == {} and endpoints == [512]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told", "endpoints"),
+    [
+        ("9", "Sequence parallel from 9 tokens on", [5, 8, 512]),
+        ("auto", "Not sequence parallel: a reason", [5, 512]),
+        ("off", "", [5, 512]),
+    ],
+)
+def test_models_become_sequence_parallel_before_they_are_split(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    told: str,
+    endpoints: list[int],
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", setting)
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "6")
+    plugin.register()
+    config = stand_in.configuration()
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, WEIGHT)
+    model = mock.Mock()
+    sharded = Sharded(64, 9) if setting == "9" else Sharded(0, why_not="a reason")
+    with mock.patch("flux.integrations.vllm.compiled.shard", return_value=sharded) as shard:
+        backend = vllm["vllm.compilation.backends"].VllmBackend(config)
+        assert backend(model, []) is model
+    assert shard.called == (setting != "off")
+    assert model.recompile.called == (setting == "9")
+    with mock.patch("flux.integrations.vllm.compiled.shard", return_value=Sharded(0, why_not="a reason")):
+        vllm["vllm.compilation.backends"].VllmBackend(config)(mock.Mock(), [])  # a draft model
+    assert reports.report.sequence == told
+    assert (told in reports.report.line()) and config.compilation_config.compile_ranges_endpoints == endpoints

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flux.integrations.vllm import thresholds
-from flux.integrations.vllm.thresholds import Row, Sum, decide, from_tokens, sums, up_to_bytes
+from flux.integrations.vllm.thresholds import Row, Sum, decide, from_tokens, sequence_from, sums, up_to_bytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
@@ -142,3 +142,17 @@ def test_shipped_measurements_are_those_of_the_results() -> None:
     assert thresholds.SHIPPED.read_text() == module.text(), "make results"
     assert module.speedup_of_large({"cublas+nccl": 6.0, "exchange": 3.0, "composed": 4.0}) == 2.0
     assert module.speedup_of_large({"cublas+nccl": 6.0, "composed": 4.0}) == 1.5
+
+
+def test_sequence_parallel_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SEQUENCE", "TUNING"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    with machine((9, 0), 132):
+        assert [sequence_from(8192, BF16, ranks, GPU) for ranks in (2, 4, 8)] == [768, 768, 1536]
+        assert sequence_from(4096, BF16, 2, GPU) == 1536
+    with machine((10, 0), 148):
+        assert sequence_from(4096, BF16, 2, GPU) == 3072, "not measured: twice as large sums"
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "77")
+    assert sequence_from(4096, BF16, 2, CPU) == 77
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
+    assert sequence_from(4096, BF16, 2, CPU) is None

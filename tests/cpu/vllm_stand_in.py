@@ -141,6 +141,7 @@ def stand_in() -> dict[str, types.ModuleType]:
             "WorkerWrapperBase": type("WorkerWrapperBase", (WorkerWrapperBase,), {}),
         },
         "vllm.compilation": {},
+        "vllm.compilation.backends": {"VllmBackend": type("VllmBackend", (VllmBackend,), {})},
         "vllm.compilation.passes": {},
         "vllm.compilation.passes.inductor_pass": {
             "InductorPass": _names(
@@ -159,6 +160,16 @@ def stand_in() -> dict[str, types.ModuleType]:
         if parent:
             setattr(modules[parent], child, modules[name])
     return modules
+
+
+class VllmBackend:
+    """Compiles a model."""
+
+    def __init__(self, config: Any) -> None:
+        self.vllm_config = config
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        return graph
 
 
 class AllReduceFusionPass:
@@ -181,7 +192,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     # What is put there is taken away again.
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.delenv("FLUX_TIMEOUT_S", raising=False)
-    for name in ("FLUX_VLLM", "FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_TUNING", "FLUX_VLLM_MOE"):
+    for name in (
+        "FLUX_VLLM",
+        "FLUX_VLLM_MIN_TOKENS",
+        "FLUX_VLLM_TUNING",
+        "FLUX_VLLM_SEQUENCE",
+        "FLUX_VLLM_MOE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
@@ -225,12 +242,25 @@ def define_all_reduce() -> Any:
     return library
 
 
+def exact_norm(total: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In place of RMSNorm: rows of integers become other integers."""
+    return (total.remainder(7) - 3 + total.sum(-1, keepdim=True).remainder(3)) * weight
+
+
 def define_norm() -> Any:
-    """vLLM's operator for the norm, as far as a graph looks at it."""
+    """vLLM's operators for norms, with other norms."""
     torch_library: Any = torch.library
     library = torch_library.Library("vllm_ir", "FRAGMENT")
     library.define(
         "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon,"
         " int? variance_size=None) -> (Tensor, Tensor)"
     )
+    library.define("rms_norm(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor")
+
+    def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any = None) -> Any:
+        return exact_norm(x + residual, weight, eps), x + residual
+
+    every = "CompositeExplicitAutograd"
+    library.impl("fused_add_rms_norm", add_norm, every)
+    library.impl("rms_norm", lambda x, weight, eps, size=None: exact_norm(x, weight, eps), every)
     return library

@@ -22,8 +22,14 @@ from flux.integrations.vllm import uses
 VOCABULARY = 512
 LAYERS = 2
 TOLERANCE = 1e-5
+SEQUENCE_FROM = 33
 # A run takes a minute or two, most of it for compiling; under load more.
 LIMIT_S = 900
+
+
+# What vllm_workers.py counts where flux is off.
+KINDS = ("plain", "with norm", "sums with norm", "experts", "to own rows", "from own rows")
+NOTHING = {**dict.fromkeys(KINDS, 0), "fused through": []}
 
 
 def _vllm_for_cpus() -> bool:
@@ -84,6 +90,7 @@ def _generate(model: Path, mode: str, folder: Path, flux: str, min_tokens: int, 
         "FLUX_VLLM": flux,
         "FLUX_VLLM_MIN_TOKENS": str(min_tokens),
         "FLUX_VLLM_MOE": moe,
+        "FLUX_VLLM_SEQUENCE": str(SEQUENCE_FROM) if mode == "sequence" else "auto",
         "FLUX_TIMEOUT_S": "300",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -151,14 +158,13 @@ def test_says_the_same_with_flux(
     without = _generate(models[kind], mode, tmp_path, "off", min_tokens, moe)
     with_flux = _generate(models[kind], mode, tmp_path, "auto", min_tokens, moe)
 
-    nothing = {"plain": 0, "with norm": 0, "sums with norm": 0, "experts": 0, "fused through": []}
-    assert without["ranks"] == [nothing, nothing]
+    assert without["ranks"] == [NOTHING, NOTHING]
     # vLLM may split a prompt, but some passes have enough tokens; from one token on, all have.
     normed = "sums with norm" if mode == "sums" else "with norm"
     passes = with_flux["ranks"][0]["plain" if plain else normed] // (plain or with_norm)
     assert passes >= (12 if min_tokens == 1 else 1)
     expected = {
-        **nothing,
+        **NOTHING,
         "plain": plain * passes,
         normed: with_norm * passes,
         "experts": experts * passes,
@@ -168,6 +174,26 @@ def test_says_the_same_with_flux(
 
     assert without["log"] == []
     _assert_told(with_flux["log"], kind, mode, min_tokens, experts)
+    _assert_same(with_flux["said"], without["said"])
+
+
+def test_says_the_same_sequence_parallel(models: dict[str, Path], tmp_path: Path) -> None:
+    """Prompts of 40 and 200 tokens, which vLLM may put into one batch with others: 3 ranges, ragged rows."""
+    runs = (tmp_path, "off", 17, "off"), (tmp_path, "auto", 17, "off")
+    without, with_flux = (_generate(models["llama"], "sequence", *run) for run in runs)
+    assert without["ranks"] == [NOTHING, NOTHING] and without["log"] == []
+    calls, other = with_flux["ranks"]
+    assert calls == other
+    # Of each layer's two sums, the last feeds the head, and not another layer.
+    passes = calls["to own rows"] // (2 * LAYERS)
+    assert passes >= 1
+    counts = {"to own rows": 2 * LAYERS * passes, "from own rows": (2 * LAYERS - 1) * passes}
+    few = {"with norm": calls["with norm"], "fused through": ["POSIX shared memory"]}
+    assert calls == {**NOTHING, **counts, **few}
+    (line,) = with_flux["log"]
+    assert f"Sequence parallel from {SEQUENCE_FROM} tokens on" in line
+    assert f"17 to 32 tokens: flux {2 * LAYERS} linear layers, {2 * LAYERS} with norm; " in line
+    assert f"33 to 512 tokens: flux {2 * LAYERS} linear layers sequence parallel" in line
     _assert_same(with_flux["said"], without["said"])
 
 

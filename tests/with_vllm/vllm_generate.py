@@ -1,10 +1,10 @@
 """Generates with a model in this process and its workers, and writes down what was said and what flux did.
 
-    python vllm_generate.py MODEL eager|traced|ranges|sums RESULT.json
+    python vllm_generate.py MODEL eager|traced|ranges|sums|sequence RESULT.json
 
 eager: no compiler. traced: compiled as vLLM does it on CPUs. ranges: compiled as it does it on GPUs, for
-ranges of token counts and with its passes. sums: as ranges, but all layers stay vLLM's. Whether flux takes
-part is up to FLUX_VLLM. Started by test_with_vllm.py.
+ranges of token counts and with its passes. sums: as ranges, but all layers stay vLLM's. sequence: as ranges.
+Whether flux takes part is up to FLUX_VLLM, and how to FLUX_VLLM_SEQUENCE. Started by test_with_vllm.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEW_TOKENS = 12
 PROMPT_TOKENS = (5, 40, 200)
 
 # At import: processes that vLLM spawns import this file too, and each must compile alike.
-if {"ranges", "sums"} & set(sys.argv):
+if {"ranges", "sums", "sequence"} & set(sys.argv):
     vllm_workers.compile_as_on_gpus()
 if "sums" in sys.argv:
     vllm_workers.leave_layers_to_vllm()

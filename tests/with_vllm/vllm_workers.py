@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+KINDS = ("plain", "with norm", "sums with norm", "experts", "to own rows", "from own rows")
 _calls: Counter[str] = Counter()
 
 
@@ -30,19 +31,17 @@ class FluxCalls:
             return run(*args)
 
         all_reduce._run = counted_sum
-        gemm_ar, gemm_gather_rs = flux.gemm_ar, flux.moe.gemm_gather_rs
+        gemm_ar = flux.gemm_ar
 
         @functools.wraps(gemm_ar)
         def counted(*args: Any, **kwargs: Any) -> Any:
             _calls["plain" if kwargs.get("norm_weight") is None else "with norm"] += 1
             return gemm_ar(*args, **kwargs)
 
-        @functools.wraps(gemm_gather_rs)
-        def counted_experts(*args: Any, **kwargs: Any) -> Any:
-            _calls["experts"] += 1
-            return gemm_gather_rs(*args, **kwargs)
-
-        flux.gemm_ar, flux.moe.gemm_gather_rs = counted, counted_experts
+        flux.gemm_ar = counted
+        flux.moe.gemm_gather_rs = _counted(flux.moe.gemm_gather_rs, "experts")
+        flux.gemm_rs = _counted(flux.gemm_rs, "to own rows")
+        flux.ag_gemm = _counted(flux.ag_gemm, "from own rows")
 
     def flux_calls(self) -> dict[str, Any]:
         """How many calls there were, and through what flux's tiles went in the TP group."""
@@ -52,8 +51,16 @@ class FluxCalls:
 
         workspaces = registry.existing(get_tp_group().device_group)
         fused = [workspace.transport for workspace in workspaces if workspace.why_not is None]
-        counts = {name: _calls[name] for name in ("plain", "with norm", "sums with norm", "experts")}
-        return {**counts, "fused through": fused}
+        return {**{name: _calls[name] for name in KINDS}, "fused through": fused}
+
+
+def _counted(function: Any, kind: str) -> Any:
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _calls[kind] += 1
+        return function(*args, **kwargs)
+
+    return counted
 
 
 def leave_layers_to_vllm() -> None:
@@ -66,13 +73,14 @@ def leave_layers_to_vllm() -> None:
 def compile_as_on_gpus() -> None:
     """Makes vLLM on CPUs compile models as it does on GPUs; by itself it gives inductor one graph there.
 
-    It supports that on no CPU, so three things are in the way: it wants collectives outside of graphs, one of
-    its passes looks up operators that only GPUs have, and its all-reduce overwrites its input, which a graph
-    may still need.
+    It supports that on no CPU, so four things are in the way: it wants collectives outside of graphs, one of
+    its passes looks up operators that only GPUs have, its all-reduce overwrites its input, which a graph may
+    still need, and linear layers call oneDNN.
     """
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationMode
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import utils
     from vllm.platforms.cpu import CpuPlatform
 
     update = CpuPlatform.check_and_update_config.__func__
@@ -94,3 +102,8 @@ def compile_as_on_gpus() -> None:
     CpuPlatform.use_custom_op_collectives = classmethod(lambda cls: True)
     FixFunctionalizationPass.__call__ = lambda self, graph: None
     CpuCommunicator.all_reduce = all_reduce_of_copy
+
+    def keep_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep_linear

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from flux import _native
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, resolve_group
+from flux.comm.group import GroupLike, process_group, resolve_group
 from flux.comm.workspace import round_up
 from flux.ops import _arguments, _check, _gate
 from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
@@ -151,3 +151,9 @@ def check(group: GroupLike = None) -> None:
 def check_all() -> None:
     """Raises what is known to have gone wrong on any group, as check does, but waits for no stream."""
     registry.check_all()
+
+
+def rank_and_size(group_name: str) -> tuple[int, int]:
+    """This process's rank in the group of that name, and the number of its ranks."""
+    group = process_group(group_name)
+    return group.rank(), group.size()

@@ -3,7 +3,8 @@
 Layers put one opaque operator into the traced graph. vLLM compiles that graph for ranges of token counts,
 and :class:`FluxPass` sees each of them before vLLM's passes do. In a range that is below what flux is for, or
 in which vLLM fuses all-reduces with RMSNorm, it turns the operator back into vLLM's own. In the others it
-takes in the RMSNorm behind the operator. All ranks do the same.
+takes in the RMSNorm behind the operator. Before vLLM splits the graph, it is made sequence parallel for large
+batches (sequence.py); the pass turns that back in other ranges. All ranks do the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
+from flux.integrations.vllm import uses
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
@@ -27,8 +29,11 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
-from flux.integrations.vllm.report import report
-from flux.integrations.vllm.thresholds import fingerprint
+from flux.integrations.vllm.report import report, setting
+from flux.integrations.vllm.sequence import count_sharded, shard, unshard
+from flux.integrations.vllm.thresholds import fingerprint, sequence_from
+from flux.ops.plan import current_device, why_unfused
+from flux.ops.workspaces import rank_and_size
 
 # In names of vLLM's passes that fuse an all-reduce with what follows, or replace it by a reduce-scatter.
 _ALL_REDUCE_FUSIONS = ("AllReduce", "SequenceParallelism")
@@ -56,6 +61,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         names = [type(f).__name__ for f in self.fusions if f.is_applicable_for_range(compile_range)]
         counts = self.counts.setdefault((start, end), Counter())
         settle_sums(graph, start, end)
+        unshard(graph, None if names else end)
+        counts["sharded"] += count_sharded(graph)
         counts["given back"] += unfuse(graph, 0 if names else end)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
@@ -64,16 +71,22 @@ class FluxPass(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         rules = str(sorted(_sums.items(), key=lambda rule: rule[0]))
-        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, rules))
+        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, rules))
 
 
 def _told(counts: Counter[str], fusions: list[str]) -> str:
     """What happened in a range, for the log."""
+    sharded = f"flux {counts['sharded']} linear layers sequence parallel"
     flux = f"flux {counts['kept']} linear layers, {counts['norms']} with norm"
     why = f" ({fusions[0]} applies)" if fusions else ""
     vllm = f"vLLM {counts['given back']}{why}"
     sums = f"flux {counts['sums']} other sums with norm"
-    told = ((flux, counts["kept"]), (vllm, counts["given back"]), (sums, counts["sums"]))
+    told = (
+        (sharded, counts["sharded"]),
+        (flux, counts["kept"]),
+        (vllm, counts["given back"]),
+        (sums, counts["sums"]),
+    )
     return ", ".join(what for what, n in told if n) or f"vLLM all{why}"
 
 
@@ -90,6 +103,40 @@ def install() -> None:
         manager.passes.insert(0, FluxPass(manager.passes))
 
     PostGradPassManager.configure = configure_with_flux
+    if uses.missing("sequence") is None:
+        _shard_models()
+
+
+def _shard_models() -> None:
+    """Makes models sequence parallel before vLLM splits their graphs."""
+    from vllm.compilation.backends import VllmBackend
+
+    compile_model = VllmBackend.__call__
+
+    @functools.wraps(compile_model)
+    def compile_sharded(backend: Any, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        if setting("FLUX_VLLM_SEQUENCE") != 0:
+            sharded = shard(graph.graph, sequence_begins)
+            if sharded.sums:
+                graph.recompile()
+                split_range(backend.vllm_config, sharded.from_tokens)
+                report.sequence = f"Sequence parallel from {sharded.from_tokens} tokens on"
+            else:  # a draft model, too, is a model
+                report.sequence = report.sequence or f"Not sequence parallel: {sharded.why_not}"
+        return compile_model(backend, graph, example_inputs)
+
+    VllmBackend.__call__ = compile_sharded
+
+
+def sequence_begins(
+    n: int, k: int, dtype: torch.dtype, group_name: str, ranks: int | None = None
+) -> int | None:
+    """From how many tokens on a layer with a weight [n, k] of each rank is better sequence parallel; None: it
+    is not, or would run unfused.
+    """
+    ranks, device = ranks or rank_and_size(group_name)[1], current_device()
+    unfused = why_unfused("gemm_rs", ranks, n, k, dtype, device, group_name)
+    return sequence_from(n, dtype, ranks, device) if unfused is None else None
 
 
 def serve_sums(vllm_group: str, rule: SumRule) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from flux.integrations.vllm import op  # noqa: F401  (defines the operators)
 from flux.ops.plan_ar import VECTOR
@@ -24,11 +26,11 @@ def unfuse(graph: fx.Graph, end: int = 0) -> int:
     for node in nodes:
         x, weight, bias, _, _, vllm_group = node.args
         with graph.inserting_before(node):
-            transposed = _call(graph, _aten.permute.default, weight, [1, 0])
-            product = _call(graph, _aten.mm.default, x, transposed)
-            total = _call(graph, torch.ops.vllm.all_reduce.default, product, vllm_group)
+            transposed = call(graph, _aten.permute.default, weight, [1, 0])
+            product = call(graph, _aten.mm.default, x, transposed)
+            total = call(graph, torch.ops.vllm.all_reduce.default, product, vllm_group)
             if bias is not None:
-                total = _call(graph, _aten.add.Tensor, total, bias)
+                total = call(graph, _aten.add.Tensor, total, bias)
         node.replace_all_uses_with(total)
         graph.erase_node(node)
     return len(nodes)
@@ -38,17 +40,15 @@ def fuse_norm(graph: fx.Graph, start: int) -> int:
     """Makes linear_all_reduce, where flux begins at `start` tokens or before, and vLLM's fused_add_rms_norm
     behind it one linear_all_reduce_norm, which adds the residual and normalises. Returns how many there were.
     """
-    target = _norm_operator()
-    if target is None:
-        return 0
+    targets = norm_operators()
     count = 0
     for node in _matrix_calls(graph):
         (norm,) = node.users if len(node.users) == 1 else (None,)
         if (
             _begins(node, 3) > start
             or norm is None
-            or norm.target is not target
-            or not _is_plain_norm(norm, node)
+            or norm.target not in targets
+            or not is_plain_norm(norm, node)
         ):
             continue
         x, weight, bias, _, group_name, _ = node.args
@@ -70,14 +70,15 @@ def count_kept(graph: fx.Graph) -> int:
     return sum(len(graph.find_nodes(op="call_function", target=target)) for target in ours)
 
 
-def _norm_operator() -> Any:
-    """vLLM's fused_add_rms_norm, if it has one with the arguments that flux knows."""
-    try:
-        found = torch.ops.vllm_ir.fused_add_rms_norm.default
-    except AttributeError:
-        return None
-    names = [argument.name for argument in found._schema.arguments]
-    return found if names == ["x", "x_residual", "weight", "epsilon", "variance_size"] else None
+def norm_operators() -> list[Any]:
+    """vLLM's fused_add_rms_norm, and how it is called before graphs are functional; none if it has none with
+    the arguments that flux knows.
+    """
+    packet: Any = getattr(torch.ops.vllm_ir, "fused_add_rms_norm", None)
+    found = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    names = ["x", "x_residual", "weight", "epsilon", "variance_size"]
+    known = [each for each in found if [argument.name for argument in each._schema.arguments] == names]
+    return sorted(known, key=lambda each: each is not packet.default)
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,15 @@ def fuse_sum_and_norm(graph: fx.Graph, start: int, end: int, rules: Mapping[str,
     Args:
         rules: by vLLM's name of the group.
     """
-    target = _norm_operator()
-    if target is None:
+    targets = norm_operators()
+    if not targets:
         return 0
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.vllm.all_reduce.default):
         x, vllm_group = node.args
         (norm,) = node.users if len(node.users) == 1 else (None,)
         rule, value = rules.get(vllm_group), x.meta["val"]
-        if rule is None or norm is None or norm.target is not target or not _is_plain_norm(norm, node):
+        if rule is None or norm is None or norm.target not in targets or not is_plain_norm(norm, node):
             continue
         n = int(value.shape[-1])
         largest = end * n * value.dtype.itemsize
@@ -138,21 +139,20 @@ def settle_sums(graph: fx.Graph, start: int, end: int) -> int:
         x, _, vllm_group = node.args
         if _begins(node, 1) > end:
             with graph.inserting_before(node):
-                x = _call(graph, torch.ops.vllm.all_reduce.default, x, vllm_group)
+                x = call(graph, torch.ops.vllm.all_reduce.default, x, vllm_group)
         node.replace_all_uses_with(x)
         graph.erase_node(node)
     return len(nodes)
 
 
-def _is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
+def is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
     """Whether a norm has x first, a weight of x's type, and the variance of whole rows."""
     if norm.kwargs or len(norm.args) < 4 or norm.args[0] is not x or norm.args[1] is x:
         return False
     residual, weight = norm.args[1:3]
     if not isinstance(residual, fx.Node) or not isinstance(weight, fx.Node):
         return False
-    dtype = x.meta["val"].dtype
-    if residual.meta["val"].dtype != dtype or weight.meta["val"].dtype != dtype:
+    if not value(x).dtype == value(residual).dtype == value(weight).dtype:
         return False
     return len(norm.args) == 4 or norm.args[4] is None
 
@@ -169,11 +169,16 @@ def _matrix_calls(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in nodes if node.args[0].meta["val"].dim() == 2]
 
 
-def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+def value(node: Any) -> Any:
+    """The fake result of a node, in graphs of dynamo and of later passes."""
+    return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
+
+
+def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     """Inserts a call into the graph, with the fake result that later passes need."""
     node = graph.call_function(target, args)
-    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
-    mode = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
-    with mode:
+    values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+    mode = detect_fake_mode(values)
+    with mode or contextlib.nullcontext():
         node.meta["val"] = target(*values)
     return node

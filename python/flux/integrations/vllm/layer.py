@@ -65,6 +65,11 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if settings.mode != "layer":
             compiled.install()
             compiled.split_range(config, self._flux_from)
+            # Here, and not only where the model is found to be sequence parallel: graphs that come from
+            # vLLM's cache were compiled for the same ranges.
+            sequence = compiled.sequence_begins(*shape, self.params_dtype, self._flux_groups[0], self.tp_size)
+            if sequence is not None:
+                compiled.split_range(config, sequence)
 
     def forward(self, input_: torch.Tensor) -> Any:
         eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()

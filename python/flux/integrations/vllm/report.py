@@ -38,11 +38,13 @@ class Report:
         served: how many layers of a kind flux serves, from how many tokens on, and why from there.
         refused: how many layers of a kind stay vLLM's, by kind and reason.
         ranges: for a range of token counts of the compiled model, what its graphs do.
+        sequence: whether the compiled model is sequence parallel; empty if this was not looked at.
     """
 
     served: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     ranges: dict[tuple[int, int], str] = field(default_factory=dict)
+    sequence: str = ""
 
     def line(self) -> str:
         """The line for vLLM's log."""
@@ -57,6 +59,7 @@ class Report:
         ranges = "; ".join(
             f"{start} to {end} tokens: {what}" for (start, end), what in sorted(self.ranges.items())
         )
+        told += [self.sequence] if self.served and self.sequence else []
         told += [f"Compiled for {ranges}"] if ranges else []
         told += [f"vLLM's own: {refused}"] if refused else []
         return ". ".join(told)

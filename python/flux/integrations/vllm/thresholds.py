@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from flux.integrations.vllm.report import setting, tell
-from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES
+from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
@@ -100,6 +100,21 @@ def decide(
     return min(chosen, large), f"{source}, weight {list(shape)}"
 
 
+def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int | None:
+    """From how many rows of n on sums over ranks are better sequence parallel; None: never.
+
+    Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
+    the next GEMM.
+    """
+    forced = setting("FLUX_VLLM_SEQUENCE")
+    if forced is not None:
+        return forced or None
+    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
+    known = any(row.ranks == ranks for row in measured.rows)
+    nbytes = COMPOSED_FROM_BYTES if known else RAGGED_FROM_BYTES
+    return -(-nbytes // (n * dtype.itemsize))
+
+
 def sums(ranks: int, device: torch.device) -> tuple[int, int]:
     """From how many tokens on, and up to how many bytes, flux.all_reduce with RMSNorm serves a sum that no
     GEMM of flux makes. Nothing by default where it was not measured.
@@ -126,7 +141,8 @@ def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
-    return f"{setting('FLUX_VLLM_MIN_TOKENS')} {hashlib.sha256(data).hexdigest()[:16]}"
+    limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')}"
+    return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def measured_in(results: dict[str, Any]) -> Measured:

@@ -15,7 +15,8 @@ class Use:
     """One name of vLLM.
 
     Attributes:
-        part: what does not work without it: "layers" (anything), "MoE" or "worker"; "optional": all works.
+        part: what does not work without it: "layers" (anything), "sequence", "MoE" or "worker"; "optional":
+            all works.
         module: where flux finds it.
         name: dotted, below the module.
         parameters: of the function, those that flux passes by name, or gets.
@@ -81,6 +82,8 @@ USES = (
     Use("layers", f"{_PASSES}.inductor_pass", "get_pass_context"),
     Use("layers", f"{_PASSES}.inductor_pass", "PassContext", sets=("compile_range",)),
     Use("layers", f"{_PASSES}.pass_manager", "PostGradPassManager.configure", ("config",), sets=("passes",)),
+    Use("sequence", "vllm.compilation.backends", "VllmBackend.__call__", ("graph", "example_inputs")),
+    Use("sequence", "vllm.compilation.backends", "VllmBackend", sets=("vllm_config",)),
     Use("worker", "vllm.envs", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
     Use("worker", "vllm.v1.outputs", "AsyncModelRunnerOutput.get_output"),
     Use("worker", _WORKER, "WorkerBase.sample_tokens"),

@@ -1,0 +1,143 @@
+"""The operators of a sequence-parallel model in vLLM's graphs, for batches of at least `from_tokens` tokens.
+
+Only the residual is sharded, and only between these operators. It keeps its shape [M, N]: of M tokens on p
+ranks, rank r has rows r·s to (r + 1)·s, s = ⌈M/p⌉, and they lie in the first s rows. The other rows are never
+read. Smaller batches take the same operators with whole residuals, so every operator of a model agrees on
+what a residual holds, because all of them see the same number of tokens. Needs nothing of vLLM but its
+operator torch.ops.vllm.all_reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, pad
+
+import flux
+from flux.integrations.vllm.op import linear_all_reduce
+from flux.ops.gemm_ar import row_norm
+from flux.ops.workspaces import rank_and_size
+
+Tensor = torch.Tensor
+_torch_library: Any = torch.library  # not typed
+_library: Any = _torch_library.Library("flux_vllm", "FRAGMENT")
+
+
+def linear_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    min_tokens: int,
+    group_name: str,
+    vllm_group: str,
+    residual: Tensor,
+    whole: bool,
+    from_tokens: int,
+) -> Tensor:
+    """Sum over ranks of x · weightᵀ, plus bias and residual: own rows.
+
+    Args:
+        x: [M, K/p].
+        weight: [N, K/p].
+        bias: [N], the same on all ranks.
+        min_tokens, group_name, vllm_group: of linear_all_reduce, for batches below `from_tokens`.
+        residual: [M, N], sharded, or all of it if it is `whole`.
+
+    Returns:
+        [M, N], the next residual: a fresh tensor.
+    """
+    if len(x) < from_tokens:
+        return linear_all_reduce(x, weight, bias, min_tokens, group_name, vllm_group) + residual
+    rank, ranks = rank_and_size(group_name)
+    share = _share(x, group_name)
+    total = residual.new_empty(residual.shape)
+    own = total[:share]
+    with torch.no_grad():
+        flux.gemm_rs(_padded(x, share * ranks), weight, bias, group=group_name, out=own)
+    first = rank * share if whole else 0
+    own += _padded(residual[first : first + share], share)
+    return total
+
+
+def norm_gather_linear(
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    from_tokens: int,
+    group_name: str,
+) -> Tensor:
+    """RMSNorm of own rows; all ranks' rows · weightᵀ + bias.
+
+    Args:
+        residual: [M, N], sharded.
+        norm_weight: [N].
+        weight: [C, N].
+        bias: [C].
+
+    Returns:
+        [M, C], a fresh tensor.
+    """
+    if len(residual) < from_tokens:
+        return linear(row_norm(residual, norm_weight, eps), weight, bias)
+    own = row_norm(residual[: _share(residual, group_name)], norm_weight, eps)
+    with torch.no_grad():
+        return flux.ag_gemm(own, weight, bias, group=group_name)[: len(residual)]
+
+
+def norm_gather(
+    residual: Tensor, norm_weight: Tensor, eps: float, from_tokens: int, group_name: str
+) -> Tensor:
+    """RMSNorm of own rows, then all ranks' rows: [M, N] → [M, N], a fresh tensor."""
+    if len(residual) < from_tokens:
+        return row_norm(residual, norm_weight, eps)
+    own = row_norm(residual[: _share(residual, group_name)], norm_weight, eps)
+    return flux.all_gather(own, group=group_name)[: len(residual)]
+
+
+def gather(residual: Tensor, from_tokens: int, group_name: str) -> Tensor:
+    """All rows of a sharded residual: [M, N] → [M, N], a fresh tensor."""
+    if len(residual) < from_tokens:
+        return residual.clone()
+    own = residual[: _share(residual, group_name)]
+    return flux.all_gather(own, group=group_name)[: len(residual)]
+
+
+def _share(x: Tensor, group_name: str) -> int:
+    """How many rows a rank has, with those that pad the last ranks'."""
+    return -(-len(x) // rank_and_size(group_name)[1])
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
+
+
+def _fake_linear(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *more: Any) -> Tensor:
+    return residual.new_empty(residual.shape[0], weight.shape[0])
+
+
+def _define(
+    run: Callable[..., Tensor],
+    schema: str,
+    fake: Callable[..., Tensor] = lambda x, *more: torch.empty_like(x),
+) -> None:
+    name = run.__name__
+    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _torch_library.register_fake(f"flux_vllm::{name}", fake, lib=_library)
+
+
+_NORM = "Tensor residual, Tensor norm_weight, float eps"
+_WHERE = "int from_tokens, str group_name"
+_define(
+    linear_scatter,
+    "Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group, Tensor residual,"
+    " bool whole, int from_tokens",
+    lambda x, weight, bias, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
+)
+_define(norm_gather_linear, f"{_NORM}, Tensor weight, Tensor? bias, {_WHERE}", _fake_linear)
+_define(norm_gather, f"{_NORM}, {_WHERE}")
+_define(gather, f"Tensor residual, {_WHERE}")

@@ -1,0 +1,259 @@
+"""Sequence parallelism in graphs of vLLM: what becomes of a model, its results, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import linear
+from vllm_stand_in import define_all_reduce, define_norm, exact_norm
+
+import flux
+from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm import rows, sequence
+from flux.testing import spawn
+
+N, K, LAYERS, FROM = 16, 8, 5, 6
+ours, ir = torch.ops.flux_vllm, torch.ops.vllm_ir
+
+
+def weights(rank: int) -> dict[str, torch.Tensor]:
+    """Of each layer: norms, which are the same on all ranks, and shards of linear layers."""
+    same, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(rank)
+    made = {}
+    for i in range(LAYERS):
+        for name, shape in (("qkv", (24, N)), ("o", (N, K)), ("up", (K, N)), ("down", (N, K))):
+            made[f"{name}{i}"] = torch.randint(-1, 2, shape, generator=own).float()
+        for name in ("norm1", "norm2", "bias"):
+            made[f"{name}{i}"] = torch.randint(-1, 2, (N,), generator=same).float()
+        made[f"qkv_bias{i}"] = torch.randint(-2, 3, (24,), generator=own).float()
+    return made
+
+
+def model(x: Any, w: dict[str, Any], group: str, bias: bool = True, aux: int = 0, stage: bool = False) -> Any:
+    """A transformer without attention, in vLLM's operators.
+
+    aux: before how many layers it also gives the states. stage: ends before the last norm, as stages of a
+    pipeline do.
+    """
+
+    def sums(x: Any, name: str, i: int) -> Any:
+        given = w[f"bias{i}"] if bias else None
+        return ours.linear_all_reduce.default(x, w[f"{name}{i}"], given, 3, group, "tp:0")
+
+    hidden, residual, seen = ir.rms_norm.default(x, w["norm10"], 1e-5, None), x, []
+    for i in range(LAYERS):
+        if i:
+            if i <= aux:
+                seen.append(hidden + residual)
+            hidden, residual = ir.fused_add_rms_norm.default(hidden, residual, w[f"norm1{i}"], 1e-5, None)
+        q = linear(hidden, w[f"qkv{i}"], w[f"qkv_bias{i}"] if bias else None)
+        attended = (q[:, :K] + q[:, K : 2 * K] - q[:, 2 * K :]).remainder(5) - 2
+        hidden, residual = ir.fused_add_rms_norm.default(
+            sums(attended, "o", i), residual, w[f"norm2{i}"], 1e-5, None
+        )
+        hidden = sums(linear(hidden, w[f"up{i}"]).relu().remainder(3) - 1, "down", i)
+    if stage:
+        return hidden, residual
+    return (ir.fused_add_rms_norm.default(hidden, residual, w["norm10"], 1e-5, None)[0], *seen)
+
+
+def traced(m: int, group: str, **form: int) -> fx.GraphModule:
+    """The model's graph, as dynamo gives it to vLLM."""
+    found = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        found.append(graph)
+        return lambda *inputs: [x] * len(graph.graph.output_node().args[0])
+
+    torch._dynamo.reset()
+    w = weights(0)
+    x = torch.zeros(m, N)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(lambda x, w: model(x, w, group, **form), backend=backend, fullgraph=True)(x, w)
+    return found[0]
+
+
+def begins(n: int, k: int, dtype: torch.dtype, group: str) -> int:
+    assert (n, k, dtype) == (N, K, torch.float32)
+    return FROM
+
+
+def targets(graph: fx.Graph) -> dict[str, int]:
+    names = [node.target.__name__.partition(".")[0] for node in graph.nodes if node.op == "call_function"]
+    of_interest = ("linear_", "norm_", "gather", "fused_add", "rms_norm", "linear")
+    return {name: names.count(name) for name in sorted({*names}) if name.startswith(of_interest)}
+
+
+def inputs(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list[Any]:
+    """For a traced graph, whose placeholders are called after what they hold."""
+    values = {"L_x_": x, **{f"L_w_{name}_": weight for name, weight in w.items()}}
+    return [values.get(node.target, len(x)) for node in graph.find_nodes(op="placeholder")]
+
+
+def rewritten(m: int, group: str, **form: int) -> tuple[fx.GraphModule, sequence.Sharded]:
+    module = traced(m, group, **form)
+    done = sequence.shard(module.graph, begins)
+    module.graph.lint()
+    module.recompile()
+    return module, done
+
+
+def computes_the_same(rank: int, world_size: int) -> list[str]:
+    libraries = [define_all_reduce(), define_norm()]
+    group, w = dist.group.WORLD.group_name, weights(rank)
+    wrong = []
+    for form in ({}, {"bias": False, "stage": True}, {"aux": 1}):
+        stock, (ours, done) = traced(9, group, **form), rewritten(9, group, **form)
+        if done.from_tokens != FROM:
+            wrong.append(f"{form}: {done}")
+        for m in (1, FROM - 1, FROM, 7, 8, 9, 13):
+            x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
+            with (
+                mock.patch.object(rows, "row_norm", exact_norm),
+                mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
+                mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
+            ):
+                results = ours(*inputs(ours.graph, x, w))
+            expected = stock(*inputs(stock.graph, x, w))
+            calls = [scatters.call_count, gathers.call_count]
+            sums = 2 * LAYERS - form.get("stage", 0) - form.get("aux", 0)
+            behind = 2 * LAYERS - 1 - form.get("aux", 0)
+            if calls != ([sums, behind] if m >= FROM else [0, 0]):
+                wrong.append(f"{form}, {m} tokens: {calls}")
+            if not all(torch.equal(*pair) for pair in zip(results, expected, strict=True)):
+                wrong.append(f"{form}, {m} tokens differ")
+    del libraries
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_it_computes_the_same(world_size: int) -> None:
+    assert spawn(computes_the_same, world_size, backend="gloo") == [[]] * world_size
+
+
+def rms_norms(rank: int, world_size: int) -> list[torch.Tensor]:
+    """The operators with the norm that they have, on data that is not exact."""
+    group, g = dist.group.WORLD.group_name, torch.Generator().manual_seed(0)
+    x, residual = torch.randn(7, K, generator=g), torch.randn(7, N, generator=g)
+    weight, norm_weight, column = (torch.randn(s, generator=g) for s in ((N, K), (N,), (24, N)))
+    total = ours.linear_scatter(x, weight, None, 1, group, "tp:0", residual, True, FROM)
+    normed = torch.nn.functional.rms_norm(world_size * (x @ weight.t()) + residual, (N,), norm_weight, 1e-3)
+    torch.testing.assert_close(ours.norm_gather(total, norm_weight, 1e-3, FROM, group), normed)
+    product = ours.norm_gather_linear(total, norm_weight, 1e-3, column, None, FROM, group)
+    torch.testing.assert_close(product, normed @ column.t(), atol=1e-4, rtol=1e-4)
+    for name, arguments in (
+        ("linear_scatter", (x, weight, None, 1, group, "tp:0", residual, True, FROM)),
+        ("norm_gather_linear", (total, norm_weight, 1e-3, column, None, FROM, group)),
+        ("norm_gather", (total, norm_weight, 1e-3, FROM, group)),
+        ("gather", (total, FROM, group)),
+    ):
+        # Rows of other ranks are not written, so results may differ there.
+        utils = ("test_schema", "test_faketensor") if name == "linear_scatter" else ("test_schema",)
+        torch.library.opcheck(getattr(ours, name).default, arguments, test_utils=utils)
+    return []
+
+
+def test_the_norm_is_rms_norm() -> None:
+    assert spawn(rms_norms, 2, backend="gloo") == [[]] * 2
+
+
+def test_what_a_graph_becomes() -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    module, done = rewritten(9, "7")
+    assert done == sequence.Sharded(10, FROM)
+    assert targets(module.graph) == {
+        "linear": 1,  # that behind the embedding, whose rows are whole
+        "linear_scatter": 10,
+        "norm_gather": 1,  # for the head
+        "norm_gather_linear": 9,
+        "rms_norm": 1,
+    }
+    scatters = module.graph.find_nodes(op="call_function", target=ours.linear_scatter.default)
+    assert [node.args[7] for node in scatters] == [True, *[False] * 9], "the first residual is whole"
+    before = str(module.graph)
+    assert sequence.shard(module.graph, begins) == done, "as from vLLM's cache"
+    assert str(module.graph) == before
+    assert targets(rewritten(9, "7", stage=True)[0].graph)["gather"] == 1, "the next stage gets all rows"
+    del libraries
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("aux", "its 8 sums would need 3 gathers"),
+        ("never", "for some of its layers it is not faster, or would run unfused"),
+        ("norm", "no row-parallel layer of flux is followed by a plain fused_add_rms_norm"),
+        ("groups", "its layers sum over different groups"),
+    ],
+)
+def test_models_that_are_left_alone(case: str, why: str) -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    module = traced(9, "7", aux=2 if case == "aux" else 0)
+    found = module.graph.find_nodes(op="call_function", target=ours.linear_all_reduce.default)
+    if case == "groups":
+        found[1].args = (*found[1].args[:4], "8", "dp:0")
+    for node in found if case == "norm" else []:
+        (norm,) = node.users
+        norm.args = (*norm.args[:4], N // 2)
+    before = str(module.graph)
+    nothing = mock.Mock(return_value=None)
+    assert sequence.shard(module.graph, nothing if case == "never" else begins) == sequence.Sharded(
+        0, why_not=why
+    )
+    assert str(module.graph) == before
+    del libraries
+
+
+def after_gradients(module: fx.GraphModule, m: int) -> fx.Graph:
+    """The graph in aten's operators, in which vLLM's passes see it."""
+    given = inputs(module.graph, torch.zeros(m, N), weights(0))
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    sizes = [value for value in given if not isinstance(value, torch.Tensor)]
+    made: fx.GraphModule = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
+    return made.graph
+
+
+@pytest.mark.parametrize("form", [{}, {"bias": False}, {"stage": True}, {"aux": 1}])
+def test_small_batches_are_as_without(form: dict[str, int]) -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    stock = after_gradients(traced(9, "7", **form), 9)
+    ours = after_gradients(rewritten(9, "7", **form)[0], 9)
+    sequence.unshard(ours, FROM)
+    assert sequence.count_sharded(ours) == 10 - sum(form.values()) + form.get("bias", 0)
+    sequence.unshard(ours, FROM - 1)
+    ours.lint()
+    for graph in (stock, ours):
+        assert sequence.count_sharded(graph) == 0
+        assert all(graphs.value(node).shape for node in graph.find_nodes(op="placeholder"))
+    kinds = [sorted(str(n.target) for n in g.nodes if n.op == "call_function") for g in (stock, ours)]
+    spelled = [
+        [("aten.transpose" if "aten.t." in k or "permute" in k else k) for k in each] for each in kinds
+    ]
+    assert sorted(spelled[0]) == sorted(spelled[1])
+    assert graphs.fuse_norm(ours, 3) == graphs.fuse_norm(stock, 3) > 0, "vLLM's patterns are there"
+    del libraries
+
+
+def test_a_piece_without_the_norm() -> None:
+    """The norm of a sum may be in another piece: each alone is right."""
+    libraries = [define_all_reduce(), define_norm()]
+    module = fx.symbolic_trace(
+        lambda x, w, r: ours.linear_scatter(x, w, None, 3, "7", "tp:0", r, False, FROM)
+    )
+    first = make_fx(module, tracing_mode="fake")(
+        torch.zeros(9, K), torch.zeros(N, K), torch.zeros(9, N)
+    ).graph
+    module = fx.symbolic_trace(lambda r, n, w: ours.norm_gather_linear(r, n, 1e-5, w, None, FROM, "7"))
+    second = make_fx(module, tracing_mode="fake")(torch.zeros(9, N), torch.zeros(N), torch.zeros(24, N)).graph
+    for graph, made in ((first, ["linear_all_reduce", "add"]), (second, ["rms_norm", "permute", "mm"])):
+        sequence.unshard(graph)
+        graph.lint()
+        names = [n.target.__name__.partition(".")[0] for n in graph.nodes if n.op == "call_function"]
+        assert names == made
+    del libraries
