@@ -74,6 +74,8 @@ def shard(graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str], int | 
     done = graph.find_nodes(op="call_function", target=_ours.linear_scatter.default)
     if done:  # a graph from vLLM's cache
         return Sharded(len(done), int(done[0].args[8]))
+    if not _has_values(graph):
+        return Sharded(0, why_not="its graph holds no example values")
     sums = _sums(graph)
     if not sums:
         return Sharded(0, why_not="no row-parallel layer of flux is followed by a plain fused_add_rms_norm")
@@ -90,6 +92,14 @@ def shard(graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str], int | 
         _rewrite(graph, each, max(known))
     _gather_for_others(graph)
     return Sharded(len(sums), max(known))
+
+
+def _has_values(graph: fx.Graph) -> bool:
+    """Whether the shapes of linear layers and of their arguments are known, as in graphs of dynamo."""
+    targets = (_ours.linear_all_reduce.default, torch.nn.functional.linear)
+    layers = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    nodes = {*layers, *(argument for node in layers for argument in node.all_input_nodes)}
+    return all({"val", "example_value"} & node.meta.keys() for node in nodes)
 
 
 def _problem(linear: fx.Node) -> tuple[int, int, torch.dtype, str]:
