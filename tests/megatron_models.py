@@ -38,10 +38,12 @@ def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
 
 
 def make_config(**options: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     hidden = options.pop("hidden_size", HIDDEN)
-    return TransformerConfig(
+    # Multi-latent attention has a config class of its own.
+    make = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
+    return make(
         num_layers=2,
         hidden_size=hidden,
         ffn_hidden_size=3 * hidden // 2,

@@ -402,3 +402,26 @@ def objects(rank: int, world_size: int) -> list[str]:
 
 def test_no_stale_outputs_and_copies() -> None:
     assert spawn(objects, 2, backend="gloo") == [["", ""]] * 2
+
+
+def all_reduced_under_autocast(rank: int, world_size: int) -> list[torch.dtype]:
+    """Dtypes of a row-parallel layer's result and gradients, for x of two dtypes and a weight in fp32."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    layer = parallelize_module(nn.Linear(8 * world_size, 4), mesh, FluxRowwiseParallel())
+    dtypes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(6, 8, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.sum().backward()
+        assert x.grad is not None and layer.weight.grad is not None
+        assert (layer.weight.grad.to_local() == 6).all()
+        layer.weight.grad = None
+        dtypes += [y.dtype, x.grad.dtype]
+    return dtypes
+
+
+def test_all_reduced_under_autocast() -> None:
+    bf16 = torch.bfloat16
+    for dtypes in spawn(all_reduced_under_autocast, 2, backend="gloo", timeout_s=60):
+        assert dtypes == [bf16, torch.float32, bf16, bf16]

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import flux
 from flux._log import say_once
+from flux.ops import autocast
 
 __all__ = ["FluxColwiseParallel", "FluxRowwiseParallel", "FluxSharedColwiseParallel", "gemm_ar"]
 
@@ -268,6 +269,8 @@ class _GemmAllReduce(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
     ) -> torch.Tensor:
+        # Cast here, because the backward pass runs outside of autocast.
+        x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
         ctx.save_for_backward(x, weight)
         return flux.gemm_ar(x, weight, bias, group=group)
 

@@ -18,7 +18,12 @@ from flux.integrations.megatron.linear import (
 )
 from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
-from flux.integrations.megatron.specs import convert_spec, get_flux_layer_spec, gpt_layer_spec
+from flux.integrations.megatron.specs import (
+    FluxTransformerLayer,
+    convert_spec,
+    get_flux_layer_spec,
+    gpt_layer_spec,
+)
 
 __all__ = [
     "FluxColumnParallelLinear",
@@ -26,6 +31,7 @@ __all__ = [
     "FluxMoELayer",
     "FluxNorm",
     "FluxRowParallelLinear",
+    "FluxTransformerLayer",
     "accumulate_into_main_grad",
     "convert_spec",
     "get_flux_layer_spec",

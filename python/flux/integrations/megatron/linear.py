@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from flux._log import say_once
 from flux.layers import column_linear, row_linear
+from flux.ops import autocast
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -80,6 +81,10 @@ class _FluxLinear(torch.nn.Module):
             return "the token dispatcher communicates for the layers of experts"
         if getattr(self.config, "_cpu_offloading_context", None) is not None:
             return "activations are offloaded to the CPU"
+        if getattr(self, "gtp_remat_size", 1) > 1:
+            return "its weight is split over another group too (generalized tensor parallelism)"
+        if autocast.enabled(x.device):
+            return None
         if x.dtype not in DTYPES or weight.dtype != x.dtype:
             return f"x is {x.dtype} and the weight {weight.dtype}"
         return None

@@ -32,12 +32,18 @@ def make_parameters(
 def normalise(
     config: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Layer norm, or for "RMSNorm" root mean square norm, over the last dimension of x."""
+    """Layer norm, or for "RMSNorm" root mean square norm, over the last dimension of x.
+
+    The result has the dtype of the weight, as Transformer Engine's: x may be fp32, such as a residual stream.
+    """
+    dtype = weight.dtype
+    common = torch.promote_types(x.dtype, dtype)
+    x, weight, bias = x.to(common), weight.to(common), None if bias is None else bias.to(common)
     if config.layernorm_zero_centered_gamma:
         weight = weight + 1
     if config.normalization == "RMSNorm":
-        return nn.functional.rms_norm(x, weight.shape, weight, eps)
-    return nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+        return nn.functional.rms_norm(x, weight.shape, weight, eps).to(dtype)
+    return nn.functional.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
 
 
 def check(config: Any, name: str) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import importlib
+import logging
+import types
 from collections.abc import Hashable
 from typing import Any
 
@@ -10,8 +15,11 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
+from flux._log import say_once
 from flux.integrations.megatron.linear import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
@@ -26,20 +34,26 @@ _REPLACEMENTS: dict[Hashable, type] = {
     te.TERowParallelLinear: FluxRowParallelLinear,
     te.TELayerNormColumnParallelLinear: FluxLayerNormColumnParallelLinear,
 }
+_FLUX = frozenset(_REPLACEMENTS.values())
 
 
-def convert_spec(spec: Any) -> Any:
+def convert_spec(spec: Any, *, allow_unchanged: bool = False) -> Any:
     """A copy of a spec, of a layer, a block or any part of them, with flux's classes in it.
 
     Replaced are column- and row-parallel linear layers, Megatron's and Transformer Engine's, layers of
     experts, and torch's norm, which knows no sequence parallelism. Everything else stays, such as the
-    attention itself.
+    attention itself. The logger `flux` says what was replaced and what stays: a warning, if that includes
+    linear layers or functions, which cannot be searched.
 
     Args:
-        spec: ModuleSpec, submodules, or a list or tuple of those.
+        spec: ModuleSpec, submodules, functools.partial, class, or a list, tuple or dict of those.
+        allow_unchanged: return a copy also if there is nothing to replace.
 
     Returns:
         The copy; `spec` stays as it is.
+
+    Raises:
+        ValueError: nothing in `spec` was replaced, and `allow_unchanged` is false.
 
     Example::
 
@@ -48,14 +62,96 @@ def convert_spec(spec: Any) -> Any:
         from flux.integrations.megatron import FluxRowParallelLinear, convert_spec
 
         spec = convert_spec(get_gpt_layer_local_spec())
-        assert spec.submodules.mlp.submodules.linear_fc2 is FluxRowParallelLinear
+        assert spec.submodules.self_attention.submodules.linear_proj is FluxRowParallelLinear
     """
-    if isinstance(spec, (list, tuple)):
-        return type(spec)(convert_spec(part) for part in spec)
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        parts = {field.name: convert_spec(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **parts)
-    return _REPLACEMENTS.get(spec, spec) if isinstance(spec, Hashable) else spec
+    conversion = _Conversion()
+    converted = conversion.of(spec, "")
+    if not conversion.replaced and not allow_unchanged:
+        raise ValueError(
+            f"convert_spec: spec: expected layers that flux replaces, got {conversion.summary()}"
+        )
+    say_once(
+        f"flux: convert_spec: {conversion.summary()}",
+        logging.WARNING if conversion.missed else logging.INFO,
+    )
+    return converted
+
+
+class _Conversion:
+    """A walk through a spec, and what it found: paths of fields with the names of their classes."""
+
+    def __init__(self) -> None:
+        self.replaced: list[str] = []
+        self.kept: list[str] = []
+        # Of `kept`: what may hold products and communication that flux has a class for.
+        self.missed: list[str] = []
+
+    def of(self, part: Any, path: str, is_owner: bool = False) -> Any:
+        """The copy of a part. `is_owner`: a class whose parts are beside it in the spec."""
+        if isinstance(part, Hashable) and part in _REPLACEMENTS:
+            self.replaced.append(f"{path} {_name(part)}".strip())
+            return _REPLACEMENTS[part]
+        if isinstance(part, functools.partial):
+            func = self.of(part.func, path, is_owner="submodules" in part.keywords)
+            args = self.of(part.args, path)
+            return type(part)(func, *args, **self.of(part.keywords, path))
+        if isinstance(part, types.MethodType) and isinstance(part.__self__, type):
+            return getattr(self.of(part.__self__, path, is_owner), part.__name__)
+        if isinstance(part, dict):
+            return {key: self.of(value, _join(path, key)) for key, value in part.items()}
+        if isinstance(part, tuple) and len(part) == 2 and str(part[0]).startswith("megatron."):
+            # Megatron's form for a class that is imported when it is built.
+            found = getattr(importlib.import_module(part[0]), part[1])
+            made = self.of(found, path, is_owner)
+            return part if made is found else made
+        if isinstance(part, (list, tuple)):
+            parts = [self.of(entry, _join(path, i)) for i, entry in enumerate(part)]
+            return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            return self._of_fields(part, path)
+        self._keep(part, path, is_owner)
+        return part
+
+    def _of_fields(self, part: Any, path: str) -> Any:
+        made = copy.copy(part)
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            is_owner = field.name == "module" and getattr(part, "submodules", None) is not None
+            # Not setattr, which frozen dataclasses refuse.
+            object.__setattr__(made, field.name, self.of(value, _join(path, field.name), is_owner))
+        return made
+
+    def _keep(self, part: Any, path: str, is_owner: bool) -> None:
+        if isinstance(part, type) and part in _FLUX:
+            self.replaced.append(f"{path} {_name(part)}".strip())
+            return
+        is_hidden = isinstance(part, types.FunctionType) and (
+            part.__closure__ is not None or part.__name__ == "<lambda>"
+        )
+        if is_owner or not (isinstance(part, type) or is_hidden) or _name(part) == "IdentityOp":
+            return
+        self.kept.append(f"{path} {_name(part)}".strip())
+        if is_hidden or "Linear" in _name(part):
+            self.missed.append(self.kept[-1])
+
+    def summary(self) -> str:
+        """One line, with every path once however many layers share it."""
+        replaced, kept = (list(dict.fromkeys(found)) for found in (self.replaced, self.kept))
+        return (
+            f"{len(self.replaced)} on flux ({'; '.join(replaced) or 'none'}), "
+            f"{len(self.kept)} stay Megatron's ({'; '.join(kept) or 'none'})"
+        )
+
+
+def _join(path: str, name: object) -> str:
+    # Not the numbers of layers: those that are alike are named once.
+    return path if isinstance(name, int) or name in ("module", "submodules") else f"{path}.{name}".lstrip(".")
+
+
+def _name(part: Any) -> str:
+    # Without Transformer Engine, its layers are stand-ins without a name.
+    stand_ins = (name for name, value in vars(te).items() if value is part)
+    return str(getattr(part, "__name__", None) or next(stand_ins, type(part).__name__))
 
 
 def get_flux_layer_spec(
@@ -80,19 +176,60 @@ def get_flux_layer_spec(
         assert len(spec.layer_specs) == config.num_layers
     """
     use_te = gpt_layer_specs.HAVE_TE if use_transformer_engine is None else use_transformer_engine
-    return convert_spec(
-        gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_te, normalization=config.normalization, vp_stage=vp_stage
-        )
+    stock = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config,
+        use_te,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
     )
+    # A pipeline stage may have no layers.
+    return convert_spec(stock, allow_unchanged=not stock.layer_specs)
 
 
-def _dense_layer() -> Any:
-    if gpt_layer_specs.HAVE_TE:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    return gpt_layer_specs.get_gpt_layer_local_spec()
+class FluxTransformerLayer(TransformerLayer):  # type: ignore[misc]
+    """Megatron's TransformerLayer, which chooses its parts itself: those of the stock layer for this config
+    and layer number, converted.
+
+    Arguments, parameters, state and results are those of Megatron's class.
+
+    Args:
+        config: the model's TransformerConfig.
+        submodules: without effect; Megatron passes it.
+        layer_number: of the layer in its pipeline stage, from 1.
+        options: as of Megatron's class.
+
+    Raises:
+        ValueError: config asks for a model whose layers differ in class.
+
+    Example::
+
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        from flux.integrations.megatron import FluxTransformerLayer
+
+        assert issubclass(FluxTransformerLayer, TransformerLayer)
+    """
+
+    def __init__(self, config: Any, submodules: Any = None, layer_number: int = 1, **options: Any) -> None:
+        offset = get_transformer_layer_offset(config, options.get("vp_stage"))
+        asked = getattr(config, "transformer_impl", "transformer_engine")
+        specs = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config,
+            gpt_layer_specs.HAVE_TE and asked == "transformer_engine",
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+        )
+        spec = specs[offset + layer_number - 1]
+        if spec.module is not TransformerLayer:
+            raise ValueError(
+                f"FluxTransformerLayer: config: expected TransformerLayer for layer {offset + layer_number}, "
+                f"got {_name(spec.module)}; use get_flux_layer_spec"
+            )
+        super().__init__(config, convert_spec(spec.submodules), layer_number, **options)
 
 
-# A dense layer for Megatron's `--spec flux.integrations.megatron gpt_layer_spec`, which takes no function.
-# The final norm is then Megatron's choice: for sequence parallelism it needs Apex or Transformer Engine.
-gpt_layer_spec = convert_spec(_dense_layer())
+# For Megatron's `--spec flux.integrations.megatron gpt_layer_spec`, which takes no function: its layers read
+# the config when they are built. The final norm is Megatron's choice: for sequence parallelism it needs Apex
+# or Transformer Engine.
+gpt_layer_spec = ModuleSpec(module=FluxTransformerLayer)
