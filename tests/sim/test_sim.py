@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import mutants
 import pytest
 import simulator
 
 # Policies repeat every 18 seeds: each combination of the adversary's choices sees some shapes.
 CASES = 36
+KINDS = [(program.name, case) for program in simulator.PROGRAMS.values() for case in program.cases]
+Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
 
 
-@pytest.mark.parametrize(
-    ("program", "case"),
-    [(program.name, case) for program in simulator.PROGRAMS.values() for case in program.cases],
-)
-def test_kernels_are_exact_on_the_host(program: str, case: str) -> None:
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """The runs of all selected cases, side by side: each keeps one core busy."""
     reason = simulator.why_not()
     if reason is not None:
         pytest.skip(reason)
-    done = simulator.run(simulator.build(program), case, seed=1, cases=CASES)
+    # Only tests of kinds have a callspec.
+    specs = [vars(item).get("callspec") for item in request.session.items if item.path == request.path]
+    wanted = [tuple(spec.params.values()) for spec in specs if spec is not None]
+    binaries = {program: simulator.build(program) for program in dict.fromkeys(name for name, _ in wanted)}
+    with ThreadPoolExecutor(simulator.JOBS) as pool:
+        yield {
+            case: pool.submit(simulator.run, binaries[program], case, seed=1, cases=CASES)
+            for program, case in wanted
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("program", "case"), KINDS)
+def test_kernels_are_exact_on_the_host(program: str, case: str, runs: Runs) -> None:
+    done = runs[case].result()
     assert done.returncode == 0, done.stderr
     assert f"{CASES} cases exact" in done.stdout
 
