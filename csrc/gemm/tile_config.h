@@ -81,7 +81,7 @@ constexpr int smem_bytes(const TileConfig& c) {
 // With the weight stored as [K, N] a B tile is made of 64-column swizzle panels.
 constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_n % 64 == 0; }
 
-// Wider tiles split K for no shape that was measured (docs/design/cost-model.md).
+// Wider tiles do not split K (docs/design/cost-model.md#split-k).
 constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
 
 // Tiles for ranks that exchange rows (gemm_ar/exchange_store.cuh): the slabs must hold a whole tile. Wider tiles

@@ -7,9 +7,9 @@
 namespace flux::gemm_ar {
 
 // Each thread has one vector in flight, so large sums need many threads, and small sums many SMs
-// (benchmarks/results/tuning/2026-11-22-all_reduce-threads-tp2-2xH200.json).
+// (docs/design/decode.md#what-made-the-sum-faster).
 constexpr int kFewThreads = 352, kManyThreads = 704;
-constexpr int kNormThreads = 512;      // two vectors of 8192 columns each; other numbers were not measured
+constexpr int kNormThreads = 512;      // two vectors of 8192 columns each
 constexpr int kClosingThreads = 32;    // a warp that closes the call
 constexpr int kNormMemory = 48 << 10;  // shared memory for a row and the norm's weight
 

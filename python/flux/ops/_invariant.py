@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flux import _native
 from flux._invariance import active
 from flux.comm.workspace import NotInvariant
+
+if TYPE_CHECKING:
+    from flux.ops.plan import Plan
 
 # The tile shape that serves any number of rows is the one that the cost model prefers for this number. It is
 # between decoding, for which narrower tiles would use more SMs, and prefill, for which wider ones are faster.
@@ -18,11 +21,9 @@ _TYPICAL_RANKS = 2
 _NO_CLUSTER = 1 << 8  # in a packed choice (csrc/gemm/select.h); K is not split
 
 
-def select(
-    op: str, m: int, n: int, k: int, transpose_weight: bool, world_size: int, num_sms: int, config: int = -1
-) -> Any:
+def select(op: str, m: int, n: int, k: int, transpose_weight: bool, world_size: int, num_sms: int) -> Any:
     """The tile shape and raster of a GEMM: the cost model's choice, or one tile shape for any m."""
-    core = _native.core
+    core, config = _native.core, -1
     ranks = {"world_size": world_size} if op in ("gemm_rs", "ag_gemm") else {}
     if active():
         typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
@@ -32,22 +33,7 @@ def select(
     return choose(m, n, k, transpose_weight, num_sms=num_sms, config=config, **ranks)
 
 
-class _Plan(Protocol):
-    @property
-    def op(self) -> str: ...
-    @property
-    def m(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def fused(self) -> bool: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-
-
-def require(plan: _Plan) -> None:
+def require(plan: Plan) -> None:
     """Raises NotInvariant if a call must be batch invariant, and its plan is not.
 
     Ranks have equal plans, so all raise. Called before anything is exchanged.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -56,16 +55,13 @@ def plan_gemm_ar(
     if not fused:
         return Plan(*common, False, _BY_TORCH, reason)
     sum_bytes = m * n * dtype.itemsize
-    if _invariance.active():
-        # A sum that is composed is rounded before the residual is added.
-        if sum_bytes > MAX_EXCHANGE_BYTES >= n * dtype.itemsize:
-            parts = len(split_rows(m, n, dtype))
-            return Plan(*common, True, f"{transport}, in {parts} parts", "batch invariant: exchanges only")
-        composed_from = sys.maxsize
-    else:
-        composed_from = RAGGED_FROM_BYTES if m % world_size else COMPOSED_FROM_BYTES
-    rest = m % world_size
-    if m >= world_size and sum_bytes >= composed_from:
+    rest, invariant = m % world_size, _invariance.active()
+    # A sum that is composed is rounded before the residual is added.
+    if invariant and sum_bytes > MAX_EXCHANGE_BYTES >= n * dtype.itemsize:
+        parts = len(split_rows(m, n, dtype))
+        return Plan(*common, True, f"{transport}, in {parts} parts", "batch invariant: exchanges only")
+    composed_from = RAGGED_FROM_BYTES if rest else COMPOSED_FROM_BYTES
+    if not invariant and m >= world_size and sum_bytes >= composed_from:
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
         reason += f", of {rest} rows by exchange" if rest else ""
         return Plan(*common, True, "those of gemm_rs and all_gather", reason)
@@ -101,13 +97,7 @@ def plan_all_reduce(
     transport: str,
 ) -> Plan:
     """The plan of an AllReduce of m * n elements, as one row. The other arguments are those of any plan."""
-    count = m * n
-    fused, reason = _can_sum_fused("all_reduce", device_type, 1, count, dtype, world_size, why_not)
-    common = ("all_reduce", 1, count, 0, dtype, world_size, False, fused)
-    if not fused:
-        return Plan(*common, "none (one rank)" if world_size == 1 else _BY_TORCH, reason)
-    exchange = _exchanged(device_type, 1, count, dtype, world_size, transport)
-    return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": _NO_TILE}))
+    return _summed(device_type, 1, m * n, dtype, world_size, why_not, transport)
 
 
 def plan_all_reduce_norm(
@@ -125,11 +115,26 @@ def plan_all_reduce_norm(
     """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. The
     other arguments are those of any plan.
     """
+    return _summed(device_type, m, n, dtype, world_size, why_not, transport, alone=device_type == "cuda")
+
+
+def _summed(
+    device_type: str,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    world_size: int,
+    why_not: str | None,
+    transport: str,
+    *,
+    alone: bool = False,
+) -> Plan:
+    """The plan of an AllReduce of a matrix [m, n]. `alone`: as of _exchanged."""
     fused, reason = _can_sum_fused("all_reduce", device_type, m, n, dtype, world_size, why_not)
     common = ("all_reduce", m, n, 0, dtype, world_size, False, fused)
     if not fused:
         return Plan(*common, "none (one rank)" if world_size == 1 else _BY_TORCH, reason)
-    exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=device_type == "cuda")
+    exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=alone)
     return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": _NO_TILE}))
 
 

@@ -6,26 +6,24 @@ which torch adds and normalises.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import flux
 from flux.bench.cases.common import (
-    CALLS,
     Candidate,
     Context,
     Prepared,
-    agree,
     collectives,
-    compare,
     explained,
 )
+from flux.bench.cases.gemm_ar_norm import check_sums
 from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
-from flux.bench.model import passed
 from flux.bench.suites import Problem
 from flux.ops import gemm
-from flux.ops.gemm_ar import rms_norm
-from flux.testing import GemmRsCase
 
 _EPS = 1e-6
 _K = 32  # of the products that are summed in the check
@@ -34,27 +32,12 @@ _K = 32  # of the products that are summed in the check
 def check(problem: Problem, context: Context) -> str:
     """flux.all_reduce of integers with each rank's mark: sums must be exact, norms agree with torch's."""
     m, n, _ = problem.local(context.tp)
-    norm_weight = torch.linspace(0.5, 1.5, n, device=context.device).to(context.dtype)
-    said = "exact"
-    for seed in range(CALLS):
-        case = GemmRsCase(m, n, _K, context.world_size, context.dtype, seed=seed)
-        x, weight, _ = case.inputs(context.rank, context.device)
-        residual = case.residual(context.device)
-        norm, total = flux.all_reduce(
-            gemm.reference(x, weight),
-            group=context.group,
-            residual=residual,
-            norm_weight=norm_weight,
-            eps=_EPS,
-        )
-        expected = case.expected_sum(context.device) + residual
-        said = compare(total, expected)
-        if said == "exact":
-            said = agree({"norm": norm}, {"norm": rms_norm(expected, norm_weight, _EPS)})
-        if not passed(said):
-            break
-    flux.check(context.group)
-    return said
+
+    def call(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        norm, total = flux.all_reduce(gemm.reference(x, weight), **options)
+        return norm, total
+
+    return check_sums(call, m, n, _K, context)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:

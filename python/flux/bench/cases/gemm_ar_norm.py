@@ -6,7 +6,10 @@ torch adds and normalises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 import flux
 from flux.bench.cases.common import (
@@ -33,13 +36,18 @@ _EPS = 1e-6
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_ar on integers that carry each rank's mark: sums must be exact, norms agree with torch's."""
     m, n, k = problem.local(context.tp)
+    return check_sums(flux.gemm_ar, m, n, k, context)
+
+
+def check_sums(call: Callable[..., tuple[Tensor, Tensor]], m: int, n: int, k: int, context: Context) -> str:
+    """Compares the norm and the sum that `call` returns for x [m, k] and a weight [n, k] of each rank."""
     norm_weight = torch.linspace(0.5, 1.5, n, device=context.device).to(context.dtype)
     said = "exact"
     for seed in range(CALLS):
         case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
         residual = case.residual(context.device)
-        norm, total = flux.gemm_ar(
+        norm, total = call(
             x, weight, group=context.group, residual=residual, norm_weight=norm_weight, eps=_EPS
         )
         expected = case.expected_sum(context.device) + residual

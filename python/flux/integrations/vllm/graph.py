@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,23 +43,13 @@ def fuse_norm(graph: fx.Graph, start: int) -> int:
     targets = norm_operators()
     count = 0
     for node in _matrix_calls(graph):
-        (norm,) = node.users if len(node.users) == 1 else (None,)
-        if (
-            _begins(node, 3) > start
-            or norm is None
-            or norm.target not in targets
-            or not is_plain_norm(norm, node)
-        ):
+        norm = norm_behind(node, targets)
+        if norm is None or _begins(node, 3) > start:
             continue
         x, weight, bias, _, group_name, _ = node.args
         residual, norm_weight, eps = norm.args[1:4]
-        with graph.inserting_before(norm):
-            arguments = (x, weight, bias, residual, norm_weight, eps, group_name)
-            fused = graph.call_function(_ours.linear_all_reduce_norm.default, arguments)
-            fused.meta["val"] = norm.meta["val"]
-        norm.replace_all_uses_with(fused)
-        graph.erase_node(norm)
-        graph.erase_node(node)
+        arguments = (x, weight, bias, residual, norm_weight, eps, group_name)
+        _fuse(graph, node, norm, _ours.linear_all_reduce_norm.default, arguments)
         count += 1
     return count
 
@@ -109,22 +99,16 @@ def fuse_sum_and_norm(graph: fx.Graph, start: int, end: int, rules: Mapping[str,
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.vllm.all_reduce.default):
         x, vllm_group = node.args
-        (norm,) = node.users if len(node.users) == 1 else (None,)
-        rule, value = rules.get(vllm_group), x.meta["val"]
-        if rule is None or norm is None or norm.target not in targets or not is_plain_norm(norm, node):
+        norm, rule, value = norm_behind(node, targets), rules.get(vllm_group), x.meta["val"]
+        if rule is None or norm is None:
             continue
         n = int(value.shape[-1])
         largest = end * n * value.dtype.itemsize
         if value.dim() != 2 or n % VECTOR or start < rule.from_tokens or largest > rule.up_to_bytes:
             continue
         residual, norm_weight, eps = norm.args[1:4]
-        with graph.inserting_before(norm):
-            arguments = (x, residual, norm_weight, eps, rule.group_name)
-            fused = graph.call_function(torch.ops.flux.all_reduce_norm.default, arguments)
-            fused.meta["val"] = norm.meta["val"]
-        norm.replace_all_uses_with(fused)
-        graph.erase_node(norm)
-        graph.erase_node(node)
+        arguments = (x, residual, norm_weight, eps, rule.group_name)
+        _fuse(graph, node, norm, torch.ops.flux.all_reduce_norm.default, arguments)
         count += 1
     return count
 
@@ -145,7 +129,23 @@ def settle_sums(graph: fx.Graph, start: int, end: int) -> int:
     return len(nodes)
 
 
-def is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
+def norm_behind(node: fx.Node, targets: Collection[Any]) -> fx.Node | None:
+    """The plain norm, by one of the operators `targets`, that is the only user of a sum, or None."""
+    (norm,) = node.users if len(node.users) == 1 else (None,)
+    return norm if norm is not None and norm.target in targets and _is_plain_norm(norm, node) else None
+
+
+def _fuse(graph: fx.Graph, node: fx.Node, norm: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
+    """Replaces a sum and the norm behind it by one call that returns what the norm does."""
+    with graph.inserting_before(norm):
+        fused = graph.call_function(target, arguments)
+        fused.meta["val"] = norm.meta["val"]
+    norm.replace_all_uses_with(fused)
+    graph.erase_node(norm)
+    graph.erase_node(node)
+
+
+def _is_plain_norm(norm: fx.Node, x: fx.Node) -> bool:
     """Whether a norm has x first, a weight of x's type, and the variance of whole rows."""
     if norm.kwargs or len(norm.args) < 4 or norm.args[0] is not x or norm.args[1] is x:
         return False

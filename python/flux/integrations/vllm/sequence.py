@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from flux.integrations.vllm import rows  # noqa: F401  (defines the operators)
-from flux.integrations.vllm.graph import call, is_plain_norm, norm_operators, value
+from flux.integrations.vllm.graph import call, norm_behind, norm_operators, value
 from flux.ops.plan_ar import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
@@ -112,8 +112,8 @@ def _sums(graph: fx.Graph) -> list[_Sum]:
     targets = norm_operators()
     found = []
     for node in graph.find_nodes(op="call_function", target=_ours.linear_all_reduce.default):
-        (norm,) = node.users if len(node.users) == 1 else (None,)
-        if norm is None or norm.target not in targets or not is_plain_norm(norm, node):
+        norm = norm_behind(node, targets)
+        if norm is None:
             continue
         parts = all(part.target is operator.getitem for part in norm.users)
         if parts and value(node).dim() == 2 and value(node.args[0]).dim() == 2:
