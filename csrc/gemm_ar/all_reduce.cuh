@@ -115,42 +115,31 @@ struct FlatSum {
   }
 };
 
-struct Begun {
-  sync::Call call;
-  int share;
-};
-
-// Reads the epoch, and draws which share of the sum this CTA processes; `drawn` is a word of shared memory. The closing
-// warp then closes the call, while the other warps sum.
+// Reads the epoch. The closing warp then closes the call, while the other warps sum.
 //
-// A CTA waits only for CTAs of peers with the same share, because grids are equal on all ranks. Any number of resident
-// CTAs is enough: of the shares that are not done, each rank has drawn the first, or will when its next CTA begins.
-FLUX_DEVICE Begun begin_sum(const runtime::SymmBuffer& symm, int* drawn) {
+// Every CTA sums the share that has its number, and waits only for CTAs of peers with the same number, because grids
+// are equal on all ranks. Any number of resident CTAs is enough: CTAs begin in the order of their numbers, on which
+// CUB's scans rely, too. So every rank runs the first share that is not done, or runs it next.
+FLUX_DEVICE sync::Call begin_sum(const runtime::SymmBuffer& symm) {
   ptx::wait_for_earlier_kernels();
-  if (threadIdx.x == 0) *drawn = static_cast<int>(atomicAdd(&symm.header()->next_share, 1u));
   const sync::Call call = sync::begin_call(symm);
   __syncthreads();  // all threads have read the epoch
   ptx::let_next_kernel_start();
-  if (threadIdx.x == blockDim.x - kClosingThreads) {
-    gemm::end_exchange(symm, call.epoch);
-    if (*drawn >= static_cast<int>(gridDim.x)) {  // a CTA of another launch has drawn, too
-      sync::record(symm, runtime::Failure::kOverlap, {0, 0, 0}, call.epoch, call.epoch);
-    }
-  }
-  return {call, *drawn};
+  if (threadIdx.x == blockDim.x - kClosingThreads) sync::end_call(symm, call.epoch);
+  return call;
 }
 
 template <class Element>
-FLUX_DEVICE void sum_vectors(const SumParams& params, int* drawn) {
-  const auto [call, share] = begin_sum(params.exchange.symm, drawn);
+__global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
+    sum_over_ranks(const __grid_constant__ SumParams params) {
+  const sync::Call call = begin_sum(params.exchange.symm);
   const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
   if (thread >= threads) return;
   const FlatSum<Element> flat(params, call);
-  const int first = share * threads + thread;
   const auto for_each = [&](int owner, auto use) {
     const int count = flat.shard_size(owner);
 #pragma unroll 1
-    for (int i = first; i < count; i += gridDim.x * threads) use(i);
+    for (int i = blockIdx.x * threads + thread; i < count; i += gridDim.x * threads) use(i);
   };
 
   flat.send(for_each);
@@ -165,25 +154,18 @@ FLUX_DEVICE void sum_vectors(const SumParams& params, int* drawn) {
   });
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
-    sum_over_ranks(const __grid_constant__ SumParams params) {
-  __shared__ int drawn;
-  sum_vectors<Element>(params, &drawn);
-}
-
-// sum_vectors with RMSNorm. Shards are whole rows, and a CTA processes one row at a time. A CTA sends the same
+// sum_over_ranks with RMSNorm. Shards are whole rows, and a CTA processes one row at a time. A CTA sends the same
 // rows that it later writes, so no norm overwrites a row that still has to be sent.
 template <class Element, int kThreads>
-FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, int* drawn, const gemm::SpareMemory& memory) {
-  const Begun begun = begin_sum(params.exchange.symm, drawn);
+FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMemory& memory) {
+  const sync::Call call = begin_sum(params.exchange.symm);
   const int thread = threadIdx.x;
   if (thread >= kThreads) return;
-  const FlatSum<Element> flat(params, begun.call);
+  const FlatSum<Element> flat(params, call);
   const int row_vectors = params.row / flat.kVector;
   const auto for_each_row = [&](int owner, auto use, auto end_row) {
     const int count = flat.shard_size(owner) / row_vectors;
-    for (int row = begun.share; row < count; row += gridDim.x) {
+    for (int row = blockIdx.x; row < count; row += gridDim.x) {
 #pragma unroll 1
       for (int i = thread; i < row_vectors; i += kThreads) use(row, i);
       end_row(row);
@@ -194,7 +176,7 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, int* drawn, const ge
   });
 
   // A CTA without rows loads no norm weight: it would end before the copies.
-  if (begun.share >= flat.shard / row_vectors) return;
+  if (blockIdx.x >= flat.shard / row_vectors) return;
   const gemm::RowPart whole = {0, 1, 0, row_vectors};
   gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, thread, memory);
   norm.select(whole);
@@ -214,8 +196,7 @@ template <class Element>
 __global__ void __launch_bounds__(kNormThreads + kClosingThreads, 1)
     sum_and_norm(const __grid_constant__ SumParams params) {
   extern __shared__ uint4 row_memory[];
-  __shared__ int drawn;
-  sum_and_norm_rows<Element, kNormThreads>(params, &drawn, {ptx::smem_addr(row_memory), kNormMemory});
+  sum_and_norm_rows<Element, kNormThreads>(params, {ptx::smem_addr(row_memory), kNormMemory});
 }
 
 }  // namespace flux::gemm_ar

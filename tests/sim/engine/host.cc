@@ -216,7 +216,9 @@ bool launch(const void* kernel, const LaunchConfig& config, std::function<void()
     report("launch with more shared memory than the kernel's limit");
   if (launch.total() % config.cluster != 0) report("the grid is no multiple of the cluster");
   for (int i = 0; i < launch.total() / config.cluster; ++i) launch.order.push_back(i);
-  const Policy::Order order = machine.config.policy.order;
+  const auto is_named = [&](const std::string& name) { return launch.name.find(name) != std::string::npos; };
+  const bool ordered = std::ranges::any_of(machine.config.ordered, is_named);
+  const Policy::Order order = ordered ? Policy::Order::kFifo : machine.config.policy.order;
   if (order == Policy::Order::kLifo) std::reverse(launch.order.begin(), launch.order.end());
   if (order == Policy::Order::kRandom) std::shuffle(launch.order.begin(), launch.order.end(), machine.random);
   stream.ops.push_back(std::move(op));
