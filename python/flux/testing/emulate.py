@@ -146,6 +146,7 @@ class EmulatedRanks:
         absent: Collection[int] = (),
         copied: bool = False,
         chunks: int = 1,
+        rounds_own: bool = False,
     ) -> list[torch.Tensor]:
         """GEMM+ReduceScatter of all ranks at once.
 
@@ -154,6 +155,7 @@ class EmulatedRanks:
             weights: for every rank [n, k], or [k, n] with `transpose_weight`.
             bias: [n], the same for all.
             chunks: copies for each peer.
+            rounds_own: round own products before they are summed, as the products of peers are.
 
         Returns:
             For every rank its [m / world_size, n].
@@ -186,6 +188,7 @@ class EmulatedRanks:
                 epoch,
                 chunks,
                 staging,
+                rounds_own,
             )
 
         self._launch(launch, join, absent)

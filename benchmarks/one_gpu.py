@@ -1,0 +1,181 @@
+"""Times the kernels of every operator on one GPU whose SMs several emulated ranks share.
+
+What ranks send each other stays in this GPU's memory, so no time here is that of an operator between GPUs.
+But it compares two builds of flux. Run them in turns::
+
+    PYTHONPATH=OLD python benchmarks/one_gpu.py old-1.json
+    PYTHONPATH=NEW python benchmarks/one_gpu.py new-1.json
+    PYTHONPATH=NEW python benchmarks/one_gpu.py new-2.json
+    PYTHONPATH=OLD python benchmarks/one_gpu.py old-2.json
+    python benchmarks/one_gpu.py --before old-*.json --after new-*.json
+
+A file maps each case to microseconds a call: the median of replays of a CUDA graph of several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+CALLS = 8  # in a graph
+REPLAYS = 25
+Case = tuple[str, Callable[[], object]]
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def gemms() -> Iterator[Case]:
+    import flux
+
+    for m, n, k in (
+        (16, 8192, 3584),
+        (64, 4096, 4096),
+        (192, 8192, 7168),
+        (2048, 8192, 3584),
+        (8192, 8192, 3584),
+    ):
+        x, weight = normal(m, k), normal(n, k)
+        yield f"gemm {m}x{n}x{k}", partial(flux.gemm, x, weight)
+
+
+def dense(world_size: int) -> Iterator[Case]:
+    from flux.testing.emulate import EmulatedRanks
+
+    ranks = EmulatedRanks(world_size)
+    count = range(world_size)
+    for m, n, k in ((1024, 4096, 2048), (4096, 8192, 2048), (8192, 8192, 3584)):
+        xs, weights = [normal(m, k) for _ in count], [normal(n, k) for _ in count]
+        for copied in (False, True):
+            name = f"gemm_rs{' by copy engines' if copied else ''} {m}x{n}x{k}, {world_size} ranks"
+            yield name, partial(ranks.gemm_rs, xs, weights, copied=copied, chunks=4)
+    for m, n, k in ((1024, 2048, 4096), (4096, 2048, 8192), (8192, 3584, 8192)):
+        xs, weights = [normal(m // world_size, k) for _ in count], [normal(n, k) for _ in count]
+        name = f"{m}x{n}x{k}, {world_size} ranks"
+        yield f"ag_gemm {name}", partial(ranks.ag_gemm, xs, weights)
+        yield f"all_gather {name}", partial(ranks.all_gather, xs)
+    few_rows = ((1, 4096, 2048), (16, 8192, 2048), (64, 8192, 2048), (128, 8192, 3584), (256, 4096, 4096))
+    for m, n, k in few_rows:
+        xs, weights = [normal(m, k) for _ in count], [normal(n, k) for _ in count]
+        norm = {"residual": normal(m, n), "norm_weight": normal(n)}
+        for mode, shot in ((0, "one-shot"), (1, "two-shot")):
+            name, call = (
+                f"{m}x{n}x{k}, {shot}, {world_size} ranks",
+                partial(ranks.gemm_ar, xs, weights, mode=mode),
+            )
+            yield f"gemm_ar {name}", call
+            yield f"gemm_ar_norm {name}", partial(call, **norm)
+    for m, n in ((8, 8192), (128, 8192), (512, 8192)):
+        xs = [normal(m, n) for _ in count]
+        for mode, shot in ((0, "one-shot"), (1, "two-shot")):
+            yield f"all_reduce {m}x{n}, {shot}, {world_size} ranks", partial(ranks.all_reduce, xs, mode=mode)
+        yield f"reduce_scatter {m}x{n}, {world_size} ranks", partial(ranks.reduce_scatter, xs)
+
+
+def mixtures(world_size: int) -> Iterator[Case]:
+    from flux.testing.emulate_moe import EmulatedMoeRanks
+    from flux.testing.moe_data import MoeCase
+
+    for tokens, hidden, columns, experts, top_k in ((512, 4096, 3584, 8, 2), (1024, 4096, 768, 64, 8)):
+        for ep_size in (1, world_size):
+            ranks = EmulatedMoeRanks(world_size)
+            case = MoeCase(
+                (tokens,) * world_size, hidden, columns, experts, top_k, ep_size, torch.bfloat16, "even", 0.0
+            )
+            layouts = ranks.route(case)
+            own = experts // ep_size
+            xs = [normal(tokens, hidden) for _ in range(world_size)]
+            w1s = [normal(own, columns, hidden) for _ in range(world_size)]
+            w2s = [normal(own, hidden, columns) for _ in range(world_size)]
+            rows = [normal(layout.max_rows, columns) for layout in layouts]
+            shape = f"{tokens}x{hidden}x{columns}, {experts} experts, top {top_k}"
+            name = f"{shape}, EP {ep_size}, {world_size} ranks"
+            yield f"moe layer 0 {name}", partial(ranks.ag_scatter_gemm, xs, w1s)
+            yield f"moe layer 1 {name}", partial(ranks.gemm_gather_rs, rows, w2s)
+
+
+def time_us(call: Callable[[], object], graphed: bool) -> float:
+    """Microseconds a call."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    if graphed:
+        graph, kept = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                kept.append(call())
+        replay: Callable[[], object] = graph.replay
+    else:
+
+        def replay() -> object:
+            return [call() for _ in range(CALLS)]
+
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1000 * begin.elapsed_time(end) / CALLS)
+    return round(statistics.median(times[3:]), 2)
+
+
+def measure(out: Path, only: str) -> None:
+    import flux
+
+    torch.manual_seed(0)
+    results: dict[str, float] = {}
+    for cases in (gemms(), dense(2), dense(4), mixtures(2), mixtures(4)):
+        for name, call in cases:
+            if re.search(only, name) is None:
+                continue
+            # A captured call sends by SMs, and a copy of a layer's rows to the GPU cannot be captured.
+            results[name] = time_us(call, graphed="copy engines" not in name)
+    out.write_text(json.dumps({"flux": flux.__version__, "us": results}, indent=1) + "\n")
+
+
+def compare(before: list[Path], after: list[Path]) -> None:
+    """Prints a line for each case, with the spread of each side, and the slowest ratio of each kind."""
+    sides = [[json.loads(path.read_text())["us"] for path in paths] for paths in (before, after)]
+    ratios: dict[str, list[float]] = {}
+    for name in sides[0][0]:
+        old, new = ([run[name] for run in side if name in run] for side in sides)
+        if not new:
+            continue
+        ratio = statistics.median(old) / statistics.median(new)
+        ratios.setdefault(name.split(" ")[0], []).append(ratio)
+        print(f"{ratio:6.3f}  {min(old):9.2f}-{max(old):<9.2f} {min(new):9.2f}-{max(new):<9.2f} {name}")
+    for kind, values in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, values)))
+        print(
+            f"{kind}: speed of after over before {mean:.3f} in the geometric mean, slowest {min(values):.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", nargs="?", type=Path, help="file to write")
+    parser.add_argument("--only", default="", metavar="REGEX", help="names of the cases to time")
+    parser.add_argument("--before", nargs="+", type=Path, default=[])
+    parser.add_argument("--after", nargs="+", type=Path, default=[])
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        measure(arguments.out, arguments.only)
+    if arguments.before:
+        compare(arguments.before, arguments.after)
+
+
+if __name__ == "__main__":
+    main()
