@@ -123,7 +123,9 @@ def checkpoints(rank: int, world_size: int) -> None:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         parts.self_attention.submodules.linear_qkv = FluxLayerNormColumnParallelLinear
-        parts.mlp.submodules.linear_fc1 = FluxLayerNormColumnParallelLinear
+        mlp = parts.mlp  # a partial since Megatron-Core 0.18
+        owned = mlp.keywords["submodules"] if hasattr(mlp, "keywords") else mlp.submodules
+        owned.linear_fc1 = FluxLayerNormColumnParallelLinear
     fused = make_model(config, spec)
     metadata = {"dp_cp_group": dist.new_group([rank], use_local_synchronization=True)}
 
@@ -236,7 +238,9 @@ def specs(rank: int, world_size: int) -> None:
     spec = ModuleSpec(
         object,
         {"kept": 1},
-        MLPSubmodules(te.TELayerNormColumnParallelLinear, None, ModuleSpec(te.TERowParallelLinear)),
+        MLPSubmodules(
+            linear_fc1=te.TELayerNormColumnParallelLinear, linear_fc2=ModuleSpec(te.TERowParallelLinear)
+        ),
         {"also": "kept"},
     )
     made = ours.convert_spec(spec)
