@@ -10,6 +10,13 @@ VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_VERSION := 0.32.0
 VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
+# Megatron-Core since 0.17 needs Python 3.12. Its releases lie side by side, without what they depend on.
+PYTHON312 ?= python3.12
+MEGATRON_VENV := .venv-megatron
+MEGATRON_PY := $(MEGATRON_VENV)/bin/python
+MEGATRON_RELEASES := 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
+MEGATRON_TESTED := 0.16.1 0.19.2
+MEGATRON_STAMP := $(MEGATRON_VENV)/.ready-$(lastword $(MEGATRON_RELEASES))
 KERNELS := build/kernels
 SANITIZED := build/sanitize
 # Libraries that must be loaded before a Python that is not sanitized itself: libasan, and libstdc++, whose exceptions
@@ -22,7 +29,7 @@ SOURCES_CXX = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu
 # Further arguments for test and bench, such as ARGS="-k gemm_rs -x".
 ARGS ?=
 
-.PHONY: help test soak faults simulate sanitize vllm bench results build kernels wheel try-wheel docs lint format clean distclean
+.PHONY: help test soak faults simulate sanitize vllm megatron bench results build kernels wheel try-wheel docs lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +39,7 @@ help:
 	@echo "make simulate   the kernels on a simulated Hopper GPU, random cases, exact; needs g++  (ARGS='--seed 7 --seconds 600')"
 	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
+	@echo "make megatron   set up releases of Megatron-Core in $(MEGATRON_VENV), install flux there, compare with and without"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
 	@echo "make results    write docs/results.md, README's table and measured.json from benchmarks/results"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
@@ -40,7 +48,7 @@ help:
 	@echo "make try-wheel  install the wheel into a fresh environment elsewhere, and run tests there"
 	@echo "make docs       build the documentation site in build/docs/html; a broken link is an error"
 	@echo "make lint       ruff, mypy, clang-format        make format    rewrite to that format"
-	@echo "make clean      remove what was built           make distclean    and .venv, $(VLLM_VENV)"
+	@echo "make clean      remove what was built           make distclean    and .venv, $(VLLM_VENV), $(MEGATRON_VENV)"
 
 $(STAMP): pyproject.toml setup.py tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py
@@ -90,6 +98,27 @@ vllm: $(VLLM_STAMP)
 	FLUX_CUDA=off FLUX_BUILD_DIR=build/vllm $(VLLM_PY) -m pip install -qq --disable-pip-version-check .
 	$(VLLM_PY) -m pytest tests/with_vllm $(ARGS)
 
+$(MEGATRON_STAMP):
+	$(PYTHON312) -m venv --clear $(MEGATRON_VENV)
+	$(MEGATRON_PY) -m pip install -qq --disable-pip-version-check torch==2.13.0 numpy packaging pytest==9.2.0
+	for release in $(MEGATRON_RELEASES); do \
+	  $(MEGATRON_PY) -m pip install -qq --disable-pip-version-check --no-deps \
+	    --target $(MEGATRON_VENV)/releases/$$release megatron-core==$$release || exit 1; \
+	done
+	@touch $@
+
+# The page's row of every release; all tests with the releases that are tested.
+megatron: export OMP_NUM_THREADS = 1
+megatron: $(MEGATRON_STAMP)
+	FLUX_CUDA=off FLUX_BUILD_DIR=build/megatron $(MEGATRON_PY) -m pip install -qq --disable-pip-version-check .
+	@set -e; for release in $(MEGATRON_RELEASES); do \
+	  export PYTHONPATH=$(abspath $(MEGATRON_VENV)/releases)/$$release; echo "Megatron-Core $$release"; \
+	  case " $(MEGATRON_TESTED) " in \
+	    *" $$release "*) $(MEGATRON_PY) -m pytest tests/cpu/test_megatron*.py tests/with_megatron $(ARGS) ;; \
+	    *) $(MEGATRON_PY) -m pytest tests/cpu/test_megatron_table.py $(ARGS) ;; \
+	  esac; \
+	done
+
 bench: build
 	$(PY) -m flux bench $(ARGS)
 
@@ -134,4 +163,4 @@ clean:
 	rm -rf build dist python/*.egg-info python/flux/*.so
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV)

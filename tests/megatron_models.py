@@ -11,6 +11,8 @@ import logging
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH = 2
@@ -20,12 +22,18 @@ EXPERTS, TOP_K = 4, 2
 
 def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
     """Megatron's groups; and what stock Megatron lacks without Transformer Engine, and without CUDA."""
+    if device == "cpu":
+        # Importing Megatron-Core 0.15 compiles an allocator for GPUs, and goes on without it after an error.
+        cpp_extension.load_inline = compile_nothing
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # Megatron-Core 0.16.1 looks for it without Transformer Engine too.
+    # Megatron-Core 0.16.1 looks for these without Transformer Engine too.
     moe_utils.te_general_gemm = None
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.TELinear = type("TELinear", (), {})
     parallel_state.initialize_model_parallel(tensor_parallel, **sizes)
     if device == "cuda":
         random.model_parallel_cuda_manual_seed(1)
@@ -33,8 +41,35 @@ def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
     # It asks for the current device and for its random numbers, whatever the model is on.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    torch.cuda.Stream = NoStream  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = NoStream  # type: ignore[assignment]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     random._get_all_rng_states = lambda: (torch.get_rng_state(),)
     random._set_all_rng_states = lambda state: torch.set_rng_state(state)
+
+
+def compile_nothing(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no GPU")
+
+
+class OnCpu(TorchFunctionMode):
+    """Allocates tensors on the CPU that Megatron's schedules want on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class NoStream:
+    """In place of CUDA streams and events, where there is no GPU: all their methods do nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return NoStream
 
 
 def make_config(**options: Any) -> Any:
@@ -43,17 +78,19 @@ def make_config(**options: Any) -> Any:
     hidden = options.pop("hidden_size", HIDDEN)
     # Multi-latent attention has a config class of its own.
     make = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
-    return make(
-        num_layers=2,
-        hidden_size=hidden,
-        ffn_hidden_size=3 * hidden // 2,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,  # a kernel of Apex
-        **{"tensor_model_parallel_size": 2, "add_bias_linear": False, **options},
-    )
+    common = {
+        "num_layers": 2,
+        "hidden_size": hidden,
+        "ffn_hidden_size": 3 * hidden // 2,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "masked_softmax_fusion": False,  # a kernel of Apex
+        "tensor_model_parallel_size": 2,
+        "add_bias_linear": False,
+    }
+    return make(**{**common, **options})
 
 
 def make_moe_config(layout: dict[str, Any], **options: Any) -> Any:
@@ -67,7 +104,9 @@ def make_moe_config(layout: dict[str, Any], **options: Any) -> Any:
 
 
 def stock_spec(config: Any) -> Any:
-    """Megatron's classes, but for the norm, which without Apex refuses sequence parallelism."""
+    """Megatron's classes, but for the norm, which without Apex refuses sequence parallelism, and the core of
+    multi-latent attention, which is Transformer Engine's.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from flux.integrations.megatron import FluxNorm
@@ -75,7 +114,22 @@ def stock_spec(config: Any) -> Any:
     spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
     layer = copy.deepcopy(spec.layer_specs[0])
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FluxNorm
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.submodules.core_attention = LatentAttention
     return dataclasses.replace(spec, layer_specs=[layer] * len(spec.layer_specs), layer_norm=FluxNorm)
+
+
+class LatentAttention(torch.nn.Module):
+    """Attention of heads whose keys and values differ in size."""
+
+    def __init__(self, config: Any, *, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # from [sequence, batch, head, size]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def sizes(config: Any) -> tuple[int, int]:
@@ -83,13 +137,13 @@ def sizes(config: Any) -> tuple[int, int]:
     return 2 * config.hidden_size, config.hidden_size // 2
 
 
-def make_model(config: Any, spec: Any, device: str = "cpu") -> Any:
+def make_model(config: Any, spec: Any, device: str = "cpu", **options: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(4)
     vocabulary, sequence = sizes(config)
-    model = GPTModel(config, spec, vocabulary, sequence, position_embedding_type="rope", parallel_output=True)
-    return model.to(device)
+    options = {"position_embedding_type": "rope", "parallel_output": True, **options}
+    return GPTModel(config, spec, vocabulary, sequence, **options).to(device)
 
 
 def pair(config: Any, device: str = "cpu") -> tuple[Any, Any]:
@@ -169,6 +223,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "swiglu, rms norm": {"sequence_parallel": True, **SWIGLU, "normalization": "RMSNorm"},
     "recomputation": {"sequence_parallel": True, **RECOMPUTED},
     "recomputation, all-reduce": RECOMPUTED,
+}
+
+# Stock Megatron's other dispatcher reads sizes from CUDA tensors.
+MIXTURE = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "moe_token_dispatcher_type": "allgather"}
+# One model of each kind of layer that Megatron-Core has.
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "GQA": {"num_attention_heads": 8, "num_query_groups": 4},
+    "MoE": MIXTURE,
+    "shared experts": {**MIXTURE, "moe_shared_expert_intermediate_size": 16},
+    "MLA": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "rope_type": "rope",
+        "apply_rope_fusion": False,
+    },
 }
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

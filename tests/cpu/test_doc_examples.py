@@ -143,7 +143,7 @@ def gemm_rs(rank: int) -> dict[str, Any]:
 
 
 def layers(rank: int) -> dict[str, Any]:
-    model = flux.layers.ParallelMLP(64, 96)
+    model = nn.Sequential(flux.layers.RMSNorm(64), flux.layers.ParallelMLP(64, 96))
     loss = model(torch.ones(ROWS, 64)).sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(ROWS, 64, dtype=torch.bfloat16)

@@ -27,6 +27,7 @@ NO_ERRORS = {
     "flux.integrations.dtensor.FluxSharedColwiseParallel",
     "flux.integrations.megatron.FluxMoELayer",
     "flux.integrations.megatron.accumulate_into_main_grad",
+    "flux.integrations.megatron.coverage",
     "flux.integrations.megatron.get_flux_layer_spec",
     "flux.integrations.transformers.FluxRowwiseParallel",
     "flux.integrations.transformers.install",

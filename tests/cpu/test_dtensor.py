@@ -404,24 +404,37 @@ def test_no_stale_outputs_and_copies() -> None:
     assert spawn(objects, 2, backend="gloo") == [["", ""]] * 2
 
 
-def all_reduced_under_autocast(rank: int, world_size: int) -> list[torch.dtype]:
-    """Dtypes of a row-parallel layer's result and gradients, for x of two dtypes and a weight in fp32."""
+def under_autocast(rank: int, world_size: int) -> dict[str, str]:
+    """Dtypes of results and gradients, for x of two dtypes and fp32 weights: those of torch's styles."""
     mesh = init_device_mesh("cpu", (world_size,))
-    layer = parallelize_module(nn.Linear(8 * world_size, 4), mesh, FluxRowwiseParallel())
-    dtypes = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(6, 8, dtype=dtype, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        y.sum().backward()
-        assert x.grad is not None and layer.weight.grad is not None
-        assert (layer.weight.grad.to_local() == 6).all()
-        layer.weight.grad = None
-        dtypes += [y.dtype, x.grad.dtype]
-    return dtypes
+    cases = {
+        "column": (0, {"input_layouts": Shard(0)}, (6, HIDDEN)),
+        "row, scattered": (1, {"output_layouts": Shard(0)}, (6 * world_size, HIDDEN // world_size)),
+        "row, summed": (1, {}, (6, HIDDEN // world_size)),
+    }
+    answers = {}
+    for name, (place, options, shape) in cases.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            results = []
+            for styles in (STOCK, FLUX):
+                torch.manual_seed(1)
+                layer = parallelize_module(nn.Linear(HIDDEN, HIDDEN), mesh, styles[place](**options))
+                with torch.no_grad():
+                    for parameter in layer.parameters():
+                        parameter.mul_(16).round_()
+                x = integers(rank, *shape).to(dtype).requires_grad_()
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = layer(x)
+                (y * (torch.arange(y.numel()) % 7 - 3).view(y.shape)).sum().backward()
+                results.append({"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad})
+            for part, expected in results[0].items():
+                got = results[1][part]
+                if got.dtype != expected.dtype:
+                    answers[f"{name} {dtype} {part}"] = f"{got.dtype}, not {expected.dtype}"
+                elif wrong := same(part, got, expected):
+                    answers[f"{name} {dtype} {part}"] = wrong
+    return answers
 
 
-def test_all_reduced_under_autocast() -> None:
-    bf16 = torch.bfloat16
-    for dtypes in spawn(all_reduced_under_autocast, 2, backend="gloo", timeout_s=60):
-        assert dtypes == [bf16, torch.float32, bf16, bf16]
+def test_under_autocast() -> None:
+    assert spawn(under_autocast, 2, backend="gloo", timeout_s=60) == [{}] * 2

@@ -23,6 +23,7 @@ from flux.layers import (
     RMSNorm,
     RowParallelLinear,
     column_linear,
+    mark_replicated,
     reduce_replicated_grads,
     row_linear,
 )
@@ -158,6 +159,62 @@ def norms_of_ranks(rank: int, p: int) -> None:
     x = torch.tensor([[1e-5] * HIDDEN])
     for eps in (None, 1e-3):
         assert torch.equal(RMSNorm(HIDDEN, eps)(x), nn.RMSNorm(HIDDEN, eps)(x))
+
+
+def marked_modules(rank: int, p: int) -> None:
+    """A module's mark outlives its parameters, whatever torch replaces them by."""
+    mesh = init_device_mesh("cpu", (1, p), mesh_dim_names=("dp", "tp"))
+
+    class Scale(nn.LayerNorm):
+        pass
+
+    def marked(**options: Any) -> nn.Module:
+        norm = Scale(HIDDEN, **options)
+        mark_replicated(norm, "weight", "bias")
+        return nn.Sequential(norm)
+
+    sharded, empty = fully_shard(marked(), mesh=mesh["dp"]), marked(device="meta").to_empty(device="cpu")
+    loaded = marked(device="meta")
+    loaded.load_state_dict(marked().state_dict(), assign=True)
+    for model in (
+        sharded,
+        empty,
+        loaded,
+        copy.deepcopy(marked()),
+        fully_shard(copy.deepcopy(marked()), mesh=mesh["dp"]),
+    ):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1)
+        reduce_replicated_grads(model, group=mesh["tp"])
+        for parameter in model.parameters():
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            assert (grad == p * (p + 1) // 2).all()
+
+
+def without_partners(rank: int, p: int) -> None:
+    """All ranks raise, where one of them would sum other gradients than the rest."""
+    model = nn.Sequential(RMSNorm(HIDDEN), RMSNorm(HIDDEN))
+    for norm in model[: 2 if rank else 1]:
+        norm.weight.grad = torch.ones(HIDDEN)
+    if p > 1:
+        with pytest.raises(ValueError, match=r"the same gradients on all ranks, got 1\.weight on some only"):
+            reduce_replicated_grads(model)
+    lost = nn.LayerNorm(HIDDEN)
+    lost.weight.sequence_parallel = True
+    lost.weight = nn.Parameter(torch.ones(HIDDEN))
+    with pytest.raises(ValueError, match="expected parameters that modules mark .* got none"):
+        reduce_replicated_grads(nn.Sequential(lost))
+    gone = nn.LayerNorm(HIDDEN)
+    with pytest.raises(
+        ValueError, match="mark_replicated: names: expected parameters of LayerNorm, got 'wei'"
+    ):
+        mark_replicated(gone, "wei")
+    mark_replicated(gone, "weight")
+    gone.weight = None
+    with pytest.raises(ValueError, match=r"'weight' of LayerNorm, which has no such parameter"):
+        reduce_replicated_grads(nn.Sequential(gone))
+    # Nothing to sum is no error where modules say so.
+    reduce_replicated_grads(RMSNorm(HIDDEN, sequence_parallel=False))
 
 
 def norms_under_fsdp(rank: int, p: int) -> None:
@@ -406,6 +463,8 @@ SCENARIOS = by_name(
     built_without_memory,
     assigned,
     norms_of_ranks,
+    marked_modules,
+    without_partners,
     norms_under_fsdp,
     mixed_biases,
     refused,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flux.testing import spawn
 from megatron_models import (
+    KINDS,
     MODELS,
     Told,
     flux_layers,
@@ -122,7 +123,9 @@ def checkpoints(rank: int, world_size: int) -> None:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         parts.self_attention.submodules.linear_qkv = FluxLayerNormColumnParallelLinear
-        parts.mlp.submodules.linear_fc1 = FluxLayerNormColumnParallelLinear
+        mlp = parts.mlp  # a partial since Megatron-Core 0.18
+        owned = mlp.keywords["submodules"] if hasattr(mlp, "keywords") else mlp.submodules
+        owned.linear_fc1 = FluxLayerNormColumnParallelLinear
     fused = make_model(config, spec)
     metadata = {"dp_cp_group": dist.new_group([rank], use_local_synchronization=True)}
 
@@ -235,7 +238,9 @@ def specs(rank: int, world_size: int) -> None:
     spec = ModuleSpec(
         object,
         {"kept": 1},
-        MLPSubmodules(te.TELayerNormColumnParallelLinear, None, ModuleSpec(te.TERowParallelLinear)),
+        MLPSubmodules(
+            linear_fc1=te.TELayerNormColumnParallelLinear, linear_fc2=ModuleSpec(te.TERowParallelLinear)
+        ),
         {"also": "kept"},
     )
     made = ours.convert_spec(spec)
@@ -329,6 +334,42 @@ def spec_of_the_command_line(rank: int, world_size: int) -> None:
         assert any(n.endswith("linear_proj") for n in names) and any(".mlp" in n for n in names)
 
 
+def in_place(rank: int, world_size: int) -> None:
+    """convert_model: built models of all kinds, with the output layer, its own or the embedding's weight."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from flux.integrations.megatron import FluxColumnParallelLinear, convert_model, convert_spec, coverage
+
+    told = Told()
+    for name, options in KINDS.items():
+        config = make_config(sequence_parallel=True, **options)
+        for tied in (False, True):
+            spec, more = stock_spec(config), {"share_embeddings_and_output_weights": tied}
+            stock, ours = make_model(config, spec, **more), make_model(config, spec, **more)
+            before = {id(p) for p in ours.parameters()}
+            assert not [n for n, reason in coverage(ours).items() if reason is None], name
+            found = convert_model(ours)
+            assert coverage(ours) == found and {id(p) for p in ours.parameters()} == before
+            left = {n: reason for n, reason in found.items() if reason is not None}
+            assert list(left) == ["embedding.word_embeddings"] and "looks rows up" in left[next(iter(left))]
+            assert type(ours.output_layer) is FluxColumnParallelLinear
+            assert_alike(train(ours), train(stock))
+    # By default, Megatron accepts only its own classes for two layers of multi-latent attention.
+    make_model(config, convert_spec(stock_spec(config)))
+    assert not [m for m in told.messages if "Megatron's own code" in m]
+    with pytest.raises(ValueError, match="expected layers that flux serves, but 0 of 0"):
+        convert_model(torch.nn.Linear(2, 2))
+    assert convert_model(torch.nn.Linear(2, 2), allow_unchanged=True) == {}
+    odd = type("Odd", (ColumnParallelLinear,), {})
+    layer = odd(8, 4, config=make_config(), init_method=torch.nn.init.ones_, bias=False)
+    assert convert_model(layer, allow_unchanged=True) == {"": "its class is Odd"}
+    fp8 = copy.copy(layer.config)
+    fp8.fp8 = "hybrid"
+    layer.__class__, layer.config = ColumnParallelLinear, fp8
+    with pytest.raises(ValueError, match="FluxColumnParallelLinear: config.fp8"):
+        convert_model(layer)
+
+
 def get_stock_spec(config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -379,6 +420,7 @@ def autocast(rank: int, world_size: int) -> None:
 
 
 SCENARIOS = (
+    in_place,
     nested_specs,
     spec_of_the_command_line,
     fp32_residual,

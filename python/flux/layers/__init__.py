@@ -3,7 +3,7 @@
 from flux.layers.functional import column_linear, row_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
 from flux.layers.mlp import ParallelMLP
-from flux.layers.norm import RMSNorm, reduce_replicated_grads
+from flux.layers.norm import RMSNorm, mark_replicated, reduce_replicated_grads
 
 __all__ = [
     "ColumnParallelLinear",
@@ -11,6 +11,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "column_linear",
+    "mark_replicated",
     "reduce_replicated_grads",
     "row_linear",
 ]

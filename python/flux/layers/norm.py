@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,11 @@ class RMSNorm(nn.RMSNorm):
         self.sequence_parallel = sequence_parallel
         self._mark_weight()
 
+    @property
+    def replicated_parameters(self) -> tuple[str, ...]:
+        """The names of parameters whose gradients reduce_replicated_grads sums."""
+        return ("weight",) if self.sequence_parallel else ()
+
     def _mark_weight(self) -> None:
         # When torch replaces a parameter, it does not copy its attributes.
         if isinstance(self._parameters.get("weight"), torch.Tensor):
@@ -82,20 +88,56 @@ class RMSNorm(nn.RMSNorm):
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}"
 
 
+def mark_replicated(module: nn.Module, *names: str) -> None:
+    """Says that parameters of a module are held by all ranks, each of which applies them to its rows only.
+
+    reduce_replicated_grads sums their gradients. Unlike an attribute of a weight, the mark survives
+    fully_shard, to_empty, load_state_dict(assign=True) and copies. RMSNorm has it.
+
+    Args:
+        module: that owns the parameters, such as a norm under sequence parallelism.
+        names: of its parameters. They replace those of an earlier call.
+
+    Raises:
+        TypeError: `module` is no torch.nn.Module.
+        ValueError: it has no such parameter.
+
+    Example::
+
+        from flux.layers import mark_replicated, reduce_replicated_grads
+
+        norm = torch.nn.LayerNorm(64)
+        mark_replicated(norm, "weight", "bias")
+        norm(torch.ones(8, 64)).sum().backward()
+        reduce_replicated_grads(norm)
+        assert (norm.bias.grad == 8 * p).all()
+    """
+    op = "mark_replicated"
+    if not isinstance(module, nn.Module):
+        _arguments.wrong_type(op, "module", "a torch.nn.Module", module)
+    for name in names:
+        if not isinstance(module._parameters.get(name), nn.Parameter):
+            _check.fail(op, "names", f"parameters of {type(module).__name__}", repr(name))
+    module.replicated_parameters = names  # type: ignore[assignment]
+
+
 def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> None:
     """Sums over ranks the gradients of parameters that all ranks hold, but each applied to its rows only.
 
     To be called between the backward pass and the optimizer's step, if the model has norms under sequence
-    parallelism. A collective: ranks must have gradients for the same parameters.
+    parallelism. A collective. On GPUs it waits for the gradients, to compare what ranks have.
 
     Args:
-        module: the model. Meant are the weights of every RMSNorm with `sequence_parallel`, and parameters
-            with a true attribute of that name; of each its `main_grad`, if it has one, else its `grad`.
+        module: the model. Meant are the weights of every RMSNorm with `sequence_parallel`, parameters that
+            mark_replicated names, and parameters with a true attribute `sequence_parallel`, as Megatron sets
+            it; of each its `main_grad`, if it has one, else its `grad`.
         group: the tensor-parallel group.
 
     Raises:
         TypeError: `module` is no torch.nn.Module.
-        ValueError: there is no such group.
+        ValueError: there is no such group; no module says that it has such parameters, or one names a
+            parameter that it no longer has; or a parameter has a gradient on some ranks only. All ranks of
+            the group raise the last.
 
     Example::
 
@@ -107,21 +149,22 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
         reduce_replicated_grads(norm)
         assert torch.allclose(norm.weight.grad, p * own)
     """
+    op = "reduce_replicated_grads"
     if not isinstance(module, nn.Module):
-        _arguments.wrong_type("reduce_replicated_grads", "module", "a torch.nn.Module", module)
-    process_group = resolve_group(group, "reduce_replicated_grads")
+        _arguments.wrong_type(op, "module", "a torch.nn.Module", module)
+    process_group = resolve_group(group, op)
+    found = {}
+    for name, parameter in _replicated(module).items():
+        grad = getattr(parameter, "main_grad", None)
+        grad = parameter.grad if grad is None else grad
+        if grad is not None:
+            # For a DTensor, as in FSDP2: the local part.
+            with torch.no_grad():
+                found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
+    _check_alike(module, found, process_group)
     grads: dict[torch.dtype, list[torch.Tensor]] = {}
-    norms = [norm for norm in module.modules() if isinstance(norm, RMSNorm) and norm.sequence_parallel]
-    of_norms = {id(norm.weight) for norm in norms}
-    for parameter in module.parameters():
-        if id(parameter) in of_norms or getattr(parameter, "sequence_parallel", False):
-            grad = getattr(parameter, "main_grad", None)
-            grad = parameter.grad if grad is None else grad
-            if grad is not None:
-                # For a DTensor, as in FSDP2: the local part.
-                with torch.no_grad():
-                    grad = grad.to_local() if hasattr(grad, "to_local") else grad
-                grads.setdefault(grad.dtype, []).append(grad)
+    for grad in found.values():
+        grads.setdefault(grad.dtype, []).append(grad)
     for alike in grads.values():
         # One all-reduce of the concatenated gradients, because they are short.
         flat = torch.cat([grad.flatten() for grad in alike])
@@ -129,3 +172,53 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
         totals = torch.split(flat, [grad.numel() for grad in alike])
         for grad, total in zip(alike, totals, strict=True):
             grad.copy_(total.view_as(grad))
+
+
+def _replicated(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that modules mark, and those that are marked themselves, each once."""
+    op, is_said = "reduce_replicated_grads", False
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, owner in module.named_modules():
+        names = getattr(owner, "replicated_parameters", None)
+        is_said |= names is not None
+        own = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
+        marked = [name for name, value in own.items() if getattr(value, "sequence_parallel", False)]
+        for name in dict.fromkeys([*(names or ()), *marked]):
+            if name not in own:
+                kind = type(owner).__name__
+                raise ValueError(
+                    f"{op}: module: {path} marks {name!r} of {kind}, which has no such parameter"
+                )
+            found.setdefault(id(own[name]), (f"{path}.{name}".lstrip("."), own[name]))
+    if not found and not is_said:
+        _check.fail(
+            op,
+            "module",
+            "parameters that modules mark (RMSNorm, mark_replicated; torch drops attributes of weights)",
+            "none",
+        )
+    return dict(found.values())
+
+
+def _check_alike(module: nn.Module, found: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raises on all ranks, if they would sum different gradients."""
+    devices = (tensor.device for tensor in (*found.values(), *module.parameters()))
+    device = next(devices, torch.device("cpu"))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    own = [(name, tuple(grad.shape), str(grad.dtype)) for name, grad in found.items()]
+    digest = zlib.crc32(repr(own).encode())
+    largest = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if not largest.sum():
+        return
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, own, group=group)
+    everywhere = set.intersection(*(set(found) for found in of_ranks))
+    some = {entry[0]: None for found in of_ranks for entry in found if entry not in everywhere}
+    _check.fail(
+        "reduce_replicated_grads",
+        "module",
+        "the same gradients on all ranks",
+        f"{', '.join(some) or 'another order'} on some only",
+    )

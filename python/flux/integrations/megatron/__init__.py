@@ -16,6 +16,7 @@ from flux.integrations.megatron.linear import (
     FluxRowParallelLinear,
     accumulate_into_main_grad,
 )
+from flux.integrations.megatron.model import convert_model, coverage
 from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
 from flux.integrations.megatron.specs import (
@@ -33,7 +34,9 @@ __all__ = [
     "FluxRowParallelLinear",
     "FluxTransformerLayer",
     "accumulate_into_main_grad",
+    "convert_model",
     "convert_spec",
+    "coverage",
     "get_flux_layer_spec",
     "gpt_layer_spec",
 ]

@@ -41,11 +41,11 @@ def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> N
         assert (layer.weight.main_grad != 0).any()
     """
     for module in model.modules():
-        if isinstance(module, _FluxLinear):
+        if isinstance(module, FluxLinear):
             module.flux_accumulates = enabled
 
 
-class _FluxLinear(torch.nn.Module):
+class FluxLinear(torch.nn.Module):
     """Base of both layers. Must precede Megatron's class among the bases."""
 
     config: Any
@@ -58,11 +58,7 @@ class _FluxLinear(torch.nn.Module):
     flux_accumulates: bool
 
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
-        if config.fp8 or config.fp4:
-            # Megatron's own class does not support them either, and would silently train in 16 bits.
-            raise ValueError(
-                f"{type(self).__name__}: config.fp8, config.fp4: expected None; leave such specs alone"
-            )
+        refuse_low_precision(type(self).__name__, config)
         # Megatron refuses the option without Apex, which flux does not need.
         quiet = copy.copy(config)
         quiet.gradient_accumulation_fusion = False
@@ -73,16 +69,23 @@ class _FluxLinear(torch.nn.Module):
             config.gradient_accumulation_fusion and megatron_layers._grad_accum_fusion_available
         )
 
-    def _why_not(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-        """Why this call runs in Megatron's own code, or None. Equal on all ranks."""
+    def why_never(self) -> str | None:
+        """Why all calls run in Megatron's own code, or None. Equal on all ranks."""
         if self.tp_group.size() == 1:
             return "the tensor-parallel group has one rank"
         if getattr(self, "explicit_expert_comm", False):
             return "the token dispatcher communicates for the layers of experts"
-        if getattr(self.config, "_cpu_offloading_context", None) is not None:
-            return "activations are offloaded to the CPU"
         if getattr(self, "gtp_remat_size", 1) > 1:
             return "its weight is split over another group too (generalized tensor parallelism)"
+        return None
+
+    def _why_not(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        """Why this call runs in Megatron's own code, or None. Equal on all ranks."""
+        never = self.why_never()
+        if never is not None:
+            return never
+        if getattr(self.config, "_cpu_offloading_context", None) is not None:
+            return "activations are offloaded to the CPU"
         if autocast.enabled(x.device):
             return None
         if x.dtype not in DTYPES or weight.dtype != x.dtype:
@@ -94,7 +97,15 @@ class _FluxLinear(torch.nn.Module):
         return self.flux_accumulates and not hasattr(weight, "__fsdp_param__")
 
 
-class FluxColumnParallelLinear(_FluxLinear, ColumnParallelLinear):  # type: ignore[misc]
+def refuse_low_precision(name: str, config: Any) -> None:
+    """Raises for fp8 and fp4, in which Megatron's own classes do not compute either: they would silently
+    train in 16 bits.
+    """
+    if config.fp8 or config.fp4:
+        raise ValueError(f"{name}: config.fp8, config.fp4: expected None; leave such specs alone")
+
+
+class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's ColumnParallelLinear with flux.ag_gemm, and flux.gemm_rs backward; without sequence
     parallelism flux.gemm, and flux.gemm_ar backward.
 
@@ -114,12 +125,15 @@ class FluxColumnParallelLinear(_FluxLinear, ColumnParallelLinear):  # type: igno
         assert product.shape[-1] == 8
     """
 
+    def why_never(self) -> str | None:
+        if self.grad_output_buffer is not None and self.config.defer_embedding_wgrad_compute:
+            return "the gradient of its weight is deferred"
+        if self.disable_grad_reduce and not self.sequence_parallel:
+            return "somebody else sums the gradient of its input"
+        return super().why_never()
+
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
         reason = self._why_not(input, weight)
-        if reason is None and not (options["sequence_parallel"] or options["allreduce_dgrad"]):
-            reason = "somebody else sums the gradient of its input"
-        if reason is None and options["grad_output_buffer"] is not None:
-            reason = "the gradient of its weight is deferred"
         if reason is not None:
             tell(type(self).__name__, reason)
             return super()._forward_impl(input, weight, *args, **options)
@@ -133,7 +147,7 @@ class FluxColumnParallelLinear(_FluxLinear, ColumnParallelLinear):  # type: igno
         )[0]
 
 
-class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[misc]
+class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc]
     """Megatron's RowParallelLinear with flux.gemm_rs, and flux.ag_gemm backward; without sequence parallelism
     flux.gemm_ar, and flux.gemm backward.
 
@@ -159,10 +173,11 @@ class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[mis
         assert total.shape[-1] == 32
     """
 
+    def why_never(self) -> str | None:
+        return super().why_never() if self.input_is_parallel else "its input is not split over ranks"
+
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         reason = self._why_not(input_, self.weight)
-        if reason is None and not self.input_is_parallel:
-            reason = "its input is not split over ranks"
         if reason is not None:
             tell(type(self).__name__, reason)
             result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(input_)
@@ -181,6 +196,13 @@ class FluxRowParallelLinear(_FluxLinear, RowParallelLinear):  # type: ignore[mis
 
     def backward_dw(self) -> None:
         """The weight's gradient is never delayed: there is nothing to do."""
+
+
+def adopt(layer: torch.nn.Module, cls: type[FluxLinear]) -> None:
+    """Makes a layer of Megatron's class one of flux's, whose base that class is, in place."""
+    refuse_low_precision(cls.__name__, layer.config)
+    layer.__class__ = cls
+    layer.flux_accumulates = layer.gradient_accumulation_fusion
 
 
 def tell(layer: str, reason: str) -> None:

@@ -4,6 +4,7 @@ Parameters, router, losses, shared experts, checkpoints and everything that flux
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -45,16 +46,31 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     ) -> None:
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, layer_number, groups, **options)
+        self._begin(groups)
+
+    @classmethod
+    def adopt(cls, layer: MoELayer) -> None:
+        """Makes a layer of Megatron's class one of this class, in place."""
+        layer.__class__ = cls
+        old = layer.token_dispatcher
+        groups = types.SimpleNamespace(ep=old.ep_group, expt_tp=old.tp_group, tp_ep=old.tp_ep_group)
+        layer._begin(groups)
+
+    def _begin(self, groups: Any) -> None:
         self.flux_group = groups.tp_ep
-        self.flux_unfit = self._why_never(groups)
+        self.flux_unfit = self._reason(groups)
         self._flux_runs = False
         if self.flux_unfit is None:
             # What it does before and after the experts is what flux needs: flat tokens, and a routing map.
             self.token_dispatcher = MoEAllGatherTokenDispatcher(
-                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+                self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )
 
-    def _why_never(self, groups: Any) -> str | None:
+    def why_never(self) -> str | None:
+        """Why all calls run in Megatron's own code, or None. The same on all ranks."""
+        return self.flux_unfit
+
+    def _reason(self, groups: Any) -> str | None:
         """Why all calls run in Megatron's own code, or None. The same on all ranks."""
         config = self.config
         reasons = {
@@ -82,7 +98,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     def _why_not(self, x: Tensor) -> str | None:
         """Why this call runs in Megatron's own code, or None. The same on all ranks."""
         if self.flux_unfit is not None:
-            return str(self.flux_unfit)
+            return self.flux_unfit
         if getattr(self.config, "_cpu_offloading_context", None) is not None:
             return "activations are offloaded to the CPU"
         if any(module._forward_pre_hooks for module in self.experts.modules()):

@@ -79,6 +79,15 @@ class FluxNorm(nn.Module):
         self.config, self.eps = config, eps
         self.weight, self.bias = make_parameters(config, hidden_size)
 
+    @property
+    def replicated_parameters(self) -> tuple[str, ...]:
+        """For flux.layers.reduce_replicated_grads: torch may drop the attributes of its parameters."""
+        return (
+            tuple(name for name, _ in self.named_parameters(recurse=False))
+            if self.config.sequence_parallel
+            else ()
+        )
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalise(self.config, x, self.weight, self.bias, self.eps)
 
@@ -108,6 +117,12 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **options)
         check(config, "FluxLayerNormColumnParallelLinear")
         self.layer_norm_weight, self.layer_norm_bias = make_parameters(config, input_size, self.weight)
+
+    @property
+    def replicated_parameters(self) -> tuple[str, ...]:
+        """As of FluxNorm."""
+        of_norm = ("layer_norm_weight", "layer_norm_bias")[: 1 if self.layer_norm_bias is None else 2]
+        return of_norm if self.config.sequence_parallel else ()
 
     def forward(self, input_: torch.Tensor, *args: Any, **options: Any) -> Any:
         eps = self.config.layernorm_epsilon

@@ -34,6 +34,8 @@ _REPLACEMENTS: dict[Hashable, type] = {
     te.TERowParallelLinear: FluxRowParallelLinear,
     te.TELayerNormColumnParallelLinear: FluxLayerNormColumnParallelLinear,
 }
+# Multi-latent attention compares the classes of these with its own, and refuses others.
+_COMPARED = ("linear_q_down_proj", "linear_kv_down_proj")
 _FLUX = frozenset(_REPLACEMENTS.values())
 
 
@@ -41,9 +43,10 @@ def convert_spec(spec: Any, *, allow_unchanged: bool = False) -> Any:
     """A copy of a spec, of a layer, a block or any part of them, with flux's classes in it.
 
     Replaced are column- and row-parallel linear layers, Megatron's and Transformer Engine's, layers of
-    experts, and torch's norm, which knows no sequence parallelism. Everything else stays, such as the
-    attention itself. The logger `flux` says what was replaced and what stays: a warning, if that includes
-    linear layers or functions, which cannot be searched.
+    experts, and torch's norm, which knows no sequence parallelism. Everything else stays: the attention
+    itself, and the two projections of multi-latent attention for which it accepts only Megatron's classes.
+    convert_model replaces those in a built model, and the output layer. The logger `flux` says what was
+    replaced and what stays: a warning, if that includes linear layers or functions, which cannot be searched.
 
     Args:
         spec: ModuleSpec, submodules, functools.partial, class, or a list, tuple or dict of those.
@@ -116,6 +119,9 @@ class _Conversion:
         made = copy.copy(part)
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
+            if field.name in _COMPARED:
+                self._keep(value, _join(path, field.name), False)
+                continue
             is_owner = field.name == "module" and getattr(part, "submodules", None) is not None
             # Not setattr, which frozen dataclasses refuse.
             object.__setattr__(made, field.name, self.of(value, _join(path, field.name), is_owner))

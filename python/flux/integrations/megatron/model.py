@@ -1,0 +1,121 @@
+"""Built models: layers that no spec names are converted in place, and which layers run on flux is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from flux._log import say_once
+from flux.integrations.megatron.linear import (
+    FluxColumnParallelLinear,
+    FluxLinear,
+    FluxRowParallelLinear,
+    adopt,
+)
+from flux.integrations.megatron.moe import FluxMoELayer
+
+_LINEARS: dict[type, type[FluxLinear]] = {
+    ColumnParallelLinear: FluxColumnParallelLinear,
+    RowParallelLinear: FluxRowParallelLinear,
+}
+# Stand-ins if Transformer Engine is missing.
+_OF_TRANSFORMER_ENGINE = tuple(
+    cls
+    for name, cls in vars(te).items()
+    if isinstance(cls, type) and name.startswith("TE") and "Linear" in name
+)
+
+
+def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> dict[str, str | None]:
+    """Puts layers of Megatron's own classes in a built model on flux, in place.
+
+    For layers that no spec names, such as the output layer, and for models whose spec is somebody else's.
+    Parameters, hooks and state stay as they are. Call it before the model is wrapped for data parallelism,
+    compiled or captured. Layers of Transformer Engine own their communication: convert their spec instead.
+    The logger `flux` says what runs on flux; a warning, if layers other than embeddings do not.
+
+    Args:
+        model: GPTModel, HybridModel or any other module.
+        allow_unchanged: do not raise if no layer runs on flux afterwards.
+
+    Returns:
+        As `coverage`.
+
+    Raises:
+        ValueError: no layer runs on flux afterwards, and `allow_unchanged` is false; or a config asks for
+            fp8 or fp4.
+
+    Example::
+
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        from flux.integrations.megatron import convert_model
+
+        layer = ColumnParallelLinear(32, 8 * p, config=config, init_method=config.init_method, bias=False)
+        assert convert_model(torch.nn.Sequential(layer)) == {"0": None}
+    """
+    for module in list(model.modules()):
+        if type(module) in _LINEARS:
+            adopt(module, _LINEARS[type(module)])
+        elif type(module) is MoELayer:
+            FluxMoELayer.adopt(module)
+    found = coverage(model)
+    left = {name: reason for name, reason in found.items() if reason is not None}
+    summary = f"{len(found) - len(left)} of {len(found)} parallel layers run on flux"
+    if left:
+        summary += f"; not {'; '.join(f'{name}: {reason}' for name, reason in left.items())}"
+    if len(left) == len(found) and not allow_unchanged:
+        raise ValueError(f"convert_model: model: expected layers that flux serves, but {summary}")
+    is_bad = any(reason != _EMBEDDING for reason in left.values())
+    say_once(f"flux: convert_model: {summary}", logging.WARNING if is_bad else logging.INFO)
+    return found
+
+
+def coverage(model: torch.nn.Module) -> dict[str, str | None]:
+    """Which tensor- or expert-parallel layers of a built model run on flux.
+
+    Args:
+        model: GPTModel, HybridModel or any other module.
+
+    Returns:
+        For the name of each layer that communicates, None if its calls run on flux, or why they do not. A
+        layer of experts counts once. Calls may still be left to Megatron for their dtype; the log says so.
+
+    Example::
+
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        from flux.integrations.megatron import coverage
+
+        layer = ColumnParallelLinear(32, 8 * p, config=config, init_method=config.init_method, bias=False)
+        assert coverage(layer) == {"": "its class is ColumnParallelLinear"}
+    """
+    return dict(_coverage(model, ""))
+
+
+_EMBEDDING = "it looks rows up: there is no product to fuse its communication with"
+
+
+def _coverage(module: torch.nn.Module, name: str) -> Iterator[tuple[str, str | None]]:
+    skipped: Any = None
+    if isinstance(module, (FluxLinear, FluxMoELayer)):
+        yield name, module.why_never()
+    elif isinstance(module, VocabParallelEmbedding):
+        yield name, _EMBEDDING
+    elif isinstance(module, (ColumnParallelLinear, RowParallelLinear, MoELayer, *_OF_TRANSFORMER_ENGINE)):
+        yield name, f"its class is {type(module).__name__}"
+    if isinstance(module, MoELayer):
+        skipped = module.experts
+    for part, child in module.named_children():
+        if child is not skipped:
+            yield from _coverage(child, f"{name}.{part}".lstrip("."))
