@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
+from flux import _invariance
 from flux.integrations.vllm import compiled, layer
 from flux.integrations.vllm.experts import summed_experts
 from flux.integrations.vllm.op import all_reduce_below
@@ -126,6 +127,7 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     config, moe, experts = get_current_vllm_config_or_none(), runner.moe_config, runner.routed_experts
     parallel, method = moe.moe_parallel_config, experts.quant_method
     yield "weights are quantised", type(method) is not UnquantizedFusedMoEMethod
+    yield "flux's experts are not batch invariant", _invariance.active()
     yield from layer.common_reasons(config, experts.params_dtype).items()
     # Under expert parallelism, vLLM counts one rank of tensor parallelism.
     yield "experts are distributed over ranks", bool(parallel.use_ep or parallel.enable_eplb)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flux import _invariance
 from flux.integrations.vllm.report import setting, tell
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
 
@@ -71,6 +72,8 @@ def from_tokens(
     Args:
         eager: the model runs without a compiler and CUDA graphs.
     """
+    if _invariance.active():  # a row of small batches and of large ones has the same bits
+        return 1, "batch invariant"
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, "FLUX_VLLM_MIN_TOKENS"
@@ -106,6 +109,8 @@ def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) 
     Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
     the next GEMM.
     """
+    if _invariance.active():
+        return None
     forced = setting("FLUX_VLLM_SEQUENCE")
     if forced is not None:
         return forced or None
@@ -117,8 +122,11 @@ def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) 
 
 def sums(ranks: int, device: torch.device) -> tuple[int, int]:
     """From how many tokens on, and up to how many bytes, flux.all_reduce with RMSNorm serves a sum that no
-    GEMM of flux makes. Nothing by default where it was not measured.
+    GEMM of flux makes. Nothing by default where it was not measured, nor in calls that must be batch
+    invariant.
     """
+    if _invariance.active():
+        return 1, 0
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, MAX_EXCHANGE_BYTES
@@ -141,7 +149,7 @@ def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
-    limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')}"
+    limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')} {_invariance.active()}"
     return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
