@@ -20,7 +20,7 @@ from flux.integrations.vllm import compiled
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import report
-from flux.integrations.vllm.thresholds import from_tokens, sums
+from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, sums
 from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
@@ -28,7 +28,6 @@ _KIND = "row-parallel linear"
 # The dtypes that both the kernels and the CPU path support.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
-ALIGNMENT = 8
 
 
 @dataclass

@@ -20,6 +20,7 @@ from flux.integrations.vllm import compiled, layer
 from flux.integrations.vllm.experts import summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import report, setting, tell
+from flux.integrations.vllm.thresholds import ALIGNMENT
 from flux.moe.routing import MAX_TOP_K
 
 _NAME = "MoERunner"
@@ -147,7 +148,7 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     yield f"tokens choose more than {MAX_TOP_K} experts", moe.experts_per_token > MAX_TOP_K
     yield (
         "sizes are not multiples of 8",
-        any(size % layer.ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
+        any(size % ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
     )
     yield "vLLM is told which kernel to use", moe.moe_backend != "auto"
     kernel = method.unquantized_backend.name

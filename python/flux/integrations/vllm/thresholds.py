@@ -24,6 +24,10 @@ from flux import _invariance
 from flux.integrations.vllm.report import setting, tell
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
 
+# Stands for GPUs like those that were measured.
+MEASURED_GPU = torch.device("meta")
+# Sizes of layers must be multiples of this.
+ALIGNMENT = 8
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
@@ -185,6 +189,9 @@ def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:
+    if device.type == "meta":
+        machine = json.loads(SHIPPED.read_text())["machine"]
+        return machine["arch"], machine["sms"]
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
