@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "integrations": _BASE | {"flux", "ops", "moe", "layers"},
     "testing": _BASE | {"flux", "ops", "moe", "comm"},
     "bench": _BASE | {"flux", "ops", "moe", "comm", "layers", "integrations", "testing"},
-    "cli": _BASE | {"flux", "ops", "comm", "testing", "bench"},
+    "cli": _BASE | {"flux", "ops", "moe", "comm", "integrations", "testing", "bench"},
 }
 PUBLIC_HOSTS = {
     "www.apache.org",

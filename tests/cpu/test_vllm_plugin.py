@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import vllm_stand_in as stand_in
 
 import flux
@@ -20,8 +21,10 @@ from flux import _env
 from flux.comm import registry as registry_of_flux
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
+from flux.integrations.vllm import op, thresholds
 from flux.integrations.vllm import report as reports
 from flux.ops import plan
+from flux.testing import spawn
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
 
@@ -342,6 +345,57 @@ def test_settings_of_vllm_that_flux_leaves_alone(vllm: dict[str, types.ModuleTyp
     ):
         with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda c=config: c):
             assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_batch_invariant(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """All batches of a layer are flux's, whatever limits are set; or none, if flux is told not to be so."""
+    for name in ("MIN_TOKENS", "SEQUENCE"):
+        monkeypatch.setenv(f"FLUX_VLLM_{name}", "64")
+    if not kept:
+        monkeypatch.setenv("FLUX_BATCH_INVARIANT", "off")
+    vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
+    plugin.register()
+    config = stand_in.configuration()
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, WEIGHT)
+        row_parallel(vllm, WEIGHT, quant_method=object())
+    assert config.compilation_config.compile_ranges_endpoints == [512]
+    assert sys.modules["flux.integrations.vllm.compiled"]._sums == {}
+    served = {("row-parallel linear [16, 8]", 1, "batch invariant"): 1}
+    assert reports.report.served == (served if kept else {})
+    off = "VLLM_BATCH_INVARIANT is set, and FLUX_BATCH_INVARIANT is off"
+    refused = [reason for _, reason in reports.report.refused]
+    assert refused == [*([] if kept else [off]), "weights are quantised"]
+
+
+def rows_that_differ(rank: int, world_size: int) -> list[str]:
+    """Rows of batches of other sizes and at other places, through a layer's operators."""
+    library = stand_in.define_all_reduce()
+    group, wrong = dist.group.WORLD.group_name, []
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = (torch.randn(rows, 96, generator=generator) for rows in (40, 64))
+    residual, norm_weight = torch.ones(40, 64), torch.ones(64)
+    with flux.batch_invariant():
+        begins, _ = thresholds.from_tokens(64, 96, x.dtype, world_size, x.device)
+        run = lambda rows: op.linear_all_reduce(x[rows], weight, None, begins, group, "tp:0")  # noqa: E731
+        normed = lambda rows: torch.ops.flux_vllm.linear_all_reduce_norm(  # noqa: E731
+            x[rows], weight, None, residual[rows], norm_weight, 1e-5, group
+        )[0]
+        for name, of in (("sum", run), ("norm", normed)):
+            whole = of(slice(40))
+            for first, last in ((0, 1), (7, 9), (3, 20), (39, 40)):
+                if not torch.equal(of(slice(first, last)), whole[first:last]):
+                    wrong.append(f"{name} of rows {first} to {last}")
+    del library
+    return wrong
+
+
+def test_rows_have_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "5")
+    assert spawn(rows_that_differ, 2, backend="gloo") == [[], []]
 
 
 def test_where_flux_would_run_unfused(

@@ -81,6 +81,19 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     assert reports.report.ranges[65, 8192] == "flux 8 linear layers, 4 with norm, vLLM 6"
 
 
+def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(
+    vllm: dict[str, types.ModuleType],
+) -> None:
+    vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
+    plugin.register()
+    row_parallel(vllm, WEIGHT)
+    # vLLM would fuse in the first.
+    assert [told for told in Pass(vllm)(1, 64) if told[0] in ("unshard", "unfuse")] == [
+        ("unshard", 64),
+        ("unfuse", 64),
+    ]
+
+
 def test_mode_layer_has_no_pass(vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM", "layer")
     plugin.register()

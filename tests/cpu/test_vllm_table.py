@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from flux.integrations.vllm import forecast, thresholds
+
 ROOT = Path(__file__).parents[2]
 spec: Any = importlib.util.spec_from_file_location("vllm_table", ROOT / "tools" / "vllm_table.py")
 tool: Any = importlib.util.module_from_spec(spec)
@@ -27,14 +29,17 @@ def test_the_page_has_it() -> None:
 
 
 def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool.thresholds, "_machine", lambda device: ("sm_90", 132))
     dense = tool.Model("", 8192, 8192, 28672)
-    assert tool.ranges(dense, 4) == [(1, "vLLM"), (129, "gemm_ar"), (768, "sequence parallel")]
+    assert ranges(dense) == [(1, "vLLM"), (129, "gemm_ar"), (768, "sequence parallel")]
     experts = tool.Model("", 8192, 8192, 0, experts=True)
-    assert tool.ranges(experts, 4) == [(1, "vLLM"), (129, "gemm_ar")]
+    assert ranges(experts) == [(1, "vLLM"), (129, "gemm_ar")]
     # Without vLLM's fusion, flux sums what no GEMM of its makes, up to what was measured.
-    monkeypatch.setattr(tool, "FUSED_BY_VLLM_BYTES", {4: 0})
-    assert tool.ranges(experts, 4) == [(1, "gemm_ar + all_reduce"), (129, "gemm_ar")]
+    monkeypatch.setattr(forecast, "FUSED_BY_VLLM_BYTES", {})
+    assert ranges(experts) == [(1, "gemm_ar + all_reduce"), (129, "gemm_ar")]
     quantised = tool.Model("", 8192, 8192, 28672, quantised=True)
-    assert tool.ranges(quantised, 4) == [(1, "all_reduce"), (129, "vLLM")]
+    assert ranges(quantised) == [(1, "all_reduce"), (129, "vLLM")]
     assert tool.before(quantised, 4) == [(1, "vLLM")]
+
+
+def ranges(model: forecast.Model) -> list[tuple[int, str]]:
+    return forecast.ranges(model, 4, thresholds.MEASURED_GPU)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flux import _log
+from flux import _invariance, _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import op  # noqa: F401  (defines operators, which can be done only once)
@@ -198,10 +198,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         "FLUX_VLLM_TUNING",
         "FLUX_VLLM_SEQUENCE",
         "FLUX_VLLM_MOE",
+        "FLUX_BATCH_INVARIANT",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(_invariance, "_mode", None)
     monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
     monkeypatch.setattr(reports, "report", reports.Report())
     ours = ("layer", "compiled", "moe", "worker")

@@ -15,7 +15,7 @@ from rich.table import Table
 from flux.bench.machine import now
 from flux.bench.record import write_json
 from flux.bench.report import make_console
-from flux.cli import findings, links, options
+from flux.cli import findings, links, options, vllm
 from flux.cli.findings import Finding
 
 _NAME_WIDTH = 28
@@ -72,6 +72,17 @@ def command(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the findings to this file.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", metavar="", help="Only look, measure nothing.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm",
+            metavar="MODEL",
+            help="Instead: what of a model (a folder, or a name in the hub's cache) runs on flux in vLLM.",
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", metavar="N", parser=options.whole(), help="With --vllm: ranks.")
+    ] = 2,
 ) -> None:
     """Look at this machine: versions, native library, GPUs, links, memory, environment.
 
@@ -80,7 +91,8 @@ def command(
     options.only_rank_0()
     with options.refusing():
         options.check_target("doctor: --json", json_file)
-    found = report(examine(active=not quick), make_console())
+        checks = examine(active=not quick) if model is None else vllm.examine(vllm.model(model), tp)
+    found = report(checks, make_console())
     ok = all(finding.state != "bad" for finding in found)
     if json_file is not None:
         write_json({"schema": 1, "date": now(), "ok": ok, "findings": [asdict(f) for f in found]}, json_file)

@@ -20,6 +20,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
 
 import flux
+from flux import _invariance
 from flux.integrations.vllm import uses
 from flux.integrations.vllm.graph import (
     SumRule,
@@ -58,7 +59,9 @@ class FluxPass(InductorPass):  # type: ignore[misc]
     def __call__(self, graph: torch.fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
         start, end = compile_range.start, compile_range.end
-        names = [type(f).__name__ for f in self.fusions if f.is_applicable_for_range(compile_range)]
+        # Calls that must be batch invariant are the same in all ranges.
+        fusions = [] if _invariance.active() else self.fusions
+        names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
         counts = self.counts.setdefault((start, end), Counter())
         settle_sums(graph, start, end)
         unshard(graph, None if names else end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
+from flux import _invariance
 from flux.integrations.vllm import compiled
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import report
-from flux.integrations.vllm.thresholds import from_tokens, sums
+from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, sums
 from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
@@ -26,7 +28,6 @@ _KIND = "row-parallel linear"
 # The dtypes that both the kernels and the CPU path support.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
-ALIGNMENT = 8
 
 
 @dataclass
@@ -91,6 +92,8 @@ def replace_row_parallel(mode: str) -> str | None:
         return None
     if present is not None:
         return f"another plugin has replaced {_NAME} by {present.__name__}"
+    if envs.VLLM_BATCH_INVARIANT:
+        os.environ.setdefault("FLUX_BATCH_INVARIANT", "on")
     compiled.distinguish_cached_graphs(mode)
     RowParallelLinear.register_oot(name=_NAME)(FluxRowParallelLinear)
     return None
@@ -169,7 +172,9 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
     dtypes = _CPU_DTYPES if current_platform.is_cpu() else _DTYPES
     return {
         f"the dtype is {dtype}": dtype not in dtypes,
-        "VLLM_BATCH_INVARIANT is set": bool(envs.VLLM_BATCH_INVARIANT),
+        "VLLM_BATCH_INVARIANT is set, and FLUX_BATCH_INVARIANT is off": (
+            bool(envs.VLLM_BATCH_INVARIANT) and not _invariance.active()
+        ),
         "micro-batches overlap": config is not None and bool(config.parallel_config.use_ubatching),
         "FLUX_VLLM is pass, and the model is eager": settings.mode == "pass" and _is_eager(config),
     }

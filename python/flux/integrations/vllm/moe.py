@@ -15,10 +15,12 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
+from flux import _invariance
 from flux.integrations.vllm import compiled, layer
 from flux.integrations.vllm.experts import summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import report, setting, tell
+from flux.integrations.vllm.thresholds import ALIGNMENT
 from flux.moe.routing import MAX_TOP_K
 
 _NAME = "MoERunner"
@@ -126,6 +128,7 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     config, moe, experts = get_current_vllm_config_or_none(), runner.moe_config, runner.routed_experts
     parallel, method = moe.moe_parallel_config, experts.quant_method
     yield "weights are quantised", type(method) is not UnquantizedFusedMoEMethod
+    yield "flux's experts are not batch invariant", _invariance.active()
     yield from layer.common_reasons(config, experts.params_dtype).items()
     # Under expert parallelism, vLLM counts one rank of tensor parallelism.
     yield "experts are distributed over ranks", bool(parallel.use_ep or parallel.enable_eplb)
@@ -145,7 +148,7 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     yield f"tokens choose more than {MAX_TOP_K} experts", moe.experts_per_token > MAX_TOP_K
     yield (
         "sizes are not multiples of 8",
-        any(size % layer.ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
+        any(size % ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
     )
     yield "vLLM is told which kernel to use", moe.moe_backend != "auto"
     kernel = method.unquantized_backend.name

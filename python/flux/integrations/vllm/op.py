@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import flux
+from flux import _invariance
 from flux.ops.plan import why_unfused
 
 _torch_library: Any = torch.library  # not typed
@@ -63,7 +64,8 @@ def _run(
 ) -> torch.Tensor:
     # Decided at run time and not while the graph is traced, because there the number of tokens would become a
     # constant.
-    if _tokens(x) >= min_tokens and _runs_fused(x, weight, group_name):
+    # A call that must be batch invariant and cannot be raises: other calls of the layer may have been.
+    if _tokens(x) >= min_tokens and (_invariance.active() or _runs_fused(x, weight, group_name)):
         with torch.no_grad():
             return flux.gemm_ar(x, weight, bias, group=group_name)
     partial = torch.nn.functional.linear(x, weight)

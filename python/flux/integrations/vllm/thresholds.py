@@ -20,9 +20,14 @@ from typing import Any
 
 import torch
 
+from flux import _invariance
 from flux.integrations.vllm.report import setting, tell
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
 
+# Stands for GPUs like those that were measured.
+MEASURED_GPU = torch.device("meta")
+# Sizes of layers must be multiples of this.
+ALIGNMENT = 8
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
@@ -71,6 +76,8 @@ def from_tokens(
     Args:
         eager: the model runs without a compiler and CUDA graphs.
     """
+    if _invariance.active():  # a row of small batches and of large ones has the same bits
+        return 1, "batch invariant"
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, "FLUX_VLLM_MIN_TOKENS"
@@ -106,6 +113,8 @@ def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) 
     Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
     the next GEMM.
     """
+    if _invariance.active():
+        return None
     forced = setting("FLUX_VLLM_SEQUENCE")
     if forced is not None:
         return forced or None
@@ -117,8 +126,11 @@ def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) 
 
 def sums(ranks: int, device: torch.device) -> tuple[int, int]:
     """From how many tokens on, and up to how many bytes, flux.all_reduce with RMSNorm serves a sum that no
-    GEMM of flux makes. Nothing by default where it was not measured.
+    GEMM of flux makes. Nothing by default where it was not measured, nor in calls that must be batch
+    invariant.
     """
+    if _invariance.active():
+        return 1, 0
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, MAX_EXCHANGE_BYTES
@@ -141,7 +153,7 @@ def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
-    limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')}"
+    limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')} {_invariance.active()}"
     return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
@@ -177,6 +189,9 @@ def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:
+    if device.type == "meta":
+        machine = json.loads(SHIPPED.read_text())["machine"]
+        return machine["arch"], machine["sms"]
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

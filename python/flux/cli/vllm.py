@@ -1,0 +1,100 @@
+"""``flux doctor --vllm MODEL``: what of a model would run on flux in vLLM, and why the rest would not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from flux.cli.findings import Finding
+from flux.integrations import vllm as plugin
+from flux.integrations.vllm import forecast, thresholds
+from flux.integrations.vllm.report import setting
+from flux.moe.routing import MAX_TOP_K
+
+_WANTED = "doctor: --vllm expected a folder with config.json, or a model in the local cache of the hub"
+
+
+def model(name: str) -> forecast.Model:
+    """Of a folder, a config.json, or a name in the local cache of the hub; nothing is downloaded.
+
+    Raises:
+        ValueError: there is none, or it is no transformer.
+    """
+    path = _config(name)
+    if path is None:
+        raise ValueError(f"{_WANTED}, got {name!r}")
+    try:
+        config = json.loads(path.read_text())
+        return forecast.model_of(config, name)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_WANTED}, got {name!r}: {error}") from error
+
+
+def _config(name: str) -> Path | None:
+    given = Path(name)
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    cached = sorted(hub.glob(f"models--{name.strip('/').replace('/', '--')}/snapshots/*/config.json"))
+    found = [given] if given.is_file() else [given / "config.json", *cached]
+    return next((path for path in found if path.is_file()), None)
+
+
+def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
+    """What the plugin would decide for a model on GPUs of this machine, with the settings of this process."""
+    section = f"vLLM: {model.name} on {ranks} rank{'s' if ranks > 1 else ''}"
+    device, where = thresholds.MEASURED_GPU, "none here: as on GPUs that were measured"
+    if torch.cuda.is_available():
+        device, where = torch.device("cuda", 0), torch.cuda.get_device_name(0)
+    yield Finding(section, "vLLM", plugin.installed_version() or "not installed in this environment")
+    yield Finding(section, "GPU", where)
+    if setting("FLUX_VLLM") == "off":
+        yield Finding(section, "flux", "not used, because FLUX_VLLM is off")
+        return
+    served = {name: (begin, why) for name, begin, why in forecast.layers(model, ranks, device)}
+    for name, width in (("o_proj", model.attention), ("down_proj", model.mlp)):
+        if not width:
+            continue
+        shape = f"{name} [{model.hidden}, {width // ranks}]"
+        if name in served:
+            begin, why = served[name]
+            tokens = f"{begin} token{'s' if begin > 1 else ''}"
+            yield Finding(section, shape, f"flux from {tokens} on ({why})", "ok")
+        else:
+            yield Finding(section, shape, f"vLLM's own: {forecast.why_not(model, width, ranks)}")
+    if model.experts:
+        reason = next(why for why, applies in _against_experts(model, ranks) if applies)
+        yield Finding(section, "experts", reason or "flux for large batches", "info" if reason else "ok")
+    yield _norms(section, model, ranks, device)
+    first, why = forecast.sequence_from(model, ranks, device)
+    parallel = f"compiled models from {first} tokens on" if first is not None else f"no: {why}"
+    yield Finding(section, "sequence parallel", parallel, "info" if first is None else "ok")
+    found = forecast.ranges(model, ranks, device)
+    ends = [start - 1 for start, _ in found[1:]] + [forecast.MOST_TOKENS]
+    for (start, what), end in zip(found, ends, strict=True):
+        yield Finding(section, f"{start} to {end} tokens", what)
+
+
+def _against_experts(model: forecast.Model, ranks: int) -> Iterator[tuple[str, bool]]:
+    """Why experts stay vLLM's, and whether each reason applies; at last, none."""
+    yield "vLLM's own: they are not sharded over ranks", ranks == 1
+    yield "vLLM's own: weights are quantised", model.quantised
+    yield "vLLM's own: there are shared experts", model.shared_experts
+    yield f"vLLM's own: tokens choose more than {MAX_TOP_K} experts", model.top_k > MAX_TOP_K
+    aligned = model.expert % (ranks * thresholds.ALIGNMENT) == 0 and model.hidden % thresholds.ALIGNMENT == 0
+    yield "vLLM's own: sizes are not multiples of 8", not aligned
+    yield "vLLM's own: FLUX_VLLM_MOE is off", setting("FLUX_VLLM_MOE") == "off"
+    yield "", True
+
+
+def _norms(section: str, model: forecast.Model, ranks: int, device: torch.device) -> Finding:
+    if not model.plain_norm:
+        return Finding(section, "norms", "vLLM's own: they do not follow the addition of the residual")
+    runs = [what for _, what in forecast.ranges(model, ranks, device)]
+    used = sorted({name for what in runs for name in ("gemm_ar", "all_reduce") if name in what})
+    if used:
+        return Finding(section, "norms", f"part of flux.{' and flux.'.join(used)}, where those run", "ok")
+    return Finding(section, "norms", "vLLM's own: no sum in front of them is flux's")

@@ -1,0 +1,139 @@
+"""`flux doctor --vllm MODEL`: what of a model would run on flux, and why not more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flux.cli import app, vllm
+from flux.integrations.vllm import forecast
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+}
+QWEN_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "quantization_config": {"quant_method": "fp8"},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("", "_MIN_TOKENS", "_TUNING", "_SEQUENCE", "_MOE"):
+        monkeypatch.delenv(f"FLUX_VLLM{name}", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def found(folder: Path, config: dict[str, Any], *options: str) -> dict[str, str]:
+    """What the command writes, by name."""
+    (folder / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(
+        app, ["doctor", "--vllm", str(folder), "--json", str(folder / "out.json"), *options]
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads((folder / "out.json").read_text())["findings"]
+    assert all(finding["section"].startswith(f"vLLM: {folder} on ") for finding in written)
+    return {finding["name"]: finding["value"] for finding in written}
+
+
+def test_a_dense_model(tmp_path: Path) -> None:
+    said = found(tmp_path, LLAMA, "--tp", "4")
+    assert said["o_proj [8192, 2048]"].startswith("flux from 1 token on (measured on such GPUs, ")
+    assert said["down_proj [8192, 7168]"].startswith("flux from 1 token on (measured on such GPUs, ")
+    assert said["norms"] == "part of flux.gemm_ar, where those run"
+    assert said["sequence parallel"] == "compiled models from 768 tokens on"
+    assert {name: what for name, what in said.items() if name.endswith("tokens")} == {
+        "1 to 128 tokens": "vLLM",
+        "129 to 767 tokens": "gemm_ar",
+        "768 to 8192 tokens": "sequence parallel",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "name", "value"),
+    [
+        (LLAMA, ("--tp", "1"), "o_proj [8192, 8192]", "vLLM's own: they are not sharded over ranks"),
+        (LLAMA, ("--tp", "3"), "o_proj [8192, 2730]", "vLLM's own: sizes are not multiples of 8"),
+        (QWEN_MOE, (), "experts", "vLLM's own: FLUX_VLLM_MOE is off"),
+        (QWEN_MOE, (), "sequence parallel", "no: sums of experts are not flux's"),
+        (DEEPSEEK, (), "o_proj [7168, 8192]", "vLLM's own: weights are quantised"),
+        (DEEPSEEK, (), "down_proj [7168, 9216]", "vLLM's own: weights are quantised"),
+        (DEEPSEEK, (), "experts", "vLLM's own: weights are quantised"),
+        (
+            {**QWEN_MOE, "shared_expert_intermediate_size": 64},
+            (),
+            "experts",
+            "vLLM's own: there are shared experts",
+        ),
+        (
+            {**QWEN_MOE, "moe_intermediate_size": 20},
+            (),
+            "experts",
+            "vLLM's own: sizes are not multiples of 8",
+        ),
+        (
+            {"text_config": {**LLAMA, "model_type": "gemma3_text"}},
+            (),
+            "norms",
+            "vLLM's own: they do not follow the addition of the residual",
+        ),
+    ],
+)
+def test_why_not(
+    tmp_path: Path, config: dict[str, Any], options: tuple[str, ...], name: str, value: str
+) -> None:
+    assert found(tmp_path, config, *options)[name] == value
+
+
+def test_settings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "300")
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
+    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
+    assert found(tmp_path, LLAMA, "--tp", "4")["sequence parallel"] == "no: it is turned off"
+    said = found(tmp_path, QWEN_MOE, "--tp", "4")
+    assert said["o_proj [2048, 1024]"] == "flux from 300 tokens on (FLUX_VLLM_MIN_TOKENS)"
+    assert said["experts"] == "flux for large batches"
+    monkeypatch.setenv("FLUX_VLLM", "off")
+    assert found(tmp_path, LLAMA)["flux"] == "not used, because FLUX_VLLM is off"
+
+
+def test_a_model_of_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models--someone--a-llama" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert vllm.model("someone/a-llama") == forecast.Model("someone/a-llama", 8192, 8192, 28672, expert=28672)
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"model_type": "resnet"}'])
+def test_what_is_no_model(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = CliRunner().invoke(app, ["doctor", "--vllm", str(tmp_path)])
+    assert result.exit_code == 2 and "--vllm expected a folder with config.json" in result.output
