@@ -20,6 +20,7 @@ from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer
 from flux.comm.cuda import CudaWorkspace
 from flux.ops.gemm_ar import rms_norm
+from flux.ops.plan import PlanInput
 from flux.ops.plan_ar import plan_all_reduce
 from flux.testing import spawn
 
@@ -27,7 +28,7 @@ from flux.testing import spawn
 def test_the_sweep_gives_the_kernel_all_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
-    plan = plan_all_reduce("cuda", 1, 512, 0, torch.bfloat16, False, 2, None, 132, "links")
+    plan = plan_all_reduce(PlanInput("cuda", 1, 512, 0, torch.bfloat16, world_size=2, num_sms=132))
     monkeypatch.setattr(all_reduce.registry, "get", lambda group, device, op: workspace)
     monkeypatch.setattr(all_reduce, "workspace_plan", lambda *arguments: plan)
     launched: dict[str, tuple[Any, ...]] = {}

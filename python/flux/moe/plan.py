@@ -8,7 +8,7 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
-from flux.ops.plan import can_run_fused
+from flux.ops.plan import can_run_fused, problem_of
 
 # Rows of a tile, the same as in the kernel; also for the CPU path.
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -79,9 +79,7 @@ def _make_plan(
     p = workspace.world_size
     m = p * max_tokens
     device = workspace.device.type
-    fused, reason = can_run_fused(
-        op, device_type=device, dtype=dtype, m=m, n=n, k=k, why_not=workspace.why_not
-    )
+    fused, reason = can_run_fused(op, problem_of(workspace, m, n, k, dtype))
     facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
     if not fused:
         return MoePlan(*facts)

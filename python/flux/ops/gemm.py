@@ -11,7 +11,8 @@ from flux.comm import cuda
 from flux.ops import _check, _gate, _invariant
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
-from flux.ops.plan import Plan, plan_gemm
+from flux.ops.plan import Plan, PlanInput
+from flux.ops.plan_gemm import plan_gemm
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -139,8 +140,9 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        why_not = cuda.why_not(x.device)
         plan = _plans[key] = plan_gemm(
-            "cuda", m, n, k, x.dtype, transpose_weight, cuda.why_not(x.device), num_sms
+            PlanInput("cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms)
         )
     _invariant.require(plan)
     x2 = x if x.dim() == 2 else x.reshape(m, k)

@@ -28,7 +28,8 @@ from flux.bench.suites import Problem
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import reduce_scatter
-from flux.ops.plan import gemm_rs_room, workspace_plan
+from flux.ops.plan import workspace_plan
+from flux.ops.plan_gemm import gemm_rs_room
 from flux.testing import GemmRsCase
 
 
