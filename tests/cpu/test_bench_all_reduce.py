@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import flux
 from flux._native import core
-from flux.bench.cases import all_reduce, all_reduce_norm
+from flux.bench.cases import all_reduce
+from flux.bench.cases import norms as cases
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
 from flux.bench.runner import Settings, measure
@@ -73,7 +74,7 @@ def norms(rank: int, world_size: int) -> tuple[Row, list[str]]:
     found = []
     for broken in (without_weight, without_residual):
         with mock.patch.object(flux, "all_reduce", broken):
-            found.append(all_reduce_norm.check(PROBLEM, context))
+            found.append(cases.check(PROBLEM, context))
     return row, found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 # Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
@@ -22,6 +22,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Patterns with one GEMM, for which 2MNK operations give a rate.
 GEMM_PATTERNS = ("gemm_rs", "ag_gemm", "gemm_ar", "local")
+
+
+def in_way(way: str) -> str:
+    """The candidate that runs flux's operator in one way (flux.tuning.facts.WAYS)."""
+    return f"flux, {way}"
 
 
 def passed(check: str) -> bool:
@@ -47,6 +52,14 @@ class Timing:
     @property
     def max(self) -> float:
         return max(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, relative to the median."""
+        if len(self.samples) < 3:
+            return 0.0
+        low, _, high = quantiles(self.samples, n=4)
+        return (high - low) / 2 / self.median
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Plans depend only on facts that are equal on all ranks of a group, so all ranks 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,15 +13,27 @@ from typing import Any
 
 import torch
 
-from flux import _invariance, _native
+from flux import _env, _invariance, _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
 from flux.comm.workspace import Workspace
 from flux.ops import _check, _gate
+from flux.tuning import store
+from flux.tuning.facts import NO_FACTS, Tuning, choose
+from flux.tuning.facts import WAYS as ALL_WAYS
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
 # Operators whose x is [m, n].
 _SUMS = ("all_reduce", "reduce_scatter")
+# Operators without a GEMM: their time depends on the number of elements only.
+_ELEMENTS = ("all_gather", *_SUMS)
+# The operators that one is made of, where it may also run them one after the other.
+_PARTS = {
+    "gemm_rs": "gemm and reduce_scatter",
+    "ag_gemm": "all_gather and gemm",
+    "gemm_ar": "gemm and all_reduce",
+}
+_RUNS = {"fused": "fused", "composed": "composed", "parts": "in parts", "torch": "unfused"}
 
 # The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
 CPU_NUM_SMS = 8
@@ -43,7 +56,9 @@ class Plan:
         dtype: of x.
         world_size: ranks of the group.
         transpose_weight: weight is [k, n].
-        fused: whether flux's kernel runs (on CPU: its protocol).
+        fused: whether flux's kernels run (on CPU: their protocols).
+        way: how: "fused", "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
+            flux, one after the other), or "torch".
         transport: what carries data between ranks.
         reason: why it runs fused or not.
         config: id of the tile shape, or -1.
@@ -53,6 +68,7 @@ class Plan:
         choice: tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h).
         time_us: microseconds that the cost model expects.
         candidates: name and time of each alternative, the fastest first.
+        estimates: way, microseconds and source of each way that was measured near this problem.
         signal_bytes: of signals in the workspace.
         slot_bytes: of slots in each of the workspace's two buffers.
         exchange_bytes: of the exchange in each of them.
@@ -96,6 +112,8 @@ class Plan:
     chunks: int = 0
     mode: int = -1
     batch_invariant: bool = field(default_factory=_invariance.active)
+    way: str = "fused"
+    estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
 
     def copied_now(self) -> bool:
         """Whether copy engines carry the data of a call at this moment.
@@ -113,7 +131,7 @@ class Plan:
         lines = [
             f"{self.op}: x [{rows}, {columns}], {weight}{str(self.dtype).removeprefix('torch.')}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
-            f"  runs       {'fused' if self.fused else 'unfused'}: {self.reason}",
+            f"  runs       {_RUNS[self.way]}: {self.reason}",
             f"  transport  {self.transport}",
         ]
         if self.batch_invariant:
@@ -129,6 +147,7 @@ class Plan:
         if len(self.candidates) > 1:
             others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
             lines.append(f"  considered {others} us")
+        lines += [f"  {way:<10} {us:.1f} us, {source}" for way, us, source in self.estimates]
         return "\n".join(lines)
 
 
@@ -142,6 +161,7 @@ class PlanInput:
         why_not: what rules out flux's kernels for the group and device (`Workspace.why_not`), or None.
         num_sms: of the group's smallest GPU; 0 on CPUs.
         transport: what carries data between ranks.
+        tuning: the measurements to choose by.
     """
 
     device_type: str
@@ -154,6 +174,7 @@ class PlanInput:
     why_not: str | None = None
     num_sms: int = 0
     transport: str = "none (one rank)"
+    tuning: Tuning = NO_FACTS
 
     @property
     def on_gpu(self) -> bool:
@@ -167,7 +188,9 @@ class PlanInput:
     def plan(self, op: str, fused: bool, reason: str, **facts: Any) -> Plan:
         """A plan of this problem, unless `facts` say otherwise."""
         named = ("m", "n", "k", "dtype", "world_size", "transpose_weight", "transport")
-        return Plan(op, fused=fused, reason=reason, **({name: getattr(self, name) for name in named} | facts))
+        given = {name: getattr(self, name) for name in named}
+        given["way"] = "fused" if fused else "torch"
+        return Plan(op, fused=fused, reason=reason, **(given | facts))
 
 
 def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
@@ -216,8 +239,10 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
     }
 
 
-# By operator; the modules of the planners enter them.
+# By operator, and by operator and way for those that a measurement may prefer; the modules of the planners
+# enter them.
 PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
+WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
 
 
 def workspace_plan(
@@ -227,9 +252,74 @@ def workspace_plan(
     key = (op, m, n, k, dtype, transpose_weight)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
-        plan = PLANNERS[op](problem_of(workspace, m, n, k, dtype, transpose_weight))
-        plan = workspace.plans[key] = carried_by(workspace, plan)
+        problem = problem_of(workspace, m, n, k, dtype, transpose_weight)
+        plan = workspace.plans[key] = carried_by(workspace, planned(op, problem))
+        if workspace.rank == 0:
+            _record(op, problem)
     return plan
+
+
+def planned(op: str, problem: PlanInput) -> Plan:
+    """The planner's plan, or another way to run the problem if measurements say that it is sooner."""
+    plan = PLANNERS[op](problem)
+    if not plan.fused or plan.batch_invariant:
+        return plan
+    forced = problem.tuning.forced
+    if forced is not None:
+        return (_by_way(op, problem, forced, "to be measured") if forced != plan.way else plan) or plan
+    estimates = problem.tuning.estimates(*facts_key(op, problem))
+    ways = {way: _by_way(op, problem, way, "") for way in {each.way for each in estimates} - {plan.way}}
+    possible = [plan.way, *(way for way, other in ways.items() if other is not None)]
+    told = tuple((each.way, each.us, each.source) for each in estimates)
+    found = choose(estimates, plan.way, possible)
+    if found is None:
+        return replace(plan, estimates=told)
+    best, usual = found
+    reason = f"{best.us:.1f} us, {_RUNS[usual.way]} {usual.us:.1f} us ({best.source})"
+    other = _by_way(op, problem, best.way, reason)
+    assert other is not None
+    return replace(other, estimates=told)
+
+
+def ways_of(op: str) -> tuple[str, ...]:
+    """The ways in which an operator of several ranks can run (flux.tuning.facts.WAYS)."""
+    return tuple(
+        way for way in ALL_WAYS if way in ("fused", "torch") or (op, way) in WAYS or _has_parts(op, way)
+    )
+
+
+def _has_parts(op: str, way: str) -> bool:
+    return way == "parts" and op in _PARTS
+
+
+def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int]:
+    """A problem as measurements have it (flux.tuning.facts.Fact)."""
+    m, n, k = problem.m, problem.n, problem.k
+    if op == "all_gather":
+        m, n, k = m * k, 0, 0
+    elif op in _ELEMENTS:
+        m, n, k = m * n, 0, 0
+    return op, problem.world_size, problem.dtype.itemsize, m, n, k
+
+
+def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:
+    """The plan of a way to run a problem that can run fused, or None."""
+    if way == "torch":
+        return PLANNERS[op](replace(problem, why_not=reason))
+    if _has_parts(op, way):
+        return problem.plan(op, True, reason, way=way, transport=f"those of {_PARTS[op]}")
+    return WAYS[op, way](problem, reason) if (op, way) in WAYS else None
+
+
+def _record(op: str, problem: PlanInput) -> None:
+    """Appends a problem to the file of FLUX_RECORD_SHAPES."""
+    path = _env.get("FLUX_RECORD_SHAPES")
+    if path:
+        names = ("m", "n", "k", "world_size", "transpose_weight")
+        told = {"op": op, "dtype": str(problem.dtype).removeprefix("torch.")}
+        told |= {name: getattr(problem, name) for name in names}
+        with open(path, "a") as file:
+            file.write(json.dumps(told) + "\n")
 
 
 def problem_of(
@@ -247,6 +337,7 @@ def problem_of(
         workspace.why_not,
         workspace.num_sms,
         workspace.transport,
+        workspace.tuning,
     )
 
 
@@ -357,10 +448,11 @@ def _plan_without_workspace(
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         why_not = cuda.why_not(device)
     problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
+    problem = replace(problem, tuning=store.local(device))
     if world_size == 1 and op not in _SUMS:
-        return PLANNERS["gemm"](problem)
+        return planned("gemm", problem)
     transport = "not known before the group's first call, when the ranks ask each other"
-    return PLANNERS[op](replace(problem, transport=transport))
+    return planned(op, replace(problem, transport=transport))
 
 
 # Cached here, because a group whose calls never run fused has no workspace to cache plans. The second:

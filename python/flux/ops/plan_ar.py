@@ -10,7 +10,7 @@ import torch
 from flux import _invariance, _native
 from flux.comm.workspace import round_up
 from flux.ops import _invariant
-from flux.ops.plan import PLANNERS, Plan, PlanInput, can_run_fused, chosen
+from flux.ops.plan import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
@@ -26,6 +26,8 @@ RAGGED_FROM_BYTES = 2 * COMPOSED_FROM_BYTES
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
 
+# Of flux.gemm_rs and flux.all_gather, and of an exchange of the last rows if the ranks do not divide all.
+_COMPOSED = {"way": "composed", "transport": "those of gemm_rs and all_gather"}
 # A valid size for dimensions that an operator does not have.
 _NO_MATTER = VECTOR
 # Value of `config` without a tile shape; must be equal on all ranks.
@@ -33,11 +35,7 @@ _NO_TILE = 0
 
 
 def plan_gemm_ar(problem: PlanInput) -> Plan:
-    """The plan of a GEMM+AllReduce.
-
-    `fused` without a `mode`: composed of flux.gemm_rs and flux.all_gather, and of an exchange of the last
-    rows if the ranks do not divide all.
-    """
+    """The plan of a GEMM+AllReduce."""
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
@@ -47,16 +45,31 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
     # A sum that is composed is rounded before the residual is added.
     if invariant and sum_bytes > MAX_EXCHANGE_BYTES >= n * dtype.itemsize:
         transport = f"{problem.transport}, in {len(split_rows(m, n, dtype))} parts"
-        return problem.plan("gemm_ar", True, "batch invariant: exchanges only", transport=transport)
+        reason = "batch invariant: exchanges only"
+        return problem.plan("gemm_ar", True, reason, transport=transport)
     composed_from = RAGGED_FROM_BYTES if rest else COMPOSED_FROM_BYTES
     if not invariant and m >= p and sum_bytes >= composed_from:
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
         reason += f", of {rest} rows by exchange" if rest else ""
-        return problem.plan("gemm_ar", True, reason, transport="those of gemm_rs and all_gather")
+        return problem.plan("gemm_ar", True, reason, **_COMPOSED)
     if sum_bytes > MAX_EXCHANGE_BYTES:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
         reason += f", and m = {m} cannot be dealt to {p} ranks"
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
+    return _by_exchange(problem, reason)
+
+
+def _composed(problem: PlanInput, reason: str) -> Plan | None:
+    """A plan for sums of any size, if every rank can have rows."""
+    return problem.plan("gemm_ar", True, reason, **_COMPOSED) if problem.m >= problem.world_size else None
+
+
+def _exchange_if_it_fits(problem: PlanInput, reason: str) -> Plan | None:
+    fits = problem.m * problem.n * problem.dtype.itemsize <= MAX_EXCHANGE_BYTES
+    return _by_exchange(problem, reason) if fits else None
+
+
+def _by_exchange(problem: PlanInput, reason: str) -> Plan:
     choice = _invariant.select("gemm_ar", problem)
     two_launches = problem.on_gpu and not choice.sums_in_launch
     exchange = _exchanged(problem, alone=two_launches)
@@ -134,6 +147,7 @@ PLANNERS |= {
     "all_reduce_norm": plan_all_reduce_norm,
     "reduce_scatter": plan_reduce_scatter,
 }
+WAYS |= {("gemm_ar", "composed"): _composed, ("gemm_ar", "fused"): _exchange_if_it_fits}
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:

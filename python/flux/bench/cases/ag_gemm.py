@@ -47,8 +47,7 @@ def check(problem: Problem, context: Context) -> str:
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     full, weights = random_operands(m, n, k, context)
     x = full[: m // context.world_size]
     gathered, own_gathered = torch.empty_like(full), torch.empty_like(full)
@@ -61,7 +60,12 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
     blas, comm = library(context), collectives(context)
     candidates = [
-        Candidate("flux", "flux", rotating(weights, lambda w: flux.ag_gemm(x, w, group=group, out=ours))),
+        *context.ours(
+            "ag_gemm",
+            lambda name, role, g: Candidate(
+                name, role, rotating(weights, lambda w: flux.ag_gemm(x, w, group=g, out=ours))
+            ),
+        ),
         Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(full, w.t(), out=theirs))),
         Candidate(comm, "comm", lambda: collect(gathered, x, group=group)),
         Candidate(f"{comm}+{blas}", "serial", rotating(weights, serial)),
@@ -69,7 +73,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     notes: list[str] = []
     if context.cuda:
         alone = rotating(weights, lambda w: flux.gemm(full, w, out=own_gemm))
-        candidates.insert(2, Candidate("flux.gemm", "gemm", alone))
+        candidates.append(Candidate("flux.gemm", "gemm", alone))
         gather = Candidate(
             "flux.all_gather", "comm", lambda: flux.all_gather(x, group=group, out=own_gathered)
         )
@@ -87,8 +91,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 def sweep(problem: Problem, context: Context) -> Prepared:
     """The kernel with every tile shape and cluster, against what the plan chose."""
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     full, weights = random_operands(m, n, k, context)
     x = full[: m // context.world_size]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)

@@ -10,14 +10,12 @@ import torch.distributed as dist
 import flux
 from flux import _native
 from flux.bench.cases.common import (
-    CALLS,
     Candidate,
     Context,
     Prepared,
     collectives,
-    compare,
+    exact,
     explained,
-    first_wrong,
     plan_dict,
 )
 from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
@@ -34,20 +32,19 @@ _K = 32  # of the products that are summed there
 def check(problem: Problem, context: Context) -> str:
     """flux.all_reduce of integers that carry each rank's mark, several calls in a row."""
     m, n, _ = problem.local(context.tp)
-    results = []
-    for seed in range(CALLS):
+
+    def call(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         case = GemmRsCase(m, n, _K, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
         total = flux.all_reduce(gemm.reference(x, weight), group=context.group)
-        results.append(compare(total, case.expected_sum(context.device)))
-    flux.check(context.group)
-    return first_wrong(results)
+        return total, case.expected_sum(context.device)
+
+    return exact(call, context)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, _ = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     # Some are summed in place repeatedly: anything but zeros would soon overflow.
     x, summed = (torch.zeros(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
     out = torch.empty_like(x)
@@ -56,7 +53,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         return graphed(name, role, step, [x], context)
 
     candidates = [
-        candidate("flux", "flux", lambda x: flux.all_reduce(x, group=group, out=out)),
+        *context.ours(
+            "all_reduce",
+            lambda name, role, g: candidate(name, role, lambda x: flux.all_reduce(x, group=g, out=out)),
+        ),
         candidate(collectives(context), "peer", lambda _: dist.all_reduce(summed, group=group)),
     ]
     notes: list[str] = []
@@ -69,8 +69,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 def sweep(problem: Problem, context: Context) -> Prepared:
     """Both ways to sum, against what the plan chose."""
     m, n, _ = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x = torch.zeros(1, m * n, dtype=context.dtype, device=context.device)
     out = torch.empty_like(x)
     workspace = registry.get(group, context.device, "all_reduce")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import flux
 from flux import _native
+from flux.bench.model import in_way
 from flux.bench.timing import Call, all_max
+from flux.comm import registry
+from flux.ops.plan import ways_of
+from flux.tuning.facts import Tuning
+
+T = TypeVar("T")
 
 # Below this M the weight would stay in L2 during a burst, unlike in a model: rotate over copies of it.
 # Successive calls of a correctness check: they use both buffers of a workspace, and one of them again.
@@ -32,6 +38,28 @@ class Context:
     dtype: torch.dtype
     group: dist.ProcessGroup | None
     say: Callable[[str], None] = lambda text: None  # reports the progress of a long preparation
+    twins: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The group of an operator whose ranks talk to each other."""
+        assert self.group is not None
+        return self.group
+
+    def ours(self, op: str, make: Callable[[str, str, dist.ProcessGroup], Candidate]) -> list[Candidate]:
+        """What `make` gives for name, role and group of each way in which flux runs `op`: as planned, and as
+        `twins` say.
+        """
+        twins = [(in_way(way), "peer", g) for way, g in self.twins.items() if way in ways_of(op)]
+        return [make(*each) for each in [("flux", "flux", self.ranks), *twins]]
+
+    def with_twins(self, ways: Sequence[str]) -> Context:
+        """With a group of the same ranks for each of these ways, whose calls all run so. A collective."""
+        twins = {}
+        for way in ways if self.group is not None else ():
+            group = twins[way] = dist.new_group(list(range(self.world_size)))
+            registry.get(group, self.device, "bench").tuning = Tuning(forced=way)
+        return replace(self, twins=twins)
 
     @property
     def cuda(self) -> bool:
@@ -61,6 +89,18 @@ class Prepared:
     candidates: list[Candidate]
     plan: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def tried(make: Callable[[], T], context: Context) -> tuple[T | None, str]:
+    """make(), or None and why it cannot run on some rank. A collective: all ranks agree on which."""
+    error, made = "", None
+    try:
+        made = make()
+    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
+        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+    if all_max([1.0 if error else 0.0], context.group, context.device)[0]:
+        return None, error or "it failed on another rank"
+    return made, ""
 
 
 def collectives(context: Context) -> str:
@@ -105,11 +145,10 @@ def async_tp(
     weights: list[torch.Tensor], fused: Callable[[torch.Tensor], object], context: Context
 ) -> tuple[list[Candidate], list[str]]:
     """PyTorch's own fused op as a peer, or a note that says why it cannot run. All ranks agree on which."""
-    group = context.group
-    assert group is not None
+    group = context.ranks
     call = rotating(weights, fused)
-    error = ""
-    try:
+
+    def enabled() -> Candidate:
         from torch.distributed import _symmetric_memory as symm_mem
 
         with warnings.catch_warnings():
@@ -117,11 +156,10 @@ def async_tp(
             symm_mem.enable_symm_mem_for_group(group.group_name)
         call()
         torch.cuda.synchronize(context.device)
-    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
-        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-    if all_max([1.0 if error else 0.0], group, context.device)[0]:
-        return [], [f"async-TP could not run: {error or 'it failed on another rank'}"]
-    return [Candidate("async-TP", "peer", call)], []
+        return Candidate("async-TP", "peer", call)
+
+    found, error = tried(enabled, context)
+    return ([], [f"async-TP could not run: {error}"]) if found is None else ([found], [])
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:
@@ -135,6 +173,15 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> str:
     first = wrong.nonzero()[0].tolist()
     at = tuple(first)
     return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
+
+
+def exact(call: Callable[[int], tuple[torch.Tensor, torch.Tensor]], context: Context) -> str:
+    """The first difference in several calls in a row: `call` makes the call of a seed, and gives its result
+    and the expected one.
+    """
+    results = [compare(*call(seed)) for seed in range(CALLS)]
+    flux.check(context.group)
+    return first_wrong(results)
 
 
 def first_wrong(results: Sequence[str]) -> str:
@@ -208,6 +255,7 @@ def plan_dict(plan: Any) -> dict[str, Any]:
         chosen = f"{plan.config_name} {way}".strip()
     return {
         "fused": bool(plan.fused),
+        "way": plan.way,
         "transport": str(plan.transport),
         "config": chosen,
         "time_us": plan.time_us,

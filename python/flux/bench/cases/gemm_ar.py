@@ -11,14 +11,12 @@ import torch.distributed as dist
 import flux
 from flux import _native
 from flux.bench.cases.common import (
-    CALLS,
     Candidate,
     Context,
     Prepared,
     collectives,
-    compare,
+    exact,
     explained,
-    first_wrong,
     packed_choices,
     plan_dict,
     random_operands,
@@ -35,15 +33,13 @@ from flux.testing import GemmRsCase
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_ar on integers that carry each rank's mark, several calls in a row."""
     m, n, k = problem.local(context.tp)
-    results = []
-    for seed in range(CALLS):
+
+    def call(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
-        results.append(
-            compare(flux.gemm_ar(x, weight, group=context.group), case.expected_sum(context.device))
-        )
-    flux.check(context.group)
-    return first_wrong(results)
+        return flux.gemm_ar(x, weight, group=context.group), case.expected_sum(context.device)
+
+    return exact(call, context)
 
 
 def unfused(
@@ -76,8 +72,7 @@ def unfused(
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     ours, theirs, own_gemm = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(3))
     # Summed in place repeatedly: anything but zeros would soon overflow.
@@ -87,13 +82,16 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         return graphed(name, role, step, weights, context)
 
     candidates = [
-        candidate("flux", "flux", lambda w: flux.gemm_ar(x, w, group=group, out=ours)),
+        *context.ours(
+            "gemm_ar",
+            lambda name, role, g: candidate(name, role, lambda w: flux.gemm_ar(x, w, group=g, out=ours)),
+        ),
         candidate(library(context), "gemm", lambda w: torch.mm(x, w.t(), out=theirs)),
         candidate(collectives(context), "comm", lambda _: dist.all_reduce(summed, group=group)),
         candidate("flux.all_reduce", "comm", lambda _: flux.all_reduce(summed, group=group, out=ours)),
     ]
     if context.cuda:
-        candidates.insert(2, candidate("flux.gemm", "gemm", lambda w: flux.gemm(x, w, out=own_gemm)))
+        candidates.append(candidate("flux.gemm", "gemm", lambda w: flux.gemm(x, w, out=own_gemm)))
     others, notes = unfused(x, weights, theirs, context)
     return Prepared(candidates + others, explained("gemm_ar", m, n, k, context), notes)
 
@@ -104,8 +102,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     All use one workspace with room for both ways, so that none of them pays for growing it.
     """
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
     workspace = registry.get(group, context.device, "gemm_ar")

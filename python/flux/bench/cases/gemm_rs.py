@@ -9,15 +9,13 @@ import torch
 import flux
 from flux import _native
 from flux.bench.cases.common import (
-    CALLS,
     Candidate,
     Context,
     Prepared,
     async_tp,
     collectives,
-    compare,
+    exact,
     explained,
-    first_wrong,
     packed_choices,
     plan_dict,
     random_operands,
@@ -36,20 +34,18 @@ from flux.testing import GemmRsCase
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_rs on integers that carry each rank's mark, several calls in a row."""
     m, n, k = problem.local(context.tp)
-    results = []
-    for seed in range(CALLS):
+
+    def call(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
-        got = flux.gemm_rs(x, weight, group=context.group)
-        results.append(compare(got, case.expected(context.rank, context.device)))
-    flux.check(context.group)
-    return first_wrong(results)
+        return flux.gemm_rs(x, weight, group=context.group), case.expected(context.rank, context.device)
+
+    return exact(call, context)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     rows = m // context.world_size
     full = torch.empty(m, n, dtype=context.dtype, device=context.device)
@@ -63,7 +59,12 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
     blas, comm = library(context), collectives(context)
     candidates = [
-        Candidate("flux", "flux", rotating(weights, lambda w: flux.gemm_rs(x, w, group=group, out=ours))),
+        *context.ours(
+            "gemm_rs",
+            lambda name, role, g: Candidate(
+                name, role, rotating(weights, lambda w: flux.gemm_rs(x, w, group=g, out=ours))
+            ),
+        ),
         Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(x, w.t(), out=full))),
         Candidate(comm, "comm", lambda: scatter(shard, full, group=group)),
         Candidate(f"{blas}+{comm}", "serial", rotating(weights, serial)),
@@ -71,7 +72,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     notes: list[str] = []
     if context.cuda:
         call = rotating(weights, lambda w: flux.gemm(x, w, out=own_gemm))
-        candidates.insert(2, Candidate("flux.gemm", "gemm", call))
+        candidates.append(Candidate("flux.gemm", "gemm", call))
         name, symm_mem = group.group_name, torch.ops.symm_mem
         peers, notes = async_tp(
             weights, lambda w: symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name), context
@@ -86,8 +87,7 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     All use one workspace with room for the largest, so that none of them pays for growing it.
     """
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
     workspace = registry.get(group, context.device, "gemm_rs")

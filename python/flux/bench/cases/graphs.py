@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from flux.bench.cases.common import Candidate, Context
-from flux.bench.timing import Call, all_max
+from flux.bench.cases.common import Candidate, Context, tried
+from flux.bench.timing import Call
 
 _CALLS = 12  # minimum in a graph, because the launch of a graph costs some microseconds
 _symm_mem: Any = torch.ops.symm_mem
@@ -56,9 +57,7 @@ def symm_mem_all_reduce(
         produce: ``produce(weight, partial)`` writes what is to be summed to `partial` [m, n].
         use: what is done with the sum.
     """
-    group = context.group
-    assert group is not None
-    name = group.group_name
+    name = context.ranks.group_name
     memory: dict[str, torch.Tensor] = {}
 
     def symmetric() -> torch.Tensor:
@@ -84,15 +83,11 @@ def symm_mem_all_reduce(
 
     candidates, notes = [], []
     for label, step in (("one-shot", one_shot), ("two-shot", two_shot)):
-        error, candidate = "", None
-        try:
-            candidate = graphed(f"{prefix}{label}", "peer", step, weights, context)
-        except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
-            error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-        # All ranks must agree on which peers there are.
-        if all_max([1.0 if error else 0.0], group, context.device)[0]:
-            notes.append(f"symm_mem {label} could not run: {error or 'it failed on another rank'}")
-        elif candidate is not None:
+        make = functools.partial(graphed, f"{prefix}{label}", "peer", step, weights, context)
+        candidate, error = tried(make, context)
+        if candidate is None:
+            notes.append(f"symm_mem {label} could not run: {error}")
+        else:
             candidates.append(candidate)
     return candidates, notes
 
@@ -102,11 +97,5 @@ def capturable(call: Call, context: Context) -> tuple[Call, str]:
 
     All ranks agree on which.
     """
-    error, replay = "", call
-    try:
-        replay = _captured(call, context)
-    except RuntimeError as failure:
-        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-    if all_max([1.0 if error else 0.0], context.group, context.device)[0]:
-        return call, error or "it failed on another rank"
-    return replay, ""
+    replay, error = tried(lambda: _captured(call, context), context)
+    return replay or call, error
