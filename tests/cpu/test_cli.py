@@ -352,4 +352,4 @@ def test_python_m_flux_lists_its_commands() -> None:
         [sys.executable, "-m", "flux", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("bench", "verify", "doctor", "--version"))
+    assert all(command in done.stdout for command in ("bench", "tune", "verify", "doctor", "--version"))

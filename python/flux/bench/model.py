@@ -199,12 +199,13 @@ def geomean(values: Iterable[float]) -> float:
 def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool = True) -> Derived:
     """Everything the table shows about a row.
 
-    The best peer is the fastest candidate that does the same job without flux: roles ``serial`` and ``peer``.
+    The best peer is the fastest other candidate that does the same job: without flux, roles ``serial`` and
+    ``peer``, or by flux's own parts one after the other, role ``parts``.
     GEMM alone is the fastest candidate of role ``gemm``; a plain GEMM row has no such role, hence no floor.
     """
     best: dict[str, tuple[float, str]] = {}
     for name, timing in row.times.items():
-        roles = (timing.role, "peer") if timing.role == "serial" else (timing.role,)
+        roles = (timing.role, "peer") if timing.role in ("serial", "parts") else (timing.role,)
         for role in roles:
             if role not in best or timing.median < best[role][0]:
                 best[role] = (timing.median, name)

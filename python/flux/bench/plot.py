@@ -126,7 +126,9 @@ def _unit(d: Derived) -> float:
 
 def _times(axis: Any, record: Record, rows: list[Row], derived: list[Derived]) -> None:
     """Grouped bars: each candidate's time over the floor. The floor itself is the line at 1."""
-    names = ["flux"] + sorted({n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer")})
+    names = ["flux"] + sorted(
+        {n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer", "parts")}
+    )
     colours = dict(zip(names, [FLUX, *PEERS], strict=False))
     tallest = max(
         r.times[n].median / _unit(d)

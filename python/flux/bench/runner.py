@@ -180,7 +180,7 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
     ]
     row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
     if settings.device == "cuda" and not settings.all_configs:
-        wanted = ("flux", "serial", "peer")
+        wanted = ("flux", "serial", "peer", "parts")
         row.host_us = {
             c.name: round(timer.host_us(c.eager or c.call), 2) for c in candidates if c.role in wanted
         }

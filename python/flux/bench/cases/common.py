@@ -50,7 +50,7 @@ class Context:
         """What `make` gives for name, role and group of each way in which flux runs `op`: as planned, and as
         `twins` say.
         """
-        twins = [(in_way(way), "peer", g) for way, g in self.twins.items() if way in ways_of(op)]
+        twins = [(in_way(way), "parts", g) for way, g in self.twins.items() if way in ways_of(op)]
         return [make(*each) for each in [("flux", "flux", self.ranks), *twins]]
 
     def with_twins(self, ways: Sequence[str]) -> Context:
@@ -70,7 +70,8 @@ class Context:
 class Candidate:
     """One way to do the work.
 
-    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", or "config" (one choice of a sweep).
+    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", "parts" (flux in another way),
+    or "config" (one choice of a sweep).
     calls: how often `call` does the work: a CUDA graph holds several.
     eager: what its host cost is measured of, where that is not `call`.
     """
