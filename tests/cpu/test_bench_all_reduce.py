@@ -30,8 +30,7 @@ def test_the_sweep_gives_the_kernel_all_that_it_takes(monkeypatch: pytest.Monkey
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
     plan = plan_all_reduce(PlanInput("cuda", 1, 512, 0, torch.bfloat16, world_size=2, num_sms=132))
-    monkeypatch.setattr(all_reduce.registry, "get", lambda group, device, op: workspace)
-    monkeypatch.setattr(all_reduce, "workspace_plan", lambda *arguments: plan)
+    monkeypatch.setattr(all_reduce, "kernel_plan", lambda *problem: (workspace, plan))
     launched: dict[str, tuple[Any, ...]] = {}
 
     def graphed(name: str, role: str, step: Any, weights: list[torch.Tensor], context: Context) -> Any:

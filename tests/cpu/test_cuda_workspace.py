@@ -69,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         return made
 
     zeros = torch.zeros
-    properties = SimpleNamespace(multi_processor_count=132, uuid="A")
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="A")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)

@@ -42,8 +42,9 @@ MAY_IMPORT = {
     "moe": _BASE | {"comm", "ops", "_sharded", "tuning"},
     "layers": _BASE | {"flux", "ops", "comm", "_sharded"},
     "integrations": _BASE | {"flux", "ops", "moe", "layers"},
+    "peers": set(),
     "testing": _BASE | {"flux", "ops", "moe", "comm"},
-    "bench": _BASE | {"flux", "tuning", "ops", "moe", "comm", "layers", "integrations", "testing"},
+    "bench": _BASE | {"peers", "flux", "tuning", "ops", "moe", "comm", "layers", "integrations", "testing"},
     "tune": _BASE | {"flux", "ops", "moe", "comm", "tuning", "testing", "bench"},
     "cli": _BASE | {"flux", "tuning", "ops", "comm", "testing", "bench", "tune"},
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench import plot_ctas
-from flux.bench.colours import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
 from flux.bench.model import Derived, Row, derive, forced_times
+from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
 from flux.bench.record import Record
 
 _MOST_ROWS = 40  # side by side

@@ -56,36 +56,36 @@ class Settings:
 
 
 def run(settings: Settings, by: Callable[..., Any] | None = None, *more: Any, **variables: str) -> Any:
-    """What rank 0 returns of ``by(rank, world_size, settings, *more)``, a rank's part of a run: by default
-    the record of `run_rank`. Under torchrun only rank 0 gets it, the others None.
+    """What rank 0 returns of ``by(rank, world_size, settings, *more)``, by default the record of `run_rank`.
 
-    Args:
-        variables: of the environment of the ranks.
+    Under torchrun only rank 0 gets it, the others None. `variables`: of the ranks' environment.
     """
     by = by or run_rank
-    os.environ.update(variables)
     machine.disable_multicast()
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if settings.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo")
+        os.environ.update(variables)
+        dist.init_process_group(backend)
         try:
             return by(rank, world, settings, *more)
         finally:
             dist.destroy_process_group()
     if settings.world == 1:
+        os.environ.update(variables)
         return by(0, 1, settings, *more)
     from flux.testing import spawn
 
-    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     env = {**machine.NO_MULTICAST, **variables}
     if all(problem.op.startswith("layer") for problem in settings.problems):
         # Megatron requires it for its overlap, so measure with this setting.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    return spawn(by, settings.world, settings, *more, timeout_s=settings.timeout_s, backend=backend, env=env)[
-        0
-    ]
+    of_ranks = spawn(
+        by, settings.world, settings, *more, timeout_s=settings.timeout_s, backend=backend, env=env
+    )
+    return of_ranks[0]
 
 
 def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:

@@ -270,7 +270,10 @@ def _rank_call(
 def ranks(world_size: int, device: str, timeout_s: float, say: Say = _quiet) -> Iterator[Outcome]:
     """The collective ops between processes: GPUs, or the CPU path."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    env = machine.NO_MULTICAST
+    env = {
+        **machine.NO_MULTICAST,
+        "FLUX_TUNING": "off",
+    }  # the kernels are to run, also where others are faster
     starting = Outcome("all", "starting", _where(world_size, device), RUNNING)
     say(starting.label)
     with verify_log.followed(say) as log:

@@ -17,6 +17,7 @@ from flux.bench.cases.common import (
     compare,
     explained,
     first_wrong,
+    kernel_plan,
     packed_choices,
     plan_dict,
     random_operands,
@@ -24,10 +25,7 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
 from flux.ops import all_gather
-from flux.ops.plan import workspace_plan
 from flux.testing import AgGemmCase
 
 
@@ -91,14 +89,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 def sweep(problem: Problem, context: Context) -> Prepared:
     """The kernel with every tile shape and cluster, against what the plan chose."""
     m, n, k = problem.local(context.tp)
-    group = context.ranks
     full, weights = random_operands(m, n, k, context)
     x = full[: m // context.world_size]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    workspace = registry.get(group, context.device, "ag_gemm")
-    plan = workspace_plan(workspace, "ag_gemm", m, n, k, context.dtype, False)
-    if not plan.fused or not isinstance(workspace, CudaWorkspace):
-        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    workspace, plan = kernel_plan("ag_gemm", m, n, k, context)
 
     def run(name: str, config: int, role: str) -> Candidate:
         # The same launch as in flux.ag_gemm, except for the tile shape.

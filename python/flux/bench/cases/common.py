@@ -13,9 +13,12 @@ import torch.distributed as dist
 import flux
 from flux import _native
 from flux.bench.model import in_way
+from flux.bench.suites import Problem
 from flux.bench.timing import Call, all_max
 from flux.comm import registry
-from flux.ops.plan import ways_of
+from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan import ways_of, workspace_plan
+from flux.testing import GemmRsCase
 from flux.tuning.facts import Tuning
 
 T = TypeVar("T")
@@ -97,7 +100,7 @@ def tried(make: Callable[[], T], context: Context) -> tuple[T | None, str]:
     error, made = "", None
     try:
         made = make()
-    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
+    except (RuntimeError, AttributeError, ImportError, ValueError, TypeError, AssertionError) as failure:
         error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
     if all_max([1.0 if error else 0.0], context.group, context.device)[0]:
         return None, error or "it failed on another rank"
@@ -176,11 +179,26 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> str:
     return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
 
 
-def exact(call: Callable[[int], tuple[torch.Tensor, torch.Tensor]], context: Context) -> str:
-    """The first difference in several calls in a row: `call` makes the call of a seed, and gives its result
-    and the expected one.
+def marked(
+    problem: Problem,
+    context: Context,
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    whole: bool,
+    depth: int = 0,
+) -> str:
+    """Compares call(x, weight), several times in a row, on integers that carry each rank's mark.
+
+    Args:
+        whole: the result is the sum over ranks, not only this rank's rows of it.
+        depth: of the product that is summed, if not that of the problem.
     """
-    results = [compare(*call(seed)) for seed in range(CALLS)]
+    m, n, k = problem.local(context.tp)
+    results = []
+    for seed in range(CALLS):
+        case = GemmRsCase(m, n, depth or k, context.world_size, context.dtype, seed=seed)
+        x, weight, _ = case.inputs(context.rank, context.device)
+        want = case.expected_sum(context.device) if whole else case.expected(context.rank, context.device)
+        results.append(compare(call(x, weight), want))
     flux.check(context.group)
     return first_wrong(results)
 
@@ -217,6 +235,15 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
             return f"{name}: off by {most:.2g} of its rms at most and {mean:.2g} on average"
         worst = max(worst, mean)
     return f"agrees to {worst:.1e}" if worst else "agrees to the bit"
+
+
+def kernel_plan(op: str, m: int, n: int, k: int, context: Context) -> tuple[CudaWorkspace, Any]:
+    """Workspace and plan of an operator whose kernel runs in every tile shape."""
+    workspace = registry.get(context.ranks, context.device, op)
+    plan = workspace_plan(workspace, op, m, n, k, context.dtype, False)
+    if plan.way != "fused" or not isinstance(workspace, CudaWorkspace):
+        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    return workspace, plan
 
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).

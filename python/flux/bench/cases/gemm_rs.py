@@ -14,8 +14,9 @@ from flux.bench.cases.common import (
     Prepared,
     async_tp,
     collectives,
-    exact,
     explained,
+    kernel_plan,
+    marked,
     packed_choices,
     plan_dict,
     random_operands,
@@ -23,24 +24,13 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import reduce_scatter
-from flux.ops.plan import workspace_plan
 from flux.ops.plan_gemm import gemm_rs_room
-from flux.testing import GemmRsCase
 
 
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_rs on integers that carry each rank's mark, several calls in a row."""
-    m, n, k = problem.local(context.tp)
-
-    def call(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
-        x, weight, _ = case.inputs(context.rank, context.device)
-        return flux.gemm_rs(x, weight, group=context.group), case.expected(context.rank, context.device)
-
-    return exact(call, context)
+    return marked(problem, context, lambda x, w: flux.gemm_rs(x, w, group=context.group), False)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
@@ -87,13 +77,9 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     All use one workspace with room for the largest, so that none of them pays for growing it.
     """
     m, n, k = problem.local(context.tp)
-    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
-    workspace = registry.get(group, context.device, "gemm_rs")
-    plan = workspace_plan(workspace, "gemm_rs", m, n, k, context.dtype, False)
-    if not plan.fused or not isinstance(workspace, CudaWorkspace):
-        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    workspace, plan = kernel_plan("gemm_rs", m, n, k, context)
     configs = _native.core.tile_configs()
     rooms = [gemm_rs_room(m, n, context.world_size, c.id, context.dtype) for c in configs]
     signal_bytes, slot_bytes = max(r[0] for r in rooms), max(r[1] for r in rooms)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flux
+from flux import peers as packages
 from flux.bench.cases.common import (
     CALLS,
     Candidate,
@@ -26,7 +27,7 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.gemm import library
 from flux.bench.cases.gemm_ar import unfused
-from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
+from flux.bench.cases.graphs import Step, graphed, other_all_reduces
 from flux.bench.model import passed
 from flux.bench.suites import Problem
 from flux.ops import gemm
@@ -73,40 +74,27 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     norm_weight = torch.ones(n, dtype=context.dtype, device=context.device)
     x, weights = random_operands(m, n, k, context) if op == "gemm_ar" else (product.clone(), [residual])
     rest = {"residual": residual, "norm_weight": norm_weight, "eps": _EPS}
+    norm = packages.Norm(residual, norm_weight, _EPS)
 
     def candidate(name: str, role: str, step: Step) -> Candidate:
         return graphed(name, role, step, weights, context)
 
-    def normalised(total: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(total, (n,), norm_weight, _EPS)
-
-    def added_and_normalised(total: Tensor) -> Tensor:
-        return normalised(total + residual)
-
     def by_torch(_: Tensor) -> None:
         dist.all_reduce(product, group=group)
-        added_and_normalised(product)
+        norm.behind(product)
 
     candidates = [
         *context.ours(
             op, lambda name, role, g: candidate(name, role, lambda w: _call(op, x, w, group=g, **rest))
         ),
         candidate(
-            f"flux.{op}+norm",
-            "peer",
-            lambda w: normalised(_call(op, x, w, group=group, residual=residual)),
+            f"flux.{op}+norm", "peer", lambda w: norm.of(_call(op, x, w, group=group, residual=residual))
         ),
     ]
-    notes: list[str] = []
     if op == "gemm_ar":
         candidates.append(candidate(library(context), "gemm", lambda w: torch.mm(x, w.t(), out=product)))
-        others, notes = unfused(x, weights, product, context, added_and_normalised)
-        candidates += others
+        others, notes = unfused(x, weights, product, context, norm)
     else:
         candidates.append(candidate(collectives(context), "peer", by_torch))
-        if context.cuda:
-            peers, notes = symm_mem_all_reduce(
-                m, n, "", lambda w, partial: None, weights, context, added_and_normalised
-            )
-            candidates += peers
-    return Prepared(candidates, explained(op, m, n, k if op == "gemm_ar" else 0, context), notes)
+        others, notes = other_all_reduces(m, n, "", lambda w, partial: None, weights, context, norm)
+    return Prepared(candidates + others, explained(op, m, n, k if op == "gemm_ar" else 0, context), notes)
