@@ -125,6 +125,7 @@ bench: build
 results: build
 	$(PY) benchmarks/make_results.py $(ARGS)
 	$(PY) benchmarks/make_measured.py
+	$(PY) benchmarks/tuning_facts.py
 
 # The objects are deleted so that the log of ptxas is complete; ccache makes that cheap and replays the log.
 kernels: $(STAMP)

@@ -4,6 +4,7 @@ test asks for.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ pytest.register_assert_rewrite("ranks")  # tests/dist/ranks.py: its assertions t
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():  # the kernels are to run, also where other ways are faster
+        os.environ.setdefault("FLUX_TUNING", "off")
     config.addinivalue_line("markers", "gpu: needs one GPU that runs flux's kernels")
     config.addinivalue_line("markers", "dist: needs several GPUs that run flux's kernels")
     config.addinivalue_line("markers", "gpus(n): how many GPUs a test of tests/dist needs (default 2)")

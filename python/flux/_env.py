@@ -95,6 +95,21 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("on", "off"),
     ),
     Variable(
+        "FLUX_TUNING",
+        "auto",
+        "Measurements by which plans choose: auto (those that flux ships for such GPUs), a file of flux "
+        "tune, or off. Read once in a process; all ranks of a group must have the same.",
+        "run",
+        str,
+    ),
+    Variable(
+        "FLUX_RECORD_SHAPES",
+        "",
+        "File to which rank 0 of each group appends the problems that it plans, for flux tune --trace.",
+        "run",
+        str,
+    ),
+    Variable(
         "FLUX_DEBUG",
         "off",
         "compare: ranks compare the arguments of every call, and the contents of tensors that must be equal "

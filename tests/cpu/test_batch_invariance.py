@@ -14,7 +14,8 @@ import flux
 from flux import _invariance
 from flux._native import core
 from flux.ops import plan_ar
-from flux.ops.plan import plan_ag_gemm, plan_gemm, plan_gemm_rs
+from flux.ops.plan import PlanInput
+from flux.ops.plan_gemm import plan_ag_gemm, plan_gemm, plan_gemm_rs
 from flux.testing import spawn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -128,11 +129,15 @@ def test_sums_that_an_exchange_cannot_hold_are_made_of_parts() -> None:
     spawn(large_sums, 2)
 
 
+def of_four(m: int, n: int, k: int) -> PlanInput:
+    return PlanInput("cuda", m, n, k, torch.bfloat16, world_size=4, num_sms=132)
+
+
 PLANNERS: dict[str, Callable[[int, int, int], Any]] = {
-    "gemm": lambda m, n, k: plan_gemm("cuda", m, n, k, torch.bfloat16, False, None, 132),
-    "gemm_rs": lambda m, n, k: plan_gemm_rs("cuda", m, n, k, torch.bfloat16, False, 4, None, 132, ""),
-    "ag_gemm": lambda m, n, k: plan_ag_gemm("cuda", m, n, k, torch.bfloat16, False, 4, None, 132, ""),
-    "gemm_ar": lambda m, n, k: plan_ar.plan_gemm_ar("cuda", m, n, k, torch.bfloat16, False, 4, None, 132, ""),
+    "gemm": lambda m, n, k: plan_gemm(PlanInput("cuda", m, n, k, torch.bfloat16, num_sms=132)),
+    "gemm_rs": lambda m, n, k: plan_gemm_rs(of_four(m, n, k)),
+    "ag_gemm": lambda m, n, k: plan_ag_gemm(of_four(m, n, k)),
+    "gemm_ar": lambda m, n, k: plan_ar.plan_gemm_ar(of_four(m, n, k)),
 }
 
 

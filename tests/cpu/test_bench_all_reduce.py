@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import flux
 from flux._native import core
-from flux.bench.cases import all_reduce, all_reduce_norm
+from flux.bench.cases import all_reduce
+from flux.bench.cases import norms as cases
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
 from flux.bench.runner import Settings, measure
@@ -20,6 +21,7 @@ from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer
 from flux.comm.cuda import CudaWorkspace
 from flux.ops.gemm_ar import rms_norm
+from flux.ops.plan import PlanInput
 from flux.ops.plan_ar import plan_all_reduce
 from flux.testing import spawn
 
@@ -27,9 +29,8 @@ from flux.testing import spawn
 def test_the_sweep_gives_the_kernel_all_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
-    plan = plan_all_reduce("cuda", 1, 512, 0, torch.bfloat16, False, 2, None, 132, "links")
-    monkeypatch.setattr(all_reduce.registry, "get", lambda group, device, op: workspace)
-    monkeypatch.setattr(all_reduce, "workspace_plan", lambda *arguments: plan)
+    plan = plan_all_reduce(PlanInput("cuda", 1, 512, 0, torch.bfloat16, world_size=2, num_sms=132))
+    monkeypatch.setattr(all_reduce, "kernel_plan", lambda *problem: (workspace, plan))
     launched: dict[str, tuple[Any, ...]] = {}
 
     def graphed(name: str, role: str, step: Any, weights: list[torch.Tensor], context: Context) -> Any:
@@ -72,7 +73,7 @@ def norms(rank: int, world_size: int) -> tuple[Row, list[str]]:
     found = []
     for broken in (without_weight, without_residual):
         with mock.patch.object(flux, "all_reduce", broken):
-            found.append(all_reduce_norm.check(PROBLEM, context))
+            found.append(cases.check(PROBLEM, context))
     return row, found
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux.bench.cases import gemm_ar_norm
+from flux.bench.cases import norms as cases
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
 from flux.bench.runner import Settings, measure
@@ -38,7 +38,7 @@ def norms(rank: int, world_size: int) -> tuple[Row, list[str]]:
     found = []
     for broken in (without_weight, without_residual):
         with mock.patch.object(flux, "gemm_ar", broken):
-            found.append(gemm_ar_norm.check(PROBLEM, context))
+            found.append(cases.check(PROBLEM, context))
     return row, found
 
 

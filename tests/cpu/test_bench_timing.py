@@ -11,7 +11,7 @@ import torch
 
 from flux.bench import timing
 from flux.bench.cases.common import Context, random_operands, rotating
-from flux.bench.timing import CpuTimer, GpuTimer
+from flux.bench.timing import CpuTimer, GpuTimer, drawn
 
 CYCLES_PER_MS = 1_000_000.0
 
@@ -93,12 +93,16 @@ def test_a_burst_excludes_host_time(gpu: FakeGpu) -> None:
 
 
 def test_candidates_take_turns_behind_a_delay(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round begins with another one: nobody always comes after the same."""
+    """The order is drawn anew in each round: nobody always comes after the same."""
     timer = make_timer(gpu)
     calls = {name: lambda name=name: gpu.enqueue(name, 0.1, 0.01) for name in "abc"}
     monkeypatch.setattr(timer, "_enqueue_once", lambda call: 0.01)
     samples = timer.interleaved(calls, 2, 4)
-    bursts = [["delay", "event", name, name, "event"] for name in "abcbcacababc"]
+    bursts = [
+        ["delay", "event", name, name, "event"] for number in range(4) for name in drawn([*"abc"], number)
+    ]
+    orders = {tuple(drawn([*"abc"], number)) for number in range(30)}
+    assert len(orders) == 6 and drawn([*"abc"], 3) == drawn([*"abc"], 3)
     assert gpu.log == [step for burst in bursts for step in burst]
     assert samples["a"] == pytest.approx([0.1] * 4)
 
@@ -116,8 +120,10 @@ def test_all_candidates_rest_as_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
         delays.clear()
         timer.interleaved({"quick": quick, "slow": slow}, 20, 2)
         longest = 20 * host_ms + 0.3
+        order = [name for number in (0, 1) for name in drawn(["quick", "slow"], number)]
         # The first two only try whether a burst fits the queue.
-        assert delays == pytest.approx([rest, longest, rest, longest, longest, rest])
+        expected = [rest, longest, *(rest if name == "quick" else longest for name in order)]
+        assert delays == pytest.approx(expected)
 
 
 def test_calls_of_a_slow_host_come_in_shorter_bursts(gpu: FakeGpu) -> None:

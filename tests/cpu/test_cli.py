@@ -50,8 +50,8 @@ def test_bench_two_processes(tmp_path: Path) -> None:
     assert fused.check == gathering.check == plain.check == "exact"
     assert fused.local == (264, 264, 64) and plain.local == (264, 264, 128)
     assert gathering.local == (264, 132, 128)
-    assert set(fused.times) == {"flux", "torch", "gloo", "torch+gloo"}
-    assert set(gathering.times) == {"flux", "torch", "gloo", "gloo+torch"}
+    assert set(fused.times) == {"flux", "flux, parts", "torch", "gloo", "torch+gloo"}
+    assert set(gathering.times) == {"flux", "flux, parts", "torch", "gloo", "gloo+torch"}
     assert all(len(t.samples) == 2 and t.min > 0 for t in fused.times.values())
     # Each of two ranks keeps half of its fp32 partial and sends the other half.
     assert (fused.wire_bytes, plain.wire_bytes) == (264 * 264 * 4 // 2, 0)
@@ -352,4 +352,4 @@ def test_python_m_flux_lists_its_commands() -> None:
         [sys.executable, "-m", "flux", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("bench", "verify", "doctor", "--version"))
+    assert all(command in done.stdout for command in ("bench", "tune", "verify", "doctor", "--version"))

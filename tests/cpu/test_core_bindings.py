@@ -16,7 +16,8 @@ import torch
 
 from flux._native import core
 from flux.moe import reference
-from flux.ops.plan import plan_ag_gemm
+from flux.ops.plan import PlanInput
+from flux.ops.plan_gemm import plan_ag_gemm
 
 FUZZER = Path(__file__).parent / "fuzz_core.py"
 CALLS = 8000
@@ -134,7 +135,7 @@ def test_the_largest_problems_still_have_a_plan() -> None:
 
 def test_a_larger_problem_runs_unfused() -> None:
     for k, fused in ((core.MAX_EXTENT, True), (core.MAX_EXTENT + 1, False)):
-        plan = plan_ag_gemm("cpu", 2, 8, k, torch.bfloat16, False, 2, None, 0, "")
+        plan = plan_ag_gemm(PlanInput("cpu", 2, 8, k, torch.bfloat16, world_size=2))
         assert plan.fused == fused
         assert plan.slot_bytes >= 0
 

@@ -16,7 +16,8 @@ from flux.comm import cuda, symm_mem
 from flux.comm.cuda import CudaWorkspace
 from flux.ops import ag_gemm, all_gather, gemm_rs
 from flux.ops import gemm_rs_with_gather as beside
-from flux.ops.plan import Plan, copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs, workspace_plan
+from flux.ops.plan import Plan, PlanInput, workspace_plan
+from flux.ops.plan_gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
 
 
 class Echo:
@@ -68,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         return made
 
     zeros = torch.zeros
-    properties = SimpleNamespace(multi_processor_count=132, uuid="A")
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="A")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -104,7 +105,7 @@ def entered(workspace: CudaWorkspace, plan: Plan) -> tuple[int, int, int]:
 
 
 def plan(rows: int) -> Plan:
-    return plan_gemm_rs("cuda", 2 * rows, 1024, 512, torch.bfloat16, False, 2, None, 132, "test")
+    return plan_gemm_rs(PlanInput("cuda", 2 * rows, 1024, 512, torch.bfloat16, world_size=2, num_sms=132))
 
 
 def test_it_grows_when_it_must_and_geometrically(machine: Machine) -> None:
@@ -187,7 +188,7 @@ def test_no_copy_engines_where_launches_block(machine: Machine, monkeypatch: pyt
 
 def gathering(rows: int, k: int = 4096, world_size: int = 2) -> Plan:
     m = rows * world_size
-    return plan_ag_gemm("cuda", m, 1024, k, torch.bfloat16, False, world_size, None, 132, "pushed")
+    return plan_ag_gemm(PlanInput("cuda", m, 1024, k, torch.bfloat16, False, world_size, None, 132, "pushed"))
 
 
 def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> None:
@@ -297,7 +298,7 @@ def test_what_a_gather_needs() -> None:
     plan = gathering(300, k=1000, world_size=4)
     assert plan.slot_bytes == -(-3 * 300 * 1000 * 2 // 4096) * 4096
     assert plan.signal_bytes == 4096
-    bytes_moved = plan_all_gather("cuda", 4 * 300, 500, torch.float32, 4, None, "pushed")
+    bytes_moved = plan_all_gather(PlanInput("cuda", 4 * 300, 0, 500, torch.float32, world_size=4))
     assert (bytes_moved.fused, bytes_moved.slot_bytes) == (True, plan.slot_bytes)
     assert "weight" not in str(bytes_moved) and "x [300, 500], float32" in str(bytes_moved)
     assert "x [300, 1000], weight [1024, 1000]" in str(plan)

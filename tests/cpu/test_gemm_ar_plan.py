@@ -22,7 +22,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
 from flux.ops import _exchange
 from flux.ops import gemm_ar as ops
-from flux.ops.plan import PLANNERS, Plan
+from flux.ops.plan import PLANNERS, Plan, PlanInput
 from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import GemmRsCase, RankFailure, spawn
 
@@ -30,7 +30,7 @@ TIMEOUT_S = 1.0
 
 
 def plan(op: str = "gemm_ar", **change: Any) -> Plan:
-    facts = {
+    facts: dict[str, Any] = {
         "device_type": "cuda",
         "m": 16,
         "n": 4096,
@@ -43,7 +43,7 @@ def plan(op: str = "gemm_ar", **change: Any) -> Plan:
         "transport": "links",
         **change,
     }
-    return PLANNERS[op](**facts)
+    return PLANNERS[op](PlanInput(**facts))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flux
 from flux.comm import registry
 from flux.comm.group import resolve_group
-from flux.ops.plan import can_run_fused
+from flux.ops.plan import PlanInput, can_run_fused
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 
@@ -193,7 +193,7 @@ def test_more_ranks_than_a_kernel_serves_run_unfused() -> None:
     ],
 )
 def test_what_runs_fused(change: dict[str, Any], fused: bool, reason: str) -> None:
-    facts = {
+    facts: dict[str, Any] = {
         "op": "gemm_rs",
         "device_type": "cuda",
         "dtype": torch.bfloat16,
@@ -204,6 +204,6 @@ def test_what_runs_fused(change: dict[str, Any], fused: bool, reason: str) -> No
         **change,
     }
     op = facts.pop("op")
-    decided, why = can_run_fused(op, **facts)
+    decided, why = can_run_fused(op, PlanInput(**facts))
     assert decided is fused
     assert reason in why

@@ -109,7 +109,7 @@ def run(rank: int, world_size: int) -> dict[str, list[str]]:
 
 
 def test_every_candidate_runs_and_peers_do_the_same_job() -> None:
-    roles = ["flux", "gemm", "gemm", "comm", "serial"]
+    roles = ["flux", "parts", "gemm", "gemm", "comm", "serial"]
     expected = {
         "moe_route 1": ["flux", "serial"],
         "moe_route 2": ["flux", "serial"],

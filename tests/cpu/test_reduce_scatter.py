@@ -17,7 +17,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
 from flux.ops import _exchange
 from flux.ops import reduce_scatter as ops
-from flux.ops.plan import Plan
+from flux.ops.plan import Plan, PlanInput
 from flux.ops.plan_ar import exchange_room, plan_reduce_scatter
 from flux.testing import GemmRsCase, spawn
 
@@ -39,7 +39,7 @@ def plan(**change: Any) -> Plan:
         "num_sms": 132,
         "transport": "stores",
     }
-    return plan_reduce_scatter(**(facts | change))
+    return plan_reduce_scatter(PlanInput(**(facts | change)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -45,7 +46,8 @@ def test_another_size_of_the_group_is_another_question() -> None:
     why_not = "the kernels need another GPU"
     gpu = torch.device("cuda", 0)
     properties = mock.patch(
-        "torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=8)
+        "torch.cuda.get_device_properties",
+        return_value=SimpleNamespace(multi_processor_count=8, major=8, minor=0),
     )
     with properties, mock.patch.object(plan.cuda, "why_not", return_value=why_not):
         for size in (2, 4, 2):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flux import _native
+from flux.peers import versions
 
 # flux never uses multicast; results of peers with multicast would not be comparable.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -118,6 +119,7 @@ def describe(device: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "multicast": "off",
+        "peers": versions(),
     }
     if device == "cuda":
         gpus = smi()

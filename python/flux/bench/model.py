@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 # Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
@@ -22,6 +22,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Patterns with one GEMM, for which 2MNK operations give a rate.
 GEMM_PATTERNS = ("gemm_rs", "ag_gemm", "gemm_ar", "local")
+
+
+def in_way(way: str) -> str:
+    """The candidate that runs flux's operator in one way (flux.tuning.facts.WAYS)."""
+    return f"flux, {way}"
 
 
 def passed(check: str) -> bool:
@@ -47,6 +52,14 @@ class Timing:
     @property
     def max(self) -> float:
         return max(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, relative to the median."""
+        if len(self.samples) < 3:
+            return 0.0
+        low, _, high = quantiles(self.samples, n=4)
+        return (high - low) / 2 / self.median
 
 
 @dataclass(frozen=True)
@@ -186,12 +199,13 @@ def geomean(values: Iterable[float]) -> float:
 def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool = True) -> Derived:
     """Everything the table shows about a row.
 
-    The best peer is the fastest candidate that does the same job without flux: roles ``serial`` and ``peer``.
+    The best peer is the fastest other candidate that does the same job: without flux, roles ``serial`` and
+    ``peer``, or by flux's own parts one after the other, role ``parts``.
     GEMM alone is the fastest candidate of role ``gemm``; a plain GEMM row has no such role, hence no floor.
     """
     best: dict[str, tuple[float, str]] = {}
     for name, timing in row.times.items():
-        roles = (timing.role, "peer") if timing.role == "serial" else (timing.role,)
+        roles = (timing.role, "peer") if timing.role in ("serial", "parts") else (timing.role,)
         for role in roles:
             if role not in best or timing.median < best[role][0]:
                 best[role] = (timing.median, name)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench import plot_ctas
-from flux.bench.colours import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
 from flux.bench.model import Derived, Row, derive, forced_times
+from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
 from flux.bench.record import Record
 
 _MOST_ROWS = 40  # side by side
@@ -126,7 +126,9 @@ def _unit(d: Derived) -> float:
 
 def _times(axis: Any, record: Record, rows: list[Row], derived: list[Derived]) -> None:
     """Grouped bars: each candidate's time over the floor. The floor itself is the line at 1."""
-    names = ["flux"] + sorted({n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer")})
+    names = ["flux"] + sorted(
+        {n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer", "parts")}
+    )
     colours = dict(zip(names, [FLUX, *PEERS], strict=False))
     tallest = max(
         r.times[n].median / _unit(d)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from flux.bench.colours import FAINT, FLUX, GRID, INK, PEERS
 from flux.bench.model import Row, derive, forced_times, over_best
+
+# The colours of all pictures of results.
+FLUX = "#e4572e"
+PEERS = ["#3d5a80", "#7a9cc6", "#98c1d9", "#b9c0c9"]
+INK = "#22303c"
+FAINT = "#6b7785"
+LOSS = "#9aa3ad"
+GRID = "#e7eaee"
+EDGE = "#c9cfd6"
 
 _IN_SIGHT = 1.3  # a line further above the others is not drawn: its value is written instead
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.2, 2.9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import flux
+from flux import _env
 from flux.bench import machine
 from flux.bench.cases import OPS, OpSpec
 from flux.bench.cases.common import Context
@@ -27,7 +28,8 @@ from flux.bench.timing import Timer, make_timer
 class Settings:
     """Everything that decides what is measured.
 
-    world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers.
+    world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers; ways: in
+    which flux runs beside its plan.
     """
 
     problems: tuple[Problem, ...]
@@ -44,53 +46,51 @@ class Settings:
     json_file: str | None = None
     skipped: tuple[str, ...] = ()
     timeout_s: float = 3600.0
+    ways: tuple[str, ...] = ("parts",)
 
     def public(self) -> dict[str, Any]:
         """The settings that a result file records."""
         hidden = ("problems", "json_file", "skipped", "suite", "device")
-        return {key: value for key, value in asdict(self).items() if key not in hidden}
+        known = {key: value for key, value in asdict(self).items() if key not in hidden}
+        return {**known, "tuning": _env.get("FLUX_TUNING")}
 
 
-def run(settings: Settings) -> Record | None:
-    """Measures on this machine. Under torchrun only rank 0 gets the record, the others None."""
+def run(settings: Settings, by: Callable[..., Any] | None = None, *more: Any, **variables: str) -> Any:
+    """What rank 0 returns of ``by(rank, world_size, settings, *more)``, by default the record of `run_rank`.
+
+    Under torchrun only rank 0 gets it, the others None. `variables`: of the ranks' environment.
+    """
+    by = by or run_rank
     machine.disable_multicast()
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if settings.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo")
+        os.environ.update(variables)
+        dist.init_process_group(backend)
         try:
-            return run_rank(rank, world, settings)
+            return by(rank, world, settings, *more)
         finally:
             dist.destroy_process_group()
     if settings.world == 1:
-        return run_rank(0, 1, settings)
+        os.environ.update(variables)
+        return by(0, 1, settings, *more)
     from flux.testing import spawn
 
-    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
-    env = dict(machine.NO_MULTICAST)
+    env = {**machine.NO_MULTICAST, **variables}
     if all(problem.op.startswith("layer") for problem in settings.problems):
         # Megatron requires it for its overlap, so measure with this setting.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    results: list[Record | None] = spawn(
-        run_rank,
-        settings.world,
-        settings,
-        timeout_s=settings.timeout_s,
-        backend=backend,
-        env=env,
+    of_ranks = spawn(
+        by, settings.world, settings, *more, timeout_s=settings.timeout_s, backend=backend, env=env
     )
-    return results[0]
+    return of_ranks[0]
 
 
 def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
     """One rank's part of a run: checks and times every problem. Rank 0 keeps record and shows progress."""
-    device = torch.device("cpu")
-    if settings.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    group = dist.group.WORLD if world_size > 1 else None
-    dtype = getattr(torch, settings.dtype)
-    context = Context(rank, world_size, settings.tp, device, dtype, group)
+    context = context_of(rank, world_size, settings)
     record = Record(
         version=flux.__version__,
         commit=machine.commit(),
@@ -102,26 +102,36 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
         skipped=list(settings.skipped),
     )
     with torch.no_grad():
-        timer = make_timer(device, group)
+        timer = make_timer(context.device, context.group)
         if context.cuda:
             load = _heat(context)
             if load:
                 record.machine["gpus_load"] = load
-        with _progress(rank == 0, len(settings.problems)) as (step, say):
+        with progress(rank == 0, len(settings.problems)) as (step, say):
             context = replace(context, say=say)
             for problem in settings.problems:
-                step(_label(problem), None)
+                step(label(problem), None)
                 row = measure(problem, context, timer, settings)
                 record.rows.append(row)
                 if rank == 0 and settings.json_file:
                     write(record, settings.json_file)
-                step(_label(problem), _outcome(row, settings))
+                step(label(problem), _outcome(row, settings))
     record.complete = True
     if rank == 0 and context.cuda:
         record.machine["gpus_after"] = machine.smi()
     if rank == 0 and settings.json_file:
         write(record, settings.json_file)
     return record if rank == 0 else None
+
+
+def context_of(rank: int, world_size: int, settings: Settings) -> Context:
+    """The context of a rank. A collective."""
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    group = dist.group.WORLD if world_size > 1 else None
+    context = Context(rank, world_size, settings.tp, device, getattr(torch, settings.dtype), group)
+    return context if settings.alone else context.with_twins(settings.ways)
 
 
 def measure(problem: Problem, context: Context, timer: Timer, settings: Settings) -> Row:
@@ -142,7 +152,9 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         wire_bytes=on_wire if spec.collective else 0,
         variant=problem.variant,
     )
-    row.check = _agree(spec.check(problem, context), context)
+    # flux in every way in which it is timed.
+    everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
+    row.check = _agree(first_failed(spec.check(problem, each) for each in everybody), context)
     prepare = spec.sweep if settings.all_configs and spec.sweep else spec.prepare
     prepared = prepare(problem, context)
     row.plan, row.notes = prepared.plan, prepared.notes
@@ -168,7 +180,7 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
     ]
     row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
     if settings.device == "cuda" and not settings.all_configs:
-        wanted = ("flux", "serial", "peer")
+        wanted = ("flux", "serial", "peer", "parts")
         row.host_us = {
             c.name: round(timer.host_us(c.eager or c.call), 2) for c in candidates if c.role in wanted
         }
@@ -180,8 +192,14 @@ def _agree(mine: str, context: Context) -> str:
         return mine
     told: list[Any] = [None] * context.world_size
     dist.all_gather_object(told, mine, group=context.group)
-    wrong = (f"rank {rank}: {said}" for rank, said in enumerate(told) if not passed(said))
-    return next(wrong, next((said for said in told if said != "exact"), "exact"))
+    return first_failed(said if passed(said) else f"rank {rank}: {said}" for rank, said in enumerate(told))
+
+
+def first_failed(told: Iterable[str]) -> str:
+    """The first of these checks that failed; if none did, the first that is not "exact"."""
+    told = list(told)
+    failed = (said for said in told if not passed(said))
+    return next(failed, next((said for said in told if said != "exact"), "exact"))
 
 
 def _heat(context: Context) -> list[dict[str, Any]]:
@@ -198,7 +216,7 @@ def _heat(context: Context) -> list[dict[str, Any]]:
     return load
 
 
-def _label(problem: Problem) -> str:
+def label(problem: Problem) -> str:
     side = f" ({problem.pattern})" if problem.op == "gemm" else ""
     return f"{problem.op}{side} {problem.model} {problem.variant} M={problem.m}".replace("  ", " ")
 
@@ -213,7 +231,7 @@ def _outcome(row: Row, settings: Settings) -> str:
 
 
 @contextmanager
-def _progress(show: bool, total: int) -> Iterator[Any]:
+def progress(show: bool, total: int) -> Iterator[Any]:
     """A live bar on a terminal, else a line per row. Yields a function that takes a row's label and its
     outcome, and a function that takes a line of text.
     """

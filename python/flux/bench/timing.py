@@ -9,8 +9,8 @@ The rules, each of which has spoiled somebody's published result:
 * no delay helps a burst that does not fit the GPU's queue of about a thousand launches: a host that has
   filled it waits for the GPU. Calls of whole models are therefore tried first, in ever shorter bursts;
 * a sample is a burst of back-to-back calls between two events, and the slowest rank counts;
-* candidates take turns in one process, because clocks drift with heat and power, and each round begins with
-  another one (A B C, B C A, ...), because whoever comes after a light candidate finds a rested GPU;
+* candidates take turns in one process, because clocks drift with heat and power, in an order that is
+  drawn anew in each round, because whoever comes after a light candidate finds a rested GPU;
 * the delay is the same for all. A GPU at its power limit computes up to 9 % faster in the burst after a rest:
   otherwise the candidate whose calls take the host longest would win by that;
 * host cost is measured separately, behind a long delay, so that the GPU never makes the host wait.
@@ -18,6 +18,7 @@ The rules, each of which has spoiled somebody's published result:
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -64,10 +65,11 @@ def all_max(values: list[float], group: dist.ProcessGroup | None, device: torch.
     return [float(v) for v in tensor.tolist()]
 
 
-def rotated(names: list[str], number: int) -> list[str]:
-    """The order of a round: each begins with the candidate that was second in the one before."""
+def drawn(names: list[str], number: int) -> list[str]:
+    """The order of a round: all begin equally often, the rest is drawn anew. Equal on all ranks."""
     first = number % len(names)
-    return names[first:] + names[:first]
+    others = names[:first] + names[first + 1 :]
+    return [names[first], *random.Random(f"round {number}").sample(others, len(others))]
 
 
 class CpuTimer:
@@ -92,7 +94,7 @@ class CpuTimer:
     def interleaved(self, calls: Mapping[str, Call], iters: int, rounds: int) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(rounds):
-            for name in rotated(list(calls), number):
+            for name in drawn(list(calls), number):
                 samples[name].append(self._burst(calls[name], iters))
         return {name: all_max(values, self._group, self._device) for name, values in samples.items()}
 
@@ -167,7 +169,7 @@ class GpuTimer:
         good: dict[str, list[float]] = {name: [] for name in calls}
         late: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(rounds + _EXTRA_ROUNDS):
-            wanted = [name for name in rotated(list(calls), number) if len(good[name]) < rounds]
+            wanted = [name for name in drawn(list(calls), number) if len(good[name]) < rounds]
             if not wanted:
                 break
             bursts = {name: self._burst(name, calls[name], iters) for name in wanted}

@@ -22,7 +22,7 @@ from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import options
+from flux.cli import compare, options
 from flux.cli.estimate import estimate
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
@@ -317,8 +317,12 @@ def command(
     """Time flux against the strongest alternatives here. Every shape is checked before it is timed.
 
     Without arguments: the default suite with TP = number of GPUs, or the CPU path with 4 processes.
+    "compare A.json B.json" compares two results: exit status 1 if a row is worse.
     Exit status 1 if a result is wrong, 2 if an option is.
     """
+    if ops and ops[0] == "compare":
+        compare.command(ops[1:])
+        return
     given = {p for p in ctx.params if str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
     with options.refusing():
         if plot is not None:

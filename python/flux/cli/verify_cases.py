@@ -17,7 +17,7 @@ from flux.bench.cases.common import CALLS, compare
 from flux.cli import options, verify_log, verify_moe
 from flux.cli.verify_log import RUNNING, Outcome, Say
 from flux.ops import gemm as products
-from flux.ops.plan import COPY_FROM_BYTES, copy_chunk_rows
+from flux.ops.plan_gemm import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.emulate import EmulatedRanks, why_not
 from flux.testing.emulate_moe import EmulatedMoeRanks
@@ -270,7 +270,10 @@ def _rank_call(
 def ranks(world_size: int, device: str, timeout_s: float, say: Say = _quiet) -> Iterator[Outcome]:
     """The collective ops between processes: GPUs, or the CPU path."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    env = machine.NO_MULTICAST
+    env = {
+        **machine.NO_MULTICAST,
+        "FLUX_TUNING": "off",
+    }  # the kernels are to run, also where others are faster
     starting = Outcome("all", "starting", _where(world_size, device), RUNNING)
     say(starting.label)
     with verify_log.followed(say) as log:

@@ -27,6 +27,7 @@ from flux._log import say_once
 from flux.comm.group import Meeting
 from flux.comm.shm import NoSharedMemory
 from flux.errors import CommTimeoutError
+from flux.tuning import store
 
 HEADER_BYTES: int = _native.core.HEADER_BYTES
 PAGE_BYTES = 4096
@@ -76,7 +77,9 @@ NOTHING: Same = {}
 
 
 class Disagreement(ValueError):
-    """The ranks of a group made different calls. Raised on all of them alike, so the group remains usable."""
+    """The ranks of a group made different calls, or have different measurements to plan by. Raised on all of
+    them alike, so the group remains usable.
+    """
 
 
 class NotInvariant(ValueError):
@@ -137,6 +140,7 @@ class Workspace(ABC):
         turn: the lock under which calls run; records whether an exception ended a call.
         compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
         copies: whether calls may use copy engines. Equal on all ranks.
+        tuning: the measurements by which plans choose. Equal on all ranks.
     """
 
     transport: str  # how tiles are sent, as text for users
@@ -158,7 +162,12 @@ class Workspace(ABC):
         self.failure: Exception | None = None
         self.turn = turn
         self._meeting = meeting
-        facts = meeting.exchange(op, {**self._facts(), "compare": _env.get("FLUX_DEBUG") == "compare"})
+        tuning = store.local(device)
+        told = {"compare": _env.get("FLUX_DEBUG") == "compare", "tuning": store.to_tell(tuning)}
+        facts = meeting.exchange(op, {**self._facts(), **told})
+        self.tuning, wrong = store.agreed([f["tuning"] for f in facts], tuning)
+        if wrong is not None:
+            raise Disagreement(f"{op}: {wrong}")
         self.num_sms = min(f["num_sms"] for f in facts)
         self.copies = all(f.get("copies", True) for f in facts)
         self.compares_contents = any(f["compare"] for f in facts)

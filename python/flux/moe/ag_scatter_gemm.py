@@ -114,7 +114,7 @@ def _eager(
         _Tiles(layout, told, weight, activation, out).compute(lambda expert, step: None, {0: x})
         return out
     if group.size() == 1:
-        return _unfused(x, weight, told, activation)
+        return in_parts(x, weight, told, activation)
     arguments = (x, weight, told, layout, activation, columns, group)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
@@ -132,7 +132,7 @@ def _among_ranks(
     plan = plan_of(workspace, _OP, weight, routing)
     with workspace.calling(plan, {"activation": activation, **same_routing(routing)}) as epoch:
         if not plan.fused:
-            return _unfused(x, weight, routing, activation)
+            return in_parts(x, weight, routing, activation)
         if isinstance(workspace, CudaWorkspace):
             out = x.new_empty(layout.max_rows, columns)
             _launch(x, weight, routing, layout, activation, out, plan, workspace)
@@ -160,8 +160,8 @@ def _launch(
         _kernel(x, weight, routing[:10], *sizes, activation_id, out, symm_buffer, -1, 0)
 
 
-def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None) -> torch.Tensor:
-    """All-gather, then a grouped GEMM, with torch; without synchronising with the GPU."""
+def in_parts(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None) -> torch.Tensor:
+    """All-gather, then a grouped GEMM; without synchronising with the GPU."""
     group = process_group(routing.group_name)
     limit = routing.max_tokens
     gathered = x.new_empty(group.size() * limit, x.shape[1])

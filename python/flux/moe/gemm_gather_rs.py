@@ -107,7 +107,7 @@ def _eager(
     group = process_group(group_name)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1:
-        return _unfused(x, weight, told)
+        return in_parts(x, weight, told)
     return registry.in_turn(group, x.device, _among_ranks, x, weight, told, layout, group)
 
 
@@ -119,7 +119,7 @@ def _among_ranks(
     plan = plan_of(workspace, _OP, weight, routing)
     with workspace.calling(plan, same_routing(routing)) as epoch:
         if not plan.fused:
-            return _unfused(x, weight, routing)
+            return in_parts(x, weight, routing)
         if isinstance(workspace, CudaWorkspace):
             return launch(x, weight, routing, plan, workspace)
         out = x.new_empty(routing.num_tokens, n)
@@ -145,8 +145,8 @@ def launch(
     return out
 
 
-def _unfused(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Grouped GEMM, weighted sum, then reduce-scatter, with torch; without synchronising with the GPU."""
+def in_parts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU."""
     group = process_group(routing.group_name)
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:

@@ -8,11 +8,25 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
-from flux.ops.plan import can_run_fused
+from flux.ops.plan import can_run_fused, problem_of
+from flux.tuning.facts import Tuning, choose
 
 # Rows of a tile, the same as in the kernel; also for the CPU path.
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
 BLOCK_N = 256
+
+
+def facts_op(op: str, experts: int, top_k: int, ep_size: int) -> str:
+    """The name under which measurements of a layer are found."""
+    return f"{op} {experts} experts, {top_k} chosen, EP {ep_size}"
+
+
+def choose_parts(tuning: Tuning, op: str, ranks: int, dtype: int, m: int, n: int, k: int) -> str | None:
+    """Why a layer runs as a collective, a grouped GEMM and sums one after the other, or None."""
+    if tuning.forced is not None:
+        return "to be measured" if tuning.forced == "parts" else None
+    found = choose(tuning.estimates(op, ranks, dtype, m, n, k), "fused", ("fused", "parts"))
+    return found and f"in parts {found[0].us:.1f} us, fused {found[1].us:.1f} us ({found[0].source})"
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,10 @@ def _make_plan(
     p = workspace.world_size
     m = p * max_tokens
     device = workspace.device.type
-    fused, reason = can_run_fused(
-        op, device_type=device, dtype=dtype, m=m, n=n, k=k, why_not=workspace.why_not
-    )
+    fused, reason = can_run_fused(op, problem_of(workspace, m, n, k, dtype))
+    named = facts_op(op, experts * ep_size, top_k, ep_size)
+    if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
+        fused, reason = False, found
     facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
     if not fused:
         return MoePlan(*facts)

@@ -21,7 +21,8 @@ from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
 from flux.ops import _arguments, _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops.plan import Plan, plan_all_gather
+from flux.ops.plan import Plan, problem_of
+from flux.ops.plan_gemm import plan_all_gather
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
 _OP = "moe.route"
@@ -405,9 +406,7 @@ def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Ten
     workspace = cast(CpuWorkspace, registry.get(group, told.device, _OP))
     m, columns = group.size() * told.shape[0], told.shape[1]
     everybody = told.new_empty(m, columns)
-    plan = plan_all_gather(
-        "cpu", m, columns, told.dtype, group.size(), workspace.why_not, workspace.transport
-    )
+    plan = plan_all_gather(problem_of(workspace, m, 0, columns, told.dtype))
     # The plan of the gather, but with the name of this operator and the facts on which ranks must agree.
     call = replace(plan, op=_OP, n=layout.num_experts, config=layout.ep_size)
     with workspace.calling(call, NOTHING) as epoch:

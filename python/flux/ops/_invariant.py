@@ -12,7 +12,7 @@ from flux._invariance import active
 from flux.comm.workspace import NotInvariant
 
 if TYPE_CHECKING:
-    from flux.ops.plan import Plan
+    from flux.ops.plan import Plan, PlanInput
 
 # The tile shape that serves any number of rows is the one that the cost model prefers for this number. It is
 # between decoding, for which narrower tiles would use more SMs, and prefill, for which wider ones are faster.
@@ -21,16 +21,17 @@ _TYPICAL_RANKS = 2
 _NO_CLUSTER = 1 << 8  # in a packed choice (csrc/gemm/select.h); K is not split
 
 
-def select(op: str, m: int, n: int, k: int, transpose_weight: bool, world_size: int, num_sms: int) -> Any:
+def select(op: str, problem: PlanInput) -> Any:
     """The tile shape and raster of a GEMM: the cost model's choice, or one tile shape for any m."""
     core, config = _native.core, -1
-    ranks = {"world_size": world_size} if op in ("gemm_rs", "ag_gemm") else {}
+    shape, transposed, sms = (problem.m, problem.n, problem.k), problem.transpose_weight, problem.sms
+    ranks = {"world_size": problem.world_size} if op in ("gemm_rs", "ag_gemm") else {}
     if active():
         typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
-        tile = typical(_TYPICAL_ROWS, n, k, transpose_weight, _TYPICAL_RANKS, num_sms).config
+        tile = typical(_TYPICAL_ROWS, *shape[1:], transposed, _TYPICAL_RANKS, sms).config
         config = tile | _NO_CLUSTER
     choose = getattr(core, f"select_{op}")
-    return choose(m, n, k, transpose_weight, num_sms=num_sms, config=config, **ranks)
+    return choose(*shape, transposed, num_sms=sms, config=config, **ranks)
 
 
 def require(plan: Plan) -> None:

@@ -20,7 +20,8 @@ from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable, readable_if_any, wide_type, writable
-from flux.ops.plan import Plan, workspace_plan
+from flux.ops.plan import Plan, carried_by, problem_of, workspace_plan
+from flux.ops.plan_gemm import plan_ag_gemm
 
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
@@ -271,9 +272,9 @@ def _call(
     p = group.size()
     if p == 1:
         biases = biases or (None,) * len(weights)
-        shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+        shapes, *_ = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
         outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
-        _one_rank(x, weights, biases, transpose_weight, products, gathered, m, ns, k)
+        _one_rank(x, weights, biases, transpose_weight, products, gathered)
         return outs
     arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
@@ -311,6 +312,10 @@ def _among_ranks(
         x2 = x.reshape(-1, k)
         products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
         gathered = None if gathered is None else gathered.view(m, k)
+    if call.way == "parts":
+        gathered = gather.call(x2, group, gathered, also={**given, "n": float(call.n)})
+        _one_rank(gathered, weights, biases, transpose_weight, products, None)
+        return outs
     with workspace.calling(call, given) as epoch:
         if not call.fused:
             _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
@@ -354,15 +359,9 @@ def _one_rank(
     transpose_weight: bool,
     products: Tensors,
     gathered: torch.Tensor | None,
-    m: int,
-    ns: tuple[int, ...],
-    k: int,
 ) -> None:
-    for weight, bias, out, n in zip(weights, biases, products, ns, strict=True):
-        if x.is_cuda:
-            plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
-        else:
-            out.copy_(plain.reference(x, weight, bias, transpose_weight))
+    for weight, bias, out in zip(weights, biases, products, strict=True):
+        plain.run(x, weight, bias, transpose_weight, out)
     if gathered is not None:
         gathered.copy_(x)
 
@@ -377,10 +376,12 @@ def _plans(
     key = ("ag_gemm", m, ns, k, dtype, transpose_weight)
     found = workspace.plans.get(key)
     if found is None:
-        plans = tuple(workspace_plan(workspace, "ag_gemm", m, n, k, dtype, transpose_weight) for n in ns)
-        call = next((plan for plan in plans if not plan.fused), plans[0])
-        if len(plans) > 1:
-            call = replace(call, n=sum(ns))
+        whole = workspace_plan(workspace, "ag_gemm", m, sum(ns), k, dtype, transpose_weight)
+        plans = (whole,) * len(ns)
+        if len(ns) > 1 and whole.way == "fused":
+            problems = (problem_of(workspace, m, n, k, dtype, transpose_weight) for n in ns)
+            plans = tuple(carried_by(workspace, plan_ag_gemm(problem)) for problem in problems)
+        call = next((replace(plan, n=sum(ns)) for plan in plans if not plan.fused), whole)
         found = workspace.plans[key] = (call, plans)
     return cast(tuple[Plan, tuple[Plan, ...]], found)
 

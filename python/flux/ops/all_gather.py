@@ -18,7 +18,7 @@ from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops import _check, _gate
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import readable, writable
-from flux.ops.plan import Plan, carried_by, plan_all_gather
+from flux.ops.plan import Plan, carried_by, planned, problem_of
 
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
@@ -113,15 +113,7 @@ def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
     key = ("all_gather", m, k, x.dtype)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
-        plan = plan_all_gather(
-            workspace.device.type,
-            m,
-            k,
-            x.dtype,
-            workspace.world_size,
-            workspace.why_not,
-            workspace.transport,
-        )
+        plan = planned("all_gather", problem_of(workspace, m, 0, k, x.dtype))
         plan = workspace.plans[key] = carried_by(workspace, plan)
     return plan
 

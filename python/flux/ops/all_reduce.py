@@ -19,8 +19,8 @@ from flux.comm.workspace import NOTHING, Same
 from flux.ops import _check, _gate, _invariant
 from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch
+from flux.ops._norm import row_norm
 from flux.ops._tensors import wide_type
-from flux.ops.gemm_ar import row_norm
 from flux.ops.plan import workspace_plan
 from flux.ops.plan_ar import split_rows
 
@@ -175,17 +175,17 @@ def _run(
         out.copy_(x if residual is None else x + residual)
         return None
     if not _invariance.active():
-        return registry.in_turn(group, x.device, _among_ranks, x, residual, norm_weight, eps, group, out)
+        return registry.in_turn(group, x.device, sum_of, x, residual, norm_weight, eps, group, out)
     # How many CTAs share a row of the kernel's norm depends on the number of rows.
     flat, total = x.reshape(-1), out.view(-1)
     added = None if residual is None else residual.reshape(-1)
     for part in split_rows(flat.shape[0], 1, x.dtype):
         some = None if added is None else added[part]
-        registry.in_turn(group, x.device, _among_ranks, flat[part], some, None, 0.0, group, total[part])
+        registry.in_turn(group, x.device, sum_of, flat[part], some, None, 0.0, group, total[part])
     return None
 
 
-def _among_ranks(
+def sum_of(
     x: Tensor,
     residual: Tensor | None,
     norm_weight: Tensor | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from flux.comm import cuda
 from flux.ops import _check, _gate, _invariant
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
-from flux.ops.plan import Plan, plan_gemm
+from flux.ops.plan import Plan, PlanInput, planned
+from flux.tuning import store
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -124,6 +126,21 @@ def _cuda_out(
     launch(x, weight, bias, transpose_weight, _check.output("gemm", out, shape, x, weight, bias), m, n, k)
 
 
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+) -> None:
+    """Writes the product of checked arguments, x [..., k], to out [..., n]."""
+    if x.is_cuda:
+        m = math.prod(x.shape[:-1])
+        launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1])
+    else:
+        out.copy_(reference(x, weight, bias, transpose_weight))
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -139,8 +156,12 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-        plan = _plans[key] = plan_gemm(
-            "cuda", m, n, k, x.dtype, transpose_weight, cuda.why_not(x.device), num_sms
+        why_not, tuning = cuda.why_not(x.device), store.local(x.device)
+        plan = _plans[key] = planned(
+            "gemm",
+            PlanInput(
+                "cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms, tuning=tuning
+            ),
         )
     _invariant.require(plan)
     x2 = x if x.dim() == 2 else x.reshape(m, k)

@@ -15,10 +15,13 @@ from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.workspace import Same
 from flux.ops import _check, _gate, _invariant
 from flux.ops import all_gather as gather
+from flux.ops import all_reduce as reduce
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs as scatter
 from flux.ops._exchange import sum_over_ranks
 from flux.ops._library import dispatch, library, may_skip_dispatch
+from flux.ops._norm import rms_norm as rms_norm
+from flux.ops._norm import row_norm as row_norm
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 from flux.ops.plan_ar import split_rows
@@ -150,18 +153,6 @@ def reference(
     return _plus(total, _addends(bias, residual, n)).to(x.dtype).view(shape)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x²) + eps) * weight, the mean over the last dimension (arXiv 1910.07467).
-
-    In fp32 (float64: in float64), rounded once.
-    """
-    wide = x.to(wide_type(x.dtype))
-    squares = wide.square().view(-1, wide.shape[-1])
-    mean = _invariant.by_rows(lambda rows: rows.mean(-1, keepdim=True), squares)
-    scale = torch.rsqrt(mean.view(*wide.shape[:-1], 1) + eps)
-    return (wide * scale * weight).to(x.dtype)
-
-
 def _addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
     """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
     found = [] if bias is None else [bias]
@@ -270,7 +261,11 @@ def _call(
         eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
         out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
         total = out.view(m, n)
-        _one_rank(x.reshape(m, k), weight, bias, transpose_weight, _rows(residual, m, n), total)
+        added = _rows(residual, m, n)
+        product = total if added is None else torch.empty_like(total)
+        plain.run(x.reshape(m, k), weight, bias, transpose_weight, product)
+        if added is not None:
+            torch.add(product, added, out=total)
         return out if norm_weight is None else (row_norm(total, norm_weight, eps).view(shape), out)
     arguments = (x, weight, bias, transpose_weight, residual, norm_weight, eps, group, out)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
@@ -312,7 +307,13 @@ def _among_ranks(
         for some in split_rows(m, n, x.dtype):
             part = None if residual is None else residual[some]
             _among_ranks(x[some], weight, bias, transpose_weight, part, None, 0.0, group, total[some])
-    elif plan.fused and plan.mode < 0:
+    elif plan.way == "parts":
+        product = x.new_empty(m, n)
+        plain.run(x, weight, None, transpose_weight, product)
+        if bias is not None:  # an all_reduce adds one tensor
+            residual = bias.expand(m, n) if residual is None else residual + bias
+        normalised = reduce.sum_of(product, residual, norm_weight, eps, group, total)
+    elif plan.way == "composed":
         dealt = m - m % group.size()
         head = None if residual is None else residual[:dealt]
         _composed(x[:dealt], weight, bias, transpose_weight, head, group, total[:dealt], same)
@@ -337,31 +338,6 @@ def _among_ranks(
 
 def _rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
     return None if residual is None else residual.reshape(m, n)
-
-
-def row_norm(total: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm by the fastest way on total's device."""
-    if total.is_cuda:  # one kernel there; the same sum in fp32 and the same one rounding
-        return torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
-    return rms_norm(total, weight, eps)
-
-
-def _one_rank(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    total: Tensor,
-) -> None:
-    product = total if residual is None else torch.empty_like(total)
-    if x.is_cuda:
-        (m, n), k = total.shape, x.shape[1]
-        plain.launch(x, weight, bias, transpose_weight, product, m, n, k)
-    else:
-        product.copy_(plain.reference(x, weight, bias, transpose_weight))
-    if residual is not None:
-        torch.add(product, residual, out=total)
 
 
 def _unfused(

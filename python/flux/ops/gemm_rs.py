@@ -19,6 +19,7 @@ from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
+from flux.ops.reduce_scatter import sum_of
 
 
 def gemm_rs(
@@ -148,12 +149,9 @@ def call(
     the call is a part of another operator.
     """
     if group.size() == 1:
-        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1)
+        shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1)
         out = _check.output("gemm_rs", out, shape, x, weight, bias)
-        if x.is_cuda:
-            plain.launch(x, weight, bias, transpose_weight, out, m, n, k)
-        else:
-            out.copy_(plain.reference(x, weight, bias, transpose_weight))
+        plain.run(x, weight, bias, transpose_weight, out)
         return out
     arguments = (x, weight, bias, transpose_weight, group, out, also)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
@@ -183,6 +181,13 @@ def _among_ranks(
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
+    if plan.way == "parts":
+        partial = x.new_empty(m, n)
+        plain.run(x2, weight, None, transpose_weight, partial)
+        sum_of(partial, group, out2, {"bias": bias, **also})
+        if bias is not None:
+            out2 += bias
+        return out
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
             _unfused(x2, weight, bias, transpose_weight, group, out2)

@@ -108,7 +108,7 @@ def _plans_beside(
     """Plans of both, if copy engines can gather while SMs send tiles; else None. Equal on all ranks."""
     scattering = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
     gathering = gather.gather_plan(workspace, rows)
-    if not (scattering.fused and gathering.fused and gathering.copied_now()):
+    if not (scattering.way == gathering.way == "fused" and gathering.copied_now()):
         return None
     if scattering.copied:  # copy engines already send the tiles
         scattering = replace(scattering, copied=False)

@@ -5,6 +5,7 @@ Plans depend only on facts that are equal on all ranks of a group, so all ranks 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,15 +13,27 @@ from typing import Any
 
 import torch
 
-from flux import _invariance, _native
+from flux import _env, _invariance, _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
-from flux.comm.workspace import Workspace, round_up
-from flux.ops import _check, _gate, _invariant
+from flux.comm.workspace import Workspace
+from flux.ops import _check, _gate
+from flux.tuning import store
+from flux.tuning.facts import NO_FACTS, Tuning, choose
+from flux.tuning.facts import WAYS as ALL_WAYS
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
 # Operators whose x is [m, n].
 _SUMS = ("all_reduce", "reduce_scatter")
+# Operators without a GEMM: their time depends on the number of elements only.
+_ELEMENTS = ("all_gather", *_SUMS)
+# The operators that one is made of, where it may also run them one after the other.
+_PARTS = {
+    "gemm_rs": "gemm and reduce_scatter",
+    "ag_gemm": "all_gather and gemm",
+    "gemm_ar": "gemm and all_reduce",
+}
+_RUNS = {"fused": "fused", "composed": "composed", "parts": "in parts", "torch": "unfused"}
 
 # The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
 CPU_NUM_SMS = 8
@@ -29,15 +42,6 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
 _ROW_ALIGNMENT_BYTES = 16
-_BLOCK_M: int = _native.core.tile_configs()[0].block_m
-# Number of blocks of rows for which a launch has counters while it pushes (csrc/runtime/symm_buffer.h).
-_MAX_PUSH_BLOCKS: int = _native.core.MAX_PUSH_BLOCKS
-
-# Gathered shards of at least this size are sent by copy engines. Starting one takes some microseconds, which
-# must be small against the transfer; for larger shards, SMs are better used for the GEMM.
-COPY_FROM_BYTES = 8 << 20
-# Parts of a shard that all_gather's copy engines signal separately.
-_GATHERED_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class Plan:
         dtype: of x.
         world_size: ranks of the group.
         transpose_weight: weight is [k, n].
-        fused: whether flux's kernel runs (on CPU: its protocol).
+        fused: whether flux's kernels run (on CPU: their protocols).
+        way: how: "fused", "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
+            flux, one after the other), or "torch".
         transport: what carries data between ranks.
         reason: why it runs fused or not.
         config: id of the tile shape, or -1.
@@ -62,6 +68,7 @@ class Plan:
         choice: tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h).
         time_us: microseconds that the cost model expects.
         candidates: name and time of each alternative, the fastest first.
+        estimates: way, microseconds and source of each way that was measured near this problem.
         signal_bytes: of signals in the workspace.
         slot_bytes: of slots in each of the workspace's two buffers.
         exchange_bytes: of the exchange in each of them.
@@ -105,6 +112,8 @@ class Plan:
     chunks: int = 0
     mode: int = -1
     batch_invariant: bool = field(default_factory=_invariance.active)
+    way: str = "fused"
+    estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
 
     def copied_now(self) -> bool:
         """Whether copy engines carry the data of a call at this moment.
@@ -122,7 +131,7 @@ class Plan:
         lines = [
             f"{self.op}: x [{rows}, {columns}], {weight}{str(self.dtype).removeprefix('torch.')}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
-            f"  runs       {'fused' if self.fused else 'unfused'}: {self.reason}",
+            f"  runs       {_RUNS[self.way]}: {self.reason}",
             f"  transport  {self.transport}",
         ]
         if self.batch_invariant:
@@ -138,37 +147,70 @@ class Plan:
         if len(self.candidates) > 1:
             others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
             lines.append(f"  considered {others} us")
+        lines += [f"  {way:<10} {us:.1f} us, {source}" for way, us, source in self.estimates]
         return "\n".join(lines)
 
 
-def can_run_fused(
-    op: str,
-    *,
-    device_type: str,
-    dtype: torch.dtype,
-    m: int,
-    n: int,
-    k: int,
-    why_not: str | None = None,
-) -> tuple[bool, str]:
+@dataclass(frozen=True)
+class PlanInput:
+    """What a plan depends on. Ranks of a group have equal problems, so they make equal plans.
+
+    Attributes:
+        device_type: "cuda" or "cpu".
+        m, n, k, dtype, transpose_weight, world_size: as in `Plan`.
+        why_not: what rules out flux's kernels for the group and device (`Workspace.why_not`), or None.
+        num_sms: of the group's smallest GPU; 0 on CPUs.
+        transport: what carries data between ranks.
+        tuning: the measurements to choose by.
+    """
+
+    device_type: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    transpose_weight: bool = False
+    world_size: int = 1
+    why_not: str | None = None
+    num_sms: int = 0
+    transport: str = "none (one rank)"
+    tuning: Tuning = NO_FACTS
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device_type == "cuda"
+
+    @property
+    def sms(self) -> int:
+        """SMs of the GPU whose tile order is used."""
+        return self.num_sms or CPU_NUM_SMS
+
+    def plan(self, op: str, fused: bool, reason: str, **facts: Any) -> Plan:
+        """A plan of this problem, unless `facts` say otherwise."""
+        named = ("m", "n", "k", "dtype", "world_size", "transpose_weight", "transport")
+        given = {name: getattr(self, name) for name in named}
+        given["way"] = "fused" if fused else "torch"
+        return Plan(op, fused=fused, reason=reason, **(given | facts))
+
+
+def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
     """Whether a problem runs in flux's kernel (on CPU: its protocol), and the reason. A pure function.
 
-    Args:
-        m, n, k: as in `Plan`; for all_gather n is any positive number.
-        why_not: what already rules it out for the group and device (`Workspace.why_not`), or None.
+    For all_gather n is any positive number.
     """
-    if min(m, n, k) == 0:
+    n, k, dtype = problem.n, problem.k, problem.dtype
+    if min(problem.m, n, k) == 0:
         return False, "the problem is empty"
-    if max(m, n, k) > _MAX_EXTENT:
+    if max(problem.m, n, k) > _MAX_EXTENT:
         return False, f"a dimension exceeds {_MAX_EXTENT}"
-    if why_not is not None:
-        return False, why_not
-    if device_type == "cpu":
+    if problem.why_not is not None:
+        return False, problem.why_not
+    if problem.device_type == "cpu":
         if op == "gemm":
             return False, "CPU tensors without communication: one torch.mm"
         return True, "ranks of one host share memory"
-    if device_type != "cuda":
-        return False, f"no kernels for {device_type} tensors"
+    if not problem.on_gpu:
+        return False, f"no kernels for {problem.device_type} tensors"
     row_bytes = k * dtype.itemsize
     if op == "all_gather" and row_bytes >= 2**31:
         return False, f"rows of {row_bytes} bytes are longer than the kernel can count"
@@ -184,164 +226,6 @@ def can_run_fused(
     return True, "supported by the kernel"
 
 
-def plan_gemm(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    why_not: str | None,
-    num_sms: int,
-) -> Plan:
-    """The plan of a plain GEMM on a device with `num_sms` SMs."""
-    fused, reason = can_run_fused(
-        "gemm", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
-    )
-    common = ("gemm", m, n, k, dtype, 1, transpose_weight, fused, "none (one rank)")
-    if not fused:
-        return Plan(*common, reason)
-    choice = _invariant.select("gemm", m, n, k, transpose_weight, 1, num_sms)
-    return Plan(*common, **chosen(choice, reason))
-
-
-def plan_gemm_rs(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    why_not: str | None,
-    num_sms: int,
-    transport: str,
-) -> Plan:
-    """The plan of a GEMM+ReduceScatter. `num_sms` is that of the group's smallest GPU (0 on CPU)."""
-    fused, reason = can_run_fused(
-        "gemm_rs", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
-    )
-    common = ("gemm_rs", m, n, k, dtype, world_size, transpose_weight, fused)
-    if not fused:
-        return Plan(*common, "torch.distributed.reduce_scatter_tensor", reason)
-    choice = _invariant.select("gemm_rs", m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
-    signal_bytes, slot_bytes = gemm_rs_room(m, n, world_size, choice.config, dtype)
-    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, world_size) if device_type == "cuda" else 0
-    if chunks:
-        transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {transport}"
-    return Plan(
-        *common,
-        transport,
-        **chosen(choice, reason),
-        signal_bytes=signal_bytes,
-        slot_bytes=slot_bytes,
-        copied=chunks > 0,
-        chunks=chunks,
-    )
-
-
-def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The signal_bytes and slot_bytes that one problem needs."""
-    layout = _native.core.gemm_rs_layout(m, n, world_size, config)
-    # The layout counts in 2-byte elements.
-    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
-
-
-def plan_ag_gemm(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    why_not: str | None,
-    num_sms: int,
-    transport: str,
-) -> Plan:
-    """The plan of an AllGather+GEMM with one weight. `num_sms` is that of the group's smallest GPU (0 on
-    CPU).
-    """
-    fused, reason = _can_gather_fused("ag_gemm", device_type, dtype, m, n, k, world_size, why_not)
-    common = ("ag_gemm", m, n, k, dtype, world_size, transpose_weight, fused)
-    if not fused:
-        return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
-    choice = _invariant.select("ag_gemm", m, n, k, transpose_weight, world_size, num_sms or CPU_NUM_SMS)
-    gathering = _gathering(device_type, m, k, dtype, world_size, transport)
-    return Plan(*common, **(chosen(choice, reason) | gathering))
-
-
-def plan_all_gather(
-    device_type: str,
-    m: int,
-    k: int,
-    dtype: torch.dtype,
-    world_size: int,
-    why_not: str | None,
-    transport: str,
-) -> Plan:
-    """The plan of an AllGather of rows of k elements; m counts those of all ranks."""
-    fused, reason = _can_gather_fused("all_gather", device_type, dtype, m, 1, k, world_size, why_not)
-    common = ("all_gather", m, 0, k, dtype, world_size, False, fused)
-    if not fused:
-        return Plan(*common, "torch.distributed.all_gather_into_tensor", reason)
-    gathering = _gathering(device_type, m, k, dtype, world_size, transport)
-    if gathering.get("copied"):
-        # Rows are copied to the result while later rows arrive, so the last part should be small.
-        gathering["chunk_rows"] = round_up(-(-(m // world_size) // _GATHERED_PARTS), _BLOCK_M)
-    # There is no tile shape; any number that is equal on all ranks.
-    gathering |= {"reason": reason, "config": 0}
-    return Plan(*common, **gathering)
-
-
-def _can_gather_fused(
-    op: str,
-    device_type: str,
-    dtype: torch.dtype,
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    why_not: str | None,
-) -> tuple[bool, str]:
-    fused, reason = can_run_fused(op, device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not)
-    blocks = (world_size - 1) * -(-m // world_size // _BLOCK_M)
-    if fused and device_type == "cuda" and blocks > _MAX_PUSH_BLOCKS:
-        return False, f"{m // world_size} rows of one rank are more than a launch can push"
-    return fused, reason
-
-
-def _gathering(
-    device_type: str, m: int, k: int, dtype: torch.dtype, world_size: int, transport: str
-) -> dict[str, Any]:
-    """How rows are sent, and the workspace sizes that they need."""
-    rows, row_bytes = m // world_size, k * dtype.itemsize
-    signal_bytes, slot_bytes = ag_gemm_room(m, k, world_size, dtype)
-    room = {"transport": transport, "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
-    if device_type != "cuda" or rows * row_bytes < COPY_FROM_BYTES:
-        return room
-    chunk_rows = copy_chunk_rows(rows)
-    transport = f"copy engines; in CUDA graphs {transport}"
-    return {**room, "transport": transport, "copied": True, "chunk_rows": chunk_rows}
-
-
-def copy_chunk_rows(rows: int) -> int:
-    """Rows for each signal of a copy engine: the whole shard, rounded up to tiles.
-
-    Peers get a rank's shard one after the other, while own rows are computed. Signalling halves or
-    quarters gained up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: a signal takes the
-    copy engine some microseconds, and the host two driver calls.
-    """
-    return round_up(rows, _BLOCK_M)
-
-
-def ag_gemm_room(m: int, k: int, world_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The signal_bytes and slot_bytes that a gather of m rows of k elements needs."""
-    layout = _native.core.ag_gemm_layout(m, k, world_size)
-    # The layout counts in 2-byte elements.
-    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
-
-
 def chosen(choice: Any, reason: str) -> dict[str, Any]:
     return {
         "reason": f"{reason}; {choice.reason}" if choice.reason else reason,
@@ -355,20 +239,106 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
     }
 
 
-PLANNERS: dict[str, Callable[..., Plan]] = {"gemm_rs": plan_gemm_rs, "ag_gemm": plan_ag_gemm}
+# By operator, and by operator and way for those that a measurement may prefer; the modules of the planners
+# enter them.
+PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
+WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
 
 
 def workspace_plan(
     workspace: Workspace, op: str, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
-    problem = (m, n, k, dtype, transpose_weight)
-    plan: Plan | None = workspace.plans.get((op, *problem))
+    key = (op, m, n, k, dtype, transpose_weight)
+    plan: Plan | None = workspace.plans.get(key)
     if plan is None:
-        where = (workspace.world_size, workspace.why_not, workspace.num_sms, workspace.transport)
-        plan = carried_by(workspace, PLANNERS[op](workspace.device.type, *problem, *where))
-        workspace.plans[op, *problem] = plan
+        problem = problem_of(workspace, m, n, k, dtype, transpose_weight)
+        plan = workspace.plans[key] = carried_by(workspace, planned(op, problem))
+        if workspace.rank == 0:
+            _record(op, problem)
     return plan
+
+
+def planned(op: str, problem: PlanInput) -> Plan:
+    """The planner's plan, or another way to run the problem if measurements say that it is sooner."""
+    plan = PLANNERS[op](problem)
+    if not plan.fused or plan.batch_invariant:
+        return plan
+    forced = problem.tuning.forced
+    if forced is not None:
+        return (_by_way(op, problem, forced, "to be measured") if forced != plan.way else plan) or plan
+    estimates = problem.tuning.estimates(*facts_key(op, problem))
+    ways = {way: _by_way(op, problem, way, "") for way in {each.way for each in estimates} - {plan.way}}
+    possible = [plan.way, *(way for way, other in ways.items() if other is not None)]
+    told = tuple((each.way, each.us, each.source) for each in estimates)
+    found = choose(estimates, plan.way, possible)
+    if found is None:
+        return replace(plan, estimates=told)
+    best, usual = found
+    reason = f"{best.us:.1f} us, {_RUNS[usual.way]} {usual.us:.1f} us ({best.source})"
+    other = _by_way(op, problem, best.way, reason)
+    assert other is not None
+    return replace(other, estimates=told)
+
+
+def ways_of(op: str) -> tuple[str, ...]:
+    """The ways in which an operator of several ranks can run (flux.tuning.facts.WAYS)."""
+    return tuple(
+        way for way in ALL_WAYS if way in ("fused", "torch") or (op, way) in WAYS or _has_parts(op, way)
+    )
+
+
+def _has_parts(op: str, way: str) -> bool:
+    return way == "parts" and op in _PARTS
+
+
+def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int]:
+    """A problem as measurements have it (flux.tuning.facts.Fact)."""
+    m, n, k = problem.m, problem.n, problem.k
+    if op == "all_gather":
+        m, n, k = m * k, 0, 0
+    elif op in _ELEMENTS:
+        m, n, k = m * n, 0, 0
+    return op, problem.world_size, problem.dtype.itemsize, m, n, k
+
+
+def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:
+    """The plan of a way to run a problem that can run fused, or None."""
+    if way == "torch":
+        return PLANNERS[op](replace(problem, why_not=reason))
+    if _has_parts(op, way):
+        return problem.plan(op, True, reason, way=way, transport=f"those of {_PARTS[op]}")
+    return WAYS[op, way](problem, reason) if (op, way) in WAYS else None
+
+
+def _record(op: str, problem: PlanInput) -> None:
+    """Appends a problem to the file of FLUX_RECORD_SHAPES."""
+    path = _env.get("FLUX_RECORD_SHAPES")
+    if path:
+        names = ("m", "n", "k", "world_size", "transpose_weight")
+        told = {"op": op, "dtype": str(problem.dtype).removeprefix("torch.")}
+        told |= {name: getattr(problem, name) for name in names}
+        with open(path, "a") as file:
+            file.write(json.dumps(told) + "\n")
+
+
+def problem_of(
+    workspace: Workspace, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool = False
+) -> PlanInput:
+    """A problem of the ranks of a workspace."""
+    return PlanInput(
+        workspace.device.type,
+        m,
+        n,
+        k,
+        dtype,
+        transpose_weight,
+        workspace.world_size,
+        workspace.why_not,
+        workspace.num_sms,
+        workspace.transport,
+        workspace.tuning,
+    )
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:
@@ -477,12 +447,12 @@ def _plan_without_workspace(
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         why_not = cuda.why_not(device)
+    problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
+    problem = replace(problem, tuning=store.local(device))
     if world_size == 1 and op not in _SUMS:
-        return plan_gemm(device.type, m, n, k, dtype, transpose_weight, why_not, num_sms)
+        return planned("gemm", problem)
     transport = "not known before the group's first call, when the ranks ask each other"
-    return PLANNERS[op](
-        device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms, transport
-    )
+    return planned(op, replace(problem, transport=transport))
 
 
 # Cached here, because a group whose calls never run fused has no workspace to cache plans. The second:

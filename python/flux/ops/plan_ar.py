@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from flux import _invariance, _native
 from flux.comm.workspace import round_up
 from flux.ops import _invariant
-from flux.ops.plan import CPU_NUM_SMS, PLANNERS, Plan, can_run_fused, chosen
+from flux.ops.plan import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
@@ -25,57 +26,57 @@ RAGGED_FROM_BYTES = 2 * COMPOSED_FROM_BYTES
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
 
+# Of flux.gemm_rs and flux.all_gather, and of an exchange of the last rows if the ranks do not divide all.
+_COMPOSED = {"way": "composed", "transport": "those of gemm_rs and all_gather"}
 # A valid size for dimensions that an operator does not have.
 _NO_MATTER = VECTOR
 # Value of `config` without a tile shape; must be equal on all ranks.
 _NO_TILE = 0
 
 
-def plan_gemm_ar(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    why_not: str | None,
-    num_sms: int,
-    transport: str,
-) -> Plan:
-    """The plan of a GEMM+AllReduce. `num_sms` is that of the group's smallest GPU (0 on CPU).
-
-    `fused` without a `mode`: composed of flux.gemm_rs and flux.all_gather, and of an exchange of the last
-    rows if the ranks do not divide all.
-    """
-    fused, reason = can_run_fused(
-        "gemm_ar", device_type=device_type, dtype=dtype, m=m, n=n, k=k, why_not=why_not
-    )
-    common = ("gemm_ar", m, n, k, dtype, world_size, transpose_weight)
+def plan_gemm_ar(problem: PlanInput) -> Plan:
+    """The plan of a GEMM+AllReduce."""
+    fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
-        return Plan(*common, False, _BY_TORCH, reason)
+        return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
+    m, n, p, dtype = problem.m, problem.n, problem.world_size, problem.dtype
     sum_bytes = m * n * dtype.itemsize
-    rest, invariant = m % world_size, _invariance.active()
+    rest, invariant = m % p, _invariance.active()
     # A sum that is composed is rounded before the residual is added.
     if invariant and sum_bytes > MAX_EXCHANGE_BYTES >= n * dtype.itemsize:
-        parts = len(split_rows(m, n, dtype))
-        return Plan(*common, True, f"{transport}, in {parts} parts", "batch invariant: exchanges only")
+        transport = f"{problem.transport}, in {len(split_rows(m, n, dtype))} parts"
+        reason = "batch invariant: exchanges only"
+        return problem.plan("gemm_ar", True, reason, transport=transport)
     composed_from = RAGGED_FROM_BYTES if rest else COMPOSED_FROM_BYTES
-    if not invariant and m >= world_size and sum_bytes >= composed_from:
+    if not invariant and m >= p and sum_bytes >= composed_from:
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
         reason += f", of {rest} rows by exchange" if rest else ""
-        return Plan(*common, True, "those of gemm_rs and all_gather", reason)
+        return problem.plan("gemm_ar", True, reason, **_COMPOSED)
     if sum_bytes > MAX_EXCHANGE_BYTES:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
-        reason += f", and m = {m} cannot be dealt to {world_size} ranks"
-        return Plan(*common, False, _BY_TORCH, reason)
-    choice = _invariant.select("gemm_ar", m, n, k, transpose_weight, 1, num_sms or CPU_NUM_SMS)
-    two_launches = device_type == "cuda" and not choice.sums_in_launch
-    exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=two_launches)
+        reason += f", and m = {m} cannot be dealt to {p} ranks"
+        return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
+    return _by_exchange(problem, reason)
+
+
+def _composed(problem: PlanInput, reason: str) -> Plan | None:
+    """A plan for sums of any size, if every rank can have rows."""
+    return problem.plan("gemm_ar", True, reason, **_COMPOSED) if problem.m >= problem.world_size else None
+
+
+def _exchange_if_it_fits(problem: PlanInput, reason: str) -> Plan | None:
+    fits = problem.m * problem.n * problem.dtype.itemsize <= MAX_EXCHANGE_BYTES
+    return _by_exchange(problem, reason) if fits else None
+
+
+def _by_exchange(problem: PlanInput, reason: str) -> Plan:
+    choice = _invariant.select("gemm_ar", problem)
+    two_launches = problem.on_gpu and not choice.sums_in_launch
+    exchange = _exchanged(problem, alone=two_launches)
     reason += f"; {exchange.pop('reason')}"
-    if device_type == "cuda":
+    if problem.on_gpu:
         reason += f"; {'two launches: GEMM, sum' if two_launches else 'one launch'}"
-    return Plan(*common, True, **(chosen(choice, reason) | exchange))
+    return problem.plan("gemm_ar", True, **(chosen(choice, reason) | exchange))
 
 
 def split_rows(m: int, n: int, dtype: torch.dtype) -> list[slice]:
@@ -84,125 +85,78 @@ def split_rows(m: int, n: int, dtype: torch.dtype) -> list[slice]:
     return [slice(first, min(first + rows, m)) for first in range(0, m, rows)]
 
 
-def plan_all_reduce(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    why_not: str | None,
-    num_sms: int,
-    transport: str,
-) -> Plan:
-    """The plan of an AllReduce of m * n elements, as one row. The other arguments are those of any plan."""
-    return _summed(device_type, 1, m * n, dtype, world_size, why_not, transport)
+def plan_all_reduce(problem: PlanInput) -> Plan:
+    """The plan of an AllReduce of m * n elements, as one row. k does not matter."""
+    return _summed(replace(problem, m=1, n=problem.m * problem.n))
 
 
-def plan_all_reduce_norm(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    why_not: str | None,
-    num_sms: int,
-    transport: str,
-) -> Plan:
-    """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. The
-    other arguments are those of any plan.
+def plan_all_reduce_norm(problem: PlanInput) -> Plan:
+    """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. k does
+    not matter.
     """
-    return _summed(device_type, m, n, dtype, world_size, why_not, transport, alone=device_type == "cuda")
+    return _summed(problem, alone=problem.on_gpu)
 
 
-def _summed(
-    device_type: str,
-    m: int,
-    n: int,
-    dtype: torch.dtype,
-    world_size: int,
-    why_not: str | None,
-    transport: str,
-    *,
-    alone: bool = False,
-) -> Plan:
+def _summed(problem: PlanInput, *, alone: bool = False) -> Plan:
     """The plan of an AllReduce of a matrix [m, n]. `alone`: as of _exchanged."""
-    fused, reason = _can_sum_fused("all_reduce", device_type, m, n, dtype, world_size, why_not)
-    common = ("all_reduce", m, n, 0, dtype, world_size, False, fused)
+    problem = replace(problem, k=0, transpose_weight=False)
+    fused, reason = _can_sum_fused("all_reduce", problem)
     if not fused:
-        return Plan(*common, "none (one rank)" if world_size == 1 else _BY_TORCH, reason)
-    exchange = _exchanged(device_type, m, n, dtype, world_size, transport, alone=alone)
-    return Plan(*common, **(exchange | {"reason": f"{reason}; {exchange['reason']}", "config": _NO_TILE}))
+        return problem.plan("all_reduce", False, reason, transport=_by_torch(problem, _BY_TORCH))
+    exchange = _exchanged(problem, alone=alone)
+    reason += f"; {exchange.pop('reason')}"
+    return problem.plan("all_reduce", True, reason, config=_NO_TILE, **exchange)
 
 
-def plan_reduce_scatter(
-    device_type: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_weight: bool,
-    world_size: int,
-    why_not: str | None,
-    num_sms: int,
-    transport: str,
-) -> Plan:
-    """The plan of a ReduceScatter of m * n elements, as one row for each rank."""
-    share = m * n // world_size
-    fused, reason = _can_sum_fused(
-        "reduce_scatter", device_type, world_size, share, dtype, world_size, why_not
-    )
-    common = ("reduce_scatter", world_size, share, 0, dtype, world_size, False, fused)
+def plan_reduce_scatter(problem: PlanInput) -> Plan:
+    """The plan of a ReduceScatter of m * n elements, as one row for each rank. k does not matter."""
+    p = problem.world_size
+    share = problem.m * problem.n // p
+    problem = replace(problem, m=p, n=share, k=0, transpose_weight=False)
+    fused, reason = _can_sum_fused("reduce_scatter", problem)
     if not fused:
-        by_torch = "torch.distributed.reduce_scatter_tensor"
-        return Plan(*common, "none (one rank)" if world_size == 1 else by_torch, reason)
+        transport = _by_torch(problem, "torch.distributed.reduce_scatter_tensor")
+        return problem.plan("reduce_scatter", False, reason, transport=transport)
     scatter = _native.core.ExchangeMode.SCATTER
-    exchange = _native.core.exchange(world_size, round_up(share, VECTOR), world_size, scatter)
-    room: dict[str, Any] = _room(device_type, exchange.bytes, world_size, dtype)
-    return Plan(*common, transport, reason, config=_NO_TILE, mode=int(scatter), **room)
+    exchange = _native.core.exchange(p, round_up(share, VECTOR), p, scatter)
+    room = _room(problem.device_type, exchange.bytes, p, problem.dtype)
+    return problem.plan("reduce_scatter", True, reason, config=_NO_TILE, mode=int(scatter), **room)
 
 
-def _can_sum_fused(
-    op: str, device_type: str, m: int, n: int, dtype: torch.dtype, world_size: int, why_not: str | None
-) -> tuple[bool, str]:
+def _by_torch(problem: PlanInput, collective: str) -> str:
+    return "none (one rank)" if problem.world_size == 1 else collective
+
+
+def _can_sum_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
     """Whether an exchange can sum x [m, n] over ranks, and the reason."""
-    if world_size == 1:
+    if problem.world_size == 1:
         return False, "one rank: x is the sum"
-    fused, reason = can_run_fused(
-        op, device_type=device_type, dtype=dtype, m=m * n, n=_NO_MATTER, k=_NO_MATTER, why_not=why_not
-    )
-    if fused and device_type == "cuda" and n % VECTOR:
+    elements, n = problem.m * problem.n, problem.n
+    fused, reason = can_run_fused(op, replace(problem, m=elements, n=_NO_MATTER, k=_NO_MATTER))
+    if fused and problem.on_gpu and n % VECTOR:
         return False, f"{n} elements are no whole number of 16-byte vectors"
-    if fused and m * n * dtype.itemsize > MAX_EXCHANGE_BYTES:
-        return False, f"x has {m * n * dtype.itemsize / 2**20:.0f} MiB, more than an exchange holds"
+    nbytes = elements * problem.dtype.itemsize
+    if fused and nbytes > MAX_EXCHANGE_BYTES:
+        return False, f"x has {nbytes / 2**20:.0f} MiB, more than an exchange holds"
     return fused, reason
 
 
-PLANNERS["gemm_ar"] = plan_gemm_ar
-PLANNERS["all_reduce"] = plan_all_reduce
-PLANNERS["all_reduce_norm"] = plan_all_reduce_norm
-PLANNERS["reduce_scatter"] = plan_reduce_scatter
+PLANNERS |= {
+    "gemm_ar": plan_gemm_ar,
+    "all_reduce": plan_all_reduce,
+    "all_reduce_norm": plan_all_reduce_norm,
+    "reduce_scatter": plan_reduce_scatter,
+}
+WAYS |= {("gemm_ar", "composed"): _composed, ("gemm_ar", "fused"): _exchange_if_it_fits}
 
 
-def _exchanged(
-    device_type: str,
-    m: int,
-    n: int,
-    dtype: torch.dtype,
-    world_size: int,
-    transport: str,
-    *,
-    alone: bool = False,
-) -> dict[str, Any]:
+def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:
     """How ranks sum a matrix [m, n], why, and the workspace sizes that they need.
 
     `alone`: a kernel without a GEMM, which treats the matrix as one row, or distributes its rows over ranks.
     """
-    core = _native.core
-    padded = round_up(n, VECTOR)
+    core, m, world_size = _native.core, problem.m, problem.world_size
+    padded = round_up(problem.n, VECTOR)
     rows = m
     if alone:
         mode = core.all_reduce_mode(1, m * padded, world_size)
@@ -212,16 +166,21 @@ def _exchanged(
     name, other = "one-shot", "two-shot"
     if mode == core.ExchangeMode.TWO_SHOT:
         name, other = other, name
-    payload = m * padded * dtype.itemsize / 2**10
+    payload = m * padded * problem.dtype.itemsize / 2**10
     sent = {
         "one-shot": f"{payload * (world_size - 1):.1f} KiB in one trip",
         "two-shot": f"{2 * payload * (world_size - 1) / world_size:.1f} KiB in two",
     }
     return {
-        "transport": f"{transport}, {name}",
+        "transport": f"{problem.transport}, {name}",
         "reason": f"{name} sends {sent[name]}, {other} would send {sent[other]}",
         "mode": int(mode),
-        **_room(device_type, core.exchange(rows, padded, world_size, mode).bytes, world_size, dtype),
+        **_room(
+            problem.device_type,
+            core.exchange(rows, padded, world_size, mode).bytes,
+            world_size,
+            problem.dtype,
+        ),
     }
 
 

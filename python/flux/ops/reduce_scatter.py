@@ -13,7 +13,7 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
-from flux.comm.workspace import NOTHING
+from flux.comm.workspace import NOTHING, Same
 from flux.ops import _check, _gate, _invariant
 from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
@@ -100,15 +100,16 @@ def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     if group.size() == 1:
         out.copy_(x)
         return
-    registry.in_turn(group, x.device, _among_ranks, x, group, out)
+    registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING)
 
 
-def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+def sum_of(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: Same) -> None:
+    """reduce_scatter among several ranks, in their turn. also: as in gemm_rs.call."""
     workspace = registry.get(group, x.device, "reduce_scatter")
     # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
     plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
     _invariant.require(plan)
-    with workspace.calling(plan, NOTHING) as epoch:
+    with workspace.calling(plan, also) as epoch:
         if plan.fused:
             fused = cast(CpuWorkspace | CudaWorkspace, workspace)
             run_fused(fused, plan, epoch, x.reshape(plan.m, plan.n), out.view(1, plan.n))

@@ -13,8 +13,9 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group, resolve_group
 from flux.comm.workspace import round_up
 from flux.ops import _arguments, _check, _gate
-from flux.ops.plan import COPY_FROM_BYTES, ag_gemm_room, can_run_fused, current_device, gemm_rs_room
+from flux.ops.plan import PlanInput, can_run_fused, current_device
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
+from flux.ops.plan_gemm import COPY_FROM_BYTES, ag_gemm_room, gemm_rs_room
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -94,7 +95,7 @@ def _reserve(
     rooms = [gathered]
     exchange_bytes = 0
     # Reserve if any size up to these can run fused; sizes that never run fused need no workspace.
-    if can_run_fused("gemm_rs", device_type=device_type, dtype=dtype, m=8, n=8, k=8)[0]:
+    if can_run_fused("gemm_rs", PlanInput(device_type, 8, 8, 8, dtype))[0]:
         rooms += [gemm_rs_room(m, max_n, p, c.id, dtype) for c in _native.core.tile_configs()]
         exchange = exchange_room(device_type, max_m, max_n, p, dtype)
         rooms.append((exchange["signal_bytes"], exchange["slot_bytes"]))

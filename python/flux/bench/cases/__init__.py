@@ -9,15 +9,14 @@ from typing import Any
 from flux.bench.cases import (
     ag_gemm,
     all_reduce,
-    all_reduce_norm,
     e2e,
     gemm,
     gemm_ar,
-    gemm_ar_norm,
     gemm_rs,
     layer,
     moe,
     moe_ctas,
+    norms,
 )
 from flux.bench.cases.common import Context, Prepared
 from flux.bench.suites import Problem, Request
@@ -49,54 +48,24 @@ class OpSpec:
     by_name: bool = False
 
 
-def _of_models(case: Any, deals_rows: bool = True) -> OpSpec:
-    return OpSpec((), "", True, case.check, case.prepare, None, deals_rows, case.rows)
+def _spec(case: Any, patterns: tuple[str, ...], custom: str = "", **rest: bool) -> OpSpec:
+    sweep, rows = getattr(case, "sweep", None), getattr(case, "rows", None)
+    collective = rest.pop("collective", True)
+    return OpSpec(patterns, custom, collective, case.check, case.prepare, sweep, rows=rows, **rest)
 
 
 OPS: dict[str, OpSpec] = {
-    "gemm_rs": OpSpec(("gemm_rs",), "gemm_rs", True, gemm_rs.check, gemm_rs.prepare, gemm_rs.sweep),
-    "ag_gemm": OpSpec(("ag_gemm",), "ag_gemm", True, ag_gemm.check, ag_gemm.prepare, ag_gemm.sweep),
-    "gemm_ar": OpSpec(
-        ("gemm_ar",), "gemm_ar", True, gemm_ar.check, gemm_ar.prepare, gemm_ar.sweep, deals_rows=False
-    ),
-    "gemm_ar_norm": OpSpec(
-        ("gemm_ar",),
-        "gemm_ar",
-        True,
-        gemm_ar_norm.check,
-        gemm_ar_norm.prepare,
-        None,
-        deals_rows=False,
-        by_name=True,
-    ),
-    "all_reduce": OpSpec(
-        ("all_reduce",),
-        "all_reduce",
-        True,
-        all_reduce.check,
-        all_reduce.prepare,
-        all_reduce.sweep,
-        deals_rows=False,
-    ),
-    "all_reduce_norm": OpSpec(
-        ("all_reduce",),
-        "all_reduce",
-        True,
-        all_reduce_norm.check,
-        all_reduce_norm.prepare,
-        None,
-        deals_rows=False,
-        by_name=True,
-    ),
-    "gemm": OpSpec(("gemm_rs", "ag_gemm", "gemm_ar"), "local", False, gemm.check, gemm.prepare, gemm.sweep),
-    "moe_route": _of_models(moe),
-    "moe_layer0": _of_models(moe),
-    "moe_layer1": _of_models(moe),
-    "moe_ctas": _of_models(moe_ctas),
-    "layer_forward": _of_models(layer),
-    "layer_training": _of_models(layer),
-    "e2e_prefill": _of_models(e2e, deals_rows=False),
-    "e2e_decode": _of_models(e2e, deals_rows=False),
+    "gemm_rs": _spec(gemm_rs, ("gemm_rs",), "gemm_rs"),
+    "ag_gemm": _spec(ag_gemm, ("ag_gemm",), "ag_gemm"),
+    "gemm_ar": _spec(gemm_ar, ("gemm_ar",), "gemm_ar", deals_rows=False),
+    "gemm_ar_norm": _spec(norms, ("gemm_ar",), "gemm_ar", deals_rows=False, by_name=True),
+    "all_reduce": _spec(all_reduce, ("all_reduce",), "all_reduce", deals_rows=False),
+    "all_reduce_norm": _spec(norms, ("all_reduce",), "all_reduce", deals_rows=False, by_name=True),
+    "gemm": _spec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), "local", collective=False),
+    **{f"moe_{part}": _spec(moe, ()) for part in ("route", "layer0", "layer1")},
+    "moe_ctas": _spec(moe_ctas, ()),
+    **{f"layer_{part}": _spec(layer, ()) for part in ("forward", "training")},
+    **{f"e2e_{part}": _spec(e2e, (), deals_rows=False) for part in ("prefill", "decode")},
 }
 
 # Ops that compare flux only with itself. Not in a family, whose tables show the gain of fusing.

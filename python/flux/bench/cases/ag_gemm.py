@@ -17,6 +17,7 @@ from flux.bench.cases.common import (
     compare,
     explained,
     first_wrong,
+    kernel_plan,
     packed_choices,
     plan_dict,
     random_operands,
@@ -24,10 +25,7 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
 from flux.ops import all_gather
-from flux.ops.plan import workspace_plan
 from flux.testing import AgGemmCase
 
 
@@ -47,8 +45,7 @@ def check(problem: Problem, context: Context) -> str:
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     full, weights = random_operands(m, n, k, context)
     x = full[: m // context.world_size]
     gathered, own_gathered = torch.empty_like(full), torch.empty_like(full)
@@ -61,7 +58,12 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
     blas, comm = library(context), collectives(context)
     candidates = [
-        Candidate("flux", "flux", rotating(weights, lambda w: flux.ag_gemm(x, w, group=group, out=ours))),
+        *context.ours(
+            "ag_gemm",
+            lambda name, role, g: Candidate(
+                name, role, rotating(weights, lambda w: flux.ag_gemm(x, w, group=g, out=ours))
+            ),
+        ),
         Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(full, w.t(), out=theirs))),
         Candidate(comm, "comm", lambda: collect(gathered, x, group=group)),
         Candidate(f"{comm}+{blas}", "serial", rotating(weights, serial)),
@@ -69,7 +71,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     notes: list[str] = []
     if context.cuda:
         alone = rotating(weights, lambda w: flux.gemm(full, w, out=own_gemm))
-        candidates.insert(2, Candidate("flux.gemm", "gemm", alone))
+        candidates.append(Candidate("flux.gemm", "gemm", alone))
         gather = Candidate(
             "flux.all_gather", "comm", lambda: flux.all_gather(x, group=group, out=own_gathered)
         )
@@ -87,15 +89,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 def sweep(problem: Problem, context: Context) -> Prepared:
     """The kernel with every tile shape and cluster, against what the plan chose."""
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
     full, weights = random_operands(m, n, k, context)
     x = full[: m // context.world_size]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    workspace = registry.get(group, context.device, "ag_gemm")
-    plan = workspace_plan(workspace, "ag_gemm", m, n, k, context.dtype, False)
-    if not plan.fused or not isinstance(workspace, CudaWorkspace):
-        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    workspace, plan = kernel_plan("ag_gemm", m, n, k, context)
 
     def run(name: str, config: int, role: str) -> Candidate:
         # The same launch as in flux.ag_gemm, except for the tile shape.

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import flux
 from flux import _native
+from flux.bench.model import in_way
+from flux.bench.suites import Problem
 from flux.bench.timing import Call, all_max
+from flux.comm import registry
+from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan import ways_of, workspace_plan
+from flux.testing import GemmRsCase
+from flux.tuning.facts import Tuning
+
+T = TypeVar("T")
 
 # Below this M the weight would stay in L2 during a burst, unlike in a model: rotate over copies of it.
 # Successive calls of a correctness check: they use both buffers of a workspace, and one of them again.
@@ -32,6 +41,28 @@ class Context:
     dtype: torch.dtype
     group: dist.ProcessGroup | None
     say: Callable[[str], None] = lambda text: None  # reports the progress of a long preparation
+    twins: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The group of an operator whose ranks talk to each other."""
+        assert self.group is not None
+        return self.group
+
+    def ours(self, op: str, make: Callable[[str, str, dist.ProcessGroup], Candidate]) -> list[Candidate]:
+        """What `make` gives for name, role and group of each way in which flux runs `op`: as planned, and as
+        `twins` say.
+        """
+        twins = [(in_way(way), "parts", g) for way, g in self.twins.items() if way in ways_of(op)]
+        return [make(*each) for each in [("flux", "flux", self.ranks), *twins]]
+
+    def with_twins(self, ways: Sequence[str]) -> Context:
+        """With a group of the same ranks for each of these ways, whose calls all run so. A collective."""
+        twins = {}
+        for way in ways if self.group is not None else ():
+            group = twins[way] = dist.new_group(list(range(self.world_size)))
+            registry.get(group, self.device, "bench").tuning = Tuning(forced=way)
+        return replace(self, twins=twins)
 
     @property
     def cuda(self) -> bool:
@@ -42,7 +73,8 @@ class Context:
 class Candidate:
     """One way to do the work.
 
-    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", or "config" (one choice of a sweep).
+    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", "parts" (flux in another way),
+    or "config" (one choice of a sweep).
     calls: how often `call` does the work: a CUDA graph holds several.
     eager: what its host cost is measured of, where that is not `call`.
     """
@@ -61,6 +93,18 @@ class Prepared:
     candidates: list[Candidate]
     plan: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def tried(make: Callable[[], T], context: Context) -> tuple[T | None, str]:
+    """make(), or None and why it cannot run on some rank. A collective: all ranks agree on which."""
+    error, made = "", None
+    try:
+        made = make()
+    except (RuntimeError, AttributeError, ImportError, ValueError, TypeError, AssertionError) as failure:
+        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+    if all_max([1.0 if error else 0.0], context.group, context.device)[0]:
+        return None, error or "it failed on another rank"
+    return made, ""
 
 
 def collectives(context: Context) -> str:
@@ -105,11 +149,10 @@ def async_tp(
     weights: list[torch.Tensor], fused: Callable[[torch.Tensor], object], context: Context
 ) -> tuple[list[Candidate], list[str]]:
     """PyTorch's own fused op as a peer, or a note that says why it cannot run. All ranks agree on which."""
-    group = context.group
-    assert group is not None
+    group = context.ranks
     call = rotating(weights, fused)
-    error = ""
-    try:
+
+    def enabled() -> Candidate:
         from torch.distributed import _symmetric_memory as symm_mem
 
         with warnings.catch_warnings():
@@ -117,11 +160,10 @@ def async_tp(
             symm_mem.enable_symm_mem_for_group(group.group_name)
         call()
         torch.cuda.synchronize(context.device)
-    except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
-        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-    if all_max([1.0 if error else 0.0], group, context.device)[0]:
-        return [], [f"async-TP could not run: {error or 'it failed on another rank'}"]
-    return [Candidate("async-TP", "peer", call)], []
+        return Candidate("async-TP", "peer", call)
+
+    found, error = tried(enabled, context)
+    return ([], [f"async-TP could not run: {error}"]) if found is None else ([found], [])
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:
@@ -135,6 +177,30 @@ def compare(got: torch.Tensor, want: torch.Tensor) -> str:
     first = wrong.nonzero()[0].tolist()
     at = tuple(first)
     return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
+
+
+def marked(
+    problem: Problem,
+    context: Context,
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    whole: bool,
+    depth: int = 0,
+) -> str:
+    """Compares call(x, weight), several times in a row, on integers that carry each rank's mark.
+
+    Args:
+        whole: the result is the sum over ranks, not only this rank's rows of it.
+        depth: of the product that is summed, if not that of the problem.
+    """
+    m, n, k = problem.local(context.tp)
+    results = []
+    for seed in range(CALLS):
+        case = GemmRsCase(m, n, depth or k, context.world_size, context.dtype, seed=seed)
+        x, weight, _ = case.inputs(context.rank, context.device)
+        want = case.expected_sum(context.device) if whole else case.expected(context.rank, context.device)
+        results.append(compare(call(x, weight), want))
+    flux.check(context.group)
+    return first_wrong(results)
 
 
 def first_wrong(results: Sequence[str]) -> str:
@@ -169,6 +235,15 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
             return f"{name}: off by {most:.2g} of its rms at most and {mean:.2g} on average"
         worst = max(worst, mean)
     return f"agrees to {worst:.1e}" if worst else "agrees to the bit"
+
+
+def kernel_plan(op: str, m: int, n: int, k: int, context: Context) -> tuple[CudaWorkspace, Any]:
+    """Workspace and plan of an operator whose kernel runs in every tile shape."""
+    workspace = registry.get(context.ranks, context.device, op)
+    plan = workspace_plan(workspace, op, m, n, k, context.dtype, False)
+    if plan.way != "fused" or not isinstance(workspace, CudaWorkspace):
+        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    return workspace, plan
 
 
 # Suffixes of the model's candidate names, and what they stand for in a packed choice (csrc/gemm/select.h).
@@ -208,6 +283,7 @@ def plan_dict(plan: Any) -> dict[str, Any]:
         chosen = f"{plan.config_name} {way}".strip()
     return {
         "fused": bool(plan.fused),
+        "way": plan.way,
         "transport": str(plan.transport),
         "config": chosen,
         "time_us": plan.time_us,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,40 +9,27 @@ import torch.distributed as dist
 
 import flux
 from flux import _native
+from flux import peers as packages
 from flux.bench.cases.common import (
-    CALLS,
     Candidate,
     Context,
     Prepared,
     collectives,
-    compare,
     explained,
-    first_wrong,
+    kernel_plan,
+    marked,
     packed_choices,
     plan_dict,
     random_operands,
 )
 from flux.bench.cases.gemm import library
-from flux.bench.cases.graphs import Step, graphed, symm_mem_all_reduce
+from flux.bench.cases.graphs import Step, graphed, other_all_reduces
 from flux.bench.suites import Problem
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
-from flux.ops.plan import workspace_plan
-from flux.testing import GemmRsCase
 
 
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_ar on integers that carry each rank's mark, several calls in a row."""
-    m, n, k = problem.local(context.tp)
-    results = []
-    for seed in range(CALLS):
-        case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
-        x, weight, _ = case.inputs(context.rank, context.device)
-        results.append(
-            compare(flux.gemm_ar(x, weight, group=context.group), case.expected_sum(context.device))
-        )
-    flux.check(context.group)
-    return first_wrong(results)
+    return marked(problem, context, lambda x, w: flux.gemm_ar(x, w, group=context.group), True)
 
 
 def unfused(
@@ -51,33 +37,31 @@ def unfused(
     weights: list[torch.Tensor],
     product: torch.Tensor,
     context: Context,
-    use: Callable[[torch.Tensor], object] = lambda total: None,
+    norm: packages.Norm | None = None,
 ) -> tuple[list[Candidate], list[str]]:
-    """The library's GEMM and then an all-reduce: NCCL's, to `product`, and on GPUs those of symmetric memory.
+    """The library's GEMM and then an all-reduce: NCCL's, to `product`, packages', those of symmetric memory.
 
-    With notes on those that cannot run. `use`: applied to the sum.
+    With notes on those that cannot run. `norm`: as of other_all_reduces.
     """
     m, n = product.shape
 
     def serial(weight: torch.Tensor) -> None:
         torch.mm(x, weight.t(), out=product)
         dist.all_reduce(product, group=context.group)
-        use(product)
+        if norm:
+            norm.behind(product)
 
     blas = library(context)
     candidates = [graphed(f"{blas}+{collectives(context)}", "serial", serial, weights, context)]
-    if not context.cuda:
-        return candidates, []
-    peers, notes = symm_mem_all_reduce(
-        m, n, f"{blas}+", lambda w, partial: torch.mm(x, w.t(), out=partial), weights, context, use
+    peers, notes = other_all_reduces(
+        m, n, f"{blas}+", lambda w, partial: torch.mm(x, w.t(), out=partial), weights, context, norm
     )
     return candidates + peers, notes
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     ours, theirs, own_gemm = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(3))
     # Summed in place repeatedly: anything but zeros would soon overflow.
@@ -87,13 +71,16 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         return graphed(name, role, step, weights, context)
 
     candidates = [
-        candidate("flux", "flux", lambda w: flux.gemm_ar(x, w, group=group, out=ours)),
+        *context.ours(
+            "gemm_ar",
+            lambda name, role, g: candidate(name, role, lambda w: flux.gemm_ar(x, w, group=g, out=ours)),
+        ),
         candidate(library(context), "gemm", lambda w: torch.mm(x, w.t(), out=theirs)),
         candidate(collectives(context), "comm", lambda _: dist.all_reduce(summed, group=group)),
         candidate("flux.all_reduce", "comm", lambda _: flux.all_reduce(summed, group=group, out=ours)),
     ]
     if context.cuda:
-        candidates.insert(2, candidate("flux.gemm", "gemm", lambda w: flux.gemm(x, w, out=own_gemm)))
+        candidates.append(candidate("flux.gemm", "gemm", lambda w: flux.gemm(x, w, out=own_gemm)))
     others, notes = unfused(x, weights, theirs, context)
     return Prepared(candidates + others, explained("gemm_ar", m, n, k, context), notes)
 
@@ -104,14 +91,9 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     All use one workspace with room for both ways, so that none of them pays for growing it.
     """
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    workspace = registry.get(group, context.device, "gemm_ar")
-    plan = workspace_plan(workspace, "gemm_ar", m, n, k, context.dtype, False)
-    if plan.mode < 0 or not isinstance(workspace, CudaWorkspace):
-        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    workspace, plan = kernel_plan("gemm_ar", m, n, k, context)
     core = _native.core
     modes = (core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT)
     room = max(core.exchange(m, n, context.world_size, mode).bytes for mode in modes)

@@ -9,15 +9,14 @@ import torch
 import flux
 from flux import _native
 from flux.bench.cases.common import (
-    CALLS,
     Candidate,
     Context,
     Prepared,
     async_tp,
     collectives,
-    compare,
     explained,
-    first_wrong,
+    kernel_plan,
+    marked,
     packed_choices,
     plan_dict,
     random_operands,
@@ -25,30 +24,18 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import reduce_scatter
-from flux.ops.plan import gemm_rs_room, workspace_plan
-from flux.testing import GemmRsCase
+from flux.ops.plan_gemm import gemm_rs_room
 
 
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm_rs on integers that carry each rank's mark, several calls in a row."""
-    m, n, k = problem.local(context.tp)
-    results = []
-    for seed in range(CALLS):
-        case = GemmRsCase(m, n, k, context.world_size, context.dtype, seed=seed)
-        x, weight, _ = case.inputs(context.rank, context.device)
-        got = flux.gemm_rs(x, weight, group=context.group)
-        results.append(compare(got, case.expected(context.rank, context.device)))
-    flux.check(context.group)
-    return first_wrong(results)
+    return marked(problem, context, lambda x, w: flux.gemm_rs(x, w, group=context.group), False)
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
+    group = context.ranks
     x, weights = random_operands(m, n, k, context)
     rows = m // context.world_size
     full = torch.empty(m, n, dtype=context.dtype, device=context.device)
@@ -62,7 +49,12 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
     blas, comm = library(context), collectives(context)
     candidates = [
-        Candidate("flux", "flux", rotating(weights, lambda w: flux.gemm_rs(x, w, group=group, out=ours))),
+        *context.ours(
+            "gemm_rs",
+            lambda name, role, g: Candidate(
+                name, role, rotating(weights, lambda w: flux.gemm_rs(x, w, group=g, out=ours))
+            ),
+        ),
         Candidate(blas, "gemm", rotating(weights, lambda w: torch.mm(x, w.t(), out=full))),
         Candidate(comm, "comm", lambda: scatter(shard, full, group=group)),
         Candidate(f"{blas}+{comm}", "serial", rotating(weights, serial)),
@@ -70,7 +62,7 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     notes: list[str] = []
     if context.cuda:
         call = rotating(weights, lambda w: flux.gemm(x, w, out=own_gemm))
-        candidates.insert(2, Candidate("flux.gemm", "gemm", call))
+        candidates.append(Candidate("flux.gemm", "gemm", call))
         name, symm_mem = group.group_name, torch.ops.symm_mem
         peers, notes = async_tp(
             weights, lambda w: symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name), context
@@ -85,14 +77,9 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     All use one workspace with room for the largest, so that none of them pays for growing it.
     """
     m, n, k = problem.local(context.tp)
-    group = context.group
-    assert group is not None
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
-    workspace = registry.get(group, context.device, "gemm_rs")
-    plan = workspace_plan(workspace, "gemm_rs", m, n, k, context.dtype, False)
-    if not plan.fused or not isinstance(workspace, CudaWorkspace):
-        raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
+    workspace, plan = kernel_plan("gemm_rs", m, n, k, context)
     configs = _native.core.tile_configs()
     rooms = [gemm_rs_room(m, n, context.world_size, c.id, context.dtype) for c in configs]
     signal_bytes, slot_bytes = max(r[0] for r in rooms), max(r[1] for r in rooms)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from flux.bench.cases.common import Candidate, Context
-from flux.bench.timing import Call, all_max
+from flux import peers as packages
+from flux.bench.cases.common import Candidate, Context, agree, compare, tried
+from flux.bench.model import passed
+from flux.bench.timing import Call
+from flux.ops.gemm_ar import rms_norm
 
 _CALLS = 12  # minimum in a graph, because the launch of a graph costs some microseconds
 _symm_mem: Any = torch.ops.symm_mem
@@ -16,8 +21,17 @@ _symm_mem: Any = torch.ops.symm_mem
 Step = Callable[[torch.Tensor], object]
 
 
-def graphed(name: str, role: str, step: Step, weights: list[torch.Tensor], context: Context) -> Candidate:
-    """A candidate that replays `step` with each of the weights in turn. On CPUs it just calls it."""
+def graphed(
+    name: str,
+    role: str,
+    step: Step,
+    weights: list[torch.Tensor],
+    context: Context,
+    inside: packages.Inside = nullcontext,
+) -> Candidate:
+    """A candidate that replays `step` with each of the weights in turn. On CPUs it just calls it. `inside`: a
+    context manager for the capture.
+    """
     repeats = -(-_CALLS // len(weights)) if context.cuda else 1
     calls = len(weights) * repeats
 
@@ -26,39 +40,79 @@ def graphed(name: str, role: str, step: Step, weights: list[torch.Tensor], conte
             for weight in weights:
                 step(weight)
 
-    return Candidate(name, role, _captured(burst, context), calls, lambda: step(weights[0]))
+    return Candidate(name, role, _captured(burst, context, inside), calls, lambda: step(weights[0]))
 
 
-def _captured(burst: Call, context: Context) -> Call:
+def _captured(burst: Call, context: Context, inside: packages.Inside = nullcontext) -> Call:
     if not context.cuda:
         return burst
     burst()  # allocations, module loading and rendezvous, which a graph cannot capture
     torch.cuda.synchronize(context.device)
     graph = torch.cuda.CUDAGraph()
     # thread_local, because NCCL's watchdog thread queries events during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with inside(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         burst()
     return graph.replay
 
 
-def symm_mem_all_reduce(
+def _opened(
+    name: str, context: Context, m: int, n: int, norm: packages.Norm | None
+) -> tuple[packages.Reduce, packages.Inside]:
+    """A peer that has given the right result. Raises RuntimeError if it has not."""
+    reduce, inside = packages.PEERS[name][1](context, m, n, norm)
+    marks = (torch.arange(m * n, device=context.device).view(m, n) % 5 - 2).to(context.dtype)
+    p = context.world_size
+    got, total = reduce(marks * (context.rank + 1), marks.clone())
+    want = marks * (p * (p + 1) // 2) + (marks if norm else 0)
+    said = compare(got if total is None else total, want)
+    if norm is not None and passed(said):
+        said = agree({"norm": got}, {"norm": rms_norm(want, norm.weight, norm.eps)})
+    if not passed(said):
+        raise RuntimeError(f"wrong: {said}")
+    return reduce, inside
+
+
+def other_all_reduces(
     m: int,
     n: int,
     prefix: str,
     produce: Callable[[torch.Tensor, torch.Tensor], object],
     weights: list[torch.Tensor],
     context: Context,
-    use: Callable[[torch.Tensor], object] = lambda total: None,
+    norm: packages.Norm | None = None,
 ) -> tuple[list[Candidate], list[str]]:
-    """PyTorch's all-reduces of symmetric memory as peers, and notes on those that cannot run.
+    """All-reduces of installed packages, and on GPUs PyTorch's of symmetric memory, as peers, and notes on
+    those that cannot run.
 
     Args:
         produce: ``produce(weight, partial)`` writes what is to be summed to `partial` [m, n].
-        use: what is done with the sum.
+        norm: what is done with the sum.
     """
-    group = context.group
-    assert group is not None
-    name = group.group_name
+    candidates, notes = [], []
+
+    def add(label: str, make: Callable[[], Candidate]) -> None:
+        candidate, error = tried(make, context)
+        if candidate is None:
+            notes.append(f"{label} could not run: {error}")
+        else:
+            candidates.append(candidate)
+
+    def of_package(peer: str) -> Candidate:
+        reduce, inside = _opened(peer, context, m, n, norm)
+        partial = torch.zeros(m, n, dtype=context.dtype, device=context.device)
+        residual = torch.zeros_like(partial)
+
+        def step(weight: torch.Tensor) -> None:
+            produce(weight, partial)
+            reduce(partial, residual)
+
+        return graphed(f"{prefix}{peer}", "peer", step, weights, context, inside)
+
+    for peer in packages.here():
+        add(peer, functools.partial(of_package, peer))
+    if not context.cuda:
+        return candidates, notes
+    name = context.ranks.group_name
     memory: dict[str, torch.Tensor] = {}
 
     def symmetric() -> torch.Tensor:
@@ -74,26 +128,17 @@ def symm_mem_all_reduce(
         partial = symmetric()
         produce(weight, partial)
         _symm_mem.one_shot_all_reduce_out(partial, "sum", name, memory["total"])
-        use(memory["total"])
+        _ = norm and norm.behind(memory["total"])
 
     def two_shot(weight: torch.Tensor) -> None:
         partial = symmetric()
         produce(weight, partial)
         _symm_mem.two_shot_all_reduce_(partial, "sum", name)
-        use(partial)
+        _ = norm and norm.behind(partial)
 
-    candidates, notes = [], []
     for label, step in (("one-shot", one_shot), ("two-shot", two_shot)):
-        error, candidate = "", None
-        try:
-            candidate = graphed(f"{prefix}{label}", "peer", step, weights, context)
-        except (RuntimeError, AttributeError, ImportError, ValueError) as failure:
-            error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-        # All ranks must agree on which peers there are.
-        if all_max([1.0 if error else 0.0], group, context.device)[0]:
-            notes.append(f"symm_mem {label} could not run: {error or 'it failed on another rank'}")
-        elif candidate is not None:
-            candidates.append(candidate)
+        make = functools.partial(graphed, f"{prefix}{label}", "peer", step, weights, context)
+        add(f"symm_mem {label}", make)
     return candidates, notes
 
 
@@ -102,11 +147,5 @@ def capturable(call: Call, context: Context) -> tuple[Call, str]:
 
     All ranks agree on which.
     """
-    error, replay = "", call
-    try:
-        replay = _captured(call, context)
-    except RuntimeError as failure:
-        error = (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
-    if all_max([1.0 if error else 0.0], context.group, context.device)[0]:
-        return call, error or "it failed on another rank"
-    return replay, ""
+    replay, error = tried(lambda: _captured(call, context), context)
+    return replay or call, error

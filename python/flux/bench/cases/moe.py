@@ -12,10 +12,13 @@ import torch
 import flux
 from flux.bench.cases import moe_peers
 from flux.bench.cases.common import CALLS, Candidate, Context, Prepared, compare, first_wrong
+from flux.bench.model import in_way
 from flux.bench.suites import Problem, Request
 from flux.comm import registry
 from flux.comm.workspace import Workspace
 from flux.moe import routing as routings
+from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
+from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
 from flux.moe.plan import MoePlan
 from flux.testing.moe_data import MoeCase
 
@@ -197,13 +200,15 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     if problem.op == "moe_layer0":
         op = "moe.ag_scatter_gemm"
         ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
+        parts = Candidate(in_way("parts"), "parts", lambda: layer0_in_parts(x, weight, routing, None))
         others = moe_peers.layer0(x, weight, routing, context)
     else:
         op = "moe.gemm_gather_rs"
         ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
+        parts = Candidate(in_way("parts"), "parts", lambda: layer1_in_parts(x, weight, routing))
         others = moe_peers.layer1(x, weight, routing, context)
     _, plan = plan_of(op, weight, routing, context)
-    return Prepared([ours, *others], plan_dict(plan), [note, *why_unfused(plan)])
+    return Prepared([ours, parts, *others], plan_dict(plan), [note, *why_unfused(plan)])
 
 
 def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:

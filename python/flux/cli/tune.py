@@ -1,0 +1,144 @@
+"""``flux tune``: which way to run each operator on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from flux.bench.report import make_console
+from flux.bench.runner import Settings
+from flux.cli import options
+from flux.cli.bench import choose
+from flux.cli.options import real, whole
+from flux.testing import SpawnError
+from flux.tune import run
+
+_FILE = Path("flux-tuning.json")
+
+
+def command(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OPS",
+            show_default=False,
+            help=f"Ops: gemm, {', '.join(run.OPS)}. Default: all; on CPUs the collective ones.",
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Suite of shapes, as of flux bench, or a TOML file.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this model of the suite; may be repeated.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Shapes that a program recorded with FLUX_RECORD_SHAPES=FILE."),
+    ] = None,
+    m: Annotated[
+        list[int] | None, typer.Option(parser=whole(), metavar="N", help="Rows of x; may be repeated.")
+    ] = None,
+    n: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="A shape: with --k.")] = None,
+    k: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="A shape: with --n.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="T", help="bf16, fp16 or fp32.")] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(parser=whole(2), metavar="N", help="Ranks. Default: all GPUs, or 4 on a CPU."),
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", metavar="", help="Tune the CPU path even if there are GPUs.")
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(parser=real(1.0), metavar="SECONDS", help="Begin no further row after that.")
+    ] = 1800.0,
+    iters: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="Calls in a burst.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(parser=whole(), metavar="N", help="Bursts of each way.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Write or continue this file; FLUX_TUNING=FILE uses it.")
+    ] = _FILE,
+) -> None:
+    """Time every way to run each operator here, and write what plans choose by.
+
+    A run that was stopped goes on where it ended. Exit status 1 if a result is wrong, 2 if an option is.
+    """
+    with options.refusing():
+        settings = _settings(
+            list(ops or []), suite, list(model or []), trace, list(m or []), n, k, dtype, tp, cpu
+        )
+        settings = replace(
+            settings,
+            iters=iters or settings.iters,
+            rounds=rounds or settings.rounds,
+            timeout_s=budget + settings.timeout_s,
+        )
+        options.check_target("tune: --out", out)
+        run.known(out)
+    try:
+        tuned = run.tune(settings, out, budget)
+    except SpawnError as error:
+        options.say_error(f"tune: {str(error.failures[0]).strip().splitlines()[-1]}")
+        raise typer.Exit(1) from None
+    if tuned is None:  # torchrun: only rank 0 has the result
+        return
+    console = make_console(least=100)
+    console.print(table(tuned.choices))
+    for line in (*tuned.wrong, *([f"{tuned.left} rows left: run it again to go on"] if tuned.left else [])):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"FLUX_TUNING={out} on all ranks uses this", highlight=False, soft_wrap=True)
+    if tuned.wrong:
+        raise typer.Exit(1)
+
+
+def _settings(
+    ops: list[str],
+    suite: str | None,
+    models: list[str],
+    trace: Path | None,
+    m: list[int],
+    n: int | None,
+    k: int | None,
+    dtype: str | None,
+    tp: int | None,
+    cpu: bool,
+) -> Settings:
+    if unknown := [op for op in ops if op not in ("gemm", *run.OPS)]:
+        raise ValueError(f"tune: op expected to be one of gemm, {', '.join(run.OPS)}, got {unknown[0]!r}")
+    if trace is not None and (suite or models or m or n):
+        raise ValueError("tune: --trace expected without other shapes")
+    shapes = {"suite": suite, "models": models, "m": m, "n": n, "k": k}
+    settings = choose(ops, **shapes, dtype=dtype, world=tp, tp=tp, cpu=cpu)  # type: ignore[arg-type]
+    if trace is None:
+        return settings
+    problems = run.traced(trace, settings.tp)
+    if not problems:
+        raise ValueError(f"tune: {trace} has no problem of {settings.tp} ranks")
+    return replace(settings, problems=tuple(problems), suite=f"trace {trace.name}")
+
+
+def table(choices: Sequence[run.Choice]) -> Table:
+    """Before and after."""
+    out = Table(title="us per call, before and after", title_justify="left", box=box.SIMPLE_HEAD)
+    for title in ("op", "ranks", "m", "n", "k", "before", "after", "gain", "way", "others"):
+        out.add_column(title, justify="left" if title in ("op", "way", "others") else "right")
+    for each in choices:
+        fact = each.fact
+        others = (f"{way} {us:.1f}" for way, us in sorted(fact.us.items(), key=lambda item: item[1]))
+        sizes = (fact.ranks, fact.m, fact.n, fact.k)
+        out.add_row(
+            fact.op,
+            *map(str, sizes),
+            f"{each.before:.1f}",
+            f"{each.after:.1f}",
+            f"{each.before / each.after:.2f}x",
+            each.way,
+            ", ".join(others),
+        )
+    return out

@@ -1,0 +1,124 @@
+"""Plans of gemm, gemm_rs, ag_gemm and all_gather."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flux import _native
+from flux.comm.workspace import round_up
+from flux.ops import _invariant
+from flux.ops.plan import PLANNERS, Plan, PlanInput, can_run_fused, chosen
+
+_BLOCK_M: int = _native.core.tile_configs()[0].block_m
+# Number of blocks of rows for which a launch has counters while it pushes (csrc/runtime/symm_buffer.h).
+_MAX_PUSH_BLOCKS: int = _native.core.MAX_PUSH_BLOCKS
+
+# Gathered shards of at least this size are sent by copy engines. Starting one takes some microseconds, which
+# must be small against the transfer; for larger shards, SMs are better used for the GEMM.
+COPY_FROM_BYTES = 8 << 20
+# Parts of a shard that all_gather's copy engines signal separately.
+_GATHERED_PARTS = 4
+
+
+def plan_gemm(problem: PlanInput) -> Plan:
+    """The plan of a plain GEMM."""
+    fused, reason = can_run_fused("gemm", problem)
+    if not fused:
+        return problem.plan("gemm", False, reason)
+    return problem.plan("gemm", True, **chosen(_invariant.select("gemm", problem), reason))
+
+
+def plan_gemm_rs(problem: PlanInput) -> Plan:
+    """The plan of a GEMM+ReduceScatter."""
+    fused, reason = can_run_fused("gemm_rs", problem)
+    if not fused:
+        return problem.plan("gemm_rs", False, reason, transport="torch.distributed.reduce_scatter_tensor")
+    m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
+    choice = _invariant.select("gemm_rs", problem)
+    signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.dtype)
+    facts = {**chosen(choice, reason), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
+    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p) if problem.on_gpu else 0
+    if chunks:
+        transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {problem.transport}"
+        facts |= {"transport": transport, "copied": True, "chunks": chunks}
+    return problem.plan("gemm_rs", True, **facts)
+
+
+def gemm_rs_room(m: int, n: int, world_size: int, config: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The signal_bytes and slot_bytes that one problem needs."""
+    layout = _native.core.gemm_rs_layout(m, n, world_size, config)
+    # The layout counts in 2-byte elements.
+    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
+
+
+def plan_ag_gemm(problem: PlanInput) -> Plan:
+    """The plan of an AllGather+GEMM with one weight."""
+    fused, reason = _can_gather_fused("ag_gemm", problem)
+    if not fused:
+        return problem.plan("ag_gemm", False, reason, transport="torch.distributed.all_gather_into_tensor")
+    choice = _invariant.select("ag_gemm", problem)
+    return problem.plan("ag_gemm", True, **(chosen(choice, reason) | _gathering(problem)))
+
+
+def plan_all_gather(problem: PlanInput) -> Plan:
+    """The plan of an AllGather of rows of k elements; m counts those of all ranks. n does not matter."""
+    problem = replace(problem, n=0, transpose_weight=False)
+    fused, reason = _can_gather_fused("all_gather", replace(problem, n=1))
+    if not fused:
+        return problem.plan("all_gather", False, reason, transport="torch.distributed.all_gather_into_tensor")
+    gathering = _gathering(problem)
+    if gathering.get("copied"):
+        # Rows are copied to the result while later rows arrive, so the last part should be small.
+        rows = problem.m // problem.world_size
+        gathering["chunk_rows"] = round_up(-(-rows // _GATHERED_PARTS), _BLOCK_M)
+    # There is no tile shape; any number that is equal on all ranks.
+    return problem.plan("all_gather", True, reason, config=0, **gathering)
+
+
+def _can_gather_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
+    fused, reason = can_run_fused(op, problem)
+    m, p = problem.m, problem.world_size
+    blocks = (p - 1) * -(-m // p // _BLOCK_M)
+    if fused and problem.on_gpu and blocks > _MAX_PUSH_BLOCKS:
+        return False, f"{m // p} rows of one rank are more than a launch can push"
+    return fused, reason
+
+
+def _gathering(problem: PlanInput) -> dict[str, Any]:
+    """How rows are sent, and the workspace sizes that they need."""
+    m, k, p, dtype = problem.m, problem.k, problem.world_size, problem.dtype
+    rows = m // p
+    signal_bytes, slot_bytes = ag_gemm_room(m, k, p, dtype)
+    room: dict[str, Any] = {"signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
+    if not problem.on_gpu or rows * k * dtype.itemsize < COPY_FROM_BYTES:
+        return room
+    transport = f"copy engines; in CUDA graphs {problem.transport}"
+    return {**room, "transport": transport, "copied": True, "chunk_rows": copy_chunk_rows(rows)}
+
+
+def copy_chunk_rows(rows: int) -> int:
+    """Rows for each signal of a copy engine: the whole shard, rounded up to tiles.
+
+    Peers get a rank's shard one after the other, while own rows are computed. Signalling halves or
+    quarters gained up to 9 % on two of nine shapes of TP 4, and lost up to 13 % on others: a signal takes the
+    copy engine some microseconds, and the host two driver calls.
+    """
+    return round_up(rows, _BLOCK_M)
+
+
+def ag_gemm_room(m: int, k: int, world_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The signal_bytes and slot_bytes that a gather of m rows of k elements needs."""
+    layout = _native.core.ag_gemm_layout(m, k, world_size)
+    # The layout counts in 2-byte elements.
+    return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)
+
+
+PLANNERS |= {
+    "gemm": plan_gemm,
+    "gemm_rs": plan_gemm_rs,
+    "ag_gemm": plan_ag_gemm,
+    "all_gather": plan_all_gather,
+}

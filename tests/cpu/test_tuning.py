@@ -1,0 +1,345 @@
+"""Measured ways: estimates, files, machines, and ranks that must decide alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.comm import registry
+from flux.ops.plan import PlanInput, facts_key, planned, workspace_plan
+from flux.testing import GemmRsCase, spawn
+from flux.tuning import machine, store
+from flux.tuning.facts import Fact, Tuning, choose
+from flux.tuning.machine import Machine
+
+CPU = torch.device("cpu")
+HOST = Machine("cpu")
+H200 = Machine("sm_90", 132, 1980, 4916.7, 478.1)
+
+
+def fact(m: int, n: int = 4096, k: int = 2048, **us: float) -> Fact:
+    return Fact("gemm_ar", 2, 2, m, n, k, us, source="a.json")
+
+
+FACTS = Tuning(
+    (
+        fact(16, fused=10.0, parts=20.0),
+        fact(64, fused=40.0, parts=20.0, torch=80.0),
+        fact(64, n=1024, fused=1.0, parts=9.0),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "us", "words"),
+    [
+        (16, 4096, 2048, {"fused": 10.0, "parts": 20.0}, "measured in a.json"),
+        (32, 4096, 2048, {"fused": 20.0, "parts": 20.0}, "between m = 16 and 64 of a.json"),
+        (64, 8192, 2048, {"fused": 80.0, "parts": 40.0, "torch": 160.0}, "like 1 similar weights, measured"),
+        (15, 4096, 2048, {}, ""),
+        (65, 4096, 2048, {}, ""),
+        (64, 16384, 2048, {}, ""),
+        (64, 8192, 4096, {}, ""),
+    ],
+)
+def test_estimates(m: int, n: int, k: int, us: dict[str, float], words: str) -> None:
+    found = FACTS.estimates("gemm_ar", 2, 2, m, n, k)
+    assert {each.way: round(each.us, 6) for each in found} == us
+    assert all(words in each.source for each in found)
+    assert [each.us for each in found] == sorted(each.us for each in found)
+    assert not FACTS.estimates("gemm_ar", 4, 2, m, n, k) and not FACTS.estimates("gemm_rs", 2, 2, m, n, k)
+
+
+def test_a_way_must_gain_more_than_the_margin() -> None:
+    def chosen(us: float, **change: Any) -> str:
+        known = Tuning((replace(fact(16, fused=100.0, parts=us), **change),))
+        found = choose(known.estimates("gemm_ar", 2, 2, 16, 4096, 2048), "fused", ("fused", "parts"))
+        return found[0].way if found else "fused"
+
+    assert [chosen(97.9), chosen(98.1)] == ["parts", "fused"]
+    assert [chosen(96.9, summed=("parts",)), chosen(97.1, summed=("parts",))] == ["parts", "fused"]
+    assert [chosen(89.0, noise=0.1), chosen(91.0, noise=0.1)] == ["parts", "fused"]
+    estimates = FACTS.estimates("gemm_ar", 2, 2, 64, 4096, 2048)
+    assert choose(estimates, "fused", ("fused", "torch")) is None  # parts are not possible here
+    assert choose(estimates, "composed", ("composed", "parts")) is None  # nothing is known of the default
+
+
+def gpu(**change: Any) -> PlanInput:
+    return PlanInput("cuda", 64, 4096, 2048, torch.bfloat16, False, 2, None, 132, "links", FACTS, **change)
+
+
+def test_the_plan_takes_the_way_and_explains_it() -> None:
+    plan = planned("gemm_ar", gpu())
+    assert (plan.way, plan.fused) == ("parts", True)
+    text = str(plan)
+    assert "runs       in parts: 20.0 us, fused 40.0 us (measured in a.json)" in text
+    assert "  torch      80.0 us, measured in a.json" in text
+    assert planned("gemm_ar", replace(gpu(), tuning=Tuning())).way == "fused"
+    # Nothing changes a plan that cannot run fused, or that must be batch invariant.
+    assert planned("gemm_ar", replace(gpu(), why_not="no way")).reason == "no way"
+    with flux.batch_invariant():
+        assert planned("gemm_ar", gpu()).way == "fused"
+    # A plan is made of the problem alone: neither of time nor of a capture.
+    with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
+        assert planned("gemm_ar", gpu()) == plan
+
+
+def test_unfused_by_choice_is_unfused() -> None:
+    known = Tuning((fact(64, fused=40.0, torch=20.0),))
+    plan = planned("gemm_ar", replace(gpu(), tuning=known))
+    assert (plan.way, plan.fused, plan.transport) == ("torch", False, "torch.distributed.all_reduce")
+    assert plan.reason == "20.0 us, fused 40.0 us (measured in a.json)"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"sm_mhz": 1960.0, "memory_gb_per_s": 4800.0}, None),
+        ({"link_gb_per_s": None}, None),
+        ({"sms": 131}, "sms 132, not 131"),
+        ({"memory_gb_per_s": 3352.0}, "memory_gb_per_s 4916.7, not 3352.0"),
+        ({"link_gb_per_s": 212.5}, "link_gb_per_s 478.1, not 212.5"),
+        ({"sm_mhz": 1785.0}, "sm_mhz 1980, not 1785.0"),
+        ({"arch": "sm_100"}, "arch sm_90, not sm_100"),
+    ],
+)
+def test_machines_differ_by_rates(change: dict[str, Any], words: str | None) -> None:
+    assert H200.difference(replace(H200, **change)) == words
+
+
+def test_the_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        clock_rate=1_980_000,
+        memory_clock_rate=3_201_000,
+        memory_bus_width=6144,
+        uuid="1",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    here = machine.of_device(torch.device("cuda", 0))
+    assert here == Machine("sm_90", 132, 1980.0, 4916.7, None)
+    assert len(store._shipped(here).facts) > 400
+    assert not store._shipped(replace(here, memory_gb_per_s=3352.0)).facts
+
+
+def test_links_are_counted_by_the_drivers_library() -> None:
+    class Library:
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda name, gpu: 0 if name == b"GPU-1" else 2)
+
+        @staticmethod
+        def nvmlDeviceGetNvLinkState(gpu: Any, link: int, up: Any) -> int:
+            up._obj.value = link < 18
+            return 0
+
+        @staticmethod
+        def nvmlDeviceGetNvLinkVersion(gpu: Any, link: int, version: Any) -> int:
+            version._obj.value = 4
+            return 0
+
+    assert machine.link_gb_per_s("1", Library()) == 478.1
+    assert machine.link_gb_per_s("2", Library()) is None
+    assert machine.link_gb_per_s("1", object()) is None
+
+
+def written(path: Path, *facts: Fact, here: Machine = HOST) -> Path:
+    store.write(path, store.to_json(here, list(facts)))
+    return path
+
+
+def test_files_are_read_as_written(tmp_path: Path) -> None:
+    facts = (
+        replace(fact(1, fused=1.0, parts=2.0), summed=("parts",), older=True, noise=0.5),
+        fact(2, torch=3.0),
+    )
+    assert store.read(written(tmp_path / "a", *facts, here=H200)) == (H200, facts)
+    assert store.read(written(tmp_path / "b")) == (Machine("cpu"), ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2},
+        {"rows": [{"op": "gemm"}]},
+        {
+            "rows": [
+                {
+                    "op": "gemm",
+                    "ranks": 1,
+                    "dtype": 2,
+                    "m": 1,
+                    "n": 1,
+                    "k": 1,
+                    "us": {"magic": 1},
+                    "source": 0,
+                }
+            ]
+        },
+        {
+            "rows": [
+                {
+                    "op": "gemm",
+                    "ranks": 1,
+                    "dtype": 2,
+                    "m": 1,
+                    "n": 1,
+                    "k": 1,
+                    "us": {"torch": 0},
+                    "source": 0,
+                }
+            ]
+        },
+        {
+            "rows": [
+                {
+                    "op": "gemm",
+                    "ranks": 1,
+                    "dtype": 2,
+                    "m": "1",
+                    "n": 1,
+                    "k": 1,
+                    "us": {"torch": 1},
+                    "source": 0,
+                }
+            ]
+        },
+        {"machine": {"name": "H200"}},
+        {"rows": 5},
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    data = json.loads(written(tmp_path / "a", fact(1, fused=1.0)).read_text())
+    (tmp_path / "a").write_text(json.dumps(data | change))
+    with pytest.raises(ValueError, match="a is no tuning file of flux"):
+        store.read(tmp_path / "a")
+
+
+def with_files(rank: int, world_size: int, settings: list[str]) -> str:
+    with mock.patch.dict("os.environ", {"FLUX_TUNING": settings[rank]}):
+        try:
+            flux.gemm_ar(torch.ones(2, 4), torch.ones(8, 4))
+        except ValueError as error:
+            told = str(error)
+        else:
+            told = registry.existing(dist.group.WORLD)[0].tuning.source
+    # All ranks have refused, so the group remains usable.
+    with mock.patch.dict("os.environ", {"FLUX_TUNING": "off"}):
+        assert (flux.gemm_ar(torch.ones(2, 4), torch.ones(8, 4)) == 4 * world_size).all()
+    return told
+
+
+def test_ranks_with_different_files_are_refused(tmp_path: Path) -> None:
+    one = str(written(tmp_path / "one.json", fact(1, fused=1.0)))
+    two = str(written(tmp_path / "two.json", fact(1, fused=2.0)))
+    other = str(written(tmp_path / "other.json", fact(1, fused=1.0), here=H200))
+    for settings, words in (
+        ([one, two], ["the same measurements on all ranks", f"rank 0 {one}", f"rank 1 {two}"]),
+        ([one, "auto"], ["the same measurements", f"rank 0 {one}", "rank 1 no measurements"]),
+        (
+            [one, other],
+            ["the same measurements", f"rank 1 {other}, of another machine (arch sm_90, not cpu)"],
+        ),
+        ([one, str(tmp_path / "none")], [f"rank 1: FLUX_TUNING: {tmp_path}/none: No such file"]),
+    ):
+        for told in spawn(with_files, 2, settings, backend="gloo"):
+            assert all(word in told for word in words), told
+    assert spawn(with_files, 2, [one, one], backend="gloo") == [one, one]
+
+
+OPS = {
+    "gemm_rs": ("parts", "torch"),
+    "ag_gemm": ("parts", "torch"),
+    "gemm_ar": ("composed", "parts", "torch"),
+}
+
+
+def in_every_way(rank: int, world_size: int) -> list[str]:
+    """Every way of every operator on integers that carry each rank's mark, with all options."""
+    wrong = []
+    case = GemmRsCase(6 * world_size, 24, 16, world_size, torch.float32, bias=True)
+    x, weight, bias = case.inputs(rank, CPU)
+    residual, total = case.residual(CPU), case.expected_sum(CPU)
+    rows = slice(rank * 6, (rank + 1) * 6)
+    norm_weight = torch.ones(24)
+    flux.all_reduce(torch.ones(1))
+    workspace = registry.existing(dist.group.WORLD)[0]
+    for op, ways in OPS.items():
+        for way in ("fused", *ways):
+            workspace.tuning = Tuning(forced=way)
+            workspace.plans.clear()
+            if op == "gemm_rs":
+                got = [flux.gemm_rs(x, weight, bias)]
+                want = [total[rows]]
+            elif op == "ag_gemm":
+                outs, gathered = flux.ag_gemm(x[rows], [weight, weight[:8]], return_gathered=True)
+                whole = torch.cat([case.inputs(r, CPU)[0][r * 6 : (r + 1) * 6] for r in range(world_size)])
+                got, want = [*outs, gathered], [whole @ weight.t(), whole @ weight[:8].t(), whole]
+            else:
+                norm, summed = flux.gemm_ar(x, weight, bias, residual=residual, norm_weight=norm_weight)
+                expected = total + residual
+                want = [expected, expected * torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-6)]
+                got = [summed, norm]
+            exact = torch.equal(got[0], want[0])
+            near = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+            plan = workspace_plan(workspace, op, case.m, 24, 16, torch.float32, False)
+            if op != "ag_gemm" and plan.way != way:
+                wrong.append(f"{op} ran {plan.way}, not {way}")
+            if not (exact and near):
+                wrong.append(f"{op} {way} differs")
+    return wrong
+
+
+def test_every_way_gives_the_result() -> None:
+    assert spawn(in_every_way, 3, backend="gloo") == [[]] * 3
+
+
+def plan_twice(rank: int, world_size: int, file: str) -> list[str]:
+    """A file that changes while the process runs changes no plan, also not of problems that are new."""
+    with mock.patch.dict("os.environ", {"FLUX_TUNING": file, "FLUX_RECORD_SHAPES": f"{file}.shapes"}):
+        ways = []
+        for m in (16, 32):
+            flux.gemm_ar(torch.ones(m, 4), torch.ones(8, 4))
+            plan = flux.explain("gemm_ar", m, 8, 4, torch.float32)
+            ways.append(plan.way)
+            dist.barrier()
+            if rank == 0:
+                Path(file).write_text("{}")
+            dist.barrier()
+        return ways
+
+
+def test_plans_do_not_change(tmp_path: Path) -> None:
+    facts = [Fact("gemm_ar", 2, 4, m, 8, 4, {"fused": 9.0, "parts": 2.0}) for m in (16, 32)]
+    file = str(written(tmp_path / "a", *facts))
+    assert spawn(plan_twice, 2, file, backend="gloo") == [["parts", "parts"]] * 2
+    told = [json.loads(line) for line in Path(f"{file}.shapes").read_text().splitlines()]
+    shapes = [each for each in told if each["op"] == "gemm_ar"]
+    assert [each["m"] for each in shapes] == [16, 32]
+    assert shapes[0] | {"m": 0} == {
+        "op": "gemm_ar",
+        "dtype": "float32",
+        "m": 0,
+        "n": 8,
+        "k": 4,
+        "world_size": 2,
+        "transpose_weight": False,
+    }
+
+
+def test_sums_are_known_by_their_elements() -> None:
+    problem = PlanInput("cuda", 4, 512, 64, torch.float16, world_size=2)
+    assert facts_key("all_reduce", problem) == ("all_reduce", 2, 2, 2048, 0, 0)
+    assert facts_key("all_gather", problem) == ("all_gather", 2, 2, 256, 0, 0)
+    assert facts_key("gemm", problem) == ("gemm", 2, 2, 4, 512, 64)
