@@ -28,6 +28,7 @@ from flux.comm.group import Meeting
 from flux.comm.shm import NoSharedMemory
 from flux.errors import CommTimeoutError
 from flux.tuning import store
+from flux.tuning.facts import NO_FACTS
 
 HEADER_BYTES: int = _native.core.HEADER_BYTES
 PAGE_BYTES = 4096
@@ -146,6 +147,7 @@ class Workspace(ABC):
     transport: str  # how tiles are sent, as text for users
     compares_contents = False
     copies = True
+    tuning = NO_FACTS
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any

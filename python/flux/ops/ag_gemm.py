@@ -376,12 +376,12 @@ def _plans(
     key = ("ag_gemm", m, ns, k, dtype, transpose_weight)
     found = workspace.plans.get(key)
     if found is None:
-        whole = workspace_plan(workspace, "ag_gemm", m, sum(ns), k, dtype, transpose_weight)
-        plans = (whole,) * len(ns)
-        if len(ns) > 1 and whole.way == "fused":
-            problems = (problem_of(workspace, m, n, k, dtype, transpose_weight) for n in ns)
-            plans = tuple(carried_by(workspace, plan_ag_gemm(problem)) for problem in problems)
-        call = next((replace(plan, n=sum(ns)) for plan in plans if not plan.fused), whole)
+        problems = [problem_of(workspace, m, n, k, dtype, transpose_weight) for n in ns]
+        plans = tuple(carried_by(workspace, plan_ag_gemm(problem)) for problem in problems)
+        if all(plan.fused for plan in plans):  # measurements are of one weight with all columns
+            whole = workspace_plan(workspace, "ag_gemm", m, sum(ns), k, dtype, transpose_weight)
+            plans = (whole,) * len(ns) if len(ns) == 1 or whole.way != "fused" else plans
+        call = replace(next((plan for plan in plans if not plan.fused), plans[0]), n=sum(ns))
         found = workspace.plans[key] = (call, plans)
     return cast(tuple[Plan, tuple[Plan, ...]], found)
 
