@@ -57,8 +57,10 @@ $(STAMP): pyproject.toml setup.py tools/setup_venv.py
 build: $(STAMP)
 	@$(PY) setup.py --quiet build_ext --inplace
 
+# With pytest-xdist, files of tests are spread over the cores; on GPUs they run one after the other (tests/conftest.py).
+SPREAD = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --dist loadfile')
 test: build
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(SPREAD) $(ARGS)
 
 soak: build
 	OMP_NUM_THREADS=1 $(PY) tests/cpu/soak.py $(ARGS)

@@ -25,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(n): how many GPUs a test of tests/dist needs (default 2)")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Tests with ranks on GPUs need all SMs. More workers than two make ranks on CPUs time out."""
+    return 0 if torch.cuda.is_available() else min(2, os.cpu_count() or 1)
+
+
 def _missing(gpus: int) -> str | None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < gpus:
