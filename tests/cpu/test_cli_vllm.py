@@ -86,12 +86,6 @@ def test_a_dense_model(tmp_path: Path) -> None:
         (DEEPSEEK, (), "down_proj [7168, 9216]", "vLLM's own: weights are quantised"),
         (DEEPSEEK, (), "experts", "vLLM's own: weights are quantised"),
         (
-            {**QWEN_MOE, "shared_expert_intermediate_size": 64},
-            (),
-            "experts",
-            "vLLM's own: there are shared experts",
-        ),
-        (
             {**QWEN_MOE, "moe_intermediate_size": 20},
             (),
             "experts",

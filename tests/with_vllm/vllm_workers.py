@@ -1,15 +1,18 @@
-"""What vllm_generate.py brings into vLLM's processes: a record of flux's calls, and the compiler of GPUs."""
+"""What vllm_engines.py brings into vLLM's processes: a record of flux's calls, and the compiler of GPUs."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
 KINDS = ("plain", "with norm", "sums with norm", "experts", "to own rows", "from own rows")
 _calls: Counter[str] = Counter()
+_counted_already: list[bool] = []
 
 
 class FluxCalls:
@@ -23,6 +26,9 @@ class FluxCalls:
         from flux.ops import all_reduce
 
         _calls.clear()
+        if _counted_already:
+            return
+        _counted_already.append(True)
         # What compiled graphs call, below the operator.
         run = all_reduce._run
 
@@ -68,6 +74,41 @@ def leave_layers_to_vllm() -> None:
     from flux.integrations.vllm import layer
 
     layer._reasons = lambda layer: iter([("a test says so", True)])
+
+
+def leave_out_vllms_invariant_kernels() -> None:
+    """With VLLM_BATCH_INVARIANT, vLLM replaces operators of torch by Triton kernels, which need a GPU."""
+    from vllm.model_executor.determinism import batch_invariant
+
+    batch_invariant.enable_batch_invariant_mode = lambda: None
+
+
+def save_graphs() -> None:
+    """Writes the graphs that flux rewrites into the folder $SAVED_GRAPHS: the whole model's as dynamo traces
+    it, and in each range, each piece's as the pass gets it (saved_graphs.py).
+    """
+    import saved_graphs
+    from vllm.distributed import get_tp_group
+
+    from flux.integrations.vllm import compiled
+
+    folder, shard, settle = Path(os.environ["SAVED_GRAPHS"]), compiled.shard, compiled.settle_sums
+    counts: Counter[str] = Counter()
+
+    def save(graph: torch.fx.Graph, name: str) -> None:
+        counts[name] += 1
+        if get_tp_group().rank_in_group == 0:
+            saved_graphs.save(graph, folder / f"{name}-{counts[name]}.json")
+
+    def save_and_shard(graph: torch.fx.Graph, *arguments: Any) -> Any:
+        save(graph, "model")
+        return shard(graph, *arguments)
+
+    def save_and_settle(graph: torch.fx.Graph, start: int, end: int) -> Any:
+        save(graph, f"piece-{start}-{end}")
+        return settle(graph, start, end)
+
+    compiled.shard, compiled.settle_sums = save_and_shard, save_and_settle
 
 
 def compile_as_on_gpus() -> None:

@@ -82,7 +82,6 @@ def _against_experts(model: forecast.Model, ranks: int) -> Iterator[tuple[str, b
     """Why experts stay vLLM's, and whether each reason applies; at last, none."""
     yield "vLLM's own: they are not sharded over ranks", ranks == 1
     yield "vLLM's own: weights are quantised", model.quantised
-    yield "vLLM's own: there are shared experts", model.shared_experts
     yield f"vLLM's own: tokens choose more than {MAX_TOP_K} experts", model.top_k > MAX_TOP_K
     aligned = model.expert % (ranks * thresholds.ALIGNMENT) == 0 and model.hidden % thresholds.ALIGNMENT == 0
     yield "vLLM's own: sizes are not multiples of 8", not aligned

@@ -43,8 +43,43 @@ def summed_experts(
         topk_weights = torch.nn.functional.pad(topk_weights, (0, 0, 0, missing))
     own = slice(rank * share, (rank + 1) * share)
     with torch.no_grad():
-        routing = flux.moe.route(topk_ids[own], topk_weights[own], w13.shape[0], group=group_name)
-        # Shares are consecutive like the tokens, so routing.rows are indices in x.
-        hidden = flux.grouped_gemm(x, w13, routing.offsets, rows=routing.rows, activation="swiglu")
-        total = flux.moe.gemm_gather_rs(hidden, w2, routing)
+        # Shares are consecutive like the tokens, so the routing's rows are indices in x.
+        total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name)
         return flux.all_gather(total, group=group_name)[:tokens]
+
+
+def own_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    own_group: str,
+) -> torch.Tensor:
+    """For each token the weighted sum of what this rank's part of the experts gives; the sum over ranks is
+    left to the layer. Nothing is exchanged, because every rank knows the experts of all tokens.
+
+    Args:
+        x, topk_ids, topk_weights, w13, w2: as of summed_experts; or of some whole experts, with ids among
+            them, and -1 for those that other ranks have.
+        own_group: a process group of this rank alone.
+
+    Returns:
+        [tokens, H], a fresh tensor.
+    """
+    with torch.no_grad():
+        return _experts(x, topk_ids, topk_weights, w13, w2, own_group)
+
+
+def _experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    group_name: str,
+) -> torch.Tensor:
+    """The sum over a group of what experts give for this rank's tokens."""
+    routing = flux.moe.route(topk_ids, topk_weights, w13.shape[0], group=group_name)
+    hidden = flux.grouped_gemm(x, w13, routing.offsets, rows=routing.rows, activation="swiglu")
+    return flux.moe.gemm_gather_rs(hidden, w2, routing)

@@ -15,9 +15,8 @@ FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
 MOST_TOKENS = 8192
 # They normalise what a layer adds before they add it, or have no norm behind the addition.
 _OTHER_NORMS = ("gemma2", "gemma3", "gemma4", "olmo2", "olmo3", "glm4", "exaone4")
-# What configurations call the number of experts, and what says that some are shared.
+# What configurations call the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Model:
         attention: columns of o_proj's input, on all ranks together.
         mlp: those of down_proj's; 0: all layers have experts instead.
         plain_norm: the norm follows the addition of the residual.
-        shared_experts: some of the experts get every token.
+        top_k, expert: how many experts a token chooses, and columns of one, on all ranks together.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Model:
     quantised: bool = False
     experts: bool = False
     plain_norm: bool = True
-    shared_experts: bool = False
     top_k: int = 0
     expert: int = 0
 
@@ -65,7 +63,6 @@ def model_of(config: dict[str, Any], name: str = "") -> Model:
         quantised="quantization_config" in {**config, **text},
         experts=bool(experts),
         plain_norm=not str(text.get("model_type", "")).startswith(_OTHER_NORMS),
-        shared_experts=any(text.get(key) for key in _SHARED_EXPERTS),
         top_k=int(text.get("num_experts_per_tok") or 0),
         expert=int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 0),
     )

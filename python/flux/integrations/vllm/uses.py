@@ -107,6 +107,13 @@ USES = (
     ),
     Use("MoE", f"{_MOE}.config", "FusedMoEConfig.moe_parallel_config"),
     Use(
+        "MoE",
+        f"{_MOE}.routed_experts",
+        "RoutedExperts.forward_modular",
+        ("x", "topk_weights", "topk_ids"),
+    ),
+    Use("MoE", f"{_MOE}.routed_experts", "RoutedExperts.expert_map"),
+    Use(
         "optional",
         "vllm.ir.ops.layernorm",
         "fused_add_rms_norm",

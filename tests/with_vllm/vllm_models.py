@@ -1,0 +1,126 @@
+"""Small models with random weights, as vLLM loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 512
+LAYERS = 2
+HIDDEN = 256
+_MLP = 512
+KINDS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "int8", "adapter")
+
+
+def make(kind: str, folder: Path) -> None:
+    """Writes a model of a kind, or an adapter for "qwen3". Biases are large: one that is added per rank would
+    show.
+    """
+    if kind == "adapter":
+        _make_adapter(folder)
+        return
+    torch.manual_seed(1)
+    model = _model("qwen3" if kind == "int8" else kind)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.06)
+    model.save_pretrained(folder)
+    if kind == "int8":
+        _quantise(folder)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Adds a tokenizer to a model: its words are w0, w1 and so on, one for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
+def _model(kind: str) -> Any:
+    import transformers
+
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": _MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+    }
+    experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    if kind == "llama":
+        config = transformers.LlamaConfig(**common, attention_bias=True, mlp_bias=True)
+        return transformers.LlamaForCausalLM(config)
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32))
+    if kind == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**common, **experts, head_dim=32)
+        return transformers.Qwen3MoeForCausalLM(config)
+    if kind == "qwen2_moe":  # with shared experts, and biases in qkv
+        config = transformers.Qwen2MoeConfig(**common, **experts, shared_expert_intermediate_size=128)
+        return transformers.Qwen2MoeForCausalLM(config)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2)
+    )
+
+
+def _quantise(folder: Path) -> None:
+    """Makes linear layers int8, as compressed-tensors has them: weights by channel, inputs by token."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight = tensors[name]
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, path)
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "strategy": "channel", "dynamic": False},
+        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _make_adapter(folder: Path) -> None:
+    """A LoRA adapter of o_proj and down_proj, in the format of peft."""
+    from safetensors.torch import save_file
+
+    rank, generator = 8, torch.Generator().manual_seed(2)
+    folder.mkdir()
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, k in (("self_attn.o_proj", HIDDEN), ("mlp.down_proj", _MLP)):
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, k, generator=generator) * 0.1
+            tensors[f"{at}.lora_B.weight"] = torch.randn(HIDDEN, rank, generator=generator) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["o_proj", "down_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
