@@ -147,6 +147,9 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         setattr(layer.config, option, value)
         assert reason in layer._reason(groups())
         setattr(layer.config, option, before)
+    experts, layer.experts = layer.experts, torch.nn.Identity()
+    assert layer._reason(groups()) == "its experts are Identity, not SequentialMLP"  # as of moe_grouped_gemm
+    layer.experts = experts
     assert layer._reason(groups()) is None
     assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer" in m] == [
         ["FluxMoELayer runs in Megatron's own code", "hooks run before its experts"],
