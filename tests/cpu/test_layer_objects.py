@@ -209,6 +209,8 @@ def without_partners(rank: int, p: int) -> None:
         ValueError, match="mark_replicated: names: expected parameters of LayerNorm, got 'wei'"
     ):
         mark_replicated(gone, "wei")
+    with pytest.raises(ValueError, match="module: expected a module without marks of its own, got RMSNorm"):
+        mark_replicated(RMSNorm(8), "weight")
     mark_replicated(gone, "weight")
     gone.weight = None
     with pytest.raises(ValueError, match=r"'weight' of LayerNorm, which has no such parameter"):

@@ -20,6 +20,7 @@ from flux.layers import (
     RMSNorm,
     RowParallelLinear,
     column_linear,
+    mark_replicated,
     reduce_replicated_grads,
     row_linear,
 )
@@ -121,6 +122,7 @@ class Block(nn.Module):
 
 def train(mesh: DeviceMesh) -> Tensor:
     block: Block = Block(mesh)
+    mark_replicated(nn.LayerNorm(HIDDEN), "weight", "bias")
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
     loss: Tensor = block(torch.ones(ROWS, HIDDEN)).square().mean()
     torch.autograd.backward(loss)  # torch has no types for loss.backward()

@@ -100,7 +100,7 @@ def mark_replicated(module: nn.Module, *names: str) -> None:
 
     Raises:
         TypeError: `module` is no torch.nn.Module.
-        ValueError: it has no such parameter.
+        ValueError: it has no such parameter, or decides itself what is replicated, as RMSNorm does.
 
     Example::
 
@@ -115,6 +115,8 @@ def mark_replicated(module: nn.Module, *names: str) -> None:
     op = "mark_replicated"
     if not isinstance(module, nn.Module):
         _arguments.wrong_type(op, "module", "a torch.nn.Module", module)
+    if isinstance(getattr(type(module), "replicated_parameters", None), property):
+        _check.fail(op, "module", "a module without marks of its own", type(module).__name__)
     for name in names:
         if not isinstance(module._parameters.get(name), nn.Parameter):
             _check.fail(op, "names", f"parameters of {type(module).__name__}", repr(name))
@@ -153,15 +155,15 @@ def reduce_replicated_grads(module: nn.Module, *, group: GroupLike = None) -> No
     if not isinstance(module, nn.Module):
         _arguments.wrong_type(op, "module", "a torch.nn.Module", module)
     process_group = resolve_group(group, op)
-    found = {}
-    for name, parameter in _replicated(module).items():
+    found, marked = {}, _replicated(module)
+    for name, parameter in marked.items():
         grad = getattr(parameter, "main_grad", None)
         grad = parameter.grad if grad is None else grad
         if grad is not None:
             # For a DTensor, as in FSDP2: the local part.
             with torch.no_grad():
                 found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
-    _check_alike(module, found, process_group)
+    _check_alike(module, list(marked), found, process_group)
     grads: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in found.values():
         grads.setdefault(grad.dtype, []).append(grad)
@@ -200,25 +202,28 @@ def _replicated(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-def _check_alike(module: nn.Module, found: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def _check_alike(
+    module: nn.Module, marked: list[str], found: dict[str, torch.Tensor], group: dist.ProcessGroup
+) -> None:
     """Raises on all ranks, if they would sum different gradients."""
     devices = (tensor.device for tensor in (*found.values(), *module.parameters()))
     device = next(devices, torch.device("cpu"))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    own = [(name, tuple(grad.shape), str(grad.dtype)) for name, grad in found.items()]
-    digest = zlib.crc32(repr(own).encode())
+    op, expected = "reduce_replicated_grads", "the same gradients on all ranks"
+    if _equal(marked + [(name, grad.shape, grad.dtype) for name, grad in found.items()], device, group):
+        return
+    if not _equal(marked, device, group):
+        _check.fail(op, "module", "the same marked parameters on all ranks", ", ".join(marked) or "none")
+    holders = torch.tensor([name in found for name in marked], dtype=torch.int32, device=device)
+    dist.all_reduce(holders, group=group)
+    some = [name for name, count in zip(marked, holders.tolist(), strict=True) if 0 < count < group.size()]
+    _check.fail(op, "module", expected, f"{', '.join(some) or 'other shapes or dtypes'} on some only")
+
+
+def _equal(value: list[Any], device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the printed value is the same on all ranks."""
+    digest = zlib.crc32(repr(value).encode())
     largest = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    if not largest.sum():
-        return
-    of_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_ranks, own, group=group)
-    everywhere = set.intersection(*(set(found) for found in of_ranks))
-    some = {entry[0]: None for found in of_ranks for entry in found if entry not in everywhere}
-    _check.fail(
-        "reduce_replicated_grads",
-        "module",
-        "the same gradients on all ranks",
-        f"{', '.join(some) or 'another order'} on some only",
-    )
+    return not largest.sum()
