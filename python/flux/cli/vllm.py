@@ -69,8 +69,11 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
         reason = next(why for why, applies in _against_experts(model, ranks) if applies)
         yield Finding(section, "experts", reason or "flux for large batches", "info" if reason else "ok")
     yield _norms(section, model, ranks, device)
+    fused = forecast.fused_by_vllm(model, ranks)
+    if fused:
+        yield Finding(section, "vLLM's fusion", f"compiled batches of up to {fused} tokens stay vLLM's")
     first, why = forecast.sequence_from(model, ranks, device)
-    parallel = f"compiled models from {first} tokens on" if first is not None else f"no: {why}"
+    parallel = f"no: {why}" if first is None else f"compiled batches from {max(first, fused + 1)} tokens on"
     yield Finding(section, "sequence parallel", parallel, "info" if first is None else "ok")
     found = forecast.ranges(model, ranks, device)
     ends = [start - 1 for start, _ in found[1:]] + [forecast.MOST_TOKENS]

@@ -102,9 +102,14 @@ def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int |
     return begin, "" if begin is not None else "it is turned off"
 
 
+def fused_by_vllm(model: Model, ranks: int) -> int:
+    """Up to how many tokens vLLM fuses all-reduces with RMSNorm in compiled models."""
+    return FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
+
+
 def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, str]]:
     """What runs between the layers of a compiled model, and from how many tokens on, in ascending order."""
-    vllm = FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
+    vllm = fused_by_vllm(model, ranks)
     begins = [begin for _, begin, _ in layers(model, ranks, device)]
     sequence, _ = sequence_from(model, ranks, device)
     limit = thresholds.sums(ranks, device)[1] // (model.hidden * 2) if ranks > 1 else 0
