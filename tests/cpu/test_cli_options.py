@@ -331,7 +331,7 @@ def test_doctor_shows_nonsense_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
         "FLUX_VLLM_MIN_TOKENS": "-1",
         "FLUX_VLLM": "",
         "FLUX_CUDA": "on",
-        "FLUX_THING": "a\n\x1b[31mb",
+        "FLUX_WEATHER": "a\n\x1b[31mb",
     }.items():
         monkeypatch.setenv(name, value)
     found = {f.name: f for f in findings.environment()}
@@ -340,7 +340,7 @@ def test_doctor_shows_nonsense_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert all("unset it or correct it" in (found[name].advice or "") for name in bad)
     assert found["FLUX_VLLM"].value == "''"
     assert found["FLUX_CUDA"].state == "info" and "(read when flux is built)" in found["FLUX_CUDA"].value
-    assert found["FLUX_THING"].value == r"'a\n\x1b[31mb' (flux does not read it)"
+    assert found["FLUX_WEATHER"].value == r"'a\n\x1b[31mb' (flux does not read it)"
     assert found["FLUX_CUTLASS_DIR"].value.startswith("not set (default)")
 
 

