@@ -94,6 +94,29 @@ def gradient_accumulation(rank: int, world_size: int) -> None:
             assert_alike(grads, expected)
 
 
+def delayed_gradients(rank: int, world_size: int) -> None:
+    """delay_wgrad_compute: gradients of weights are complete before backward_dw, and a line says so."""
+    from flux.integrations.megatron.linear import FluxLinear
+
+    told = Told()
+    config = make_config(sequence_parallel=True)
+    config.delay_wgrad_compute = True  # Megatron accepts it only with experts
+    stock, ours = pair(config)
+    found = train(ours)
+    assert_alike(found, train(stock))
+    linears = [layer for layer in ours.modules() if isinstance(layer, FluxLinear)]
+    before = [layer.weight.grad.clone() for layer in linears]
+    for layer in linears:
+        layer.backward_dw()
+    assert len(linears) == 8 and all(
+        torch.equal(layer.weight.grad, grad) for layer, grad in zip(linears, before, strict=True)
+    )
+    assert sorted(m.split(" ", 3)[1] for m in told.messages if "delay_wgrad_compute" in m) == [
+        "FluxColumnParallelLinear",
+        "FluxRowParallelLinear",
+    ]
+
+
 def accepts_the_option_without_apex(rank: int, world_size: int) -> None:
     from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
 
@@ -350,6 +373,7 @@ SCENARIOS = (
     equal_to_stock,
     mixture_of_experts,
     gradient_accumulation,
+    delayed_gradients,
     accepts_the_option_without_apex,
     data_parallelism,
     checkpoints,
