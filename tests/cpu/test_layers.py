@@ -14,7 +14,15 @@ from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from flux.layers import ColumnParallelLinear, ParallelMLP, RMSNorm, RowParallelLinear, reduce_replicated_grads
+from flux.layers import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RMSNorm,
+    RowParallelLinear,
+    column_linear,
+    reduce_replicated_grads,
+    row_linear,
+)
 from flux.testing import spawn
 
 WORLD_SIZES = [1, 2, 3]
@@ -233,6 +241,18 @@ def main_grad_of_16_bits(rank: int, p: int) -> None:
         assert (layer.weight.main_grad == expected).all()
 
 
+def changed_in_place(rank: int, p: int) -> None:
+    """Results are no views, which nobody may change in place, as Megatron's loss does with logits."""
+    x = torch.ones(2 * p, 3, 4, requires_grad=True)
+    for sequence_parallel in (True, False):
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+        (column,) = column_linear(x, [torch.ones(8, 4)], **options)
+        for result in (column, row_linear(x, torch.ones(8, 4), **options)):
+            x.grad = None
+            result.mul_(2).sum().backward()
+            assert x.grad is not None and x.grad.any()
+
+
 def state(rank: int, p: int) -> None:
     for plain, block, _ in models(rank, p):
         whole = plain.state_dict()
@@ -287,6 +307,7 @@ SCENARIOS = (
     nothing_is_copied,
     accumulation,
     main_grad_of_16_bits,
+    changed_in_place,
     state,
     frozen,
     arguments,

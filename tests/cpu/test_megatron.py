@@ -94,6 +94,29 @@ def gradient_accumulation(rank: int, world_size: int) -> None:
             assert_alike(grads, expected)
 
 
+def delayed_gradients(rank: int, world_size: int) -> None:
+    """delay_wgrad_compute: gradients of weights are complete before backward_dw, and a line says so."""
+    from flux.integrations.megatron.linear import FluxLinear
+
+    told = Told()
+    config = make_config(sequence_parallel=True)
+    config.delay_wgrad_compute = True  # Megatron accepts it only with experts
+    stock, ours = pair(config)
+    found = train(ours)
+    assert_alike(found, train(stock))
+    linears = [layer for layer in ours.modules() if isinstance(layer, FluxLinear)]
+    before = [layer.weight.grad.clone() for layer in linears]
+    for layer in linears:
+        layer.backward_dw()
+    assert len(linears) == 8 and all(
+        torch.equal(layer.weight.grad, grad) for layer, grad in zip(linears, before, strict=True)
+    )
+    assert sorted(m.split(" ", 3)[1] for m in told.messages if "delay_wgrad_compute" in m) == [
+        "FluxColumnParallelLinear",
+        "FluxRowParallelLinear",
+    ]
+
+
 def accepts_the_option_without_apex(rank: int, world_size: int) -> None:
     from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
 
@@ -264,76 +287,6 @@ def specs(rank: int, world_size: int) -> None:
     torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), None, 1e-5))
 
 
-def nested_specs(rank: int, world_size: int) -> None:
-    """Every place of a spec in which newer releases put classes, and what convert_spec says of it."""
-    import functools
-
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from flux.integrations import megatron as ours
-
-    class Builder:
-        @classmethod
-        def as_mlp_submodule(cls, submodules: Any) -> Any:
-            return submodules
-
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    inner = functools.partial(MLP, submodules=mlp)
-    spec = functools.partial(MoELayer, submodules={"experts": [inner], "shared": (inner, 3)})
-    made = ours.convert_spec(spec)
-    assert made.func is ours.FluxMoELayer and spec.func is MoELayer
-    for part in (made.keywords["submodules"]["experts"][0], made.keywords["submodules"]["shared"][0]):
-        assert part.func is MLP
-        assert part.keywords["submodules"].linear_fc1 is ours.FluxColumnParallelLinear
-        assert part.keywords["submodules"].linear_fc2 is ours.FluxRowParallelLinear
-    assert mlp.linear_fc1 is ColumnParallelLinear, "the original must stay"
-    built = ours.convert_spec(functools.partial(Builder.as_mlp_submodule, submodules=mlp))
-    assert built().linear_fc2 is ours.FluxRowParallelLinear
-    by_name = ModuleSpec(("megatron.core.tensor_parallel.layers", "RowParallelLinear"))
-    assert ours.convert_spec(by_name).module is ours.FluxRowParallelLinear
-    # What stays is told; what flux cannot look into is a warning.
-    told = Told()
-    ours.convert_spec(
-        functools.partial(
-            MLP, submodules=MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=RowParallelLinear)
-        )
-    )
-    ours.convert_spec([RowParallelLinear, lambda: mlp])
-    assert [m.split(": ", 2)[2] for m in told.messages] == [
-        "1 on flux (linear_fc2 RowParallelLinear), 1 stay Megatron's (linear_fc1 Linear)",
-        "1 on flux (RowParallelLinear), 1 stay Megatron's (<lambda>)",
-    ]
-    with pytest.raises(ValueError, match="expected layers that flux replaces, got 0 on flux"):
-        ours.convert_spec(ModuleSpec(IdentityOp))
-    assert ours.convert_spec(ModuleSpec(IdentityOp), allow_unchanged=True).module is IdentityOp
-    assert ours.convert_spec(made).func is ours.FluxMoELayer, "twice is once"
-
-
-def spec_of_the_command_line(rank: int, world_size: int) -> None:
-    """`--spec flux.integrations.megatron gpt_layer_spec` builds the model of the flags."""
-    from flux.integrations.megatron import gpt_layer_spec
-
-    for options in (
-        {"qk_layernorm": True},
-        {"normalization": "RMSNorm", "num_query_groups": 2},
-        {"num_moe_experts": 4, "moe_layer_freq": [0, 1], "tensor_model_parallel_size": 1},
-    ):
-        config = make_config(**options)
-        stock = make_model(config, get_stock_spec(config))
-        ours = make_model(config, gpt_layer_spec)
-        assert [(n, p.shape) for n, p in ours.named_parameters()] == [
-            (n, p.shape) for n, p in stock.named_parameters()
-        ], options
-        if "num_moe_experts" not in options:  # without sequence parallelism stock refuses to train these
-            assert_alike(train(ours), train(stock))
-        names = flux_layers(ours)
-        assert any(n.endswith("linear_proj") for n in names) and any(".mlp" in n for n in names)
-
-
 def in_place(rank: int, world_size: int) -> None:
     """convert_model: built models of all kinds, with the output layer, its own or the embedding's weight."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -368,12 +321,6 @@ def in_place(rank: int, world_size: int) -> None:
     layer.__class__, layer.config = ColumnParallelLinear, fp8
     with pytest.raises(ValueError, match="FluxColumnParallelLinear: config.fp8"):
         convert_model(layer)
-
-
-def get_stock_spec(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    return get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
 
 
 def fp32_residual(rank: int, world_size: int) -> None:
@@ -421,13 +368,12 @@ def autocast(rank: int, world_size: int) -> None:
 
 SCENARIOS = (
     in_place,
-    nested_specs,
-    spec_of_the_command_line,
     fp32_residual,
     autocast,
     equal_to_stock,
     mixture_of_experts,
     gradient_accumulation,
+    delayed_gradients,
     accepts_the_option_without_apex,
     data_parallelism,
     checkpoints,

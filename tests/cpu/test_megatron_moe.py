@@ -15,6 +15,8 @@ from test_megatron import assert_alike
 
 from flux.testing import spawn
 from megatron_models import (
+    BATCH,
+    HIDDEN,
     LAYOUTS,
     SWIGLU,
     Calls,
@@ -44,6 +46,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
         "moe_expert_capacity_factor": 0.5,
         "moe_aux_loss_coeff": 0.1,
+    },
+    "sigmoid, losses of sequences and logits": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.01,
     },
 }
 FEWER = ("swiglu",)  # for the mixed layout
@@ -104,19 +112,48 @@ def alltoall_becomes_flux(rank: int, world_size: int, layout: dict[str, Any]) ->
 
 
 def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None:
-    """Two micro-batches into main_grad by Megatron's DistributedDataParallel, in fp32."""
+    """Two micro-batches into main_grad by Megatron's DistributedDataParallel, in fp32: by its hooks, and by
+    flux's GEMMs.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-    config, grads = make_moe_config(layout), []
-    for model in moe_pair(config, rank):
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    config, grads = make_moe_config(layout, moe_aux_loss_coeff=0.1), []
+    stock, ours = moe_pair(config, rank)
+    for model, by_flux in ((stock, False), (ours, False), (moe_pair(config, rank)[1], True)):
+        accumulate_into_main_grad(model, by_flux)
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         wrapped = DistributedDataParallel(config, options, model)
         for seed in (rank, 2 + rank):
             forward(wrapped, seed).backward()
         finalize_model_grads([wrapped])
         grads.append({name: p.main_grad for name, p in model.named_parameters()})
+        added = {p.grad_added_to_main_grad for n, p in model.named_parameters() if ".local_experts." in n}
+        assert added == {by_flux}
     assert_alike(grads[1], grads[0])
+    assert_alike(grads[2], grads[0])
+
+
+def uneven_tokens(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """variable_seq_lengths. Stock gets as many tokens on all ranks, and a loss without the surplus."""
+    uneven = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
+    stock, _ = moe_pair(make_moe_config(layout), rank)
+    _, ours = moe_pair(make_moe_config(layout, **uneven), rank)
+    length = (2, 5)[rank // layout["tensor_model_parallel_size"]]
+    found = []
+    for model, rows in ((stock, 5), (ours, length)):
+        layer = model.decoder.layers[0].mlp
+        x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))[:rows]
+        x.requires_grad_()
+        with Calls() as calls:
+            y = layer(x)[0][:length]
+        assert len(calls.names) == (3 if model is ours else 0)
+        y.sin().sum().backward()
+        assert x.grad is not None
+        found.append([y.detach(), x.grad[:length], *(p.grad for p in layer.parameters())])
+    assert_alike(found[1], found[0])
 
 
 def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
@@ -140,7 +177,7 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         ("moe_apply_probs_on_input", True, "probabilities are applied before"),
         ("moe_token_dispatcher_type", "flex", "dispatcher is flex"),
         ("moe_router_topk", 17, "more than 16 experts"),
-        ("variable_seq_lengths", True, "different numbers of tokens"),
+        ("delay_wgrad_compute", True, "gradients of its weights are deferred"),
         ("fp8", "hybrid", "fp8"),
     ):
         before = getattr(layer.config, option)
@@ -184,8 +221,8 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
 
 SCENARIOS = {
     "TP 2": (equal_to_stock,),
-    "EP 2": (equal_to_stock, alltoall_becomes_flux, data_parallelism, falls_back),
-    "TP 2, EP 2": (equal_to_stock,),
+    "EP 2": (equal_to_stock, alltoall_becomes_flux, data_parallelism, uneven_tokens, falls_back),
+    "TP 2, EP 2": (equal_to_stock, uneven_tokens),
 }
 NAMES = [(LAYOUTS[layout][0], f"{layout}: {s.__name__}") for layout, part in SCENARIOS.items() for s in part]
 # Importing Megatron takes most of the time: one set of processes per world size runs all layouts.

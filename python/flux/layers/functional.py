@@ -148,7 +148,7 @@ class _Column(torch.autograd.Function):
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.parameters = [_collecting(weight, fusion) for weight in tensors[:count]]
+        ctx.parameters = [collecting(weight, fusion) for weight in tensors[:count]]
         # Cast here, because the backward pass needs the operands of the GEMM.
         x, *operands = autocast.cast_if_enabled(x, *tensors)
         weights, biases = operands[:count], operands[count:]
@@ -200,7 +200,7 @@ class _Row(torch.autograd.Function):
         sequence_parallel: bool,
         fusion: bool,
     ) -> Tensor:
-        ctx.parameter = _collecting(weight, fusion)
+        ctx.parameter = collecting(weight, fusion)
         x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.name, ctx.sequence_parallel = name, sequence_parallel
@@ -235,7 +235,7 @@ _apply_column: Any = _Column.apply
 _apply_row: Any = _Row.apply
 
 
-def _collecting(weight: Tensor, fusion: bool) -> Tensor | None:
+def collecting(weight: Tensor, fusion: bool) -> Tensor | None:
     """The weight, if its gradients are to be added to its main_grad."""
     return weight if fusion and getattr(weight, "main_grad", None) is not None else None
 
@@ -247,9 +247,14 @@ def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor | None) -> Tensor | Non
     if weight is None:
         return weight_grad(grad, x)
     wgrad_accum(grad, x, weight.main_grad)  # type: ignore[attr-defined]
+    return placeholder(weight, x.dtype)
+
+
+def placeholder(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What autograd gets for a weight whose gradient has been added to its main_grad."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     # Hooks of Megatron's data parallelism run only if autograd gets a gradient. The flag says not to add it.
     weight.grad_added_to_main_grad = True
     fill = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return fill(weight, dtype=x.dtype, requires_grad=False)
+    return fill(weight, dtype=dtype, requires_grad=False)

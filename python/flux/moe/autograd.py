@@ -8,7 +8,7 @@ Gradients are those of the sum of all ranks' losses. Rows after the last one are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,12 @@ from flux.ops._library import library
 from flux.ops._tensors import wide_type
 from flux.ops.all_gather import all_gather
 from flux.ops.grouped_gemm import grouped_gemm
+from flux.ops.wgrad import wgrad_accum
 
 Tensor = torch.Tensor
-_TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
+# Of gradients and inputs of all rows, and the offsets: what autograd gets for the weights.
+OfWeights = Callable[[Tensor, Tensor, Tensor], Any]
+TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
 
 
 def activation_grad(grad: Tensor, product: Tensor, activation: str) -> Tensor:
@@ -106,7 +109,7 @@ def _grouped_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad_x = sums.index_add(0, rows, grad_x.to(sums.dtype)).to(grad.dtype)
     grad_weight = None
     if needs_weight:
-        grad_weight = _expert_grads(grad, x if rows is None else x.index_select(0, rows), offsets)
+        grad_weight = expert_grads(grad, x if rows is None else x.index_select(0, rows), offsets)
     return grad_x, grad_weight, None, None, None
 
 
@@ -124,18 +127,35 @@ def _ag_scatter_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, *tensors = ctx.saved_tensors
     routing = Routing._make([*tensors, *ctx.sizes])
     needs_x, needs_weight = ctx.needs_input_grad[:2]
+    of_weights = expert_grads if needs_weight else None
+    grads = layer0_grads(grad, x, weight, routing, ctx.activation, needs_x, of_weights)
+    return *grads, [None] * TENSORS, None, None, None, None, None
+
+
+def layer0_grads(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    routing: Routing,
+    activation: str | None,
+    needs_x: bool,
+    of_weights: OfWeights | None,
+) -> tuple[Tensor | None, Any]:
+    """Gradient of x in ag_scatter_gemm, and what `of_weights` returns, None: not needed. x, weight: None if
+    the gradients asked for do not depend on them.
+    """
     grad_x = grad_weight = None
     if x is not None:
         everybody, tokens = gathered(x, routing)
-        if ctx.activation is not None:
+        if activation is not None and weight is not None:
             product = grouped_gemm(everybody, weight, routing.offsets, rows=tokens)
-            grad = activation_grad(grad, product, ctx.activation)
-        if needs_weight:
-            grad_weight = _expert_grads(grad, everybody.index_select(0, tokens), routing.offsets)
-    if needs_x:
+            grad = activation_grad(grad, product, activation)
+        if of_weights is not None:
+            grad_weight = of_weights(grad, everybody.index_select(0, tokens), routing.offsets)
+    if needs_x and weight is not None:
         unweighted = routing._replace(weights=each_row_once(routing.positions))
         grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), unweighted)
-    return grad_x, grad_weight, [None] * _TENSORS, None, None, None, None, None
+    return grad_x, grad_weight
 
 
 def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -143,7 +163,7 @@ def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
     ctx.sizes = sizes
     # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    needs_scores = ctx.needs_input_grad[1 + _TENSORS]
+    needs_scores = ctx.needs_input_grad[1 + TENSORS]
     ctx.save_for_backward(
         x if needs_weight or needs_scores else None, weight if needs_x or needs_scores else None, *routing
     )
@@ -153,27 +173,44 @@ def _gemm_gather_rs_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, *tensors = ctx.saved_tensors
     routing = Routing._make([*tensors, *ctx.sizes])
     needs_x, needs_weight, needs_routing = ctx.needs_input_grad[:3]
+    of_weights = expert_grads if needs_weight else None
+    grad_x, grad_weight, grad_scores = layer1_grads(
+        grad, x, weight, routing, needs_x, needs_routing[-1], of_weights
+    )
+    return grad_x, grad_weight, [*[None] * (TENSORS - 1), grad_scores], *[None] * 5
+
+
+def layer1_grads(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    routing: Routing,
+    needs_x: bool,
+    needs_scores: bool,
+    of_weights: OfWeights | None,
+) -> tuple[Tensor | None, Any, Tensor | None]:
+    """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights."""
     offsets, wide = routing.offsets, wide_type(grad.dtype)
     scores = weights_of_rows(routing, wide)[:, None]
     grad_x = grad_weight = grad_scores = None
-    if needs_weight:
+    if of_weights is not None:
         everybody, tokens = gathered(grad, routing)
         scaled = (everybody.index_select(0, tokens).to(wide) * scores).to(grad.dtype)
-        grad_weight = _expert_grads(scaled, x, offsets)
+        grad_weight = of_weights(scaled, x, offsets)  # type: ignore[arg-type]
     if weight is not None:
         flipped = weight.transpose(1, 2)
-        if needs_weight:  # the gradients of all ranks have already been gathered
+        if of_weights is not None:  # the gradients of all ranks have already been gathered
             back = grouped_gemm(everybody, flipped, offsets, rows=tokens)
         else:
             back = ag_scatter_gemm(grad, flipped, routing)
         back = before_end(back, offsets).to(wide)
         if needs_x:
             grad_x = (back * scores).to(grad.dtype)
-        if needs_routing[-1]:
+        if needs_scores and x is not None:
             # Dot product of a row's result with the gradient of its token, without recomputing the result.
             dots = before_end((back * x.to(wide)).sum(-1), offsets)
             grad_scores = _of_choices(dots, routing.positions).to(routing.weights.dtype)
-    return grad_x, grad_weight, [*[None] * (_TENSORS - 1), grad_scores], *[None] * 5
+    return grad_x, grad_weight, grad_scores
 
 
 def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
@@ -217,15 +254,34 @@ def _expert_grads_by_loop(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def _expert_grads_cuda(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     if grad.numel() == 0 or x.numel() == 0:
         return torch.zeros_like(_expert_grads_fake(grad, x, offsets))
-    if x.dtype == torch.bfloat16 and grad.shape[1] % 8 == 0 and x.shape[1] % 8 == 0:
+    if _has_grouped_gemm(grad, x):
         product: Tensor = grouped.torch_grouped_mm()(grad.contiguous().t(), x.contiguous(), offs=offsets[1:])
         return product
+    return _expert_grads_by_loop(grad, x, offsets)
+
+
+def _has_grouped_gemm(grad: Tensor, x: Tensor) -> bool:
+    """Whether torch multiplies the rows of all experts in one launch on a GPU."""
+    if x.dtype == torch.bfloat16 and grad.shape[1] % 8 == 0 and x.shape[1] % 8 == 0:
+        return True
     say_once(
         f"gradients of expert weights of {str(x.dtype).removeprefix('torch.')}, {grad.shape[1]} by "
         f"{x.shape[1]}, run expert by expert and synchronise with the host: torch's grouped GEMM takes "
         "bfloat16 and multiples of 8"
     )
-    return _expert_grads_by_loop(grad, x, offsets)
+    return False
+
+
+def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Sequence[Tensor]) -> None:
+    """main_grads[e] += grad[rows of e]ᵀ · x[rows of e] for each expert e, as flux.wgrad_accum; for bfloat16
+    on GPUs by a grouped GEMM, which rounds each product before it is added.
+    """
+    if x.is_cuda and _has_grouped_gemm(grad, x):
+        torch._foreach_add_(list(main_grads), list(expert_grads(grad, x, offsets).unbind()))
+        return
+    bounds = offsets.tolist()
+    for main_grad, first, last in zip(main_grads, bounds, bounds[1:], strict=False):
+        wgrad_accum(grad[first:last], x[first:last], main_grad)
 
 
 def _expert_grads_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -243,7 +299,7 @@ library.impl("grouped_wgrad", _expert_grads_by_loop, "CPU")
 library.impl("grouped_wgrad", _expert_grads_cuda, "CUDA")
 torch.library.register_fake("flux::grouped_wgrad", _expert_grads_fake, lib=library)
 # For each expert e: grad[rows of e]ᵀ · x[rows of e].
-_expert_grads: Any = torch.ops.flux.grouped_wgrad.default
+expert_grads: Any = torch.ops.flux.grouped_wgrad.default
 
 for _name, _setup, _backward in (
     ("grouped_gemm", _grouped_gemm_setup, _grouped_gemm_backward),

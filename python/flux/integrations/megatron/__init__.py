@@ -16,7 +16,7 @@ from flux.integrations.megatron.linear import (
     FluxRowParallelLinear,
     accumulate_into_main_grad,
 )
-from flux.integrations.megatron.model import convert_model, coverage
+from flux.integrations.megatron.model import convert_model, coverage, on_flux
 from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
 from flux.integrations.megatron.specs import (
@@ -39,4 +39,5 @@ __all__ = [
     "coverage",
     "get_flux_layer_spec",
     "gpt_layer_spec",
+    "on_flux",
 ]

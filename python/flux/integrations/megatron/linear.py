@@ -41,8 +41,14 @@ def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> N
         assert (layer.weight.main_grad != 0).any()
     """
     for module in model.modules():
-        if isinstance(module, FluxLinear):
-            module.flux_accumulates = enabled
+        if hasattr(module, "flux_accumulates"):
+            module.flux_accumulates = enabled  # type: ignore[assignment]
+
+
+def collects(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
+    """Whether a layer's gradients of a weight go into its main_grad."""
+    # Megatron-FSDP allocates its buffers during the backward pass, and expects them to be overwritten.
+    return bool(layer.flux_accumulates) and not hasattr(weight, "__fsdp_param__")
 
 
 class FluxLinear(torch.nn.Module):
@@ -64,6 +70,7 @@ class FluxLinear(torch.nn.Module):
         quiet.gradient_accumulation_fusion = False
         super().__init__(*args, config=quiet, **options)
         self.config = config
+        tell_of_delay(type(self).__name__, config)
         self.flux_accumulates = config.gradient_accumulation_fusion
         self.gradient_accumulation_fusion = (
             config.gradient_accumulation_fusion and megatron_layers._grad_accum_fusion_available
@@ -92,9 +99,8 @@ class FluxLinear(torch.nn.Module):
             return f"x is {x.dtype} and the weight {weight.dtype}"
         return None
 
-    def _accumulates(self, weight: torch.Tensor) -> bool:
-        # Megatron-FSDP allocates its buffers during the backward pass, and expects them to be overwritten.
-        return self.flux_accumulates and not hasattr(weight, "__fsdp_param__")
+    def backward_dw(self) -> None:
+        """The weight's gradient is never delayed: there is nothing to do."""
 
 
 def refuse_low_precision(name: str, config: Any) -> None:
@@ -143,7 +149,7 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
             [options["bias"]],
             group=options["tp_group"],
             sequence_parallel=options["sequence_parallel"],
-            gradient_accumulation_fusion=self._accumulates(weight),
+            gradient_accumulation_fusion=collects(self, weight),
         )[0]
 
 
@@ -187,24 +193,31 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
             self.weight,
             group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self._accumulates(self.weight),
+            gradient_accumulation_fusion=collects(self, self.weight),
         )
         if self.skip_bias_add:
             return output, self.bias
         # Not added by flux: the gradient of the bias must be that of the rank's rows, as Megatron sums it.
         return (output if self.bias is None else output + self.bias), None
 
-    def backward_dw(self) -> None:
-        """The weight's gradient is never delayed: there is nothing to do."""
-
 
 def adopt(layer: torch.nn.Module, cls: type[FluxLinear]) -> None:
     """Makes a layer of Megatron's class one of flux's, whose base that class is, in place."""
     refuse_low_precision(cls.__name__, layer.config)
     layer.__class__ = cls
+    tell_of_delay(cls.__name__, layer.config)
     layer.flux_accumulates = layer.gradient_accumulation_fusion
 
 
 def tell(layer: str, reason: str) -> None:
     """Logs, once for each layer class and reason."""
     say_once(f"flux: {layer} runs in Megatron's own code: {reason}")
+
+
+def tell_of_delay(layer: str, config: Any) -> None:
+    """Logs, once for each layer class, that delay_wgrad_compute has no effect, if it is asked for."""
+    if getattr(config, "delay_wgrad_compute", False):
+        say_once(
+            f"flux: {layer} does not delay gradients of weights (delay_wgrad_compute): they are computed in "
+            "the backward pass, and backward_dw does nothing"
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,6 +80,45 @@ def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> d
     is_bad = any(reason != _EMBEDDING for reason in left.values())
     say_once(f"flux: convert_model: {summary}", logging.WARNING if is_bad else logging.INFO)
     return found
+
+
+def on_flux(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that builds a model from flags, such as `gpt_builder` of Megatron-LM's gpt_builders.py, with
+    convert_model after it.
+
+    The builder chooses layers by its flags as before. Layers of Transformer Engine stay; give the flag
+    `--spec flux.integrations.megatron gpt_layer_spec` too, and only what no spec names is left to convert.
+
+    Args:
+        builder: returns a model, on a stage of a pipeline the stage's part. Its arguments are passed on.
+
+    Returns:
+        The function, with the name and arguments of `builder`.
+
+    Raises:
+        ValueError: when called, as convert_model, unless the stage has no layers.
+
+    Example::
+
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        from flux.integrations.megatron import coverage, on_flux
+
+        @on_flux
+        def builder(width):
+            return ColumnParallelLinear(32, width, config=config, init_method=config.init_method, bias=False)
+
+        assert coverage(builder(8 * p)) == {"": None}
+    """
+
+    @functools.wraps(builder)
+    def build(*args: Any, **options: Any) -> Any:
+        model = builder(*args, **options)
+        decoder = getattr(model, "decoder", None)
+        convert_model(model, allow_unchanged=len(getattr(decoder, "layers", [decoder])) == 0)
+        return model
+
+    return build
 
 
 def coverage(model: torch.nn.Module) -> dict[str, str | None]:

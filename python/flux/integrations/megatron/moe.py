@@ -8,13 +8,15 @@ import types
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
-from flux.integrations.megatron.linear import DTYPES, tell
-from flux.moe import ag_scatter_gemm, gemm_gather_rs, route
+from flux.integrations.megatron.experts import expert_layer
+from flux.integrations.megatron.linear import DTYPES, collects, tell
+from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
 
 Tensor = torch.Tensor
@@ -35,6 +37,8 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         spec = convert_spec(get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False))
         assert spec.submodules.mlp.module is FluxMoELayer
     """
+
+    token_dispatcher: Any
 
     def __init__(
         self,
@@ -59,10 +63,12 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     def _begin(self, groups: Any) -> None:
         self.flux_group = groups.tp_ep
         self.flux_unfit = self._reason(groups)
+        self.flux_accumulates = self.config.gradient_accumulation_fusion
         self._flux_runs = False
+        self._dispatchers = {False: self.token_dispatcher}
         if self.flux_unfit is None:
             # What it does before and after the experts is what flux needs: flat tokens, and a routing map.
-            self.token_dispatcher = MoEAllGatherTokenDispatcher(
+            self._dispatchers[True] = MoEAllGatherTokenDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )
 
@@ -86,7 +92,6 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             "shared experts overlap with its dispatcher": config.moe_shared_expert_overlap,
             "its communication overlaps with another batch": config.overlap_moe_expert_parallel_comm,
             "its token dispatcher is flex": config.moe_token_dispatcher_type == "flex",
-            "ranks may have different numbers of tokens": config.variable_seq_lengths,
             "gradients of its weights are deferred": getattr(config, "delay_wgrad_compute", False),
             f"its tokens choose more than {MAX_TOP_K} experts": config.moe_router_topk > MAX_TOP_K,
             "the ranks of its group are in another order": (
@@ -109,12 +114,17 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             return f"x is {x.dtype}, and its experts are another type or none that flux takes"
         return None
 
-    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def preprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         reason = self._why_not(hidden_states)
         self._flux_runs = reason is None
-        if reason is None:
+        self.token_dispatcher = self._dispatchers[self._flux_runs]
+        if reason is not None:
+            tell(type(self).__name__, reason)
+        return super().preprocess(hidden_states, *args, **options)
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        if self._flux_runs:
             return hidden_states, probs
-        tell(type(self).__name__, reason)
         result: tuple[Tensor, Tensor] = super().dispatch(hidden_states, probs)
         return result
 
@@ -129,15 +139,24 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             self.config.num_moe_experts,
             group=self.flux_group,
             ep_size=self.flux_group.size() // self.experts.tp_group.size(),
+            max_tokens=self._most_tokens(hidden_states),
         )
-        # Stacking copies the weights: Megatron owns the memory of each.
         w1, w2 = (
-            torch.stack([getattr(expert, name).weight for expert in self.experts.local_experts])
+            [getattr(expert, name).weight for expert in self.experts.local_experts]
             for name in ("linear_fc1", "linear_fc2")
         )
-        rows = self._activate(ag_scatter_gemm(hidden_states, w1, routing))
+        fusion = all(collects(self, weight) for weight in (*w1, *w2))
+        rows = self._activate(expert_layer(0, hidden_states, w1, routing, fusion))
         # Megatron multiplies by the probabilities before the second product: the same, it is linear.
-        return gemm_gather_rs(rows, w2, routing), None
+        return expert_layer(1, rows, w2, routing, fusion), None
+
+    def _most_tokens(self, x: Tensor) -> int | None:
+        """What no rank exceeds; None if all have as many as this one. Read on the host."""
+        if not self.config.variable_seq_lengths:
+            return None
+        most = torch.tensor(x.shape[0], device=x.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.flux_group)
+        return int(most)
 
     def _activate(self, product: Tensor) -> Tensor:
         """Megatron's activation. Not in the GEMM: there the product would have to be made again backward."""

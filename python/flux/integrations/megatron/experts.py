@@ -1,0 +1,76 @@
+"""The two layers of flux.moe for experts whose weights are separate parameters, as Megatron's are: gradients
+of weights go into main_grad if asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from flux.layers.functional import collecting, placeholder
+from flux.moe import ag_scatter_gemm, gemm_gather_rs
+from flux.moe.autograd import TENSORS, add_expert_grads, expert_grads, layer0_grads, layer1_grads
+from flux.moe.routing import Routing
+from flux.ops import autocast
+
+Tensor = torch.Tensor
+
+
+def expert_layer(number: int, x: Tensor, weights: Sequence[Tensor], routing: Routing, fusion: bool) -> Tensor:
+    """flux.moe.ag_scatter_gemm (number 0) or gemm_gather_rs (number 1) with one weight for each expert.
+
+    Args:
+        fusion: add the gradients of weights to their `main_grad`, if all have one.
+    """
+    result: Tensor = _apply(number, fusion, routing, x, routing.weights, *weights)
+    return result
+
+
+class _Layer(torch.autograd.Function):
+    # Weights are stacked for each pass and not kept: a copy of all layers' experts would be their size again.
+    @staticmethod
+    def forward(
+        ctx: Any, number: int, fusion: bool, routing: Routing, x: Tensor, scores: Tensor, *weights: Tensor
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[5:]
+        ctx.parameters = [
+            collecting(weight, fusion and needed) for weight, needed in zip(weights, needs, strict=True)
+        ]
+        x, *weights = autocast.cast_if_enabled(x, *weights)  # type: ignore[assignment]
+        ctx.number, ctx.sizes = number, routing[TENSORS:]
+        ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
+        layer = gemm_gather_rs if number else ag_scatter_gemm
+        return layer(x, torch.stack(weights), routing)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *saved = ctx.saved_tensors
+        routing = Routing._make([*saved[:TENSORS], *ctx.sizes])
+        weight = torch.stack(saved[TENSORS:])
+        needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
+        of_weights = partial(_of_weights, ctx.parameters) if any(needs) else None
+        of_scores: Tensor | None = None
+        if ctx.number:
+            of_x, made, of_scores = layer1_grads(grad, x, weight, routing, needs_x, needs_scores, of_weights)
+        else:
+            of_x, made = layer0_grads(
+                grad, x if of_weights else None, weight, routing, None, needs_x, of_weights
+            )
+        return None, None, None, of_x, of_scores, *(made or [None] * len(needs))
+
+
+_apply: Any = _Layer.apply
+
+
+def _of_weights(
+    parameters: Sequence[Tensor | None], grad: Tensor, x: Tensor, offsets: Tensor
+) -> list[Tensor | None]:
+    """What autograd gets for each weight."""
+    collecting = [parameter for parameter in parameters if parameter is not None]
+    if len(collecting) < len(parameters):
+        return list(expert_grads(grad, x, offsets).unbind())
+    add_expert_grads(grad, x, offsets, [parameter.main_grad for parameter in collecting])  # type: ignore[attr-defined]
+    return [placeholder(parameter, x.dtype) for parameter in collecting]
