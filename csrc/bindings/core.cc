@@ -375,8 +375,7 @@ void bind_selection(py::module_& m) {
       .def_readonly("candidates", &gemm::Choice::candidates);
   m.def("select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
         py::arg("num_sms"), py::arg("config") = -1,
-        "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice of which parts "
-        "may "
+        "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice; its parts may "
         "be 0.");
   m.def("select_gemm_ar", &select_gemm_ar, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1,

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "gemm/epilogue.cuh"
+#include "gemm/named_barriers.h"
 #include "gemm/shares.cuh"
 #include "runtime/device/exchange.cuh"
 
@@ -50,9 +51,9 @@ FLUX_DEVICE float sum_over_cta(float value, int thread, float* scratch) {
   for (int distance = 16; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
   }
-  ptx::named_barrier_sync(1, kThreads);  // no thread still reads the sums of the previous row
+  ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the sums of the previous row
   if (thread % 32 == 0) scratch[thread / 32] = value;
-  ptx::named_barrier_sync(1, kThreads);
+  ptx::named_barrier_sync(kMathBarrier, kThreads);
   float total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreads / 32; ++i) total += scratch[i];
@@ -178,7 +179,7 @@ struct Summing {
       exchange::put_back_absent(address);
       scratch[thread] = __uint_as_float(v.x);
     }
-    ptx::named_barrier_sync(1, kThreads);
+    ptx::named_barrier_sync(kMathBarrier, kThreads);
     float total = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < part.parts; ++i) total += scratch[i];
@@ -225,8 +226,8 @@ struct RowNorm {
     if (part.index == index) return;
     index = part.index, first = part.first, vectors = part.vectors;
     weight = vector_at(f.norm_weight, 0) + first;
-    ptx::copy_async_wait<0>();             // nothing is still copied to this memory
-    ptx::named_barrier_sync(1, kThreads);  // no thread still reads it
+    ptx::copy_async_wait<0>();                        // nothing is still copied to this memory
+    ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads it
     constexpr int kBytes = sizeof(uint4);
     const int room = spare.bytes / kBytes - kScratchVectors;
     const uint32_t begin = spare.begin + kScratchVectors * kBytes;
@@ -348,7 +349,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     // A CTA has sent the squares of all its parts before it waits for those of others.
     for_each_part([&](int row, const RowPart& part) {
       norm.select(part);
-      if (!one) ptx::named_barrier_sync(1, kThreads);  // no thread still reads the values of the last row
+      if (!one) ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the last values
       norm.write(row, s.template collect<kThreads>(row, part, thread, norm.scratch_of_parts()));
     });
     return;

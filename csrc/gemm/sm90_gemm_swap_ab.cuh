@@ -22,6 +22,7 @@
 
 #include "gemm/finish.cuh"
 #include "gemm/mainloop.cuh"
+#include "gemm/named_barriers.h"
 #include "gemm/smem.cuh"
 #include "gemm/swap_ab.h"
 #include "runtime/device/ptx.cuh"
@@ -31,7 +32,6 @@ namespace flux::gemm {
 constexpr int kSwapAbMathThreads = 128;
 constexpr int kSwapAbBothThreads = 256;  // math and epilogue warpgroups
 constexpr int kSwapAbThreads = kSwapAbBothThreads + 32;
-constexpr int kBoth = 1, kAsked = 2;  // named barriers: of both warpgroups; all threads have read the epoch
 
 template <class Output>
 struct SwapAbParams {
@@ -122,13 +122,13 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       ptx::let_next_kernel_start();
     }
     __syncwarp();
-    ptx::named_barrier_sync(kAsked, kSwapAbThreads);
+    ptx::named_barrier_sync(kEpochBarrier, kSwapAbThreads);
     if (ptx::elect_one()) Output::end(params.output, shares);
   } else {
     // The latency of reading the epoch overlaps with the first TMA loads, which do not depend on it. The loader warp
-    // closes the call after all threads have arrived on kAsked, that is, have read the epoch.
+    // closes the call after all threads have arrived on kEpochBarrier, that is, have read the epoch.
     const auto call = Output::begin(params.output);
-    ptx::named_barrier_arrive(kAsked, kSwapAbThreads);
+    ptx::named_barrier_arrive(kEpochBarrier, kSwapAbThreads);
     using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
     const bool multiplies = threadIdx.x < kSwapAbMathThreads;
     const int lane = ptx::lane();
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           }
         }
       }
-      const auto both_warpgroups = [] { ptx::named_barrier_sync(kBoth, kSwapAbBothThreads); };
+      const auto both_warpgroups = [] { ptx::named_barrier_sync(kMathBarrier, kSwapAbBothThreads); };
       const bool is_last = tile + step >= num_tiles;
       const bool gives = is_last || !multiplies;
       const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;

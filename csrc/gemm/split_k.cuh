@@ -7,6 +7,7 @@
 // everything in flight.
 #pragma once
 
+#include "gemm/named_barriers.h"
 #include "gemm/smem.cuh"
 #include "gemm/tile_order.h"
 #include "runtime/device/ptx.cuh"
@@ -63,14 +64,14 @@ struct Meeting {
     // The named barrier then makes both warpgroups of this CTA finish reading before the stores below.
     const int lane = static_cast<int>(ptx::lane());
     if (lane < split) ptx::mbarrier_arrive_cluster(smem.ring_free(), lane);
-    ptx::named_barrier_sync(1, kNumMathWarpgroups * 128);
+    ptx::named_barrier_sync(kMathBarrier, kNumMathWarpgroups * 128);
 #pragma unroll
     for (int i = 0; i < 2 * Part::kChunks; ++i) {
       ptx::store_shared_v4(own(i / 2) + i % 2 * (kPartBytes / 2) + thread * 16, d[4 * i], d[4 * i + 1],
                            d[4 * i + 2], d[4 * i + 3]);
     }
     ptx::fence_proxy_async_smem();
-    ptx::named_barrier_sync(2 + warpgroup, 128);
+    ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     if (thread < split) {
       // Also waits if nothing is sent, because all arrivals must have been received before a CTA exits.
       ptx::mbarrier_wait(smem.ring_free(), 0);

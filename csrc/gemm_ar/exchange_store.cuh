@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gemm/finish.cuh"
+#include "gemm/named_barriers.h"
 #include "gemm/policy.h"
 
 namespace flux::gemm_ar {
@@ -31,7 +32,7 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
     constexpr int kChunkVectors = gemm::kChunkN / gemm::kVector;
     static_assert(kTile.slab_n * kTile.slabs >= kTile.block_n && kTile.slab_n % kPanelN == 0);
     const uint32_t slabs = smem.slab(warpgroup, 0);
-    const int barrier = 2 + warpgroup;
+    const int barrier = gemm::kWarpgroupBarrier + warpgroup;
     ptx::named_barrier_sync(barrier, 128);  // no thread still reads the previous tile
 #pragma unroll
     for (int i = 0; i < kSums / gemm::kChunkAccumulators; ++i) {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "gemm/epilogue.cuh"
+#include "gemm/named_barriers.h"
 #include "gemm_rs/plan.h"
 #include "runtime/device/sync.cuh"
 
@@ -193,7 +194,7 @@ struct SlotStore {
       }
     }
     // The tile is about to be written over the pieces: no warp may still be reading one.
-    ptx::named_barrier_sync(1 + warpgroup, 128);
+    ptx::named_barrier_sync(gemm::kWarpgroupBarrier + warpgroup, 128);
   }
 
   // Only copies by copy engines go on after a failure.

@@ -11,6 +11,7 @@
 // arriving_rows.cuh).
 #pragma once
 
+#include "gemm/named_barriers.h"
 #include "moe/plan.h"
 #include "moe/products.cuh"
 #include "runtime/device/sync.cuh"
@@ -54,7 +55,7 @@ struct CombiningRows {
     const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
     Copies& copies = static_cast<Group*>(memory)[group].copies;
     Block& block = static_cast<Group*>(memory)[group].block;
-    const int barrier = 1 + group, rank = p.symm.rank;
+    const int barrier = gemm::kGroupBarrier + group, rank = p.symm.rank;
     const CommOrder order = {p.layout.world_size, rank, p.blocks, p.chunks.count()};
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
     int computed = 0;  // number of chunks that this thread knows to be complete
@@ -103,6 +104,7 @@ struct CombiningRows {
 
  private:
   static constexpr int kGroupThreads = 128;
+  static_assert(gemm::kGroupBarrier + 1024 / kGroupThreads <= gemm::kNamedBarriers);
   static constexpr int kAnnouncer = 96;  // the thread that publishes signals; not in the warp that draws
   static constexpr int kNoRow = -1;
   // A thread sums one vector after the other, in batches of up to kBatch terms, with the next kAhead - 1
