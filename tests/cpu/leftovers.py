@@ -25,6 +25,7 @@ def start(arguments: list[str], folder: Path, **env: str) -> subprocess.Popen[st
     Its temporary files go to folder/tmp, its output to folder/out and folder/err.
     """
     (folder / "tmp").mkdir()
+    (folder / "begun").touch()
     marked_env = {**os.environ, **env, "TMPDIR": str(folder / "tmp"), _VARIABLE: str(folder)}
     # torch makes its cache's folder when it is imported, and means to leave it.
     marked_env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
@@ -67,10 +68,14 @@ def state(pid: int) -> str:
 
 
 def files(folder: Path, pids: Iterable[int]) -> list[str]:
-    """Temporary files of the program, and what carries one of its process ids in /tmp and /dev/shm."""
-    number = re.compile(r"(?<!\d)(?:" + "|".join(map(str, pids)) + r")(?!\d)")
-    public = [path for place in ("/tmp", "/dev/shm") for path in Path(place).iterdir()]
-    named = [path for path in public if number.search(path.name)]
+    """Its temporary files, and what carries one of its process ids in /tmp and /dev/shm and is not older."""
+    # Names of other programs may be random and hexadecimal: digits in them are no process id.
+    number = re.compile(r"(?<![0-9a-f])(?:" + "|".join(map(str, pids)) + r")(?![0-9a-f])")
+    begin = (folder / "begun").stat().st_mtime_ns
+    public = [
+        path for place in ("/tmp", "/dev/shm") for path in Path(place).iterdir() if number.search(path.name)
+    ]
+    named = [path for path in public if path.lstat().st_mtime_ns >= begin]
     return [str(path) for path in [*(folder / "tmp").iterdir(), *named]]
 
 

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -123,6 +124,10 @@ def megatron(rank: int) -> dict[str, Any]:
     def gpt(config: Any, spec: Any, vocab_size: int, sequence_length: int) -> Any:
         return make_model(config, spec)
 
+    # A script of Megatron-LM's repository, which no package contains.
+    scripts = ModuleType("gpt_builders")
+    scripts.__dict__["gpt_builder"] = gpt
+    sys.modules["gpt_builders"] = scripts
     return {
         **common(rank),
         "GPTModel": gpt,
