@@ -21,8 +21,8 @@ namespace flux::ag_gemm {
 constexpr int kPushThreads = 384;
 
 // Called by all kPushThreads threads of a CTA that is one of `pushers`.
-__device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const Layout& layout,
-                                          const void* rows, const sync::Call& call, int pushers) {
+FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+                           const sync::Call& call, int pushers) {
   __shared__ int drawn[2];
   runtime::Header* header = symm.header();
   const Pieces pieces = make_pieces(layout, piece_bytes(layout, pushers));

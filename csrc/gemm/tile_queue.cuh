@@ -24,7 +24,7 @@ struct TileQueueReader {
   RingCursor<kTileQueue> cursor;
 
   // Called by one thread: waits for the next tile index.
-  __device__ __forceinline__ int next(const Smem& smem) {
+  FLUX_DEVICE int next(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
     const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
     ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
@@ -32,7 +32,7 @@ struct TileQueueReader {
     return index;
   }
   // Called by all lanes of a warp. Lane 0 reads the entry and releases it itself, so that racecheck sees the order.
-  __device__ __forceinline__ int next_for_warp(const Smem& smem) {
+  FLUX_DEVICE int next_for_warp(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
     const bool reads = ptx::lane() == 0;
     int index = reads ? static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index))) : 0;
@@ -48,7 +48,7 @@ template <class Smem>
 struct TileQueueWriter {
   RingCursor<kTileQueue> cursor;
 
-  __device__ __forceinline__ void put(const Smem& smem, int cluster_size, int index) {
+  FLUX_DEVICE void put(const Smem& smem, int cluster_size, int index) {
     ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
     if (cluster_size == 1) {
       ptx::store_shared(smem.tile_index(cursor.index), index);
@@ -63,7 +63,7 @@ struct TileQueueWriter {
   }
 
   // Waits until all readers have released all entries.
-  __device__ __forceinline__ void drain(const Smem& smem) {
+  FLUX_DEVICE void drain(const Smem& smem) {
     for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance()) {
       ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
     }

@@ -20,7 +20,7 @@ struct ChoiceParams {
 
 // The expert ids of a token's choices j to j + kWords - 1; invalid ids become kNowhere. Reads whole vectors if
 // possible, because a strided load of one word costs as much as a load of a whole vector.
-__device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j) {
+FLUX_DEVICE uint4 own_ids(const ChoiceParams& p, int token, int j) {
   uint32_t low[kWords], high[kWords] = {};
 #pragma unroll
   for (int i = 0; i < kWords; ++i) low[i] = kNowhere;
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j
 }
 
 // The weights of these choices, as bits. Words of the user's data that equal kAbsent are replaced by another NaN.
-__device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, int j) {
+FLUX_DEVICE uint4 own_weights(const ChoiceParams& p, int token, int j) {
   uint32_t bits[kWords] = {};
   const auto* from =
       reinterpret_cast<const uint32_t*>(p.own.weights) + static_cast<int64_t>(token) * p.layout.top_k + j;
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, i
 }
 
 // Byte offset of a vector of a token's choices. A token has the vectors of its experts, then those of its weights.
-__device__ __forceinline__ int64_t vector_offset(const ChoiceParams& p, int source, int token, int vector) {
+FLUX_DEVICE int64_t vector_offset(const ChoiceParams& p, int source, int token, int vector) {
   const int64_t slot_token = static_cast<int64_t>(source) * p.layout.max_tokens + token;
   return (slot_token * route_vectors(p.layout.top_k) + vector) * sizeof(uint4);
 }
@@ -111,7 +111,7 @@ __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int fi
 
 // Stores one word for each of a token's top_k <= kTopK choices, in 16-byte stores if top_k is a multiple of kWords.
 template <int kTopK>
-__device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kTopK], int top_k) {
+FLUX_DEVICE void store_words(void* to, const uint32_t (&words)[kTopK], int top_k) {
   const bool whole = top_k % kWords == 0;
 #pragma unroll
   for (int j = 0; j < kTopK; j += kWords) {
