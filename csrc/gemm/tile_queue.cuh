@@ -2,12 +2,9 @@
 // it has loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster
 // through a short queue in shared memory.
 //
-// Three rules (docs/design/gemm-rs.md#the-kernel):
-// - Draw from a counter in global memory, not with a fixed stride, when tiles leave over a link: the link
-//   serves the SMs unevenly, and with equal shares the slowest SM determines the time.
-// - Draw late: an index that is drawn long before its turn can be a remote tile that a peer waits for.
-// - A CTA whose local tile waits for peers draws nothing until their contributions have arrived. Otherwise it
-//   would take a tile that an idle CTA could start, and finish it last.
+// Tiles that leave over a link are drawn from a counter in global memory, as late as possible
+// (docs/design/gemm-rs.md#the-kernel). A CTA whose local tile waits for peers draws nothing until their contributions
+// have arrived; otherwise it would take a tile that an idle CTA could start.
 //
 // The order itself does not change: every CTA sees all its remote tiles before its first local one. The first
 // tile is drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident

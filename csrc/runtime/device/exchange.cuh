@@ -33,10 +33,17 @@ FLUX_DEVICE bool is_whole(const uint4& v) {
   return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
 }
 
+// Replaces words of the user's data that equal kAbsent by another NaN.
+FLUX_DEVICE uint4 presentable(uint4 v) {
+  for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
+    if (*word == kAbsent) *word = 0x7FFF7FFF;
+  }
+  return v;
+}
+
 // Sends a vector of this rank's matrix to the ranks that sum it.
 FLUX_DEVICE void contribute(const runtime::SymmBuffer& symm, const Exchange& x, const sync::Call& call,
                             int row, int column, const uint4& v) {
-  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   if (call.aborted) return;
   if (x.mode != Exchange::Mode::kOneShot) {
     const int owner = x.owner(row, column);

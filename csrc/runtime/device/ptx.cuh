@@ -96,38 +96,32 @@ FLUX_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.relea
 FLUX_DEVICE void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// mapa: the address, in the shared memory of the cluster, of what has this address in one of its CTAs.
+FLUX_DEVICE uint32_t address_in(uint32_t cta, uint32_t address) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(cta));
+  return remote;
+}
 // Arrives on an mbarrier of a CTA of the cluster, to release memory that this thread has read. Release at CTA scope
 // (the default) is enough, because only TMA loads and st.async that depend on the arrival overwrite that memory.
 // Release at cluster scope would cost a full memory barrier each time.
 FLUX_DEVICE void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
-      "r"(cta)
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(cta, bar)) : "memory");
 }
 FLUX_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 FLUX_DEVICE void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes, uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %2;\n"
-      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %1;\n}" ::"r"(bar),
-      "r"(bytes), "r"(cta)
-      : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(address_in(cta, bar)),
+               "r"(bytes)
+               : "memory");
 }
 // st.async: stores a word to shared memory of a CTA of the cluster; completes 4 bytes on that CTA's mbarrier.
 FLUX_DEVICE void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote, remote_bar;\n"
-      "mapa.shared::cluster.u32 remote, %0, %3;\n"
-      "mapa.shared::cluster.u32 remote_bar, %2, %3;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [remote], %1, [remote_bar];\n}" ::"r"(
-          address),
-      "r"(value), "r"(bar), "r"(cta)
-      : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   address_in(cta, address)),
+               "r"(value), "r"(address_in(cta, bar))
+               : "memory");
 }
 
 // Whether the phase is complete, without waiting. Returns the same value in all lanes of a warp.
@@ -220,12 +214,9 @@ FLUX_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32
 // Bulk copy from this CTA's shared memory to that of a CTA of the cluster; completes on that CTA's mbarrier.
 FLUX_DEVICE void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, uint32_t cta) {
   asm volatile(
-      "{\n.reg .b32 remote, remote_bar;\n"
-      "mapa.shared::cluster.u32 remote, %0, %4;\n"
-      "mapa.shared::cluster.u32 remote_bar, %3, %4;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%1], %2, "
-      "[remote_bar];\n}" ::"r"(dst),
-      "r"(src), "r"(bytes), "r"(bar), "r"(cta)
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          address_in(cta, dst)),
+      "r"(src), "r"(bytes), "r"(address_in(cta, bar))
       : "memory");
 }
 

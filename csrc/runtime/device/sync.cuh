@@ -32,7 +32,9 @@ FLUX_DEVICE void count(uint32_t* address) {
 // Whether `seen` signals `epoch`. A live sender is in this call or in the next one; any other value is stale.
 FLUX_DEVICE bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
 
-// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out.
+// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out. Such
+// a call sends nothing: the rank no longer waits for its peers, so a late peer may be two calls behind, and would find
+// its buffers overwritten.
 struct Call {
   uint32_t epoch;
   bool aborted;
