@@ -43,9 +43,8 @@ def train(model: Any, microbatches: int = 1) -> tuple[torch.Tensor, dict[str, to
 
 
 def assert_alike(got: Any, expected: Any) -> None:
-    """Equal except for the order of sums in fp32. An element whose terms cancel has the error of its terms, so
-    four units of the tensor's largest element are allowed: a few of its elements would fail otherwise.
-    """
+    """Equal except for the order of sums in fp32."""
+    # An element whose terms cancel has their error: four units of the tensor's largest element are allowed.
     if isinstance(expected, torch.Tensor):
         largest = float(expected.abs().max()) if expected.numel() else 0.0
         atol = max(1e-7, 4 * torch.finfo(torch.float32).eps * largest)
