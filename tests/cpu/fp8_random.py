@@ -12,13 +12,18 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from fp8_layouts import LAYOUTS
+from fp8_moe import ScaledMoe
 
 import flux
 from flux.testing import ScaledCase, spawn
+from flux.testing.data import EXACT_LIMIT
+from flux.testing.moe_data import random_case
+from flux.testing.scaled_data import exact_product
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -90,7 +95,45 @@ def gemm_rs(call: Case) -> str:
     return differs("sum", result, case.total()[call.rank * rows :][:rows])
 
 
-OPS: dict[str, Callable[[Case], str]] = {f.__name__: f for f in (gemm, gemm_rs)}
+def grouped_gemm(call: Case) -> str:
+    experts, kind = call.dice.randint(1, 5), call.dice.choice(("tensor", "row", "block"))
+    m, n, k, seed = call.size(200), call.size(150), call.size(300), 10 * call.number
+    out_dtype = call.dice.choice(OUT)
+    data = [ScaledCase(m, n, k, 1, kind, E4M3, out_dtype, seed=seed + e) for e in range(experts)]
+    x, scale_x = data[0].x(0)
+    weights, scales = zip(*(each.weight(0) for each in data), strict=True)
+    weight = torch.stack([each.view(torch.uint8) for each in weights]).view(E4M3)
+    scale_w = torch.cat(scales) if kind == "tensor" else torch.stack(scales)
+    cuts = [0, *sorted(call.dice.randint(0, m) for _ in range(experts - 1)), m]
+    g = torch.Generator().manual_seed(call.number)
+    rows = torch.randperm(m, generator=g) if call.dice.random() < 0.5 else None
+    offsets = torch.tensor(cuts, dtype=torch.int32)
+    how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
+    result = flux.grouped_gemm(x, weight, offsets, rows=rows, **how)
+    order = torch.arange(m) if rows is None else rows
+    of_all = torch.stack([exact_product(x, scale_x, w, s) for w, s in zip(weights, scales, strict=True)])
+    parts = [
+        of_all[e][order[first:last]] for e, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False))
+    ]
+    return differs("products", result, torch.cat(parts).to(out_dtype))
+
+
+def moe(call: Case) -> str:
+    kind, x_dtype = call.dice.choice(("tensor", "row", "block")), call.dice.choice((E4M3, E5M2))
+    case = ScaledMoe(random_case(call.number, call.p), kind, x_dtype, call.dice.choice(OUT))
+    if case.out_dtype != torch.float32 and case.needs > EXACT_LIMIT[case.out_dtype]:
+        case = replace(case, out_dtype=torch.float32)
+    routing = case.route(call.rank)
+    how: dict[str, Any] = {"out_dtype": case.out_dtype}
+    (x, scale_x), (w, scale_w) = case.x(call.rank), case.w1(call.rank)
+    rows = flux.moe.ag_scatter_gemm(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
+    told = differs("layer 0", rows[: int(routing.offsets[-1])], case.layer0(call.rank))
+    (x, scale_x), (w, scale_w) = case.hidden(call.rank, len(rows)), case.w2(call.rank)
+    result = flux.moe.gemm_gather_rs(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
+    return told or differs("layer 1", result, case.layer1(call.rank))
+
+
+OPS: dict[str, Callable[[Case], str]] = {f.__name__: f for f in (gemm, gemm_rs, grouped_gemm, moe)}
 
 
 def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:
