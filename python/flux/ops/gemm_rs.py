@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,9 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant
+from flux.ops import _check, _gate, _invariant, two_level
 from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
@@ -190,15 +192,35 @@ def _among_ranks(
         return out
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
-            _unfused(x2, weight, bias, transpose_weight, group, out2)
+            unfused(x2, weight, bias, transpose_weight, group, out2)
         elif isinstance(workspace, CudaWorkspace):
             fused_cuda(workspace, plan, x2, weight, bias, out2)
+        elif isinstance(workspace, CpuWorkspace):
+            _fused_cpu(workspace, plan, epoch, x2, weight, bias, out2)
         else:
-            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2)
+            addends = () if bias is None else (bias,)
+            two_level_sum(cast(NodesWorkspace, workspace), plan, x2, weight, transpose_weight, out2, addends)
     return out
 
 
-def _unfused(
+def two_level_sum(
+    workspace: NodesWorkspace,
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    transpose_weight: bool,
+    out: torch.Tensor,
+    addends: Sequence[torch.Tensor],
+) -> None:
+    """gemm_rs of x [m, k] on several nodes, plus addends [n] or [m/p, n]."""
+
+    def inside(rows: torch.Tensor, node_sum: torch.Tensor) -> None:
+        call(rows, weight, None, transpose_weight, workspace.node_group, node_sum)
+
+    two_level.scatter(workspace, plan, x, inside, out, addends)
+
+
+def unfused(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -206,6 +228,7 @@ def _unfused(
     group: ProcessGroup,
     out: torch.Tensor,
 ) -> None:
+    """out = this rank's rows of the sum of all ranks' products, with torch."""
     if out.numel() == 0:
         return
     if x.shape[1] == 0:
@@ -241,10 +264,12 @@ def fused_cuda(
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
         with workspace.enter_copy(plan) as (symm_buffer, epoch):
-            _kernel(*operands, symm_buffer, plan.choice, 0, epoch, plan.chunks, staging, rounds_own)
+            _kernel(
+                *operands, symm_buffer, plan.choice, plan.num_sms, epoch, plan.chunks, staging, rounds_own
+            )
     else:
         with workspace.enter(plan) as (symm_buffer, _):
-            _kernel(*operands, symm_buffer, plan.choice, 0, 0, plan.chunks, None, rounds_own)
+            _kernel(*operands, symm_buffer, plan.choice, plan.num_sms, 0, plan.chunks, None, rounds_own)
     if target is not out:
         out.copy_(target)
 

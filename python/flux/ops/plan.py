@@ -16,8 +16,11 @@ import torch
 from flux import _env, _invariance, _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.topology import Links, Topology
 from flux.comm.workspace import Workspace
 from flux.ops import _check, _gate
+from flux.ops.levels import TwoLevel
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS, Tuning, choose
 from flux.tuning.facts import WAYS as ALL_WAYS
@@ -33,7 +36,13 @@ _PARTS = {
     "ag_gemm": "all_gather and gemm",
     "gemm_ar": "gemm and all_reduce",
 }
-_RUNS = {"fused": "fused", "composed": "composed", "parts": "in parts", "torch": "unfused"}
+_RUNS = {
+    "fused": "fused",
+    "composed": "composed",
+    "parts": "in parts",
+    "torch": "unfused",
+    "two-level": "two-level",
+}
 
 # The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
 CPU_NUM_SMS = 8
@@ -58,7 +67,7 @@ class Plan:
         transpose_weight: weight is [k, n].
         fused: whether flux's kernels run (on CPU: their protocols).
         way: how: "fused", "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
-            flux, one after the other), or "torch".
+            flux, one after the other), "two-level" (fused inside each of several nodes), or "torch".
         transport: what carries data between ranks.
         reason: why it runs fused or not.
         config: id of the tile shape, or -1.
@@ -79,6 +88,8 @@ class Plan:
         mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
             exchange.
         batch_invariant: whether the call had to be batch invariant.
+        num_sms: SMs that a launch may use; 0: all.
+        levels: how it runs on several nodes, or None.
 
     Example::
 
@@ -114,6 +125,8 @@ class Plan:
     batch_invariant: bool = field(default_factory=_invariance.active)
     way: str = "fused"
     estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
+    num_sms: int = 0
+    levels: TwoLevel | None = None
 
     def copied_now(self) -> bool:
         """Whether copy engines carry the data of a call at this moment.
@@ -134,6 +147,8 @@ class Plan:
             f"  runs       {_RUNS[self.way]}: {self.reason}",
             f"  transport  {self.transport}",
         ]
+        if self.levels is not None:
+            lines += self.levels.lines()
         if self.batch_invariant:
             lines.append("  batch      invariant: one tile shape for any number of rows")
         if self.fused and self.config_name:
@@ -162,6 +177,8 @@ class PlanInput:
         num_sms: of the group's smallest GPU; 0 on CPUs.
         transport: what carries data between ranks.
         tuning: the measurements to choose by.
+        left_free: SMs of the GPU beside num_sms, which are left to others.
+        topology, engine, links: of a group with several nodes: the nodes, and what carries data between them.
     """
 
     device_type: str
@@ -175,6 +192,10 @@ class PlanInput:
     num_sms: int = 0
     transport: str = "none (one rank)"
     tuning: Tuning = NO_FACTS
+    left_free: int = 0
+    topology: Topology | None = None
+    engine: str = ""
+    links: Links = Links()
 
     @property
     def on_gpu(self) -> bool:
@@ -190,6 +211,7 @@ class PlanInput:
         named = ("m", "n", "k", "dtype", "world_size", "transpose_weight", "transport")
         given = {name: getattr(self, name) for name in named}
         given["way"] = "fused" if fused else "torch"
+        given["num_sms"] = self.num_sms if self.left_free else 0
         return Plan(op, fused=fused, reason=reason, **(given | facts))
 
 
@@ -243,6 +265,8 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
 # enter them.
 PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
 WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
+# By operator, of groups with several nodes.
+NODES_PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
 
 
 def workspace_plan(
@@ -261,6 +285,8 @@ def workspace_plan(
 
 def planned(op: str, problem: PlanInput) -> Plan:
     """The planner's plan, or another way to run the problem if measurements say that it is sooner."""
+    if problem.topology is not None:
+        return NODES_PLANNERS[op](problem)
     plan = PLANNERS[op](problem)
     if not plan.fused or plan.batch_invariant:
         return plan
@@ -326,7 +352,7 @@ def problem_of(
     workspace: Workspace, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool = False
 ) -> PlanInput:
     """A problem of the ranks of a workspace."""
-    return PlanInput(
+    problem = PlanInput(
         workspace.device.type,
         m,
         n,
@@ -338,7 +364,12 @@ def problem_of(
         workspace.num_sms,
         workspace.transport,
         workspace.tuning,
+        workspace.left_free,
     )
+    if not isinstance(workspace, NodesWorkspace):
+        return problem
+    found = workspace.topology, workspace.engine, workspace.links
+    return replace(problem, topology=found[0], engine=found[1], links=found[2])
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:
