@@ -21,14 +21,16 @@ import torch.distributed as dist
 import flux
 from flux.comm import registry
 from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing.data import EXACT_LIMIT
+from flux.testing.moe_data import MoeCase, random_case
 
-OPS = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of a rank: around the tiles of 128 rows, and around the sizes at which schedules change.
 _ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 48, 50, 63, 96, 130)
 _COLUMNS = (1, 3, 8, 24, 33, 64, 130, 264)
 _INNER = (1, 5, 16, 40, 64, 96)
 
+SEEN: Counter[str] = Counter()  # schedules of layers, which have no plans to be counted
 Group = dist.ProcessGroup
 Check = Callable[[Group, random.Random, int], bool]
 
@@ -124,6 +126,77 @@ def reduce_scatter(group: Group, draw: random.Random, seed: int) -> bool:
     return torch.equal(got, want[group.rank() * rows :][:rows])
 
 
+def moe(group: Group, draw: random.Random, seed: int) -> bool:
+    """Routing and both layers. Half of the cases have a bound for what crosses, which is large enough; one in
+    six has slices of experts that span nodes.
+    """
+    workspace = registry.get(group, torch.device("cpu"), "moe.route")
+    topology = workspace.topology
+    assert topology is not None
+    p, rank, nodes = group.size(), group.rank(), topology.nodes
+    case = random_case(draw.randrange(1 << 20), p, _DTYPES)
+    whole = [ep for ep in range(nodes, p + 1, nodes) if p % ep == 0]
+    spanning = [ep for ep in range(1, p + 1) if p % ep == 0 and ep % nodes]
+    ep_size = draw.choice(spanning if draw.random() < 0.17 else whole)
+    experts = ep_size * max(1, case.num_experts // case.ep_size)
+    case = replace(case, ep_size=ep_size, num_experts=experts, seed=seed)
+    if 2 * case.top_k * (p // ep_size) > EXACT_LIMIT[case.dtype]:
+        case = replace(case, top_k=2)
+    share = None
+    if draw.random() < 0.5:
+        # Few choices, so that a share is smaller than all tokens.
+        case = replace(case, top_k=draw.choice((1, 1, 2)), skew=draw.choice(("even", "skewed")), dropped=0.4)
+        share = max(_most(case, source, topology.ranks, nodes) for source in range(p))
+        share = min(share + draw.choice((0, 0, 1, 7)), case.max_tokens)
+    ids, weights = case.routing(rank)
+    routing = flux.moe.route(
+        ids,
+        weights,
+        experts,
+        group=group,
+        ep_size=ep_size,
+        max_tokens=case.max_tokens,
+        max_node_tokens=share,
+    )
+    shares = routing.incoming.shape[1] != case.max_tokens
+    SEEN["moe " + ("spanning nodes" if ep_size % nodes else "shares" if shares else "all tokens")] += 1
+    order = moe_order(case, rank, topology.ranks, nodes, routing)
+    count = len(order)
+    x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
+    rows = flux.moe.ag_scatter_gemm(x, w1, routing)
+    hidden = case.hidden_rows(rank, routing.rows.shape[0])
+    hidden[:count] = hidden[:count][order]
+    out = flux.moe.gemm_gather_rs(hidden, w2, routing)
+    offsets = torch.bincount(case.rows(rank)[:, 0], minlength=experts).view(ep_size, -1)[case.slice_of(rank)]
+    return (
+        torch.equal(rows[:count], case.layer0(rank)[order])
+        and torch.equal(out, case.layer1(rank))
+        and routing.offsets.tolist() == [0, *offsets.cumsum(0).tolist()]
+    )
+
+
+def _most(case: MoeCase, source: int, ranks: int, nodes: int) -> int:
+    """The most tokens of a rank that another node needs."""
+    ids = case.routing(source)[0]
+    found = [((ids >= 0) & (ids * nodes // case.num_experts == node)).any(1).sum() for node in range(nodes)]
+    return max(int(count) for node, count in enumerate(found) if node != source // ranks)
+
+
+def moe_order(case: MoeCase, rank: int, ranks: int, nodes: int, routing: flux.moe.Routing) -> torch.Tensor:
+    """Where the rows of a routing on several nodes are among those of the whole group's: by expert, source in
+    its node, node, token. With a bound for what crosses, the own node's tokens come last.
+    """
+    expert, source, token = case.rows(rank).unbind(1)
+    if case.ep_size % nodes:
+        return torch.arange(len(expert))
+    node = source // ranks
+    if routing.incoming.shape[1] != case.max_tokens:
+        node = torch.where(node == rank // ranks, nodes, node)
+    step = (rank - source) % ranks
+    keys = ((expert * ranks + step) * (nodes + 1) + node) * (case.max_tokens + 1) + token
+    return keys.argsort()
+
+
 CHECKS: dict[str, Check] = {
     "gemm_rs": gemm_rs,
     "ag_gemm": ag_gemm,
@@ -131,6 +204,7 @@ CHECKS: dict[str, Check] = {
     "gemm_ar": gemm_ar,
     "all_reduce": all_reduce,
     "reduce_scatter": reduce_scatter,
+    "moe": moe,
 }
 
 
@@ -156,7 +230,7 @@ def run(rank: int, world_size: int, ops: list[str], cases: int, seed: int) -> tu
             if not CHECKS[op](group, draw, number):
                 wrong.append(f"{op} --seed {seed}, case {number}, rank {rank}")
     flux.check()
-    return wrong, schedules(group)
+    return wrong, schedules(group) + SEEN
 
 
 def parse(nodes: str) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from flux.comm.workspace import (
     compare_calls,
 )
 from flux.errors import CommTimeoutError
+from flux.tuning.facts import NO_FACTS
 
 _dist: Any = torch.distributed  # parts of it are not typed
 # How long a rank that gives up waits for its peers to say whom they wait for.
@@ -134,6 +135,9 @@ class NodesWorkspace(Workspace):
             if self.topology.ranks > 1:
                 self.inner = get(self.node_group, self.device, op)
                 self.inner.compares_contents = self.compares_contents
+                self.inner.tuning = (
+                    NO_FACTS  # a part of a group has no backend by which torch could run a call
+                )
                 why_not = self.inner.why_not
         told = self._meet(op, {"why_not": why_not})
         self.why_not = _first("node", told, self.topology.node_of)
