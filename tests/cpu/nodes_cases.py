@@ -208,6 +208,9 @@ CHECKS: dict[str, Check] = {
 }
 
 
+DENSE = [op for op in CHECKS if op != "moe"]
+
+
 def schedules(group: Group) -> Counter[str]:
     """How often each schedule of each operator has been planned so far."""
     workspace = registry.find(group, torch.device("cpu"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import nodes_cases
 import pytest
+import test_fp8_ranks
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 def test_random_calls_are_exact(layout: str, engine: str) -> None:
     nodes, ranks = nodes_cases.parse(layout)
     env = {"FLUX_RAIL": engine}
-    ops = list(nodes_cases.CHECKS)
+    ops = nodes_cases.DENSE
     cases = 12 if nodes * ranks < 8 else 6
     results = spawn(nodes_cases.run, nodes * ranks, ops, cases, 3, ranks_per_node=ranks, env=env)
     assert [wrong for wrong, _ in results] == [[]] * (nodes * ranks)
@@ -38,7 +39,7 @@ def test_random_calls_are_exact(layout: str, engine: str) -> None:
 
 
 def test_every_schedule_runs_among_the_random_calls() -> None:
-    _, seen = spawn(nodes_cases.run, 4, list(nodes_cases.CHECKS), 40, 5, ranks_per_node=2)[0]
+    _, seen = spawn(nodes_cases.run, 4, nodes_cases.DENSE, 40, 5, ranks_per_node=2)[0]
     sums = {f"{op} {how}" for op in ("gemm_ar", "all_reduce") for how in ("node sums", "shards", "composed")}
     others = {
         f"{op} {how}"
@@ -75,7 +76,8 @@ def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
         group = dist.new_group(members)
         if rank not in members:
             continue
-        for number, (op, check) in enumerate(nodes_cases.CHECKS.items()):
+        for number, op in enumerate(nodes_cases.DENSE):
+            check = nodes_cases.CHECKS[op]
             assert check(group, random.Random(f"{members} {op}"), number), (op, members)
         workspace = registry.find(group, CPU)
         topology = None if workspace is None else workspace.topology
@@ -329,6 +331,12 @@ def test_rates_of_links_must_be_the_same(tmp_path: Any) -> None:
         assert (
             "FLUX_LINKS: expected the same rates on all ranks, got 45 GB/s" in told and "(measured)" in told
         )
+
+
+@pytest.mark.parametrize("layout", ["2x2", "3x1"])
+def test_fp8_operands(layout: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    spawn(test_fp8_ranks.exact, nodes * ranks, ranks_per_node=ranks)
 
 
 def fails(rank: int, world_size: int) -> None:

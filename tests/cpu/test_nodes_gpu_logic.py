@@ -196,13 +196,13 @@ def test_launches_and_transfers_of_a_scatter() -> None:
     assert workspace.inner is not None
     inner = workspace.inner
 
-    def inside(rows: torch.Tensor, node_sum: torch.Tensor) -> None:
-        log.append(f"launch {int(rows[0, 0])} on {inner.num_sms} SMs")
+    def inside(some: Callable[[torch.Tensor], torch.Tensor], node_sum: torch.Tensor) -> None:
+        log.append(f"launch {int(some(x)[0, 0])} on {inner.num_sms} SMs")
         node_sum.fill_(100.0)
 
     x = torch.arange(3).repeat_interleave(4)[:, None].float()  # the node that owns each row
     out = torch.empty(2, 4)
-    two_level.scatter(workspace, plan, x, inside, out, [torch.full((4,), 0.5)])
+    two_level.scatter(workspace, plan, len(x), inside, out, [torch.full((4,), 0.5)])
     assert log == [
         "launch 2 on 132 SMs",
         "swap 2 0",
@@ -245,11 +245,12 @@ def test_rows_of_a_part_are_those_of_every_rank_of_the_node() -> None:
     workspace, plan = stand_in("blocks", 2, 2, log)
     seen: list[list[float]] = []
 
-    def inside(rows: torch.Tensor, node_sum: torch.Tensor) -> None:
-        seen.append(rows[:, 0].tolist())
+    def inside(some: Callable[[torch.Tensor], torch.Tensor], node_sum: torch.Tensor) -> None:
+        seen.append(some(torch.arange(16.0)[:, None])[:, 0].tolist())
+        assert some(torch.arange(16.0)).tolist() == seen[-1]  # such as scales of rows
         node_sum.zero_()
 
-    two_level.scatter(workspace, plan, torch.arange(16.0)[:, None], inside, torch.empty(4, 1))
+    two_level.scatter(workspace, plan, 16, inside, torch.empty(4, 1))
     # Node 0 has rows 0 to 7: its first rank 0 to 3, its second 4 to 7.
     assert seen == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
 
@@ -273,7 +274,7 @@ def test_a_plain_gemm_of_a_node_of_one_rank_leaves_sms_free(monkeypatch: pytest.
     monkeypatch.setattr(gemm, "_kernel", lambda *arguments: launched.append(arguments[-1]))
     monkeypatch.setattr(gemm, "_sms", lambda device: 132)
     x = torch.ones(8, 8, dtype=torch.bfloat16)
-    monkeypatch.setitem(gemm._plans, (8, 8, 8, x.dtype, False, x.device, False), plan)
+    monkeypatch.setitem(gemm._plans, (8, 8, 8, x.dtype, False, x.device, False, None), plan)
     gemm.launch(x, x, None, False, torch.empty_like(x), 8, 8, 8)
     with gemm.leaving_free(4):
         gemm.launch(x, x, None, False, torch.empty_like(x), 8, 8, 8)

@@ -132,8 +132,10 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     assert topology is not None
     sms = problem.sms - (NCCL_CTAS if free else 0)
     gemm = _gemm_us(op, replace(problem, m=rows), sms, topology.ranks)
-    columns = problem.n if op == "gemm_rs" else problem.k
-    across = rows * columns * problem.dtype.itemsize * (topology.ranks - 1) // topology.ranks
+    of_row = (
+        problem.n * problem.result_dtype.itemsize if op == "gemm_rs" else problem.k * problem.dtype.itemsize
+    )
+    across = rows * of_row * (topology.ranks - 1) // topology.ranks
     return max(gemm, levels.inside_us(across, links))
 
 
@@ -142,7 +144,7 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
     fused, reason = can_run_fused("gemm_rs", problem)
     topology, links = problem.topology, problem.links
     assert topology is not None
-    m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.dtype.itemsize
+    m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     if not fused:
         return _refused("gemm_rs", problem, reason)
     if why_not := _inside_fused("gemm_rs", _inside(problem, m=m // nodes)):
@@ -162,12 +164,16 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
                 continue
             first = _launch_us("gemm_rs", problem, m // nodes // parts, free=False)
             later = _launch_us("gemm_rs", problem, m // nodes // parts, free=True)
-            copied = levels.moved_us(m // nodes // parts * problem.k * itemsize) if parts > 1 else 0.0
+            copied = (
+                levels.moved_us(m // nodes // parts * problem.k * problem.dtype.itemsize)
+                if parts > 1
+                else 0.0
+            )
             launches = [copied + (later if i else first) for i in range((nodes - 1) * parts)]
             transfers = [block_bytes / parts] * len(launches)
             yield _Way("blocks", parts, sent, levels.scatter_us(launches, transfers, own, add, links))
         whole = _launch_us("gemm_rs", problem, m, free=False)
-        copied = levels.moved_us(m * problem.k * itemsize)
+        copied = levels.moved_us(m * problem.k * problem.dtype.itemsize)
         crossing = levels.crossing_us((nodes - 1) * block_bytes, links)
         yield _Way("one launch", 1, sent, copied + whole + crossing + add)
 

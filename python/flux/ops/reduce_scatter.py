@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -131,11 +130,11 @@ def two_level_sum(
     addends: Sequence[torch.Tensor] = (),
 ) -> None:
     """reduce_scatter of x [p, n] on several nodes, out [1, n], plus addends [n]."""
-    two_level.scatter(workspace, plan, x, functools.partial(_inside, workspace), out, addends)
 
+    def inside(some: two_level.Select, node_sum: torch.Tensor) -> None:
+        run(some(x), workspace.node_group, node_sum)
 
-def _inside(workspace: NodesWorkspace, rows: torch.Tensor, node_sum: torch.Tensor) -> None:
-    run(rows, workspace.node_group, node_sum)
+    two_level.scatter(workspace, plan, x.shape[0], inside, out, addends)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

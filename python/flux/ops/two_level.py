@@ -15,13 +15,14 @@ import torch
 
 from flux.comm.nodes.rail import Transfer, shifts
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.topology import Topology
 from flux.ops import gemm as plain
 from flux.ops._tensors import wide_type
 from flux.ops.plan import Plan
 
 Tensor = torch.Tensor
-# Of rows of x of all ranks of a node, and what is written: rows of the node's sum, or its gathered rows.
-Inside = Callable[[Tensor, Tensor], object]
+# Takes the rows of one launch from a tensor that has as many rows as what is scattered.
+Select = Callable[[Tensor], Tensor]
 # The most tensors that the kernel adds (csrc/moe/moe.h: kMaxTopK).
 _MAX_ADDED = 16
 
@@ -36,51 +37,62 @@ def _leaving(workspace: NodesWorkspace, plan: Plan, flying: bool) -> AbstractCon
 def scatter(
     workspace: NodesWorkspace,
     plan: Plan,
-    x: Tensor,
-    inside: Inside,
+    m: int,
+    inside: Callable[[Select, Tensor], object],
     out: Tensor,
     addends: Sequence[Tensor] = (),
 ) -> None:
-    """out [r, n] = the sum over nodes of what `inside` makes of this rank's rows of x [p * r, k], plus
-    addends.
+    """out [m / p, n] = the sum over nodes of what `inside` makes of this rank's rows, plus addends.
 
     Rows of other nodes first, own rows last. Sums of nodes travel rounded; they are added in fp32 in the
     order of nodes, and rounded once.
 
     Args:
-        inside: (rows [ranks * s, k], sum [s, n]), the ReduceScatter of a node.
-        addends: [n] or [r, n].
+        m: rows of what is scattered. inside: the ReduceScatter of a node: takes its rows, ranks * s of m, and
+        writes this rank's sum [s, n]. addends: [n] or [m / p, n].
     """
     levels, topology = plan.levels, workspace.topology
     assert levels is not None
-    nodes, ranks, node = topology.nodes, topology.ranks, workspace.node
-    shard = x.shape[0] // topology.world_size
+    nodes, node = topology.nodes, workspace.node
     sums = Sums(nodes, out, addends)
     if levels.schedule == "one launch":
-        dealt = x.view(nodes, ranks, shard, -1).transpose(0, 1).reshape(x.shape)
         made = out.new_empty(nodes, *out.shape)
         workspace.inside("the launch for all rows")
-        inside(dealt, made.flatten(0, 1))
+        inside(functools.partial(_by_rank, topology), made.flatten(0, 1))
         workspace.wait(workspace.rail.alltoall(made, sums.parts), "exchange 1 of 1")
         sums.write()
         return
-    piece = shard // levels.parts
+    piece = m // topology.world_size // levels.parts
     transfers: list[Transfer] = []
     for to, source in shifts(nodes, node):
-        rows = x.narrow(0, to * ranks * shard, ranks * shard)
         sent = out.new_empty(out.shape)
         for part in range(levels.parts):
             here = slice(part * piece, (part + 1) * piece)
-            some = rows if levels.parts == 1 else rows.view(ranks, shard, -1)[:, here].flatten(0, 1)
+            some = functools.partial(_of_node, topology, to, here if levels.parts > 1 else None)
             workspace.inside(f"the launch for the rows of node {to}")
             with _leaving(workspace, plan, bool(transfers)):
                 inside(some, sent[here])
             transfers.append(workspace.rail.swap(sent[here], to, sums.parts[source, here], source))
     workspace.inside("the launch for own rows")
     with _leaving(workspace, plan, True):
-        inside(x.narrow(0, node * ranks * shard, ranks * shard), sums.parts[node])
+        inside(functools.partial(_of_node, topology, node, None), sums.parts[node])
     _wait(workspace, transfers)
     sums.write()
+
+
+def _by_rank(topology: Topology, x: Tensor) -> Tensor:
+    """The rows of x [m, ...] in the order of ranks inside their nodes, and then of nodes."""
+    shape = (topology.nodes, topology.ranks, x.shape[0] // topology.world_size, *x.shape[1:])
+    return x.view(shape).transpose(0, 1).reshape(x.shape)
+
+
+def _of_node(topology: Topology, node: int, part: slice | None, x: Tensor) -> Tensor:
+    """The rows of x [m, ...] of a node; with `part` those rows of each of its ranks."""
+    shard = x.shape[0] // topology.world_size
+    rows = x.narrow(0, node * topology.ranks * shard, topology.ranks * shard)
+    if part is None:
+        return rows
+    return rows.view(topology.ranks, shard, *x.shape[1:])[:, part].flatten(0, 1)
 
 
 def gather(
