@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import flux
+from flux.moe.routing import tokens_of_rows
 from flux.testing import ScaledCase
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import BLOCK, dequantized
@@ -98,6 +99,18 @@ class ScaledMoe:
                 choice = (ids[token] == expert).nonzero()[0, 0]
                 out[token] += weights[token, choice].double() * product
         return out.to(self.out_dtype)
+
+    def order(self, rank: int, routing: Any) -> Tensor:
+        """For each row of a routing its number in the order of MoeCase: on several nodes, tokens of other
+        nodes are among those of the own one.
+        """
+        rows = [tuple(row) for row in self.moe.rows(rank).tolist()]
+        first, limit = self.moe.slice_of(rank) * self.moe.local_experts, self.moe.max_tokens
+        count = int(routing.offsets[-1])
+        places = tokens_of_rows(routing)[:count].tolist() if count else []
+        experts = torch.searchsorted(routing.offsets, torch.arange(count), right=True) - 1 + first
+        found = zip(experts.tolist(), places, strict=True)
+        return torch.tensor([rows.index((e, p // limit, p % limit)) for e, p in found], dtype=torch.int64)
 
     def route(self, rank: int) -> Any:
         ids, scores = self.moe.routing(rank)

@@ -20,6 +20,7 @@ from fp8_layouts import LAYOUTS
 from fp8_moe import ScaledMoe
 
 import flux
+from flux.ops._tensors import taken
 from flux.testing import ScaledCase, spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import random_case
@@ -127,8 +128,12 @@ def moe(call: Case) -> str:
     how: dict[str, Any] = {"out_dtype": case.out_dtype}
     (x, scale_x), (w, scale_w) = case.x(call.rank), case.w1(call.rank)
     rows = flux.moe.ag_scatter_gemm(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
-    told = differs("layer 0", rows[: int(routing.offsets[-1])], case.layer0(call.rank))
+    order = case.order(call.rank, routing)
+    told = differs("layer 0", rows[: len(order)], case.layer0(call.rank)[order])
     (x, scale_x), (w, scale_w) = case.hidden(call.rank, len(rows)), case.w2(call.rank)
+    x[: len(order)] = taken(x, order)
+    if scale_x.dim() == 2:
+        scale_x[: len(order)] = scale_x[order]
     result = flux.moe.gemm_gather_rs(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
     return told or differs("layer 1", result, case.layer1(call.rank))
 
@@ -143,14 +148,15 @@ def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:
 
 
 def campaign(op: str, first: int, count: int, timeout_s: float = 1200.0) -> list[str]:
-    """Cases of an operator on 1 to 4 processes, fused and not."""
-    shares = [(1, "auto", 0.1), (2, "auto", 0.3), (3, "auto", 0.25), (4, "auto", 0.25), (2, "off", 0.1)]
+    """Cases of an operator on 1 to 4 processes, fused and not, and on two nodes of two processes."""
+    shares = [(1, "auto", 0.1), (2, "auto", 0.3), (3, "auto", 0.2), (4, "auto", 0.2), (2, "off", 0.1)]
     wrong: list[str] = []
-    for part, (p, fused, share) in enumerate(shares):
-        env = {"FLUX_FUSED": fused, "OMP_NUM_THREADS": "1"}
+    for part, (p, fused, share) in enumerate([*shares, (4, "nodes", 0.1)]):
+        env = {"FLUX_FUSED": "off" if fused == "off" else "auto", "OMP_NUM_THREADS": "1"}
         number = first + 100_000 * part
         cases = max(1, round(share * count))
-        told = spawn(sweep, p, op, number, cases, backend="gloo", env=env, timeout_s=timeout_s)
+        nodes: dict[str, Any] = {"ranks_per_node": 2} if fused == "nodes" else {}
+        told = spawn(sweep, p, op, number, cases, backend="gloo", env=env, timeout_s=timeout_s, **nodes)
         wrong += [line for lines in told for line in lines]
     return wrong
 

@@ -252,7 +252,7 @@ def test_grouped_gemm_on_gpus_without_a_kernel(kind: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(grouped, "torch_grouped_mm", lambda: grouped_mm)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm, raising=False)
-    taken, of_rows = x.view(torch.uint8)[rows.long()].view(E4M3), scales.of_rows(rows.long())
+    taken, of_rows = x.view(torch.uint8)[rows.long()].view(E4M3), scales.x_of(rows.long())
     result = grouped.unfused_scaled(taken, how["weight"], offsets, None, scales._replace(x=of_rows))
     assert not differs("products", result, expected)
     fp16 = scales._replace(x=of_rows, out_dtype=torch.float16)

@@ -15,7 +15,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
-from flux.moe import reference
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.moe import two_level
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -25,6 +26,7 @@ from flux.moe.routing import (
     may_skip_layer_dispatch,
     plan_of,
     same_routing,
+    tokens_of_rows,
 )
 from flux.ops import _check, _gate, _scales, grouped_gemm
 from flux.ops import _records as records
@@ -136,29 +138,31 @@ def _eager(
         scales = scales.canonical_experts(*weight.shape)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
     group = process_group(group_name)
+    if group.size() > 1:
+        arguments = (x, weight, told, activation, columns, group, scales)
+        return registry.in_turn(group, x.device, _among_ranks, *arguments)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
-    if group.size() == 1 and not x.is_cuda:
+    if not x.is_cuda:
         out = x.new_zeros(layout.max_rows, columns, dtype=_scales.result_dtype(x, scales))
         tiles = _Tiles(layout, told, weight, activation, out, scales, records_of(x, scales))
         tiles.compute(lambda expert, step: None, {0: packed(x, scales)})
         return out
-    if group.size() == 1:
-        return in_parts(x, weight, told, activation, scales)
-    arguments = (x, weight, told, layout, activation, columns, group, scales)
-    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+    return in_parts(x, weight, told, activation, scales)
 
 
 def _among_ranks(
     x: torch.Tensor,
     weight: torch.Tensor,
     routing: Routing,
-    layout: Any,
     activation: str | None,
     columns: int,
     group: ProcessGroup,
     scales: Scales | None,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, _OP)
+    if isinstance(workspace, NodesWorkspace):
+        return _on_nodes(x, weight, routing, activation, workspace, scales)
+    layout = layout_of(routing[:11], routing.num_experts, routing.ep_size, routing.max_tokens, group)
     plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
     dtype = plan.result_dtype
     with workspace.calling(plan, {"activation": activation, **same_routing(routing)}) as epoch:
@@ -173,6 +177,30 @@ def _among_ranks(
         tiles = _Tiles(layout, routing, weight, activation, out, scales, records_of(x, scales))
         tiles.compute(arrivals.wait, arrivals.sources)
         return out
+
+
+def _on_nodes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    activation: str | None,
+    workspace: NodesWorkspace,
+    scales: Scales | None,
+) -> torch.Tensor:
+    """The layer on several nodes: tokens cross first, then it runs inside each."""
+    plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
+    with workspace.calling(plan, {"activation": activation, **same_routing(routing)}):
+        if not two_level.serves(workspace, routing.ep_size):
+            return in_parts(x, weight, routing, activation, scales)
+        sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+        of = two_level.OfGroup(workspace, routing[:11], sizes)
+        if not two_level.runs_fused(workspace, _OP, weight, of, plan):
+            return in_parts(x, weight, routing, activation, scales)
+        tokens, form = two_level.bring_tokens(workspace, of, packed(x, scales)), records_of(x, scales)
+        if form is not None and scales is not None:
+            tokens, scales = form.rows(tokens), scales._replace(x=form.scales(tokens))
+        workspace.inside("the layer inside the node")
+        return _eager(tokens, weight, *of.arguments, activation, of.name, *(scales or ()))
 
 
 def _launch(
@@ -204,7 +232,7 @@ def in_parts(
     """All-gather, then a grouped GEMM; without synchronising with the GPU."""
     group = process_group(routing.group_name)
     limit = routing.max_tokens
-    tokens = reference.tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    tokens = tokens_of_rows(routing) if limit else routing.rows
     how: dict[str, Any] = {"rows": tokens, "activation": activation}
     if scales is not None:
         of_rows = _gathered(_scales.of_elements(scales.x, x.shape[0]), limit, group)

@@ -106,6 +106,8 @@ def _make_plan(
     problem = problem_of(workspace, m, n, k, dtype, scaling=scaling)
     fused, reason = can_run_fused(op, problem)
     itemsize = problem.result_dtype.itemsize
+    if fused and workspace.topology is not None:
+        fused, reason = False, "slices of experts span nodes: ep_size is no multiple of their number"
     named = facts_op(op, experts * ep_size, top_k, ep_size)
     if scaling is not None:
         named += f", {scaling.kind} scales"

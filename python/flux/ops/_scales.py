@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,10 @@ class Scales(NamedTuple):
         """All that `check` depends on, besides the facts of x and the weight; see _check.facts."""
         of_scales = [(scale.shape, scale.dtype, scale.device) for scale in (self.x, self.w)]
         return *of_scales, weight.stride(), self.out_dtype, self.accumulate
+
+    def of_rows(self, rows: int, some: Callable[[Tensor], Tensor]) -> Scales:
+        """The scales of some rows of x [rows, k], of canonical ones. some: takes those rows from a tensor."""
+        return self if self.x.shape[0] != rows or self.x.numel() == 1 else self._replace(x=some(self.x))
 
     def scaling(self, k: int) -> Scaling:
         """The facts for the plan, of checked scales."""
@@ -150,7 +155,7 @@ class Scales(NamedTuple):
         """The canonical scales of one expert's weight, from those of all."""
         return self.w[expert : expert + 1] if self.w.dim() == 1 else self.w[expert]
 
-    def of_rows(self, rows: slice | Tensor) -> Tensor:
+    def x_of(self, rows: slice | Tensor) -> Tensor:
         """The canonical scales of some rows of x, from those of all."""
         return self.x if self.x.dim() == 1 and self.x.shape[0] == 1 else self.x[rows]
 

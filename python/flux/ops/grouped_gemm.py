@@ -114,7 +114,7 @@ def expert_product(
     """
     if scales is None:
         return WideWeight(weight).times(x)
-    return WideWeight(weight, scale=scales.of_expert(expert)).times(x, scale=scales.of_rows(rows))
+    return WideWeight(weight, scale=scales.of_expert(expert)).times(x, scale=scales.x_of(rows))
 
 
 def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
@@ -243,7 +243,7 @@ def _cuda(
         # Entries after the last expert's rows may be invalid.
         rows = rows.clamp(min=0)
         x = taken(x, rows)
-        scales = None if scales is None else scales._replace(x=scales.of_rows(rows))
+        scales = None if scales is None else scales._replace(x=scales.x_of(rows))
     if scales is not None:
         return unfused_scaled(x, weight, offsets, activation, scales)
     return unfused(x, weight, offsets, activation)
