@@ -1,5 +1,4 @@
 #include "ag_gemm/ag_gemm.h"
-#include "ag_gemm/copy_engine.h"
 #include "ag_gemm/gather.cuh"
 #include "gemm/launch.cuh"
 #include "runtime/copy_queue.h"

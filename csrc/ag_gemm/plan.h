@@ -14,7 +14,6 @@ struct Layout {
   int row_bytes;
   int world_size;
 
-  FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   FLUX_HD int row_blocks() const { return (rows + gemm::kBlockM - 1) / gemm::kBlockM; }
   FLUX_HD int64_t shard_bytes() const { return static_cast<int64_t>(rows) * row_bytes; }
   FLUX_HD int64_t offset(int slot, int row) const {

@@ -10,8 +10,6 @@
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
-#include "moe/ag_scatter_gemm.h"
-#include "moe/gemm_gather_rs.h"
 #include "ranks.h"
 #include "routing.h"
 

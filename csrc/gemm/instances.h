@@ -1,7 +1,5 @@
-// The GEMM with split K, in a translation unit of its own, so that it compiles in parallel with the other kernels.
+// Kernels of the plain GEMM that have translation units of their own, so that they compile in parallel.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include "gemm/gemm.h"
 #include "gemm/select.h"
@@ -10,6 +8,8 @@ namespace flux::gemm {
 
 void gemm_split_k(const GemmArgs& args, const Choice& choice, const TileOrder& order, int num_sms,
                   cudaStream_t stream);
+void gemm_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms, cudaStream_t stream);
 void prepare_split_k();
+void prepare_swap_ab();
 
 }  // namespace flux::gemm
