@@ -1,5 +1,5 @@
-"""Transformer Engine 2.3 as far as Megatron-Core builds GPTs from it, in torch, for machines without CUDA: the same
-classes, arguments, parameter names, results and delayed weight gradients. Its kernels are not stood in for.
+"""Transformer Engine 2.3, as far as Megatron-Core builds GPTs from it, for machines without CUDA: the
+same classes, arguments, parameter names, results and delayed weight gradients, without its kernels.
 
 `install` must run before Megatron is imported.
 """
@@ -39,7 +39,7 @@ def norm(
 
 
 class Module(nn.Module):
-    """What all classes have: the tensor-parallel group, and gradients of weights that wait for backward_dw."""
+    """What all classes have: the tensor-parallel group, and gradients that wait for backward_dw."""
 
     def _begin(
         self, options: dict[str, Any], in_features: int, out_features: int, bias: bool, return_bias: bool
