@@ -130,7 +130,7 @@ def test_an_equal_call_is_checked_and_planned_once(
 ) -> None:
     checked = []
     whole = _check.gemm_args
-    monkeypatch.setattr(_check, "gemm_args", lambda *args: checked.append(args) or whole(*args))
+    monkeypatch.setattr(_check, "gemm_args", lambda *args, **how: checked.append(args) or whole(*args, **how))
     for _ in range(3):
         assert call(group, op).shape == (ROWS[op], 16)
     assert call(group, op, x=tensor(4, 2, 64)).shape == (ROWS[op] // 2, 2, 16)
@@ -236,7 +236,7 @@ def test_a_workspace_that_is_made_anew_plans_anew(
     group: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unfused = []
-    monkeypatch.setattr(gemm_rs, "_unfused", lambda *arguments: unfused.append(arguments))
+    monkeypatch.setattr(gemm_rs, "unfused", lambda *arguments: unfused.append(arguments))
     call(group, "gemm_rs")
     again = make_workspace(group)
     again.why_not = "FLUX_FUSED=off"

@@ -8,6 +8,7 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
+from flux.ops._scales import Scaling
 from flux.ops.plan import can_run_fused, problem_of
 from flux.tuning.facts import Tuning, choose
 
@@ -54,6 +55,7 @@ class MoePlan:
     slot_bytes: int = 0
     exchange_bytes: int = 0
     transpose_weight: bool = False
+    scaling: Scaling | None = None
     chunks: tuple[tuple[int, int], ...] = ()
     tile: int = 0
     communication_ctas: int = 0
@@ -94,6 +96,8 @@ def _make_plan(
     m = p * max_tokens
     device = workspace.device.type
     fused, reason = can_run_fused(op, problem_of(workspace, m, n, k, dtype))
+    if fused and workspace.topology is not None:
+        fused, reason = False, "slices of experts span nodes: ep_size is no multiple of their number"
     named = facts_op(op, experts * ep_size, top_k, ep_size)
     if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
         fused, reason = False, found
