@@ -79,7 +79,8 @@ class Trainee:
                 p.fill_(1.0) if "norm" in name else p.copy_(torch.randn(p.shape, generator=g) * 0.05)
         self.vocabulary = made.vocab_size
         self.context = utils.get_spmd_context(parallel_dims=dims)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        # Not Adam, which makes steps of the signs of gradients that are roundings.
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         g = torch.Generator().manual_seed(7)
         self.batches = torch.randint(self.vocabulary, (4, BATCH, SEQUENCE + 1), generator=g)
 
