@@ -32,9 +32,17 @@ void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runt
 void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
                       cudaStream_t stream);
 
+// The scales of fp8 rows: this rank's, and where those of all rows go, as a matrix of one column after the other:
+// [columns][pad], where pad is the number of rows, rounded up to a multiple of four.
+struct CollectedScales {
+  OwnScales own = {};
+  int columns = 0;  // 0: there are none
+  float* out = nullptr;
+};
+
 // out[m, k] = the rows that the previous ag_gemm on this stream has gathered; nothing is sent.
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-             uint32_t copy_epoch, cudaStream_t stream);
+             uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream);
 
 // Loads every kernel. Lazy loading would wait for a kernel that spins on a peer.
 void prepare();

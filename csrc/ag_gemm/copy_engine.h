@@ -13,7 +13,9 @@ namespace flux::ag_gemm {
 // do not wait for the signals of earlier copies, so the last copy is complete sooner, and the first signals
 // arrive later: good for all_gather, bad for a GEMM that waits for the first rows
 // (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+// `scales`: of the rows, if the layout has scales.
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
-                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream);
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
+                         const OwnScales& scales = {});
 
 }  // namespace flux::ag_gemm

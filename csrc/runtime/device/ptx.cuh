@@ -324,6 +324,11 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
