@@ -1,6 +1,5 @@
 #include "ag_gemm/ag_gemm.h"
 #include "ag_gemm/ag_gemm_fp8.h"
-#include "ag_gemm/copy_engine.h"
 #include "ag_gemm/gather.cuh"
 #include "gemm/launch.cuh"
 #include "runtime/copy_queue.h"

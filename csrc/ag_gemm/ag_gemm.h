@@ -48,6 +48,16 @@ void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime
 void prepare();
 void prepare_all_gather();
 
+// Pushes this rank's rows to its peers by copy engines, without SMs; a signal follows each chunk. The copies go on a
+// stream of their own, after the work on `stream`, and must be enqueued before the launch that waits for the peers'
+// copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies do not wait for the signals of
+// earlier copies, so the last copy is complete sooner, and the first signals arrive later: good for all_gather, bad for
+// a GEMM that waits for the first rows (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+// `scales`: of the rows, if the layout has scales.
+void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
+                         const OwnScales& scales = {});
+
 inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, const Transport& transport) {
   FLUX_CHECK(layout.slot_bytes() <= symm.slot_bytes, layout.slot_bytes(), symm.slot_bytes);
   FLUX_CHECK(layout.num_signals() * 4 <= symm.signal_bytes, layout.num_signals(), symm.signal_bytes);

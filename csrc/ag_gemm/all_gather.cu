@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "ag_gemm/ag_gemm.h"
-#include "ag_gemm/copy_engine.h"
 #include "ag_gemm/push.cuh"
 #include "runtime/check.h"
 #include "runtime/copy_queue.h"
@@ -45,7 +44,7 @@ __device__ void copy_scales(const Params& p, const sync::Call& call) {
     if (source == rank) {
       value = own.data[row * own.step + column * own.stride];
     } else if (!call.aborted) {
-      const char* const slot = slots + layout.scale_offset(Layout::slot_index(source, rank));
+      const char* const slot = slots + layout.scale_offset(runtime::slot_index(source, rank));
       const int place = place_of_scale(row, own.step, p.epoch != 0);
       value = reinterpret_cast<const float*>(slot)[column * layout.scale_stride() + place];
     }
@@ -55,12 +54,7 @@ __device__ void copy_scales(const Params& p, const sync::Call& call) {
 
 __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const __grid_constant__ Params p) {
   __shared__ bool here;
-  sync::Call call = sync::begin_call(p.symm);
-  if (p.epoch != 0) {
-    call.epoch = p.epoch;
-  } else if (p.reuse) {
-    --call.epoch;
-  }
+  const sync::Call call = begin_gather(p.symm, p.epoch, p.reuse);
   const Layout& layout = p.layout;
   if (p.push) push_rows(p.symm, layout, p.rows, call, gridDim.x);
   // Own rows first, then peers in the order of their arrival: rank-1, rank-2 and so on.
@@ -73,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
     const int row = block * gemm::kBlockM;
     const char* src = p.rows + static_cast<int64_t>(row) * layout.row_bytes;
     if (source != rank) {
-      const int slot = Layout::slot_index(source, rank);
+      const int slot = runtime::slot_index(source, rank);
       src = p.symm.slots(rank, call.epoch) + layout.offset(slot, row);
       if (threadIdx.x == 0) {
         // With `reuse`, the previous launch has already waited for these rows, or has timed out.
@@ -158,9 +152,6 @@ void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime
   launch(x, out, symm, {copy_epoch, 0}, Rows::kHere, scales, stream);
 }
 
-void prepare_all_gather() {
-  cudaFuncAttributes attributes;
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, all_gather_kernel));
-}
+void prepare_all_gather() { runtime::load(all_gather_kernel); }
 
 }  // namespace flux::ag_gemm

@@ -1,7 +1,6 @@
-#include "ag_gemm/copy_engine.h"
-
 #include <algorithm>
 
+#include "ag_gemm/ag_gemm.h"
 #include "runtime/check.h"
 #include "runtime/copy_queue.h"
 
@@ -15,7 +14,7 @@ void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, 
   queue.follow(stream);
   for (int i = 1; i < symm.world_size; ++i) {
     const int peer = (symm.rank + i) % symm.world_size;
-    const int slot = Layout::slot_index(symm.rank, peer);
+    const int slot = runtime::slot_index(symm.rank, peer);
     for (int row = 0, chunk = 0; row < layout.rows; row += chunk_rows, ++chunk) {
       const int64_t bytes = static_cast<int64_t>(std::min(chunk_rows, layout.rows - row)) * layout.row_bytes;
       const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;

@@ -1,6 +1,6 @@
 // AllGather+GEMM as a Store policy. Own rows are read from x, peers' rows from this rank's slots as they
 // arrive, block by block. This rank's rows are pushed by the first CTAs of the launch, before they take part in
-// the GEMM, or by copy engines (copy_engine.h).
+// the GEMM, or by copy engines (copy_engine.cc).
 #pragma once
 
 #include "ag_gemm/push.cuh"
@@ -27,15 +27,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
   static constexpr bool kSplitsK = false;
   static constexpr bool kExchanges = false;
 
-  FLUX_DEVICE static Call begin(const Params& p) {
-    Call call = sync::begin_call(p.symm);
-    if (p.epoch != 0) {
-      call.epoch = p.epoch;
-    } else if (p.reuse) {
-      --call.epoch;
-    }
-    return call;
-  }
+  FLUX_DEVICE static Call begin(const Params& p) { return begin_gather(p.symm, p.epoch, p.reuse); }
   FLUX_DEVICE static void end(const Params& p, const Call& call) {
     sync::end_call(p.symm, call.epoch, p.reuse);
   }
@@ -52,7 +44,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
 
   FLUX_DEVICE static bool admit(const Params& p, const Call& call, const gemm::Tile& tile) {
     if (tile.shard == p.symm.rank) return true;
-    const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+    const int slot = runtime::slot_index(tile.shard, p.symm.rank);
     const uint32_t* signal = p.symm.signal(p.symm.rank, slot, tile.m / p.blocks_per_signal);
     const bool here = sync::wait_signal(
         p.symm, signal, call.epoch,
@@ -71,7 +63,7 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
     const Params& p = params.store;
     const int row = tile.m * gemm::kBlockM;
     if (tile.shard == p.symm.rank) return {&params.a, row};
-    return {&p.gathered[call.epoch & 1], Layout::slot_index(tile.shard, p.symm.rank) * p.layout.rows + row};
+    return {&p.gathered[call.epoch & 1], runtime::slot_index(tile.shard, p.symm.rank) * p.layout.rows + row};
   }
 };
 
@@ -94,7 +86,7 @@ struct ScaledGatherStore : GatherStore {
                                                          const gemm::Tile& tile, const gemm::Source& x) {
     const Params& p = params.store;
     if (tile.shard == p.symm.rank) return {&params.scales.x_blocks, x.row, 0};
-    const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+    const int slot = runtime::slot_index(tile.shard, p.symm.rank);
     return {&p.gathered_scales[call.epoch & 1], tile.m * gemm::kBlockM, slot * p.layout.scale_columns};
   }
 
@@ -105,7 +97,7 @@ struct ScaledGatherStore : GatherStore {
     if (tile.shard == p.symm.rank)
       return params.scales.x + static_cast<int64_t>(x.row) * params.scales.x_step;
     const char* const slots = p.symm.slots(p.symm.rank, call.epoch);
-    const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+    const int slot = runtime::slot_index(tile.shard, p.symm.rank);
     return reinterpret_cast<const float*>(slots + p.layout.scale_offset(slot)) +
            place_of_scale(tile.m * gemm::kBlockM, p.scales.step, /*copied=*/p.epoch != 0);
   }

@@ -16,7 +16,6 @@ struct Layout {
   int world_size;
   int scale_columns = 0;  // fp32 scales of a row: none, one, or one for each k-block
 
-  FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   FLUX_HD int row_blocks() const { return (rows + gemm::kBlockM - 1) / gemm::kBlockM; }
   FLUX_HD int64_t shard_bytes() const { return static_cast<int64_t>(rows) * row_bytes; }
   FLUX_HD int64_t offset(int slot, int row) const {

@@ -6,10 +6,6 @@
 // warps would wait for each other's stores.
 //
 // Several CTAs write one block of rows. The CTA that completes the block signals it, so each signal has one writer.
-//
-// The two slot buffers, selected by the parity of the epoch, need no closing barrier: this rank finishes call
-// e-1 only after every peer has started e-1, and so has finished e-2. So no rank reads buffer e mod 2 when call
-// e starts to write it.
 #pragma once
 
 #include "ag_gemm/plan.h"
@@ -20,10 +16,22 @@ namespace flux::ag_gemm {
 
 constexpr int kPushThreads = 384;
 
+// `epoch`: if the host counts the epochs (copy engines), the epoch of the call; else 0. `reuse`: the call reads the rows
+// that the previous one has gathered.
+FLUX_DEVICE sync::Call begin_gather(const runtime::SymmBuffer& symm, uint32_t epoch, bool reuse) {
+  sync::Call call = sync::begin_call(symm);
+  if (epoch != 0) {
+    call.epoch = epoch;
+  } else if (reuse) {
+    --call.epoch;
+  }
+  return call;
+}
+
 // Called by kThreads threads: sends the scales of a block of rows to a slot's place for scales.
 template <int kThreads>
-__device__ __forceinline__ void push_scales(const Layout& layout, const OwnScales& scales, int first_row,
-                                            float* slot, int thread) {
+FLUX_DEVICE void push_scales(const Layout& layout, const OwnScales& scales, int first_row, float* slot,
+                             int thread) {
   const int rows = min(layout.rows - first_row, gemm::kBlockM);
   for (int i = thread; i < rows * layout.scale_columns; i += kThreads) {
     const int column = i / rows, row = first_row + i % rows;
@@ -33,16 +41,14 @@ __device__ __forceinline__ void push_scales(const Layout& layout, const OwnScale
 
 // Called by all kPushThreads threads of a CTA that is one of `pushers`.
 template <bool kScales = false>
-__device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const Layout& layout,
-                                          const void* rows, const sync::Call& call, int pushers,
-                                          [[maybe_unused]] const OwnScales& scales = {}) {
+FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
+                           const sync::Call& call, int pushers,
+                           [[maybe_unused]] const OwnScales& scales = {}) {
   __shared__ int drawn[2];
   runtime::Header* header = symm.header();
   const Pieces pieces = make_pieces(layout, piece_bytes(layout, pushers), kScales);
   const int num_pieces = pieces.count(symm.world_size - 1);
   const auto draw = [&] { return static_cast<int>(atomicAdd(&header->next_piece, 1u)); };
-  // Calls after a timed-out one send nothing: they no longer wait for their peers, so a late peer may be two calls
-  // behind and would find its buffers overwritten.
   if (threadIdx.x == 0) drawn[0] = call.aborted ? num_pieces : draw();
   __syncthreads();
   for (int i = 0;; ++i) {
@@ -50,7 +56,7 @@ __device__ __forceinline__ void push_rows(const runtime::SymmBuffer& symm, const
     // All blocks to rank+1, then all to rank+2: so no peer receives from all ranks at the same time.
     const Piece piece = pieces.at(drawn[i % 2]);
     const int peer = (symm.rank + 1 + piece.peer) % symm.world_size, row = piece.block * gemm::kBlockM;
-    const int slot = Layout::slot_index(symm.rank, peer);
+    const int slot = runtime::slot_index(symm.rank, peer);
     if (threadIdx.x == 0) {
       drawn[(i + 1) % 2] = draw();
     } else if (threadIdx.x >= 32) {

@@ -50,6 +50,13 @@ inline void check_rank(const char* what, int rank, int world_size) {
   check_range(what, rank, 0, world_size - 1);
 }
 
+// Wraps a member function that takes a rank, and checks the rank.
+template <class Layout, int (Layout::*of)(int) const>
+int of_rank(const Layout& self, int rank) {
+  check_rank("rank", rank, self.world_size);
+  return (self.*of)(rank);
+}
+
 // Checks a matrix whose rows are one shard for each rank.
 inline void check_shards(int m, const char* columns_name, int columns, int world_size) {
   check_world_size(world_size);
@@ -66,13 +73,12 @@ inline void check_problem(int m, int n, int world_size) {
 }
 
 // The index of the slot of `src` on `owner`. A rank has no slot for itself.
-template <class Layout>
-int checked_slot_index(int src, int owner) {
+inline int checked_slot_index(int src, int owner) {
   check_rank("src", src, runtime::kMaxWorldSize);
   check_rank("owner", owner, runtime::kMaxWorldSize);
   if (src == owner)
     throw pybind11::value_error("src: expected another rank than owner " + std::to_string(owner));
-  return Layout::slot_index(src, owner);
+  return runtime::slot_index(src, owner);
 }
 
 }  // namespace flux::bindings

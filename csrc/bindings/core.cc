@@ -164,44 +164,34 @@ int signal_index(const gemm_rs::Layout& self, int m_tile, int n_tile, int half) 
   return self.signal_index(m_tile, n_tile, half);
 }
 
-RankTile rank_tile(const gemm::Tile& tile) { return {tile.shard, tile.m, tile.n}; }
-
-std::vector<RankTile> all_tiles(const gemm::TileOrder& order) {
+// `idle`: also null for each CTA of a cluster that has no tile.
+std::vector<std::optional<RankTile>> all_tiles(const gemm::TileOrder& order, bool idle = false) {
   check_range("tiles", order.num_clusters() * order.cluster_size(), 1, kMaxListed);
-  std::vector<RankTile> tiles;
+  std::vector<std::optional<RankTile>> tiles;
   for (int index = 0; index < order.num_clusters(); ++index) {
     for (int cta = 0; cta < order.cluster_size(); ++cta) {
       const gemm::Tile tile = order.at(index, cta);
-      if (tile.valid) tiles.push_back(rank_tile(tile));
+      if (tile.valid) tiles.push_back(RankTile(tile.shard, tile.m, tile.n));
+      if (!tile.valid && idle) tiles.push_back(std::nullopt);
     }
   }
   return tiles;
 }
 
-std::vector<RankTile> gemm_rs_tiles(int m, int n, int world_size, int rank, int config, int cluster,
-                                    int group_m, bool copied) {
-  return all_tiles(make_order(m, n, world_size, rank, config, cluster, group_m, copied));
+std::vector<std::optional<RankTile>> gemm_rs_tiles(int m, int n, int world_size, int rank, int config,
+                                                   int cluster, int group_m, bool copied, bool idle) {
+  return all_tiles(make_order(m, n, world_size, rank, config, cluster, group_m, copied), idle);
 }
 
-gemm_rs::Chunks gemm_rs_chunks(int count, int tiles) {
-  check_range("tiles", tiles, 1, kMaxExtent);
+std::pair<std::vector<std::pair<int, int>>, std::vector<int>> gemm_rs_chunks(int count, int tiles) {
+  check_range("tiles", tiles, 1, kMaxListed);
   check_range("count", count, 1, tiles);
-  return {count, tiles};
-}
-
-int first_of_chunk(const gemm_rs::Chunks& self, int chunk) {
-  check_range("chunk", chunk, 0, self.count);
-  return self.first(chunk);
-}
-
-int size_of_chunk(const gemm_rs::Chunks& self, int chunk) {
-  check_range("chunk", chunk, 0, self.count - 1);
-  return self.size(chunk);
-}
-
-int chunk_of(const gemm_rs::Chunks& self, int tile_index) {
-  check_range("tile_index", tile_index, 0, self.tiles - 1);
-  return self.of(tile_index);
+  const gemm_rs::Chunks chunks = {count, tiles};
+  std::vector<std::pair<int, int>> all;
+  for (int chunk = 0; chunk < count; ++chunk) all.emplace_back(chunks.first(chunk), chunks.size(chunk));
+  std::vector<int> of_tiles;
+  for (int tile = 0; tile < tiles; ++tile) of_tiles.push_back(chunks.of(tile));
+  return {all, of_tiles};
 }
 
 int copy_chunks(int m, int n, int k, int world_size, int operand_bytes) {
@@ -280,32 +270,12 @@ int64_t scale_offset(const ag_gemm::Layout& self, int slot) {
   return self.scale_offset(slot);
 }
 
-std::vector<RankTile> ag_gemm_tiles(int m, int n, int world_size, int rank, int config, int cluster,
-                                    int group_m) {
+std::vector<std::optional<RankTile>> ag_gemm_tiles(int m, int n, int world_size, int rank, int config,
+                                                   int cluster, int group_m) {
   const gemm_rs::Layout tiles = gemm_rs_layout(m, n, world_size, config);
   check_rank("rank", rank, world_size);
   return all_tiles(ag_gemm::make_order(m, n, world_size, rank, config_at(config), checked_cluster(cluster),
                                        checked_group_m(group_m, tiles)));
-}
-
-// The tiles of a CTA with a fixed stride, as in the kernel: the grid has as many whole clusters as fit on the SMs, and
-// at most one for each cluster of tiles.
-std::vector<std::optional<RankTile>> cta_tiles(int m, int n, int world_size, int rank, int config,
-                                               int cluster, int group_m, int num_sms, int cta) {
-  const gemm::TileOrder order =
-      make_order(m, n, world_size, rank, config, cluster, group_m, /*copied=*/false);
-  const int cluster_size = order.cluster_size();
-  check_range("num_sms", num_sms, cluster_size, INT32_MAX);
-  check_range("cta", cta, 0, num_sms - 1);
-  const int step = std::min(num_sms / cluster_size, order.num_clusters());
-  check_range("tiles of the CTA", order.num_clusters() / step, 1, kMaxListed);
-  std::vector<std::optional<RankTile>> tiles;
-  if (cta >= step * cluster_size) return tiles;
-  for (int index = cta / cluster_size; index < order.num_clusters(); index += step) {
-    const gemm::Tile tile = order.at(index, cta % cluster_size);
-    tiles.push_back(tile.valid ? std::optional<RankTile>(rank_tile(tile)) : std::nullopt);
-  }
-  return tiles;
 }
 
 // ---- module -----------------------------------------------------------------------------------------------
@@ -320,10 +290,6 @@ void bind_atomics(py::module_& m) {
   m.def(
       "load_acquire", [](uint64_t address) { return runtime::load_acquire(checked_word("addr", address)); },
       py::arg("addr"), "Load a u32; everything its writer released before it is visible from here on.");
-  m.def(
-      "fetch_add",
-      [](uint64_t address, uint32_t n) { return runtime::fetch_add(checked_word("addr", address), n); },
-      py::arg("addr"), py::arg("n"), "Add to a u32 and return the value before.");
   m.def("wait_at_least", &wait_at_least, py::arg("addr"), py::arg("epoch"), py::arg("timeout_s"),
         "Wait, with the GIL released, until the u32 has reached `epoch` (modulo 2**32) or `timeout_s` "
         "seconds have passed; return the value last seen. KeyboardInterrupt gets through.");
@@ -360,13 +326,10 @@ void bind_selection(py::module_& m) {
       .def_readonly("id", &gemm::TileConfig::id)
       .def_readonly("block_n", &gemm::TileConfig::block_n)
       .def_readonly("stages", &gemm::TileConfig::stages)
-      .def_readonly("slab_n", &gemm::TileConfig::slab_n)
       .def_property_readonly("block_m", [](const gemm::TileConfig&) { return gemm::kBlockM; })
-      .def_property_readonly("block_k", &gemm::TileConfig::block_k)
       .def_property_readonly("operand_bytes", &gemm::TileConfig::operand_bytes, "1: fp8, 2: bf16 and fp16.")
       .def_property_readonly("promotes", &gemm::TileConfig::promotes,
                              "Whether the product of each k-block is added to fp32 registers.")
-      .def_readonly("slabs", &gemm::TileConfig::slabs)
       .def_property_readonly("smem_bytes", &gemm::smem_bytes)
       .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
       .def_property_readonly("supports_split", &gemm::supports_split)
@@ -432,7 +395,7 @@ void bind_gemm_rs(py::module_& m) {
       .def_readonly("world_size", &Layout::world_size)
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
-      .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
+      .def_static("slot_index", &checked_slot_index, py::arg("src"), py::arg("owner"))
       .def("tile_offset", &tile_offset, py::arg("slot"), py::arg("m_tile"), py::arg("n_tile"))
       .def("signal_index", &signal_index, py::arg("m_tile"), py::arg("n_tile"), py::arg("half"),
            "Word within the region of a slot; each half of a tile (64 rows) has its own.");
@@ -440,18 +403,14 @@ void bind_gemm_rs(py::module_& m) {
         py::arg("config"));
   m.def("gemm_rs_tiles", &gemm_rs_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
         py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("copied") = false,
-        "[(owner, m_tile, n_tile)] in the order in which `rank` computes them.");
-  py::class_<gemm_rs::Chunks>(m, "RsChunks", "How copy engines divide the tiles of a slot.")
-      .def_readonly("count", &gemm_rs::Chunks::count)
-      .def("first", &first_of_chunk, py::arg("chunk"))
-      .def("of", &chunk_of, py::arg("tile_index"))
-      .def("size", &size_of_chunk, py::arg("chunk"));
-  m.def("gemm_rs_chunks", &gemm_rs_chunks, py::arg("count"), py::arg("tiles"));
+        py::arg("idle") = false,
+        "[(owner, m_tile, n_tile)] in the order in which `rank` computes them. idle: also None for each CTA "
+        "of a "
+        "cluster without a tile.");
+  m.def("gemm_rs_chunks", &gemm_rs_chunks, py::arg("count"), py::arg("tiles"),
+        "How copy engines divide the tiles of a slot: [(first, size)] of the chunks, [chunk] of the tiles.");
   m.def("gemm_rs_copy_chunks", &copy_chunks, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("world_size"),
         py::arg("operand_bytes") = 2, "Chunks that copy engines send each peer; 0: storers send.");
-  m.def("cta_tiles", &cta_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
-        py::arg("config"), py::arg("cluster"), py::arg("group_m"), py::arg("num_sms"), py::arg("cta"),
-        "What one CTA of the persistent grid computes, in order; None is the idle half of a cluster.");
 }
 
 void bind_ag_gemm(py::module_& m) {
@@ -465,7 +424,7 @@ void bind_ag_gemm(py::module_& m) {
       .def_property_readonly("row_blocks", &Layout::row_blocks, "Of a shard; each has a signal.")
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
-      .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
+      .def_static("slot_index", &checked_slot_index, py::arg("src"), py::arg("owner"))
       .def("offset", &row_offset, py::arg("slot"), py::arg("row"))
       .def("piece", &piece_of_rows, py::arg("size"), py::arg("peers"), py::arg("index"),
            "(peer, block, offset, bytes) of what a CTA copies at a time, or None beyond the last piece.");

@@ -64,13 +64,6 @@ int64_t result(const Exchange& self, int row, int column) {
   return self.result(row, column);
 }
 
-// Wraps a member function of Exchange that takes a rank, and checks the rank.
-template <int (Exchange::*of)(int) const>
-int of_rank(const Exchange& self, int rank) {
-  check_rank("rank", rank, self.world_size);
-  return (self.*of)(rank);
-}
-
 }  // namespace
 
 void bind_exchange(py::module_& m) {
@@ -89,9 +82,10 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("contribution_bytes", &Exchange::contribution_bytes)
       .def_property_readonly("bytes", &Exchange::bytes,
                              "Of the exchange area of a rank, for 2-byte elements.")
-      .def("first_row", &of_rank<&Exchange::first_row>, py::arg("rank"))
-      .def("first_column", &of_rank<&Exchange::first_column>, py::arg("rank"))
-      .def("columns_of", &of_rank<&Exchange::columns_of>, py::arg("rank"), "Columns that a rank sums.")
+      .def("first_row", &of_rank<Exchange, &Exchange::first_row>, py::arg("rank"))
+      .def("first_column", &of_rank<Exchange, &Exchange::first_column>, py::arg("rank"))
+      .def("columns_of", &of_rank<Exchange, &Exchange::columns_of>, py::arg("rank"),
+           "Columns that a rank sums.")
       .def("contribution", &contribution, py::arg("source"), py::arg("owner"), py::arg("row"),
            py::arg("column"), "Byte offset in the owner's area.")
       .def("result", &result, py::arg("row"), py::arg("column"),

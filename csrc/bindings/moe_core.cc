@@ -42,16 +42,6 @@ int checked_max_tiles(const moe::Layout& self, int block_m) {
   return self.max_tiles(block_m);
 }
 
-int slice_of(const moe::Layout& self, int rank) {
-  check_rank("rank", rank, self.world_size);
-  return self.slice_of(rank);
-}
-
-int step_of(const moe::Layout& self, int source) {
-  check_rank("source", source, self.world_size);
-  return self.step_of(source);
-}
-
 int blocks_of(int slot_rows, int block_rows) {
   check_range("slot_rows", slot_rows, 0, kMaxExtent);
   check_range("block_rows", block_rows, 1, kMaxExtent);
@@ -78,19 +68,10 @@ T* pointer(const char* what, uint64_t address, bool empty) {
 // `arrays`: addresses in the order of RoutingArrays.
 void route(const moe::Layout& layout, int block_m, uint64_t ids, const std::vector<uint64_t>& arrays) {
   check_range("block_m", block_m, 1, kMaxExtent);
-  check_range("len(arrays)", static_cast<int64_t>(arrays.size()), 10, 10);
+  check_range("len(arrays)", static_cast<int64_t>(arrays.size()), moe::kRoutingArrays, moe::kRoutingArrays);
   const bool empty = layout.max_tokens == 0;
-  const auto words = [&](int i) { return pointer<int32_t>("arrays", arrays[i], empty); };
-  const moe::RoutingArrays out = {words(0),
-                                  words(1),
-                                  words(2),
-                                  words(3),
-                                  words(4),
-                                  words(5),
-                                  words(6),
-                                  words(7),
-                                  pointer<moe::TileEntry>("arrays", arrays[8], false),
-                                  pointer<int32_t>("arrays", arrays[9], false)};
+  const moe::RoutingArrays out = moe::routing_arrays(
+      [&](int i) { return pointer<void>("arrays", arrays[i], /*empty=*/i < 8 && empty); });
   const auto* choices = pointer<const int32_t>("ids", ids, empty);
   py::gil_scoped_release release;
   moe::route_on_host(layout, block_m, choices, out);
@@ -188,9 +169,9 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("route_scratch_words", &moe::route_scratch_words)
       .def_property_readonly("route_exchange_bytes", &moe::route_exchange_bytes)
       .def("max_tiles", &checked_max_tiles, py::arg("block_m"))
-      .def("slice_of", &slice_of, py::arg("rank"))
-      .def("step_of", &step_of, py::arg("source"))
-      .def_static("slot_index", &checked_slot_index<Layout>, py::arg("src"), py::arg("owner"))
+      .def("slice_of", &of_rank<Layout, &Layout::slice_of>, py::arg("rank"))
+      .def("step_of", &of_rank<Layout, &Layout::step_of>, py::arg("source"))
+      .def_static("slot_index", &checked_slot_index, py::arg("src"), py::arg("owner"))
       .def_static("blocks_of", &blocks_of, py::arg("slot_rows"), py::arg("block_rows"),
                   "Blocks of that many slot rows in layer 1, each with a signal.")
       .def_static("block_rows", &block_rows, py::arg("max_tokens"), "Slot rows of such a block.");

@@ -8,9 +8,6 @@
 #include <vector>
 
 #include "bindings/tensors.h"
-#include "moe/ag_scatter_gemm.h"
-#include "moe/gemm_gather_rs.h"
-#include "moe/grouped_gemm.h"
 #include "moe/moe.h"
 #include "runtime/check.h"
 
@@ -22,11 +19,8 @@ using torch::stable::Tensor;
 int32_t* words(const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); }
 
 moe::RoutingArrays routing_arrays(const std::vector<Tensor>& arrays) {
-  FLUX_CHECK(arrays.size() == 10, arrays.size());
-  return {words(arrays[0]), words(arrays[1]), words(arrays[2]),
-          words(arrays[3]), words(arrays[4]), words(arrays[5]),
-          words(arrays[6]), words(arrays[7]), static_cast<moe::TileEntry*>(arrays[8].data_ptr()),
-          words(arrays[9])};
+  FLUX_CHECK(arrays.size() == moe::kRoutingArrays, arrays.size());
+  return moe::routing_arrays([&](int i) { return arrays[i].data_ptr(); });
 }
 
 // ids (int32 or int64) and weights (float32): [tokens, top_k] of this rank, contiguous. arrays: in the order of

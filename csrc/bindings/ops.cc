@@ -12,9 +12,6 @@
 #include "gemm/gemm.h"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
-#include "moe/ag_scatter_gemm.h"
-#include "moe/gemm_gather_rs.h"
-#include "moe/grouped_gemm.h"
 #include "moe/moe.h"
 #include "runtime/check.h"
 

@@ -22,7 +22,7 @@ template <Major kMajorB>
 constexpr int kBStepBytes = kMajorB == Major::K ? 32 : 16 * 128;
 
 template <Major kMajorB>
-__device__ __forceinline__ uint64_t make_b_descriptor(uint32_t address) {
+FLUX_DEVICE uint64_t make_b_descriptor(uint32_t address) {
   return make_descriptor(address, kMajorB == Major::K ? 0 : kPanelBytes, 1024);
 }
 
@@ -36,8 +36,8 @@ struct Boxes {
 
 // A pair of CTAs whose tiles have the same columns shares B: each fetches half and multicasts it to both.
 template <Major kMajorB, int kBlockN>
-__device__ __forceinline__ void load_b(const Boxes& b, uint32_t dst, uint32_t full, int k, int column,
-                                       int cta, bool shared) {
+FLUX_DEVICE void load_b(const Boxes& b, uint32_t dst, uint32_t full, int k, int column, int cta,
+                        bool shared) {
   if constexpr (kMajorB == Major::K) {
     if (!shared) {
       ptx::tma_load_2d(b.map, dst, full, k, column);
@@ -60,8 +60,7 @@ __device__ __forceinline__ void load_b(const Boxes& b, uint32_t dst, uint32_t fu
 }
 
 // Loads a stage of A. A pair of CTAs whose tiles have the same rows shares A by multicast.
-__device__ __forceinline__ void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int row, int cta,
-                                       bool shared) {
+FLUX_DEVICE void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int row, int cta, bool shared) {
   if (!shared) {
     ptx::tma_load_2d(a.map, dst, full, k, row);
   } else {
@@ -75,21 +74,21 @@ template <class Element>
 struct Pair;
 template <>
 struct Pair<__nv_bfloat16> {
-  static __device__ __forceinline__ uint32_t round(float a, float b) {
+  FLUX_DEVICE static uint32_t round(float a, float b) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
     return reinterpret_cast<const uint32_t&>(pair);
   }
-  static __device__ __forceinline__ float2 widen(uint32_t bits) {
+  FLUX_DEVICE static float2 widen(uint32_t bits) {
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
   }
 };
 template <>
 struct Pair<__half> {
-  static __device__ __forceinline__ uint32_t round(float a, float b) {
+  FLUX_DEVICE static uint32_t round(float a, float b) {
     const __half2 pair = __floats2half2_rn(a, b);
     return reinterpret_cast<const uint32_t&>(pair);
   }
-  static __device__ __forceinline__ float2 widen(uint32_t bits) {
+  FLUX_DEVICE static float2 widen(uint32_t bits) {
     return __half22float2(reinterpret_cast<const __half2&>(bits));
   }
 };
@@ -121,24 +120,23 @@ struct Fragment {
 };
 
 template <class Element>
-__device__ __forceinline__ Fragment pack(const float* d) {
+FLUX_DEVICE Fragment pack(const float* d) {
   return {{Pair<Element>::round(d[0], d[1]), Pair<Element>::round(d[2], d[3]),
            Pair<Element>::round(d[4], d[5]), Pair<Element>::round(d[6], d[7])}};
 }
 
 // Two adjacent elements of a row that nothing writes during the launch; the first has an even index.
 template <class Element>
-__device__ __forceinline__ float2 load_pair(const void* row, int first) {
+FLUX_DEVICE float2 load_pair(const void* row, int first) {
   return Pair<Element>::widen(__ldg(static_cast<const uint32_t*>(row) + first / 2));
 }
 template <>
-__device__ __forceinline__ float2 load_pair<float>(const void* row, int first) {
+FLUX_DEVICE float2 load_pair<float>(const void* row, int first) {
   return __ldg(static_cast<const float2*>(row) + first / 2);
 }
 
 template <class Element, int kAccumulators>
-__device__ __forceinline__ void add_bias(const void* bias, int first_column, int n,
-                                         float (&d)[kAccumulators]) {
+FLUX_DEVICE void add_bias(const void* bias, int first_column, int n, float (&d)[kAccumulators]) {
 #pragma unroll
   for (int block = 0; block < kAccumulators / 4; ++block) {
     const int column = first_column + block * 8 + threadIdx.x % 4 * 2;
@@ -157,7 +155,7 @@ __device__ __forceinline__ void add_bias(const void* bias, int first_column, int
 // Shared-memory address at which a 16-byte vector of a row is staged for a TMA store. A panel has kPanelN columns
 // x 64 rows. The vectors of a row are swizzled, so that neither stmatrix nor TMA has bank conflicts.
 template <int kPanelN>
-__device__ __forceinline__ uint32_t staged_vector(uint32_t slab, int row, int vector) {
+FLUX_DEVICE uint32_t staged_vector(uint32_t slab, int row, int vector) {
   constexpr int kRowBytes = kPanelN * kResultBytes, kPieces = kPanelN / kVector;
   const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
   const uint32_t panel = slab + vector / kPieces * (64 * kRowBytes);
@@ -165,22 +163,22 @@ __device__ __forceinline__ uint32_t staged_vector(uint32_t slab, int row, int ve
 }
 
 template <int kPanelN>
-__device__ __forceinline__ void stage_rows(uint32_t slab, int chunk, int thread, const Fragment& f) {
+FLUX_DEVICE void stage_rows(uint32_t slab, int chunk, int thread, const Fragment& f) {
   const int lane = thread % 32;
   const int row = thread / 32 * 16 + lane % 16, vector = chunk * (kChunkN / kVector) + lane / 16;
   ptx::stmatrix_x4(staged_vector<kPanelN>(slab, row, vector), f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
 }
 
 // Stages a chunk in fragment order (policy.h): one 16-byte store a thread, no bank conflicts, contiguous.
-__device__ __forceinline__ void stage_fragments(uint32_t slab, int chunk, int thread, const Fragment& f) {
+FLUX_DEVICE void stage_fragments(uint32_t slab, int chunk, int thread, const Fragment& f) {
   ptx::store_shared_v4(slab + chunk * kChunkBytes + thread * 16, f.pair[0], f.pair[1], f.pair[2], f.pair[3]);
 }
 
 // Called by the storer thread: stores 64 rows x `columns` of staged panels to a shard of D by TMA, which drops
 // elements beyond the edges of the shard.
 template <int kPanelN>
-__device__ __forceinline__ void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column,
-                                             int columns, int num_rows, int n, int shard) {
+FLUX_DEVICE void store_panels(const CUtensorMap* d, uint32_t slab, int row, int column, int columns,
+                              int num_rows, int n, int shard) {
   if (row >= num_rows) return;
   for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN) {
     ptx::tma_store_3d(d, slab + offset * 64 * kResultBytes, column + offset, row, shard);

@@ -1,9 +1,6 @@
 #include "gemm/gemm.h"
-#include "gemm/gemm_fp8.h"
-#include "gemm/gemm_split_k.h"
-#include "gemm/gemm_swap_ab.h"
+#include "gemm/instances.h"
 #include "gemm/launch.cuh"
-#include "gemm/plain_order.h"
 
 namespace flux::gemm {
 

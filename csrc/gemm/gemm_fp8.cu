@@ -1,7 +1,6 @@
-#include "gemm/gemm_fp8.h"
+#include "gemm/instances.h"
 #include "gemm/launch.cuh"
 #include "gemm/launch_swap_ab.cuh"
-#include "gemm/plain_order.h"
 
 namespace flux::gemm {
 

@@ -1,4 +1,4 @@
-#include "gemm/gemm_split_k.h"
+#include "gemm/instances.h"
 #include "gemm/launch.cuh"
 
 namespace flux::gemm {

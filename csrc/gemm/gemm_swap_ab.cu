@@ -1,4 +1,4 @@
-#include "gemm/gemm_swap_ab.h"
+#include "gemm/instances.h"
 #include "gemm/launch_swap_ab.cuh"
 
 namespace flux::gemm {

@@ -13,6 +13,7 @@
 #include "runtime/device.h"
 #include "runtime/launch.h"
 #include "runtime/symm_buffer.h"
+#include "runtime/tensor_map.h"
 
 namespace flux::gemm {
 

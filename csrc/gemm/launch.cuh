@@ -41,6 +41,14 @@ KernelTable<GemmFamily<Store, kFp8>>& gemm_kernels() {
   return KernelTable<GemmFamily<Store, kFp8>>::on_current_device();
 }
 
+// The tile order of a GEMM whose tiles stay here: all rows belong to one shard.
+inline TileOrder plain_order(const GemmArgs& args, const Choice& choice) {
+  TileOrder order = {ceil_div(args.m(), kBlockM), ceil_div(args.n(), kTileConfigs[choice.config].block_n)};
+  order.cluster = choice.cluster;
+  order.group_m = choice.group_m;
+  return order;
+}
+
 // Rows of the TMA boxes of an operand's last tile, or 0 if that tile is full. Each CTA that shares the operand
 // loads one of `boxes` boxes. Each box must start at a multiple of the swizzle's 8 rows.
 inline int last_box(int rows, int tile_rows, int boxes) {

@@ -22,9 +22,7 @@ struct ScaleParams {
 };
 
 // The row in a warpgroup's half tile of this thread's first accumulators; those of the row eight below come next.
-__device__ __forceinline__ int first_row_of_thread() {
-  return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-}
+FLUX_DEVICE int first_row_of_thread() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
 // Columns that share a scale of the weight, if a tile can begin within a block of them.
 constexpr int kScalePart = 32;
@@ -53,19 +51,18 @@ struct TilePromotion {
   struct Column {
     float first, second;
   };
-  __device__ __forceinline__ Row read(int stage, int) const {
+  FLUX_DEVICE Row read(int stage, int) const {
     if (weight == nullptr) return {1.0f, 1.0f};
     const uint32_t scales = smem.scales(stage) + row * 4;
     return {__uint_as_float(ptx::load_shared(scales)), __uint_as_float(ptx::load_shared(scales + 8 * 4))};
   }
-  __device__ __forceinline__ Column load(int k_block) const {
+  FLUX_DEVICE Column load(int k_block) const {
     if (weight == nullptr) return {1.0f, 1.0f};
     const float* const at = weight + min(k_block, last_block);
     const float first = __ldg(at);
     return {first, kParts > 1 ? __ldg(at + to_second) : first};
   }
-  __device__ __forceinline__ void add(const float (&product)[kAccumulators], const Row& x,
-                                      const Column& w) const {
+  FLUX_DEVICE void add(const float (&product)[kAccumulators], const Row& x, const Column& w) const {
     constexpr int kEach = kAccumulators / kParts;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -82,7 +79,7 @@ struct ColumnScales {
   const float* first;
   int to_second, boundary;
 
-  __device__ __forceinline__ ColumnScales(const ScaleParams& s, int first_column, int n, int k_blocks) {
+  FLUX_DEVICE ColumnScales(const ScaleParams& s, int first_column, int n, int k_blocks) {
     const int block = first_column / kScaleBlock, last = (n - 1) / kScaleBlock;
     first = s.blocks ? s.weight + static_cast<int64_t>(block) * k_blocks : nullptr;
     to_second = block < last ? k_blocks : 0;
@@ -104,13 +101,13 @@ struct SwapAbPromotion {
 
   using Row = uint32_t;  // address
   using Column = float;
-  __device__ __forceinline__ Row read(int stage, int block) const {
+  FLUX_DEVICE Row read(int stage, int block) const {
     return scales + (stage * kBlocks + block) * kScaleBytes;
   }
-  __device__ __forceinline__ Column load(int k_block) const {
+  FLUX_DEVICE Column load(int k_block) const {
     return weight == nullptr ? 1.0f : __ldg(weight + min(k_block, last_block));
   }
-  __device__ __forceinline__ void add(const float (&product)[kAccumulators], Row x, Column w) const {
+  FLUX_DEVICE void add(const float (&product)[kAccumulators], Row x, Column w) const {
 #pragma unroll
     for (int i = 0; i < kAccumulators; i += 4) {
       const float2 pair = weight == nullptr ? float2{1.0f, 1.0f} : ptx::load_shared_pair(x + i * 8);
@@ -123,8 +120,8 @@ struct SwapAbPromotion {
 
 // Applies the scales of rows and columns to the sums of a half tile. `x`: the scale of its first row; it has `rows` rows.
 template <int kAccumulators>
-__device__ __forceinline__ void scale_sums(const ScaleParams& s, const float* x, int rows, int first_column,
-                                           int n, float (&d)[kAccumulators]) {
+FLUX_DEVICE void scale_sums(const ScaleParams& s, const float* x, int rows, int first_column, int n,
+                            float (&d)[kAccumulators]) {
   if (s.blocks) return;
   float of_rows[2];
 #pragma unroll
@@ -149,8 +146,8 @@ __device__ __forceinline__ void scale_sums(const ScaleParams& s, const float* x,
 // The same for a swap-AB tile. This thread's accumulators are of the columns `column` and column + 8, and of pairs of
 // rows that are eight apart; the first is row `row` of `m`.
 template <int kAccumulators>
-__device__ __forceinline__ void scale_swapped_sums(const ScaleParams& s, int row, int m, int column, int n,
-                                                   float (&d)[kAccumulators]) {
+FLUX_DEVICE void scale_swapped_sums(const ScaleParams& s, int row, int m, int column, int n,
+                                    float (&d)[kAccumulators]) {
   if (s.blocks) return;
   float of_columns[2];
 #pragma unroll
@@ -166,8 +163,8 @@ __device__ __forceinline__ void scale_swapped_sums(const ScaleParams& s, int row
 
 // Writes sums of a half tile in fp32. `row`: its first one in the result; it has `rows` rows.
 template <int kSums>
-__device__ __forceinline__ void store_sums(const ScaleParams& s, int row, int rows, int first_column,
-                                           int end_column, const float (&sums)[kSums]) {
+FLUX_DEVICE void store_sums(const ScaleParams& s, int row, int rows, int first_column, int end_column,
+                            const float (&sums)[kSums]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int in_tile = first_row_of_thread() + half * 8;
@@ -183,8 +180,8 @@ __device__ __forceinline__ void store_sums(const ScaleParams& s, int row, int ro
 }
 
 template <int kAccumulators>
-__device__ __forceinline__ void store_swapped_sums(const ScaleParams& s, int row, int end_row, int column,
-                                                   int n, const float (&d)[kAccumulators]) {
+FLUX_DEVICE void store_swapped_sums(const ScaleParams& s, int row, int end_row, int column, int n,
+                                    const float (&d)[kAccumulators]) {
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
     const int at = row + i / 4 * 8 + i % 2, to = column + i / 2 % 2 * 8;

@@ -14,7 +14,7 @@ template <int kSize>
 struct RingCursor {
   int index = 0;
   uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int size = kSize) {
+  FLUX_DEVICE void advance(int size = kSize) {
     if (++index == size) {
       index = 0;
       phase ^= 1;
@@ -26,13 +26,13 @@ struct RingCursor {
 struct SharesBox {
   uint32_t address;
 
-  __device__ __forceinline__ void init() const { ptx::mbarrier_init(address, 1); }
-  __device__ __forceinline__ void put(const Shares& shares) const {
+  FLUX_DEVICE void init() const { ptx::mbarrier_init(address, 1); }
+  FLUX_DEVICE void put(const Shares& shares) const {
     ptx::store_shared(address + 8, shares.first);
     ptx::store_shared(address + 12, shares.end);
     ptx::mbarrier_arrive(address);
   }
-  __device__ __forceinline__ Shares get() const {
+  FLUX_DEVICE Shares get() const {
     ptx::mbarrier_wait(address, 0);
     return {static_cast<int>(ptx::load_shared(address + 8)),
             static_cast<int>(ptx::load_shared(address + 12))};
@@ -161,13 +161,13 @@ struct SlabRing {
   typename Smem::Slabs filled, freed;
   int in_flight = 0;
 
-  __device__ __forceinline__ uint32_t wait_full(const Smem& smem, int warpgroup) {
+  FLUX_DEVICE uint32_t wait_full(const Smem& smem, int warpgroup) {
     ptx::mbarrier_wait(smem.slab_full(warpgroup, filled.index), filled.phase);
     return smem.slab(warpgroup, filled.index);
   }
 
   // Commits the bulk group of the slab. Blocks only if the math warps would otherwise have no free slab.
-  __device__ __forceinline__ void commit(const Smem& smem, int warpgroup) {
+  FLUX_DEVICE void commit(const Smem& smem, int warpgroup) {
     ptx::bulk_commit();
     filled.advance();
     if (++in_flight == Smem::kSlabs) free_oldest<Smem::kSlabs - 1>(smem, warpgroup);
@@ -175,14 +175,14 @@ struct SlabRing {
 
   // Called after the last slab of a tile: releases all slabs as they are read, while the next mainloop runs.
   template <int kPending = Smem::kSlabs - 1>
-  __device__ __forceinline__ void drain(const Smem& smem, int warpgroup) {
+  FLUX_DEVICE void drain(const Smem& smem, int warpgroup) {
     if (in_flight > kPending) free_oldest<kPending>(smem, warpgroup);
     if constexpr (kPending > 0) drain<kPending - 1>(smem, warpgroup);
   }
 
  private:
   template <int kPending>
-  __device__ __forceinline__ void free_oldest(const Smem& smem, int warpgroup) {
+  FLUX_DEVICE void free_oldest(const Smem& smem, int warpgroup) {
     ptx::bulk_wait_read<kPending>();
     ptx::mbarrier_arrive(smem.slab_empty(warpgroup, freed.index));
     freed.advance();

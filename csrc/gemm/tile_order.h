@@ -39,10 +39,10 @@ enum class Peers { kTakeTurns, kOneByOne, kGathered };
 struct TileOrder {
   int m_tiles;  // per shard
   int n_tiles;
-  int world_size;
-  int rank;
-  Cluster cluster;
-  int group_m;  // in clusters
+  int world_size = 1;
+  int rank = 0;
+  Cluster cluster = Cluster::kNone;
+  int group_m = 1;  // in clusters
   Peers peers = Peers::kTakeTurns;
 
   FLUX_HD int cluster_m() const { return cluster == Cluster::kPairM ? 2 : 1; }

@@ -2,12 +2,9 @@
 // it has loaded the last k-block of its tile, and passes the index to every role of every CTA of the cluster
 // through a short queue in shared memory.
 //
-// Three rules (docs/design/gemm-rs.md#the-kernel):
-// - Draw from a counter in global memory, not with a fixed stride, when tiles leave over a link: the link
-//   serves the SMs unevenly, and with equal shares the slowest SM determines the time.
-// - Draw late: an index that is drawn long before its turn can be a remote tile that a peer waits for.
-// - A CTA whose local tile waits for peers draws nothing until their contributions have arrived. Otherwise it
-//   would take a tile that an idle CTA could start, and finish it last.
+// Tiles that leave over a link are drawn from a counter in global memory, as late as possible
+// (docs/design/gemm-rs.md#the-kernel). A CTA whose local tile waits for peers draws nothing until their contributions
+// have arrived; otherwise it would take a tile that an idle CTA could start.
 //
 // The order itself does not change: every CTA sees all its remote tiles before its first local one. The first
 // tile is drawn too. So a local tile is drawn only after every remote tile has been drawn by a resident
@@ -24,7 +21,7 @@ struct TileQueueReader {
   RingCursor<kTileQueue> cursor;
 
   // Called by one thread: waits for the next tile index.
-  __device__ __forceinline__ int next(const Smem& smem) {
+  FLUX_DEVICE int next(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
     const int index = static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index)));
     ptx::mbarrier_arrive_cluster(smem.tile_empty(cursor.index), 0);
@@ -32,7 +29,7 @@ struct TileQueueReader {
     return index;
   }
   // Called by all lanes of a warp. Lane 0 reads the entry and releases it itself, so that racecheck sees the order.
-  __device__ __forceinline__ int next_for_warp(const Smem& smem) {
+  FLUX_DEVICE int next_for_warp(const Smem& smem) {
     ptx::mbarrier_wait(smem.tile_full(cursor.index), cursor.phase);
     const bool reads = ptx::lane() == 0;
     int index = reads ? static_cast<int>(ptx::load_shared(smem.tile_index(cursor.index))) : 0;
@@ -48,7 +45,7 @@ template <class Smem>
 struct TileQueueWriter {
   RingCursor<kTileQueue> cursor;
 
-  __device__ __forceinline__ void put(const Smem& smem, int cluster_size, int index) {
+  FLUX_DEVICE void put(const Smem& smem, int cluster_size, int index) {
     ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
     if (cluster_size == 1) {
       ptx::store_shared(smem.tile_index(cursor.index), index);
@@ -63,7 +60,7 @@ struct TileQueueWriter {
   }
 
   // Waits until all readers have released all entries.
-  __device__ __forceinline__ void drain(const Smem& smem) {
+  FLUX_DEVICE void drain(const Smem& smem) {
     for (int entry = 0; entry < kTileQueue; ++entry, cursor.advance()) {
       ptx::mbarrier_wait(smem.tile_empty(cursor.index), cursor.phase ^ 1);
     }

@@ -9,6 +9,7 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cute/arch/mma_sm90_gmma_ext.hpp"
+#include "runtime/macros.h"
 
 namespace flux::gemm {
 
@@ -63,22 +64,21 @@ template <class Operands, int kN, Major kMajorA, Major kMajorB>
 struct Wgmma {
   static constexpr int kAccumulators = kN / 2;  // fp32 registers of each of the 128 threads
 
-  __device__ __forceinline__ static void step(uint64_t a, uint64_t b, float (&d)[kAccumulators],
-                                              bool accumulate) {
+  FLUX_DEVICE static void step(uint64_t a, uint64_t b, float (&d)[kAccumulators], bool accumulate) {
     call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<kAccumulators>());
   }
 
  private:
   template <size_t... kI>
-  __device__ __forceinline__ static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators],
-                                              ScaleOut scale, std::index_sequence<kI...>) {
+  FLUX_DEVICE static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators], ScaleOut scale,
+                               std::index_sequence<kI...>) {
     WgmmaAtom<Operands, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
   }
 };
 
 // wgmma descriptor of a shared-memory operand with the 128-byte swizzle. Offsets are in bytes; wgmma reads
 // `leading` only for MN-major operands.
-__device__ __forceinline__ uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+FLUX_DEVICE uint64_t make_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
          (static_cast<uint64_t>(stride >> 4) << 32) | (kSwizzle128 << 62);

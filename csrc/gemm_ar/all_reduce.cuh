@@ -19,14 +19,6 @@ struct SumParams {
   int row;  // elements of a row, after which `bias` repeats
 };
 
-// Replaces words of the user's data that equal kAbsent by another NaN.
-FLUX_DEVICE uint4 presentable(uint4 v) {
-  for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
-    if (*word == runtime::kAbsent) *word = 0x7FFF7FFF;
-  }
-  return v;
-}
-
 // The sum of a matrix that is treated as one row of vectors. Each rank sums all vectors (one-shot), or a shard. The
 // rank's own contribution is read in place. If x is also the result, the thread that overwrites a vector is the
 // thread that has read it.
@@ -40,7 +32,6 @@ struct FlatSum {
   const int row, rank, vectors, shard;
   const int64_t results, slot_bytes;
   const bool one_shot, two_shot;
-  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   const bool sends;
 
   FLUX_DEVICE FlatSum(const SumParams& params, const sync::Call& call)
@@ -68,7 +59,7 @@ struct FlatSum {
     if (!sends) return;
     if (one_shot) {
       for_each(rank, [&](int i) {
-        const uint4 v = presentable(mine[i]);
+        const uint4 v = exchange::presentable(mine[i]);
         exchange::for_each_peer(p.symm, [&](int peer) {
           ptx::store_relaxed_sys(area(peer) + rank * slot_bytes + static_cast<int64_t>(i) * kBytes, v);
         });
@@ -79,7 +70,7 @@ struct FlatSum {
       char* const slot = area(peer) + rank * slot_bytes;
       const uint4* const part = mine + shard_begin(peer);
       for_each(peer, [&](int i) {
-        ptx::store_relaxed_sys(slot + static_cast<int64_t>(i) * kBytes, presentable(part[i]));
+        ptx::store_relaxed_sys(slot + static_cast<int64_t>(i) * kBytes, exchange::presentable(part[i]));
       });
     });
   }

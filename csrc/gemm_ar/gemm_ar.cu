@@ -3,7 +3,6 @@
 #include "gemm/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"
-#include "gemm_ar/gemm_ar_fp8.h"
 #include "gemm_ar/gemm_ar_tiles.h"
 #include "runtime/check.h"
 #include "runtime/launch.h"
@@ -38,13 +37,10 @@ void plan_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_s
                                      gemm::kSwapAbBothThreads, std::min(tiles, num_sms / split) * split);
 }
 
-// Loads the kernels, because lazy loading may be forbidden while a graph is captured.
 void prepare_sum() {
   static runtime::OncePerDevice once;
   once([] {
-    cudaFuncAttributes attributes;
-    FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__nv_bfloat16>));
-    FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_over_ranks<__half>));
+    runtime::load(sum_over_ranks<__nv_bfloat16>, sum_over_ranks<__half>);
     for (const auto kernel : {sum_and_norm<__nv_bfloat16>, sum_and_norm<__half>}) {
       FLUX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNormMemory));
     }

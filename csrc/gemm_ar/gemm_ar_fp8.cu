@@ -1,8 +1,7 @@
 #include "gemm/launch.cuh"
 #include "gemm/launch_swap_ab.cuh"
-#include "gemm/plain_order.h"
 #include "gemm_ar/exchange_store.cuh"
-#include "gemm_ar/gemm_ar_fp8.h"
+#include "gemm_ar/gemm_ar_tiles.h"
 
 namespace flux::gemm_ar {
 

@@ -1,5 +1,4 @@
 #include "gemm/launch.cuh"
-#include "gemm/plain_order.h"
 #include "gemm_ar/exchange_store.cuh"
 #include "gemm_ar/gemm_ar_tiles.h"
 

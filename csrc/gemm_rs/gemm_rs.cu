@@ -15,7 +15,7 @@ void send_staged(const runtime::SymmBuffer& symm, const Layout& layout, const Ch
   runtime::CopyQueue queue;
   for (int i = 1; i < symm.world_size; ++i) {
     const int peer = (symm.rank + i) % symm.world_size;
-    const int from = Layout::slot_index(peer, symm.rank), to = Layout::slot_index(symm.rank, peer);
+    const int from = runtime::slot_index(peer, symm.rank), to = runtime::slot_index(symm.rank, peer);
     for (int chunk = 0; chunk < chunks.count; ++chunk) {
       uint32_t* const staged = &symm.header()->pieces_staged[from * chunks.count + chunk];
       queue.wait(staged, chunks.size(chunk) * gemm::kNumMathWarpgroups);

@@ -15,7 +15,6 @@ struct Layout {
   int tile_bytes;
   int world_size;
 
-  FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   FLUX_HD int tile_index(int m, int n) const { return n * m_tiles + m; }
   FLUX_HD int tiles_per_slot() const { return m_tiles * n_tiles; }
   FLUX_HD int64_t tile_offset(int slot, int m, int n) const {

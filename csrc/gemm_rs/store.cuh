@@ -5,9 +5,6 @@
 // The result is deterministic: partial tiles are sent as 16-bit values and summed in fp32 in rank order, with this
 // rank's accumulators at its place in that order. These are not rounded, unless the bits of a row must not depend on
 // the rank that owns it (`rounds_own`).
-//
-// The two slot buffers, selected by the parity of the epoch, need no closing barrier. This rank finishes call e-1
-// only after every peer has started e-1, and so has finished e-2. So buffer e mod 2 is free when call e writes it.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -59,21 +56,18 @@ struct SlotStore : gemm::LocalScales {
 
   // Paces the stores. Stores that exceed the bandwidth of the link back up into the SM and delay the loads of the next
   // mainloop. Spread over that mainloop they cost next to nothing (docs/design/gemm-rs.md#pacing).
-  //
-  // Calls after a timed-out one send nothing: they no longer wait for their peers, so a late peer may be two calls
-  // behind and would find its buffers overwritten.
   FLUX_DEVICE static void send(const Params& p, Call& call, const gemm::Tile& tile, bool last_wave,
                                int warpgroup, int first_chunk, int num_chunks, uint32_t smem) {
     const int chunks = min(num_chunks, chunks_of(p, tile, warpgroup) - first_chunk);
     if (chunks <= 0) return;
     if (p.epoch != 0) {
-      const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+      const int slot = runtime::slot_index(tile.shard, p.symm.rank);
       ptx::bulk_store(p.staging + fragment_offset(p, slot, tile, warpgroup, first_chunk), smem,
                       chunks * gemm::kChunkBytes);
       return;
     }
     if (call.aborted) return;
-    const int slot = Layout::slot_index(p.symm.rank, tile.shard);
+    const int slot = runtime::slot_index(p.symm.rank, tile.shard);
     char* dst = p.symm.slots(tile.shard, call.epoch) + fragment_offset(p, slot, tile, warpgroup, first_chunk);
     const int pace = last_wave ? p.pace.last_wave : p.pace.cycles_per_chunk;
     if (pace == 0) {
@@ -90,13 +84,13 @@ struct SlotStore : gemm::LocalScales {
 
   FLUX_DEVICE static void publish(const Params& p, const Call& call, const gemm::Tile& tile, int warpgroup) {
     if (p.epoch != 0) {
-      const int slot = Layout::slot_index(tile.shard, p.symm.rank);
+      const int slot = runtime::slot_index(tile.shard, p.symm.rank);
       const int chunk = p.chunks.of(p.layout.tile_index(tile.m, tile.n));
       sync::count(&p.symm.header()->pieces_staged[slot * p.chunks.count + chunk]);
       return;
     }
     if (call.aborted) return;
-    const int slot = Layout::slot_index(p.symm.rank, tile.shard);
+    const int slot = runtime::slot_index(p.symm.rank, tile.shard);
     sync::signal(p.symm.signal(tile.shard, slot, p.layout.signal_index(tile.m, tile.n, warpgroup)),
                  call.epoch);
   }

@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "moe/ag_scatter_gemm.h"
 #include "moe/arriving_rows.cuh"
 #include "moe/grouped_launch.cuh"
 

@@ -40,7 +40,7 @@ struct ArrivingRows {
     const int found = p.rows[row], source = found / p.layout.max_tokens;
     const int slot_row = found - source * p.layout.max_tokens;
     if (source == p.symm.rank) return ~slot_row;
-    return Layout::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
+    return runtime::slot_index(source, p.symm.rank) * p.layout.max_tokens + slot_row;
   }
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
@@ -53,7 +53,6 @@ struct ArrivingRows {
     const SendOrder& order = p.order;
     const int units = order.units();
     const auto draw = [&] { return static_cast<int>(atomicAdd(&p.symm.header()->next_piece, 1u)); };
-    // Calls after a timed-out one send nothing: a late peer may not have read the buffer yet.
     int next = threadIdx.x != 0 ? 0 : call.aborted ? units : draw();
     uint32_t* stored = nullptr;  // signal of the previous unit, published while this unit is copied
     for (int turn = 0;; turn ^= 1) {
@@ -79,7 +78,7 @@ struct ArrivingRows {
       __syncthreads();
       if (threadIdx.x == 0 && stored != nullptr) sync::publish(stored, call.epoch);
       if (index >= units) return;
-      const int slot = Layout::slot_index(p.symm.rank, unit.peer);
+      const int slot = runtime::slot_index(p.symm.rank, unit.peer);
       if (threadIdx.x == 0) {
         stored = p.symm.signal(unit.peer, slot, order.signal(unit.share, unit.part));
         next = draw();

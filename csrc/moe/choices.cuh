@@ -7,8 +7,7 @@
 
 namespace flux::moe {
 
-constexpr int kWords = 4;  // 32-bit words of a vector
-constexpr uint32_t kRouteOp = 6;
+constexpr int kWords = 4;                 // 32-bit words of a vector
 constexpr int32_t kNowhere = 0x7FFFFFFF;  // an invalid expert id that differs from kAbsent
 
 struct ChoiceParams {
@@ -18,30 +17,36 @@ struct ChoiceParams {
   float* weights;  // [source][token][choice]: weights of all ranks' tokens
 };
 
-// The expert ids of a token's choices j to j + kWords - 1; invalid ids become kNowhere. Reads whole vectors if
-// possible, because a strided load of one word costs as much as a load of a whole vector.
-__device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j) {
-  uint32_t low[kWords], high[kWords] = {};
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) low[i] = kNowhere;
+// Words j to j + kWords - 1 of a token's row of top_k words; `high`: the upper halves, if words have 64 bits (`wide`).
+// Words beyond the row keep their values. Reads whole vectors if possible, because a strided load of one word costs as
+// much as a load of a whole vector.
+FLUX_DEVICE void read_row(const ChoiceParams& p, const void* rows, bool wide, int token, int j,
+                          uint32_t (&low)[kWords], uint32_t (&high)[kWords]) {
+  if (token >= p.own.tokens) return;
   const int64_t at = static_cast<int64_t>(token) * p.layout.top_k + j;
-  if (token < p.own.tokens && p.own.whole_vectors) {
-    const auto* from = static_cast<const uint4*>(p.own.ids) + (p.own.wide ? at / 2 : at / kWords);
-    const uint4 v = from[0], next = p.own.wide ? from[1] : v;
+  const auto* const from = static_cast<const uint32_t*>(rows) + (wide ? 2 * at : at);
+  if (p.own.whole_vectors) {
+    const auto* const vectors = reinterpret_cast<const uint4*>(from);
+    const uint4 v = vectors[0], next = wide ? vectors[1] : v;
     low[0] = v.x;
-    low[1] = p.own.wide ? v.z : v.y;
-    low[2] = p.own.wide ? next.x : v.z;
-    low[3] = p.own.wide ? next.z : v.w;
-    if (p.own.wide) high[0] = v.y, high[1] = v.w, high[2] = next.y, high[3] = next.w;
-  } else if (token < p.own.tokens) {
-    const auto* from = static_cast<const uint32_t*>(p.own.ids) + (p.own.wide ? 2 * at : at);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if (j + i >= p.layout.top_k) break;
-      low[i] = from[p.own.wide ? 2 * i : i];
-      if (p.own.wide) high[i] = from[2 * i + 1];
-    }
+    low[1] = wide ? v.z : v.y;
+    low[2] = wide ? next.x : v.z;
+    low[3] = wide ? next.z : v.w;
+    if (wide) high[0] = v.y, high[1] = v.w, high[2] = next.y, high[3] = next.w;
+    return;
   }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if (j + i >= p.layout.top_k) break;
+    low[i] = from[wide ? 2 * i : i];
+    if (wide) high[i] = from[2 * i + 1];
+  }
+}
+
+// The expert ids of a token's choices j to j + kWords - 1; invalid ids become kNowhere.
+FLUX_DEVICE uint4 own_ids(const ChoiceParams& p, int token, int j) {
+  uint32_t low[kWords] = {kNowhere, kNowhere, kNowhere, kNowhere}, high[kWords] = {};
+  read_row(p, p.own.ids, p.own.wide, token, j, low, high);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     if (high[i] != 0 || low[i] >= static_cast<uint32_t>(p.layout.num_experts)) low[i] = kNowhere;
@@ -49,29 +54,15 @@ __device__ __forceinline__ uint4 own_ids(const ChoiceParams& p, int token, int j
   return {low[0], low[1], low[2], low[3]};
 }
 
-// The weights of these choices, as bits. Words of the user's data that equal kAbsent are replaced by another NaN.
-__device__ __forceinline__ uint4 own_weights(const ChoiceParams& p, int token, int j) {
-  uint32_t bits[kWords] = {};
-  const auto* from =
-      reinterpret_cast<const uint32_t*>(p.own.weights) + static_cast<int64_t>(token) * p.layout.top_k + j;
-  if (token < p.own.tokens && p.own.whole_vectors) {
-    const uint4 v = *reinterpret_cast<const uint4*>(from);
-    bits[0] = v.x, bits[1] = v.y, bits[2] = v.z, bits[3] = v.w;
-  } else if (token < p.own.tokens) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if (j + i < p.layout.top_k) bits[i] = from[i];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    if (bits[i] == runtime::kAbsent) bits[i] = 0x7FFFFFFF;
-  }
-  return {bits[0], bits[1], bits[2], bits[3]};
+// The weights of these choices, as bits.
+FLUX_DEVICE uint4 own_weights(const ChoiceParams& p, int token, int j) {
+  uint32_t bits[kWords] = {}, unused[kWords];
+  read_row(p, p.own.weights, /*wide=*/false, token, j, bits, unused);
+  return exchange::presentable({bits[0], bits[1], bits[2], bits[3]});
 }
 
 // Byte offset of a vector of a token's choices. A token has the vectors of its experts, then those of its weights.
-__device__ __forceinline__ int64_t vector_offset(const ChoiceParams& p, int source, int token, int vector) {
+FLUX_DEVICE int64_t vector_offset(const ChoiceParams& p, int source, int token, int vector) {
   const int64_t slot_token = static_cast<int64_t>(source) * p.layout.max_tokens + token;
   return (slot_token * route_vectors(p.layout.top_k) + vector) * sizeof(uint4);
 }
@@ -80,7 +71,6 @@ __device__ __forceinline__ int64_t vector_offset(const ChoiceParams& p, int sour
 // Adjacent threads send adjacent vectors, so that whole cache lines go over the link.
 template <int kThreads>
 __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int first) {
-  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
   if (call.aborted) return;
   constexpr int kBatch = 4;  // vectors that a thread loads before it sends the first
   const Layout& layout = p.layout;
@@ -111,7 +101,7 @@ __device__ void tell_peers(const ChoiceParams& p, const sync::Call& call, int fi
 
 // Stores one word for each of a token's top_k <= kTopK choices, in 16-byte stores if top_k is a multiple of kWords.
 template <int kTopK>
-__device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[kTopK], int top_k) {
+FLUX_DEVICE void store_words(void* to, const uint32_t (&words)[kTopK], int top_k) {
   const bool whole = top_k % kWords == 0;
 #pragma unroll
   for (int j = 0; j < kTopK; j += kWords) {
@@ -162,7 +152,7 @@ __device__ void learn_choices(const ChoiceParams& p, const sync::Call& call, int
     arrived[v] = ptx::load_relaxed_sys(base + v * sizeof(uint4));
     arrived[kMaxVectors + v] = ptx::load_relaxed_sys(base + (vectors + v) * sizeof(uint4));
   }
-  const sync::WaitInfo info = {kRouteOp, static_cast<uint32_t>(source), static_cast<uint32_t>(token)};
+  const sync::WaitInfo info = {runtime::kRoute, static_cast<uint32_t>(source), static_cast<uint32_t>(token)};
 #pragma unroll
   for (int v = 0; v < kMaxVectors; ++v) {
     if (v >= vectors) break;

@@ -60,10 +60,6 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
       .run(kernel, params, tokens, static_cast<int>(products.columns), static_cast<uint4*>(out));
 }
 
-void prepare_combine() {
-  cudaFuncAttributes attributes;  // not used: cudaFuncGetAttributes loads the kernels
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, combine_kernel<__nv_bfloat16>));
-  FLUX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, combine_kernel<__half>));
-}
+void prepare_combine() { runtime::load(combine_kernel<__nv_bfloat16>, combine_kernel<__half>); }
 
 }  // namespace flux::moe

@@ -77,7 +77,6 @@ struct CombiningRows {
         computed += here;
       }
       const bool whole = ptx::named_barrier_and(barrier, kGroupThreads, here);
-      // Calls after a timed-out one send nothing: a late peer may still read the buffer (ag_gemm/push.cuh).
       const bool sends = !own && whole && !call.aborted;
       // Draws the next unit before this one is summed, to overlap the latency of the atomic.
       const int next = thread == 0 ? draw() : 0;
@@ -90,7 +89,7 @@ struct CombiningRows {
       ptx::named_barrier_sync(barrier, kGroupThreads);
       if (thread == kAnnouncer && sends &&
           unit.block < Layout::blocks_of(p.received[unit.peer], p.block_rows)) {
-        const int slot = Layout::slot_index(rank, unit.peer);
+        const int slot = runtime::slot_index(rank, unit.peer);
         sync::publish(p.symm.signal(unit.peer, slot, word(p, unit.chunk, unit.block)), call.epoch);
       }
     }
@@ -141,7 +140,8 @@ struct CombiningRows {
   }
   FLUX_DEVICE static int word(const Params& p, int chunk, int block) { return chunk * p.blocks + block; }
   FLUX_DEVICE static char* slot_row(const Params& p, const Call& call, int owner, int source, int row) {
-    const int64_t index = static_cast<int64_t>(Layout::slot_index(source, owner)) * p.layout.max_tokens + row;
+    const int64_t index =
+        static_cast<int64_t>(runtime::slot_index(source, owner)) * p.layout.max_tokens + row;
     return p.symm.slots(owner, call.epoch) + index * p.n * gemm::kResultBytes;
   }
 
@@ -206,7 +206,7 @@ struct CombiningRows {
         if (row < p.block_rows && token < p.num_tokens) {
           found = p.sent[p.layout.slice_of(source) * p.layout.max_tokens + token];
         }
-        const int slot = Layout::slot_index(source, p.symm.rank), sent_block = max(found, 0) / p.block_rows;
+        const int slot = runtime::slot_index(source, p.symm.rank), sent_block = max(found, 0) / p.block_rows;
         here &= sync::wait_signal(
             p.symm, p.symm.signal(p.symm.rank, slot, word(p, unit.chunk, sent_block)), call.epoch,
             {runtime::kGemmGatherRs, static_cast<uint32_t>(source), static_cast<uint32_t>(sent_block)});

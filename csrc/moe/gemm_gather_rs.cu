@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "moe/combining_rows.cuh"
-#include "moe/gemm_gather_rs.h"
 #include "moe/grouped_launch.cuh"
 
 namespace flux::moe {

@@ -1,4 +1,3 @@
-#include "moe/grouped_gemm.h"
 #include "moe/grouped_launch.cuh"
 
 namespace flux::moe {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm/kernel_table.h"
-#include "moe/grouped_gemm.h"
+#include "moe/moe.h"
 #include "moe/sm90_grouped_gemm.cuh"
 #include "moe/tile_choice.h"
 #include "runtime/check.h"
@@ -11,6 +11,13 @@
 #include "runtime/symm_buffer.h"
 
 namespace flux::moe {
+
+// Tile rows in the order in which they are computed, in device memory.
+struct Schedule {
+  const int32_t* offsets;  // [experts + 1]
+  const TileEntry* tiles;
+  const int32_t* num_tile_rows;
+};
 
 template <class Rows>
 struct GroupedFamily {

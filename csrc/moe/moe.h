@@ -1,4 +1,4 @@
-// Host functions of the mixture-of-experts kernels. They take pointers, sizes and a stream.
+// Host functions of the mixture-of-experts kernels: pointers, sizes, a stream. Free of torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,14 +11,16 @@
 
 namespace flux::moe {
 
+// --- routing and sums ---
+
 // The experts and weights that the tokens of this rank chose, in device memory.
 struct OwnChoices {
   const void* ids;  // [tokens][top_k]; invalid expert ids are not routed
   bool wide;        // true: ids are int64; false: int32
   const float* weights;
   int tokens;
-  bool whole_vectors =
-      false;  // rows are whole vectors of 16 bytes, and 16-byte aligned; route() sets the flag
+  // Rows are whole vectors of 16 bytes, and 16-byte aligned; route() sets the flag.
+  bool whole_vectors = false;
 };
 
 // Computes the routing from the choices of all ranks, with the same result as route_on_host. Fills the arrays of `out`
@@ -34,8 +36,56 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
 void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_t* positions,
              const float* weights, int64_t tokens, int top_k, void* out, cudaStream_t stream);
 
+// --- grouped GEMM ---
+
+struct GroupedGemmArgs {
+  runtime::Matrix x;       // [m, k], contiguous
+  runtime::Matrix weight;  // [experts * n, k], contiguous
+  const int32_t* offsets;  // [experts + 1]
+  const int32_t* rows;     // [num_rows]: row of x for each row of the result; null: the same row
+  int experts;
+  int num_rows;    // rows of the result: at least offsets[experts]
+  int activation;  // Activation (sm90_grouped_gemm.cuh)
+  void* out;       // [num_rows, n], or n / 2 columns for swiglu
+  // Scratch memory of schedule_words(...) words; need not be initialised.
+  int32_t* schedule;
+  runtime::DType dtype;
+  int config;   // id of a tile shape; -1: the cost model chooses
+  int num_sms;  // 0: all SMs
+};
+
+inline int schedule_words(int num_rows, int experts) { return 4 * (num_rows / gemm::kBlockM + experts) + 1; }
+
+// Two launches: the tile schedule, computed on the device because it depends on the offsets, and the GEMM.
+void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
+
+// --- layers in one launch each (COMET, arXiv 2502.19811, sections 3 and 4) ---
+
+// Layer 0. args.out = activation(x_sorted * weight^T), where x_sorted has the tokens of all ranks in the order of the
+// routing. args.x holds this rank's tokens. The routing provides the schedule: offsets, rows and schedule of args are
+// not read.
+void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const RoutingArrays& routing,
+                     const runtime::SymmBuffer& symm, cudaStream_t stream);
+
+struct CombineArgs {
+  const float* weights;  // [world_size][max_tokens][top_k]: weight of each choice
+  void* out;             // [num_tokens, n]: the sums of this rank's tokens
+  int num_tokens;
+  int tiles_per_chunk;     // columns of tiles that are summed together
+  int communication_ctas;  // CTAs that start with communication
+};
+
+// Layer 1. combine.out = for each token of this rank, the sum over ranks and choices of weight * (its row of x * W^T).
+// args.x [max_rows, k] is in the order of the routing, which also provides the schedule. args.out [max_rows, n] is
+// scratch memory for the products. args.config must be given, because the chunks are counted in its tiles.
+void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, const Layout& layout,
+                    const RoutingArrays& routing, const runtime::SymmBuffer& symm, cudaStream_t stream);
+
 // Load the kernels. Lazy loading would wait for a kernel that spins on a peer.
 void prepare_route();
 void prepare_combine();
+void prepare_grouped_gemm();
+void prepare_ag_scatter_gemm();
+void prepare_gemm_gather_rs();
 
 }  // namespace flux::moe

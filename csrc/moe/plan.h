@@ -55,7 +55,6 @@ struct Layout {
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
   FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
 
-  FLUX_HD static int slot_index(int src, int owner) { return src < owner ? src : src - 1; }
   // Whether the source sends only the tokens that the owner needs, in compacted slot rows. Without expert parallelism
   // the owner needs nearly all tokens, so a token's slot row is its index. The same holds for own tokens (not sent).
   FLUX_HD bool compacts(int source, int owner) const { return ep_size > 1 && source != owner; }

@@ -17,7 +17,7 @@ struct Products {
 
 // Adds eight columns of one choice's row, times its weight.
 template <class Element>
-__device__ __forceinline__ void add_choice(const uint4& values, float weight, float (&sum)[kVector]) {
+FLUX_DEVICE void add_choice(const uint4& values, float weight, float (&sum)[kVector]) {
   float terms[kVector];
   gemm::widen<Element>(values, terms);
 #pragma unroll

@@ -38,7 +38,7 @@ struct Params : ChoiceParams {
   Needed* needed;       // [step][chunk][slice]
 
   // The index of an expert among those of this rank, or -1.
-  __device__ __forceinline__ int local_expert(int id) const {
+  FLUX_DEVICE int local_expert(int id) const {
     const int local = id - slice * experts;
     return local >= 0 && local < experts ? local : -1;
   }
@@ -81,9 +81,9 @@ struct Cta {
     uint32_t slices;     // bit s: slice s needs the token
   };
 
-  __device__ __forceinline__ static int lane_id() { return threadIdx.x % 32; }
-  __device__ __forceinline__ static int warp_id() { return threadIdx.x / 32; }
-  __device__ __forceinline__ static uint32_t lanes_before() { return (1u << lane_id()) - 1; }
+  FLUX_DEVICE static int lane_id() { return threadIdx.x % 32; }
+  FLUX_DEVICE static int warp_id() { return threadIdx.x / 32; }
+  FLUX_DEVICE static uint32_t lanes_before() { return (1u << lane_id()) - 1; }
 
   // Result of block_scan: the sum over the threads before this one, and the sum over all threads.
   struct Scan {

@@ -26,6 +26,18 @@ struct RoutingArrays {
   int32_t* num_tiles;  // [1]: tile rows of the schedule
 };
 
+constexpr int kRoutingArrays = 10;
+
+// array(i): the address of array number i.
+template <class Array>
+RoutingArrays routing_arrays(const Array& array) {
+  const auto words = [&](int i) { return static_cast<int32_t*>(array(i)); };
+  return {words(0), words(1), words(2),
+          words(3), words(4), words(5),
+          words(6), words(7), static_cast<TileEntry*>(array(8)),
+          words(9)};
+}
+
 // Writes the tile schedule for complete `counts`; returns the number of tile rows.
 inline int schedule_tiles(const Layout& layout, int block_m, const int32_t* counts, TileEntry* tiles) {
   const int steps = layout.world_size, early_experts = make_send_order(layout).early_experts();

@@ -21,11 +21,6 @@ inline void store_release(uint64_t address, uint32_t value) {
 
 inline uint32_t load_acquire(uint64_t address) { return __atomic_load_n(word_at(address), __ATOMIC_ACQUIRE); }
 
-// Returns the value before the addition.
-inline uint32_t fetch_add(uint64_t address, uint32_t n) {
-  return __atomic_fetch_add(word_at(address), n, __ATOMIC_ACQ_REL);
-}
-
 // Epochs wrap around, so they are compared by their distance.
 inline bool reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
 

@@ -7,6 +7,13 @@
 
 namespace flux::runtime {
 
+// Loads kernels now: lazy loading would wait for a kernel that spins on a peer, and may be forbidden during capture.
+template <class... Kernels>
+void load(Kernels*... kernels) {
+  cudaFuncAttributes unused;
+  for (const cudaError_t status : {cudaFuncGetAttributes(&unused, kernels)...}) FLUX_CUDA_CHECK(status);
+}
+
 class Launch {
  public:
   Launch(int ctas, int threads, int smem_bytes, cudaStream_t stream) {
@@ -18,10 +25,6 @@ class Launch {
   }
   Launch(const Launch&) = delete;  // the configuration points at the attributes
 
-  Launch& ctas(int count) {
-    config_.gridDim = count;
-    return *this;
-  }
   Launch& cluster(int size) {
     auto& dimension = add(cudaLaunchAttributeClusterDimension).val.clusterDim;
     dimension.x = size;

@@ -4,7 +4,8 @@
 //
 //   [0, 16384)                 header: words only the owning rank touches, but for `gave_up`
 //   then signal_bytes          signals: one u32 epoch for each half tile of each slot, written by peers
-//   then two slot buffers      slot_bytes each; call number `epoch` uses buffer epoch & 1
+//   then two slot buffers      slot_bytes each; call number `epoch` uses buffer epoch & 1, which is free: this rank
+//                              finished call epoch - 1 only after every peer had started it, and so finished epoch - 2
 //   then two exchange buffers  exchange_bytes each, likewise; between calls every word of them is kAbsent
 #pragma once
 
@@ -58,6 +59,9 @@ struct Header {
 };
 constexpr int kMaxPushBlocks = sizeof(Header::pieces_pushed) / sizeof(uint32_t);
 static_assert(sizeof(Header) == kHeaderBytes);
+
+// The number of the slot of `source` on `owner`: a rank has a slot for each peer, and none for itself.
+FLUX_HD int slot_index(int source, int owner) { return source < owner ? source : source - 1; }
 
 struct SymmBuffer {
   int32_t rank;

@@ -37,6 +37,14 @@ FAULTS = (
 )
 
 
+class Chunks:
+    """How copy engines divide a call's pieces."""
+
+    def __init__(self, call: Call) -> None:
+        chunks, self.of = core.gemm_rs_chunks(call.chunks, call.pieces)
+        self.pieces = [range(first, first + size) for first, size in chunks]
+
+
 class Wrong(AssertionError):
     """The protocol permits an order that it must not."""
 
@@ -180,14 +188,14 @@ class Protocol:
     # csrc/gemm_rs/gemm_rs.cu: send_staged, beside the launch
 
     def _staged(self, call: Call, rank: int, epoch: int) -> None:
-        chunks = core.gemm_rs_chunks(call.chunks, call.pieces)
+        chunks = Chunks(call)
         begin, who = self._begin(rank, epoch), f"rank {rank}, call {epoch},"
         early = self.fault == "reset before wait"
         queue, ends = self._queue, []
         for peer in self._peers(rank):
             for chunk in range(call.chunks):
                 counter = ("pieces_staged", rank, peer, chunk)
-                pieces = range(chunks.first(chunk), chunks.first(chunk) + chunks.size(chunk))
+                pieces = chunks.pieces[chunk]
                 if early:
                     queue = [self._add(f"{who} resets", "put", counter, 0, queue)]
                 count = (epoch, len(pieces))
@@ -208,7 +216,7 @@ class Protocol:
                 for piece in mine:
                     place = ("staging", rank, peer, piece)
                     stored = self._add(f"{who} stages", "put", place, (epoch, rank, piece), steps)
-                    counter = ("pieces_staged", rank, peer, chunks.of(piece))
+                    counter = ("pieces_staged", rank, peer, chunks.of[piece])
                     sent = [*sent, self._add(f"{who} counts", "add", counter, epoch, [stored])]
             ends += sent
             if self.fault != "own tiles first":
@@ -219,7 +227,7 @@ class Protocol:
     # csrc/ag_gemm/copy_engine.cc, before the launch
 
     def _gathered(self, call: Call, rank: int, epoch: int) -> None:
-        chunks = core.gemm_rs_chunks(call.chunks, call.pieces)
+        chunks = Chunks(call)
         who = f"rank {rank}, call {epoch},"
         begin = self._begin(rank, epoch)
         # The user's x, in a buffer that every call uses again.
@@ -230,7 +238,7 @@ class Protocol:
         queue = [*self._queue, *rows]
         for peer in self._peers(rank):
             for chunk in range(call.chunks):
-                pieces = range(chunks.first(chunk), chunks.first(chunk) + chunks.size(chunk))
+                pieces = chunks.pieces[chunk]
                 queue = self._copied_chunk(call, rank, peer, epoch, chunk, pieces, ("x", rank), queue)
         self._queue = queue
         ends = self._read(call, rank, epoch, range(call.pieces), chunks, rows)
@@ -277,7 +285,7 @@ class Protocol:
         who = f"rank {rank}, call {epoch},"
         for piece in pieces:
             for peer in self._peers(rank):
-                word = ("copied signal", rank, peer, chunks.of(piece))
+                word = ("copied signal", rank, peer, chunks.of[piece])
                 here = self._add(f"{who} waits", "epoch", word, epoch, after)
                 place = self._slot("copied", call, peer, rank, epoch, piece)
                 after = [self._add(f"{who} reads", "read", place, (epoch, peer, piece), [here])]

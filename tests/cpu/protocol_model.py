@@ -50,6 +50,24 @@ def region_of_the_call(layout: Any, words_per_slot: int, slot: int, m: int, n: i
     return slot * layout.num_signals // (layout.world_size - 1) + int(layout.signal_index(m, n, 0))
 
 
+def clusters_of_tiles(
+    m: int, n: int, world_size: int, rank: int, config: int, cluster: int, group_m: int
+) -> list[list[Any]]:
+    """The tiles of the CTAs of each cluster, in the order of gemm_rs; None is a CTA without a tile."""
+    tiles = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m, idle=True)
+    size = 1 if cluster == 1 else 2
+    return [tiles[i : i + size] for i in range(0, len(tiles), size)]
+
+
+def cta_tiles(order: list[list[Any]], num_sms: int, cta: int) -> list[Any]:
+    """The tiles of a CTA with a fixed stride. The grid has as many whole clusters as fit on the SMs, and at
+    most one for each cluster of tiles.
+    """
+    size = len(order[0])
+    step = min(num_sms // size, len(order))
+    return [] if cta >= step * size else [tiles[cta % size] for tiles in order[cta // size :: step]]
+
+
 class Model:
     """`world_size` ranks of `num_sms` CTAs making the same calls; each CTA yields where others may run.
 
@@ -115,15 +133,11 @@ class Model:
     def _ctas(self, rank: int, epoch: int) -> list[Steps]:
         done = [0] * self.num_sms
         if not self.drawn:
-            walks = [iter(self._walk(rank, epoch, self.num_sms, cta)) for cta in range(self.num_sms)]
-            return [self._cta(rank, epoch, cta, done, walk) for cta, walk in enumerate(walks)]
-        size = 1 if self.calls[epoch - 1].cluster == 1 else 2
-        # With an SM for each tile, cluster i of the grid has exactly the i-th tiles of the order.
-        many = 1 << 20
-        order: list[list[Any]] = []
-        while first := self._walk(rank, epoch, many, len(order) * size):
-            others = [self._walk(rank, epoch, many, len(order) * size + cta) for cta in range(1, size)]
-            order.append([first[0], *(other[0] for other in others)])
+            order = self._order(rank, epoch)
+            walks = [cta_tiles(order, self.num_sms, cta) for cta in range(self.num_sms)]
+            return [self._cta(rank, epoch, cta, done, iter(walk)) for cta, walk in enumerate(walks)]
+        order = self._order(rank, epoch)
+        size = len(order[0])
         draw = iter(range(len(order)))
         ctas = []
         for cluster in range(self.num_sms // size):
@@ -133,10 +147,9 @@ class Model:
                 ctas.append(self._cta(rank, epoch, cluster * size + cta, done, walk))
         return ctas
 
-    def _walk(self, rank: int, epoch: int, num_sms: int, cta: int) -> list[Any]:
+    def _order(self, rank: int, epoch: int) -> list[list[Any]]:
         c = self.calls[epoch - 1]
-        tiles = core.cta_tiles(c.m, c.n, self.world_size, rank, c.config, c.cluster, c.group_m, num_sms, cta)
-        return list(tiles)
+        return clusters_of_tiles(c.m, c.n, self.world_size, rank, c.config, c.cluster, c.group_m)
 
     def _draw(self, order: list[list[Any]], draw: Iterator[int], drawn: list[int], cta: int) -> Iterator[Any]:
         """The tiles of one CTA whose cluster draws them from a counter that all clusters share."""

@@ -32,7 +32,7 @@ def test_whatever_the_arguments(seed: int, tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, f"{last_call.read_text().strip()}: {run.returncode}\n{run.stderr[-3000:]}"
     counts: dict[str, list[int]] = json.loads(run.stdout)
-    assert len(counts) > 50
+    assert len(counts) > 45
     once = {name for name, (returned, _) in counts.items() if returned == 0}
     assert not once, f"never called with arguments that make sense: {once}"
     never = {name for name, (_, raised) in counts.items() if raised == 0}
@@ -83,7 +83,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: core.moe_tiles(64, 2**20, 2**20), r"num_entries \* n_tiles: expected 0 to"),
     (lambda: core.gemm_rs_layout(256, 256, 2, 0).tile_offset(0, LARGEST, LARGEST), "m_tile: expected 0 to 0"),
     (lambda: core.gemm_rs_layout(256, 256, 2, 0).signal_index(0, LARGEST, 0), "n_tile: expected 0 to 0"),
-    (lambda: core.gemm_rs_chunks(2, 4).of(LARGEST), "tile_index: expected 0 to 3"),
+    (lambda: core.gemm_rs_chunks(5, 4), "count: expected 1 to 4"),
     (lambda: core.RsLayout.slot_index(-(2**31), -(2**31)), "src: expected 0 to 7"),
     (lambda: core.swap_ab_stage_blocks(0, LARGEST), "k: expected 1 to"),
     (lambda: core.MoeSendOrder(moe_layout()).signal(LARGEST, LARGEST), "share: expected 0 to"),
@@ -93,7 +93,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     # Lists of gigabytes.
     (lambda: core.gemm_rs_tiles(2**29, 64, 1, 0, 0, 1, 1), "tiles: expected 1 to"),
     (lambda: core.ag_gemm_tiles(2**29, 64, 1, 0, 0, 1, 1), "tiles: expected 1 to"),
-    (lambda: core.cta_tiles(2**29, 64, 1, 0, 0, 1, 1, 1, 0), "tiles of the CTA: expected 1 to"),
     (lambda: core.MoeSendOrder(moe_layout(world_size=8, top_k=1, max_tokens=2**26)).units, "units: expected"),
     # Silently taken for something else.
     (lambda: core.select_gemm(8, 8, 8, False, 4, -7), "config: expected -1 to"),

@@ -82,13 +82,9 @@ def test_bad_exchanges_are_refused(m: int, n: int, world_size: int) -> None:
 
 def test_chunks_cover_a_slot() -> None:
     for count, tiles in [(1, 1), (1, 7), (3, 7), (4, 64), (7, 7)]:
-        chunks = core.gemm_rs_chunks(count, tiles)
-        firsts = [chunks.first(chunk) for chunk in range(count)]
-        found = [chunks.of(tile) for tile in range(tiles)]
-        assert found == sorted(found) and [found.index(chunk) for chunk in range(count)] == firsts
-        assert [found.count(chunk) for chunk in range(count)] == [
-            chunks.size(chunk) for chunk in range(count)
-        ]
+        chunks, found = core.gemm_rs_chunks(count, tiles)
+        assert found == sorted(found) and len(chunks) == count and len(found) == tiles
+        assert chunks == [(found.index(chunk), found.count(chunk)) for chunk in range(count)]
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 3])

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
-from protocol_model import Call, Deadlock, Model, WrongData, region_of_the_call
+from protocol_model import Call, Deadlock, Model, WrongData, clusters_of_tiles, cta_tiles, region_of_the_call
 
 from flux._native import core
 
@@ -73,10 +73,8 @@ def test_the_ctas_of_a_grid_share_the_tiles() -> None:
         for num_sms in (2, 7, 132):
             rank = world_size // 2
             wanted = core.gemm_rs_tiles(m, n, world_size, rank, config, cluster, group_m)
-            ctas = [
-                core.cta_tiles(m, n, world_size, rank, config, cluster, group_m, num_sms, cta)
-                for cta in range(num_sms)
-            ]
+            order = clusters_of_tiles(m, n, world_size, rank, config, cluster, group_m)
+            ctas = [cta_tiles(order, num_sms, cta) for cta in range(num_sms)]
             got = [tile for cta in ctas for tile in cta if tile is not None]
             assert sorted(got) == sorted(wanted)
             for cta, tiles in enumerate(ctas):
@@ -205,24 +203,10 @@ def test_the_model_notices_signals_that_change_their_source() -> None:
 
 
 def test_the_model_notices_an_own_shard_that_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = core.cta_tiles
-    monkeypatch.setattr("protocol_model.core", Reversed(walk))
+    monkeypatch.setattr("protocol_model.cta_tiles", lambda *args: list(reversed(cta_tiles(*args))))
     with pytest.raises(Deadlock):
         for seed in range(20):
             Model(2, 2, [Call(2 * 300, 300, NARROWEST, 1, 4)]).run(random.Random(seed))
-
-
-class Reversed:
-    """`_core` with every CTA's tiles backwards."""
-
-    def __init__(self, walk: object) -> None:
-        self._walk = walk
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(core, name)
-
-    def cta_tiles(self, *args: int) -> list[tuple[int, int, int] | None]:
-        return list(reversed(self._walk(*args)))  # type: ignore[operator]
 
 
 def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "runtime/macros.h"
+
 namespace flux::runtime {
 
 // Called by kThreads threads; `thread` is the caller's index. If `src` is null, writes all ones (NaN in every
 // floating-point type). `bytes` is a multiple of 16. A thread has kUnroll loads in flight.
 template <int kThreads, int kUnroll = 4>
-__device__ __forceinline__ void copy_bytes(char* dst, const char* src, int bytes, int thread) {
+FLUX_DEVICE void copy_bytes(char* dst, const char* src, int bytes, int thread) {
   const uint4 ones = {~0u, ~0u, ~0u, ~0u};
   for (int begin = thread * 16; begin < bytes; begin += kUnroll * kThreads * 16) {
     uint4 values[kUnroll];

@@ -19,25 +19,31 @@ using runtime::kMaxWorldSize;
 
 // Calls use(rank) for all ranks. Each rank starts with rank+1 and ends with itself.
 template <class Use>
-__device__ __forceinline__ void for_each_rank(const runtime::SymmBuffer& symm, Use use,
-                                              bool itself_too = true) {
+FLUX_DEVICE void for_each_rank(const runtime::SymmBuffer& symm, Use use, bool itself_too = true) {
   for (int i = 1; i < symm.world_size + itself_too; ++i) {
     use(symm.rank + i < symm.world_size ? symm.rank + i : symm.rank + i - symm.world_size);
   }
 }
 template <class Use>
-__device__ __forceinline__ void for_each_peer(const runtime::SymmBuffer& symm, Use use) {
+FLUX_DEVICE void for_each_peer(const runtime::SymmBuffer& symm, Use use) {
   for_each_rank(symm, use, /*itself_too=*/false);
 }
 
-__device__ __forceinline__ bool is_whole(const uint4& v) {
+FLUX_DEVICE bool is_whole(const uint4& v) {
   return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
 }
 
+// Replaces words of the user's data that equal kAbsent by another NaN.
+FLUX_DEVICE uint4 presentable(uint4 v) {
+  for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
+    if (*word == kAbsent) *word = 0x7FFF7FFF;
+  }
+  return v;
+}
+
 // Sends a vector of this rank's matrix to the ranks that sum it.
-__device__ __forceinline__ void contribute(const runtime::SymmBuffer& symm, const Exchange& x,
-                                           const sync::Call& call, int row, int column, const uint4& v) {
-  // After a timed-out call nothing is sent: a late peer may not have read the buffer yet.
+FLUX_DEVICE void contribute(const runtime::SymmBuffer& symm, const Exchange& x, const sync::Call& call,
+                            int row, int column, const uint4& v) {
   if (call.aborted) return;
   if (x.mode != Exchange::Mode::kOneShot) {
     const int owner = x.owner(row, column);
@@ -64,14 +70,14 @@ inline __device__ __noinline__ uint4 poll(const uint32_t* aborted, uint64_t time
 }
 
 // Restores kAbsent for the next call that uses this buffer.
-__device__ __forceinline__ void put_back_absent(char* address) {
+FLUX_DEVICE void put_back_absent(char* address) {
   ptx::store_relaxed_sys(address, {kAbsent, kAbsent, kAbsent, kAbsent});
 }
 
 // Waits for a vector whose first load returned `v`. Returns all ones (NaN) after a timeout, also in later calls: what a
 // late peer then sends may belong to a call that this rank has given up.
-__device__ __forceinline__ uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address,
-                                      uint4 v, sync::WaitInfo info) {
+FLUX_DEVICE uint4 take(const runtime::SymmBuffer& symm, const sync::Call& call, char* address, uint4 v,
+                       sync::WaitInfo info) {
   if (call.aborted || !is_whole(v)) {
     if (!call.aborted) v = poll(&symm.header()->aborted, symm.timeout_ns, address);
     if (call.aborted || !is_whole(v)) {
@@ -91,8 +97,8 @@ struct Parts {
   uint4 of[kSources];  // results of the first loads; may be incomplete
 
   // Issues the loads for `count` ranks (at most kSources), starting with rank `first`.
-  __device__ __forceinline__ void ask(const char* base, int64_t slot_bytes, int count, int first = 0,
-                                      int rank = 0, const uint4* own = nullptr) {
+  FLUX_DEVICE void ask(const char* base, int64_t slot_bytes, int count, int first = 0, int rank = 0,
+                       const uint4* own = nullptr) {
 #pragma unroll
     for (int i = 0; i < kSources; ++i) {
       if (i < count) {
@@ -103,9 +109,9 @@ struct Parts {
 
   // Waits for all contributions, and sums them in fp32 in rank order.
   template <class Pair>
-  __device__ __forceinline__ void take_sum(const runtime::SymmBuffer& symm, const sync::Call& call,
-                                           char* base, int64_t slot_bytes, uint32_t op, int row,
-                                           float (&sum)[Exchange::kVector], const uint4* own = nullptr) {
+  FLUX_DEVICE void take_sum(const runtime::SymmBuffer& symm, const sync::Call& call, char* base,
+                            int64_t slot_bytes, uint32_t op, int row, float (&sum)[Exchange::kVector],
+                            const uint4* own = nullptr) {
 #pragma unroll
     for (int i = 0; i < Exchange::kVector; ++i) sum[i] = 0.0f;
 #pragma unroll 1

@@ -6,18 +6,20 @@
 
 #include <cstdint>
 
+#include "runtime/macros.h"
+
 namespace flux::ptx {
 
-__device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
+FLUX_DEVICE uint32_t smem_addr(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ uint32_t lane() { return threadIdx.x & 31; }
+FLUX_DEVICE uint32_t lane() { return threadIdx.x & 31; }
 
 // elect.sync, called by all lanes of a warp: true in one lane, not always the first. If the branch compared lane
 // numbers instead, the compiler would not know that one thread is active, and would emit a loop over threads of 80
 // cycles for every TMA instruction.
-__device__ __forceinline__ bool elect_one() {
+FLUX_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile(
       "{\n.reg .pred one;\n"
@@ -27,50 +29,48 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 // Index of the warp in the CTA, in a form that the compiler knows to be uniform in a warp.
-__device__ __forceinline__ int warp() {
-  return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0);
-}
+FLUX_DEVICE int warp() { return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x / 32), 0); }
 
-__device__ __forceinline__ uint32_t cluster_cta_rank() {
+FLUX_DEVICE uint32_t cluster_cta_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-__device__ __forceinline__ uint32_t cluster_num_ctas() {
+FLUX_DEVICE uint32_t cluster_num_ctas() {
   uint32_t count;
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
   return count;
 }
 
-__device__ __forceinline__ uint64_t globaltimer_ns() {
+FLUX_DEVICE uint64_t globaltimer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_dec() {
+FLUX_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_inc() {
+FLUX_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // --- barriers ---
 
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+FLUX_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // bar.arrive: counts as one of those threads, without waiting for the others.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+FLUX_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // bar.red.and: true in every participating thread iff `condition` holds in all of them.
-__device__ __forceinline__ bool named_barrier_and(int id, int threads, bool condition) {
+FLUX_DEVICE bool named_barrier_and(int id, int threads, bool condition) {
   uint32_t all;
   asm volatile(
       "{\n.reg .pred one, every;\n"
@@ -85,57 +85,47 @@ __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool cond
 
 // Cluster barrier that does not order memory, because ordering would wait for all accesses in flight. After
 // fence_mbarrier_init it is sufficient to publish initialised mbarriers.
-__device__ __forceinline__ void cluster_sync_relaxed() {
+FLUX_DEVICE void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-__device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
+FLUX_DEVICE void mbarrier_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+FLUX_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+FLUX_DEVICE void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// mapa: the address, in the shared memory of the cluster, of what has this address in one of its CTAs.
+FLUX_DEVICE uint32_t address_in(uint32_t cta, uint32_t address) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(cta));
+  return remote;
 }
 // Arrives on an mbarrier of a CTA of the cluster, to release memory that this thread has read. Release at CTA scope
 // (the default) is enough, because only TMA loads and st.async that depend on the arrival overwrite that memory.
 // Release at cluster scope would cost a full memory barrier each time.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
-      "r"(cta)
-      : "memory");
+FLUX_DEVICE void mbarrier_arrive_cluster(uint32_t bar, uint32_t cta) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(cta, bar)) : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
+FLUX_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes,
-                                                                  uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %2;\n"
-      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %1;\n}" ::"r"(bar),
-      "r"(bytes), "r"(cta)
-      : "memory");
+FLUX_DEVICE void mbarrier_arrive_expect_tx_cluster(uint32_t bar, uint32_t bytes, uint32_t cta) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(address_in(cta, bar)),
+               "r"(bytes)
+               : "memory");
 }
 // st.async: stores a word to shared memory of a CTA of the cluster; completes 4 bytes on that CTA's mbarrier.
-__device__ __forceinline__ void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar,
-                                                    uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote, remote_bar;\n"
-      "mapa.shared::cluster.u32 remote, %0, %3;\n"
-      "mapa.shared::cluster.u32 remote_bar, %2, %3;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [remote], %1, [remote_bar];\n}" ::"r"(
-          address),
-      "r"(value), "r"(bar), "r"(cta)
-      : "memory");
+FLUX_DEVICE void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   address_in(cta, address)),
+               "r"(value), "r"(address_in(cta, bar))
+               : "memory");
 }
 
 // Whether the phase is complete, without waiting. Returns the same value in all lanes of a warp.
-__device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t phase) {
+FLUX_DEVICE bool mbarrier_test(uint32_t bar, uint32_t phase) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -147,7 +137,7 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t bar, uint32_t phase) {
   return __all_sync(~0u, done != 0);
 }
 
-__device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t phase) {
+FLUX_DEVICE void mbarrier_wait(uint32_t bar, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
@@ -161,12 +151,11 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t phase) {
 
 // --- TMA and bulk copies ---
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+FLUX_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x,
-                                            int y) {
+FLUX_DEVICE void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
       "[%2];" ::"r"(dst),
@@ -175,8 +164,8 @@ __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, uint32_t dst
 }
 
 // Multicast: writes to the same shared-memory offset in every CTA of `cta_mask`, and completes on each CTA's mbarrier.
-__device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar,
-                                                      int x, int y, uint16_t cta_mask) {
+FLUX_DEVICE void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y,
+                                       uint16_t cta_mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(dst),
@@ -184,7 +173,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, ui
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z) {
+FLUX_DEVICE void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(src), "r"(x), "r"(y), "r"(z)
                : "memory");
@@ -192,30 +181,30 @@ __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t sr
 
 // cp.async of 16 bytes to shared memory; writes zeros if not `valid`. Completion is tracked by the thread's next
 // commit group, and by its next mbarrier_arrive_after_copies.
-__device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, bool valid) {
+FLUX_DEVICE void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
                : "memory");
 }
 // Arrives on the mbarrier when all earlier cp.async copies of this thread are complete.
-__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t bar) {
+FLUX_DEVICE void mbarrier_arrive_after_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+FLUX_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but this thread's newest kPending commit groups are complete and visible to this thread.
 template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
+FLUX_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Bulk copy of contiguous bytes (a multiple of 16) from shared memory to global memory, also to a peer.
-__device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+FLUX_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+FLUX_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
@@ -223,51 +212,43 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
 }
 
 // Bulk copy from this CTA's shared memory to that of a CTA of the cluster; completes on that CTA's mbarrier.
-__device__ __forceinline__ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
-                                                  uint32_t cta) {
+FLUX_DEVICE void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, uint32_t cta) {
   asm volatile(
-      "{\n.reg .b32 remote, remote_bar;\n"
-      "mapa.shared::cluster.u32 remote, %0, %4;\n"
-      "mapa.shared::cluster.u32 remote_bar, %3, %4;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%1], %2, "
-      "[remote_bar];\n}" ::"r"(dst),
-      "r"(src), "r"(bytes), "r"(bar), "r"(cta)
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          address_in(cta, dst)),
+      "r"(src), "r"(bytes), "r"(address_in(cta, bar))
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+FLUX_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the newest kPending bulk groups have read their sources in shared memory, which may then be
 // overwritten. Does not wait for the writes to the destinations.
 template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
+FLUX_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 // Waits until all bulk groups are complete: their writes are visible to this thread.
-__device__ __forceinline__ void bulk_wait_complete() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+FLUX_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- memory order ---
 
 // Makes earlier ordinary stores to shared memory visible to later TMA stores and bulk copies.
-__device__ __forceinline__ void fence_proxy_async_smem() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+FLUX_DEVICE void fence_proxy_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders ordinary accesses and bulk copies of global memory, in both directions.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+FLUX_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
+FLUX_DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-__device__ __forceinline__ void add_release_sys(uint32_t* address, uint32_t value) {
+FLUX_DEVICE void add_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-__device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* address) {
+FLUX_DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
+FLUX_DEVICE uint32_t load_relaxed(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
@@ -275,12 +256,12 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
 
 // 16-byte load and store of vectors that ranks exchange without a signal. System scope, so that no stale cache line
 // is used. Each 32-bit word is atomic.
-__device__ __forceinline__ void store_relaxed_sys(void* address, uint4 v) {
+FLUX_DEVICE void store_relaxed_sys(void* address, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
                : "memory");
 }
-__device__ __forceinline__ uint4 load_relaxed_sys(const void* address) {
+FLUX_DEVICE uint4 load_relaxed_sys(const void* address) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -292,44 +273,39 @@ __device__ __forceinline__ uint4 load_relaxed_sys(const void* address) {
 // --- programmatic dependent launch ---
 
 // Waits until all writes of the stream's earlier kernels are visible. Returns immediately in an ordinary launch.
-__device__ __forceinline__ void wait_for_earlier_kernels() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+FLUX_DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the stream's next kernel start, if it is a programmatic dependent launch, and run up to
 // wait_for_earlier_kernels.
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+FLUX_DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- shared memory from registers ---
 
-__device__ __forceinline__ void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
-                                                uint32_t d) {
+FLUX_DEVICE void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 // Stores accumulators as floats. If they were cast to integers, the compiler would keep them as integers through the
 // mainloop, and wgmma would wait for the casts.
-__device__ __forceinline__ void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
+FLUX_DEVICE void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
 
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+FLUX_DEVICE void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+FLUX_DEVICE uint32_t load_shared(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 
-__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+FLUX_DEVICE float2 load_shared_pair(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
+FLUX_DEVICE uint4 load_shared_v4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -337,21 +313,20 @@ __device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
+FLUX_DEVICE float4 load_shared_floats(uint32_t address) {
   const uint4 v = load_shared_v4(address);
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
 // stmatrix: stores four 8x8 matrices of 16-bit elements, in the register layout of wgmma's accumulators, to rows
 // whose addresses the 32 lanes supply.
-__device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c,
-                                            uint32_t d) {
+FLUX_DEVICE void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
                "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 // stmatrix of two 8x8 matrices, transposed; lanes 0 to 15 supply the row addresses.
-__device__ __forceinline__ void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b) {
+FLUX_DEVICE void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(a),
                "r"(b)
                : "memory");

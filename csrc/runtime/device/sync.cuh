@@ -15,32 +15,32 @@ namespace flux::sync {
 // Called by one thread after its bulk copies are complete (ptx::bulk_wait_complete). Completion makes the
 // copies visible to this thread, the proxy fence orders them before the following ordinary store, and the
 // release at system scope publishes both.
-__device__ __forceinline__ void signal(uint32_t* address, uint32_t epoch) {
+FLUX_DEVICE void signal(uint32_t* address, uint32_t epoch) {
   ptx::fence_proxy_async();
   ptx::store_release_sys(address, epoch);
 }
 
 // The same for ordinary stores: called by one thread after a barrier with the threads that have stored.
-__device__ __forceinline__ void publish(uint32_t* address, uint32_t epoch) {
-  ptx::store_release_sys(address, epoch);
-}
+FLUX_DEVICE void publish(uint32_t* address, uint32_t epoch) { ptx::store_release_sys(address, epoch); }
 
 // As `signal`, for a counter on which a stream waits: every finished piece of the data adds one.
-__device__ __forceinline__ void count(uint32_t* address) {
+FLUX_DEVICE void count(uint32_t* address) {
   ptx::fence_proxy_async();
   ptx::add_release_sys(address, 1);
 }
 
 // Whether `seen` signals `epoch`. A live sender is in this call or in the next one; any other value is stale.
-__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
+FLUX_DEVICE bool reached(uint32_t seen, uint32_t epoch) { return seen - epoch <= 1; }
 
-// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out.
+// The state of a call in every thread of its launch: its epoch, and whether an earlier call on this rank timed out. Such
+// a call sends nothing: the rank no longer waits for its peers, so a late peer may be two calls behind, and would find
+// its buffers overwritten.
 struct Call {
   uint32_t epoch;
   bool aborted;
 };
 
-__device__ __forceinline__ Call begin_call(const runtime::SymmBuffer& symm) {
+FLUX_DEVICE Call begin_call(const runtime::SymmBuffer& symm) {
   const runtime::Header* header = symm.header();
   return {ptx::load_relaxed(&header->epoch) + 1, ptx::load_relaxed(&header->aborted) != 0};
 }
@@ -50,8 +50,8 @@ struct WaitInfo {
 };
 
 // The first failure wins. The code is written last, so that a host that reads it also sees the other fields.
-__device__ __forceinline__ bool record(const runtime::SymmBuffer& symm, runtime::Failure failure,
-                                       WaitInfo info, uint32_t expected, uint32_t seen) {
+FLUX_DEVICE bool record(const runtime::SymmBuffer& symm, runtime::Failure failure, WaitInfo info,
+                        uint32_t expected, uint32_t seen) {
   if (atomicCAS(&symm.header()->aborted, 0u, 1u) != 0) return false;
   runtime::ErrorRecord* record = symm.error;
   record->op = info.op;
@@ -86,8 +86,8 @@ inline __device__ __noinline__ void report(const runtime::SymmBuffer& symm, runt
 // launches that have read the same epoch, the second finds it closed, or finds CTAs of the first among its own.
 // `repeats`: the call has the epoch of the previous one.
 template <class Reset>
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset,
-                                         bool repeats = false) {
+FLUX_DEVICE void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, Reset reset,
+                          bool repeats = false) {
   runtime::Header* header = symm.header();
   __threadfence();
   const uint32_t done = atomicAdd(&header->ctas_done, 1u), others = gridDim.x - 1;
@@ -102,14 +102,13 @@ __device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32
   if (closed || done > others) record(symm, runtime::Failure::kOverlap, {0, 0, 0}, epoch, epoch);
 }
 
-__device__ __forceinline__ void end_call(const runtime::SymmBuffer& symm, uint32_t epoch,
-                                         bool repeats = false) {
+FLUX_DEVICE void end_call(const runtime::SymmBuffer& symm, uint32_t epoch, bool repeats = false) {
   end_call(symm, epoch, [] {}, repeats);
 }
 
 // Called by one thread after all that copy engines of peers have delivered has been read: records a failure if a peer
 // may have overwritten it.
-__device__ __forceinline__ void check_peers(const runtime::SymmBuffer& symm, const Call& call, uint32_t op) {
+FLUX_DEVICE void check_peers(const runtime::SymmBuffer& symm, const Call& call, uint32_t op) {
   const uint32_t peer = ptx::load_acquire_sys(&symm.header()->gave_up);
   if (peer == 0) return;
   report(symm, runtime::Failure::kPeerGaveUp, {op, peer - 1, 0}, call.epoch, call.epoch);
@@ -118,8 +117,8 @@ __device__ __forceinline__ void check_peers(const runtime::SymmBuffer& symm, con
 // Called by one thread. True: everything that the sender wrote before `signal(address, epoch)` is visible to
 // ordinary loads of this thread, and of threads that it then synchronises with. False: a deadline has passed on
 // this rank.
-__device__ __forceinline__ bool wait_signal(const runtime::SymmBuffer& symm, const uint32_t* address,
-                                            uint32_t epoch, WaitInfo info) {
+FLUX_DEVICE bool wait_signal(const runtime::SymmBuffer& symm, const uint32_t* address, uint32_t epoch,
+                             WaitInfo info) {
   uint32_t seen = ptx::load_acquire_sys(address);
   if (reached(seen, epoch)) return true;
   const uint64_t start = ptx::globaltimer_ns();

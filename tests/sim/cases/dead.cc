@@ -10,8 +10,6 @@
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/plan.h"
-#include "moe/ag_scatter_gemm.h"
-#include "moe/gemm_gather_rs.h"
 #include "ranks.h"
 #include "routing.h"
 
@@ -174,8 +172,8 @@ Op ag_gemm(const Setup& setup) {
   op.enqueue = [=, dtype = setup.dtype](int rank, int call, const SymmBuffer& symm) mutable {
     flux::ag_gemm::ag_gemm(products.args(call, rank, at(outs, call, rank), dtype, config), symm, {0, 0},
                            false, nullptr);
-    flux::ag_gemm::collect(at(products.xs, call, rank).matrix(), at(gathered, call, rank).matrix(), symm, 0, {},
-                           nullptr);
+    flux::ag_gemm::collect(at(products.xs, call, rank).matrix(), at(gathered, call, rank).matrix(), symm, 0,
+                           {}, nullptr);
   };
   return op;
 }

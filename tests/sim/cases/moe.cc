@@ -3,8 +3,6 @@
 #include <cmath>
 
 #include "cuda_runtime_api.h"
-#include "moe/ag_scatter_gemm.h"
-#include "moe/gemm_gather_rs.h"
 #include "moe/sm90_grouped_gemm.cuh"
 #include "moe/tile_choice.h"
 #include "ranks.h"

@@ -16,7 +16,7 @@ using flux::moe::Layout;
 using flux::moe::RoutingArrays;
 
 constexpr int kInvalid = 1 << 20;                          // an expert id that nobody has
-const float kOtherNan = std::bit_cast<float>(0x7FFFFFFF);  // what ranks agree on for a weight of all ones
+const float kOtherNan = std::bit_cast<float>(0x7FFF7FFF);  // what ranks agree on for a weight of all ones
 
 // ids and weights [world_size][max_tokens][top_k]; ranks have fewer tokens than the maximum, or none.
 struct Choices {
