@@ -206,7 +206,7 @@ struct Operands {
   int bytes;
   bool block_scales, fast;
 };
-gemm::Choice select(gemm::Problem problem, const Operands& operands, int config) {
+gemm::Choice select_for(gemm::Problem problem, const Operands& operands, int config) {
   check_range("operand_bytes", operands.bytes, 1, 2);
   if (operands.bytes == 1) {
     if (problem.transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
@@ -218,26 +218,26 @@ gemm::Choice select(gemm::Problem problem, const Operands& operands, int config)
 
 gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config,
                          int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, {operand_bytes, block_scales, fast},
-                config);
+  return select_for({m, n, k, transpose_weight, /*world_size=*/1, num_sms},
+                    {operand_bytes, block_scales, fast}, config);
 }
 
 gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config,
                             int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true},
-                {operand_bytes, block_scales, fast}, config);
+  return select_for({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true},
+                    {operand_bytes, block_scales, fast}, config);
 }
 
 gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
                             int config, int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, world_size, num_sms}, {operand_bytes, block_scales, fast},
-                config);
+  return select_for({m, n, k, transpose_weight, world_size, num_sms}, {operand_bytes, block_scales, fast},
+                    config);
 }
 
 gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
                             int config, int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true},
-                {operand_bytes, block_scales, fast}, config);
+  return select_for({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true},
+                    {operand_bytes, block_scales, fast}, config);
 }
 
 ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size, int scale_columns) {

@@ -46,9 +46,11 @@ class Program:
 
 _RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "norm_bits")
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
+_GATHER += ["ag_gemm/ag_gemm_fp8.cu"]
 _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatter_gemm.cu"]
 _MOE += ["moe/gemm_gather_rs.cu", "gemm/select.cc"]
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
+_RANKS += ["gemm_rs/gemm_rs_fp8.cu", "gemm_ar/gemm_ar_fp8.cu"]
 
 PROGRAMS = {
     program.name: program
@@ -59,6 +61,12 @@ PROGRAMS = {
             "fp8_gemm",
             (*_GEMM, *_RUNTIME),
             ("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"),
+            helpers=("fp8",),
+        ),
+        Program(
+            "fp8_ranks",
+            (*dict.fromkeys((*_RANKS, *_GATHER, *_GEMM)), *_RUNTIME),
+            ("fp8_gemm_rs", "fp8_gemm_ar", "fp8_ag_gemm"),
             helpers=("fp8",),
         ),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
