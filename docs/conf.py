@@ -37,6 +37,8 @@ extensions = [
 ]
 root_doc = "index"
 nitpicky = True
+# A named tuple that flux.explain makes, and nobody else.
+nitpick_ignore = [("py:class", "flux.ops._scales.Scaling")]
 exclude_patterns = ["_ext/**"]
 
 myst_heading_anchors = 4

@@ -88,20 +88,12 @@ template <class Element>
 struct Summing {
   static constexpr int kVector = Exchange::kVector;
 
-  const runtime::SymmBuffer& symm;
-  const Exchange& x;
-  const Finish& f;
+  const ExchangeParams& p;
   const sync::Call call;
-  const uint32_t op;
-  char* const here;
-
-  FLUX_DEVICE Summing(const ExchangeParams& p, const sync::Call& call)
-      : symm(p.symm),
-        x(p.exchange),
-        f(p.finish),
-        call(call),
-        op(p.op),
-        here(symm.exchange(symm.rank, call.epoch)) {}
+  const runtime::SymmBuffer& symm = p.symm;
+  const Exchange& x = p.exchange;
+  const Finish& f = p.finish;
+  char* const here = symm.exchange(symm.rank, call.epoch);
 
   // Sums vectors begin, begin + stride, ... below `count`. where(i) returns the place of vector i; use(place, sum)
   // consumes its sum. A thread issues the loads of kBatch vectors x kSources ranks before it polls the first, to
@@ -129,7 +121,7 @@ struct Summing {
         if (i >= count) break;
         const Place at = where(i);
         float total[kVector];
-        parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, op, at.row, total);
+        parts[b].template take_sum<Pair<Element>>(symm, call, base(at), slot_bytes, p.op, at.row, total);
         if (f.bias != nullptr) add<Element>(bias[b], total);
         if (f.residual != nullptr) add<Element>(residual[b], total);
         use(at, round<Element>(total));
@@ -156,7 +148,7 @@ struct Summing {
         const Place at = where(i);
         const uint32_t owner = x.owner(at.row, at.column);
         use(at,
-            exchange::take(symm, call, address(at), found[b], {op, owner, static_cast<uint32_t>(at.row)}));
+            exchange::take(symm, call, address(at), found[b], {p.op, owner, static_cast<uint32_t>(at.row)}));
       }
     }
   }
@@ -204,22 +196,14 @@ struct RowNorm {
   const Finish& f;
   const int row_vectors, thread;
   const SpareMemory& spare;
-  const bool
-      keeps;  // sums stay in shared memory if there is room: a row is written before the next one is taken
-  float* const scratch;            // one float for each warp, then one for each part of a row
+  // Sums stay in shared memory if there is room: a row is written before the next one is taken.
+  const bool keeps = true;
+  // One float for each warp, then one for each part of a row.
+  float* const scratch = static_cast<float*>(__cvta_shared_to_generic(spare.begin));
   int index = -1, first, vectors;  // of the part
   uint4* kept = nullptr;
   const uint4* weight;
   float squares = 0.0f;
-
-  FLUX_DEVICE RowNorm(const Finish& f, int row_vectors, int thread, const SpareMemory& spare,
-                      bool keeps = true)
-      : f(f),
-        row_vectors(row_vectors),
-        thread(thread),
-        spare(spare),
-        keeps(keeps),
-        scratch(static_cast<float*>(__cvta_shared_to_generic(spare.begin))) {}
 
   // Called by all threads before they take or write that part of a row.
   FLUX_DEVICE void select(const RowPart& part) {
@@ -287,7 +271,7 @@ template <class Element, int kThreads>
 FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thread, const Shares& shares,
                         const SpareMemory& spare) {
   constexpr int kVector = Exchange::kVector;
-  const Summing<Element> s(p, call);
+  const Summing<Element> s = {p, call};
   const Exchange& x = s.x;
   const int ctas = gridDim.x, step = ctas * kThreads;
   const bool two_shot = x.mode == Exchange::Mode::kTwoShot;
@@ -319,7 +303,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     // Two vectors in flight (docs/design/decode.md#in-a-launch-of-its-own).
     const int parts = p.row_parts, count = x.m * parts;
     const bool one = shares.end - shares.first == 1 && shares.first + ctas >= count;
-    RowNorm<Element, kThreads> norm(s.f, row_vectors, thread, spare, /*keeps=*/parts == 1 || one);
+    RowNorm<Element, kThreads> norm = {s.f, row_vectors, thread, spare, /*keeps=*/parts == 1 || one};
     const auto for_each_part = [&](auto use) {
       for_each_share([&](int share) {
         for (int i = share; i < count; i += ctas) {

@@ -26,27 +26,18 @@ template <class Element>
 struct FlatSum {
   static constexpr int kVector = runtime::Exchange::kVector, kBytes = sizeof(uint4);
 
-  const gemm::ExchangeParams& p;
+  const SumParams& params;
   const sync::Call call;
-  const uint4* const mine;
-  const int row, rank, vectors, shard;
-  const int64_t results, slot_bytes;
-  const bool one_shot, two_shot;
-  const bool sends;
-
-  FLUX_DEVICE FlatSum(const SumParams& params, const sync::Call& call)
-      : p(params.exchange),
-        call(call),
-        mine(static_cast<const uint4*>(params.x)),
-        row(params.row),
-        rank(p.symm.rank),
-        vectors(p.exchange.m * (p.exchange.n / kVector)),
-        shard(p.exchange.slot_rows() * (p.exchange.slot_columns() / kVector)),
-        results(p.exchange.contribution_bytes()),
-        slot_bytes(static_cast<int64_t>(shard) * kBytes),
-        one_shot(p.exchange.mode == runtime::Exchange::Mode::kOneShot),
-        two_shot(p.exchange.mode == runtime::Exchange::Mode::kTwoShot),
-        sends(!call.aborted) {}
+  const gemm::ExchangeParams& p = params.exchange;
+  const uint4* const mine = static_cast<const uint4*>(params.x);
+  const int rank = p.symm.rank;
+  const int vectors = p.exchange.m * (p.exchange.n / kVector);
+  const int shard = p.exchange.slot_rows() * (p.exchange.slot_columns() / kVector);
+  const int64_t results = p.exchange.contribution_bytes();
+  const int64_t slot_bytes = static_cast<int64_t>(shard) * kBytes;
+  const bool one_shot = p.exchange.mode == runtime::Exchange::Mode::kOneShot;
+  const bool two_shot = p.exchange.mode == runtime::Exchange::Mode::kTwoShot;
+  const bool sends = !call.aborted;
 
   FLUX_DEVICE int shard_begin(int owner) const { return one_shot ? 0 : owner * shard; }
   FLUX_DEVICE int shard_size(int owner) const { return min(max(vectors - shard_begin(owner), 0), shard); }
@@ -83,7 +74,7 @@ struct FlatSum {
     const int in_matrix = shard_begin(rank) + i;
     const uint4* const own = mine + in_matrix;
     parts.ask(at, slot_bytes, p.exchange.world_size, 0, rank, own);
-    if (p.finish.bias != nullptr) bias = *gemm::vector_at(p.finish.bias, in_matrix * kVector % row);
+    if (p.finish.bias != nullptr) bias = *gemm::vector_at(p.finish.bias, in_matrix * kVector % params.row);
     if (p.finish.residual != nullptr) residual = static_cast<const uint4*>(p.finish.residual)[in_matrix];
     float total[kVector];
     parts.template take_sum<gemm::Pair<Element>>(p.symm, call, at, slot_bytes, p.op, 0, total, own);
@@ -126,7 +117,7 @@ __global__ void __launch_bounds__(kManyThreads + kClosingThreads, 1)
   const sync::Call call = begin_sum(params.exchange.symm);
   const int threads = blockDim.x - kClosingThreads, thread = threadIdx.x;
   if (thread >= threads) return;
-  const FlatSum<Element> flat(params, call);
+  const FlatSum<Element> flat = {params, call};
   const auto for_each = [&](int owner, auto use) {
     const int count = flat.shard_size(owner);
 #pragma unroll 1
@@ -152,7 +143,7 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
   const sync::Call call = begin_sum(params.exchange.symm);
   const int thread = threadIdx.x;
   if (thread >= kThreads) return;
-  const FlatSum<Element> flat(params, call);
+  const FlatSum<Element> flat = {params, call};
   const int row_vectors = params.row / flat.kVector;
   const auto for_each_row = [&](int owner, auto use, auto end_row) {
     const int count = flat.shard_size(owner) / row_vectors;
@@ -169,7 +160,7 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
   // A CTA without rows loads no norm weight: it would end before the copies.
   if (blockIdx.x >= flat.shard / row_vectors) return;
   const gemm::RowPart whole = {0, 1, 0, row_vectors};
-  gemm::RowNorm<Element, kThreads> norm(params.exchange.finish, row_vectors, thread, memory);
+  gemm::RowNorm<Element, kThreads> norm = {params.exchange.finish, row_vectors, thread, memory};
   norm.select(whole);
   const auto normalise = [&](int owner, auto vector) {
     const int first = flat.shard_begin(owner) / row_vectors;

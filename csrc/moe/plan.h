@@ -51,9 +51,9 @@ struct Layout {
     return id >= first && id < first + local_experts() ? id - first : -1;  // ids may be invalid
   }
 
-  // Own tokens are step 0. Every rank sends to rank+1 first, so the tokens of rank-1 arrive next.
+  // Own tokens are step 0. Every rank sends to rank+1 first, so the tokens of rank-1 arrive next. Its own inverse: also
+  // the source of a step.
   FLUX_HD int step_of(int source) const { return (rank + world_size - source) % world_size; }
-  FLUX_HD int source_at(int step) const { return (rank + world_size - step) % world_size; }
 
   // Whether the source sends only the tokens that the owner needs, in compacted slot rows. Without expert parallelism
   // the owner needs nearly all tokens, so a token's slot row is its index. The same holds for own tokens (not sent).

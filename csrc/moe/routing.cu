@@ -133,7 +133,7 @@ struct Cta {
     Place place;
     place.step = blockIdx.x / p.chunks;
     place.chunk = blockIdx.x % p.chunks;
-    place.source = layout.source_at(place.step);
+    place.source = layout.step_of(place.step);
     place.token = place.chunk * kThreads + static_cast<int>(threadIdx.x);
     place.valid = place.token < layout.max_tokens;
     place.slices = 0;

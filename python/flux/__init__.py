@@ -21,6 +21,7 @@ from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.grouped_gemm import grouped_gemm
 from flux.ops.plan import Plan, explain
+from flux.ops.quantize import quantize
 from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import wgrad_accum
 from flux.ops.workspaces import check, release, reserve
@@ -57,6 +58,7 @@ __all__ = [
     "grouped_gemm",
     "layers",
     "moe",
+    "quantize",
     "reduce_scatter",
     "release",
     "reserve",

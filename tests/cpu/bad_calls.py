@@ -14,10 +14,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import flux
-from flux.ops import ag_gemm, all_gather, all_reduce, gemm, gemm_ar, gemm_rs, grouped_gemm, reduce_scatter
+from flux.ops import (
+    ag_gemm,
+    all_gather,
+    all_reduce,
+    gemm,
+    gemm_ar,
+    gemm_rs,
+    grouped_gemm,
+    quantize,
+    reduce_scatter,
+)
 
 Tensor = torch.Tensor
 M, N, K = 8, 6, 4  # of what each rank passes; M can be dealt to 1, 2 and 4 ranks
+BLOCKS = 2  # of 128 of K, of fp8 operands with block scales
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass
@@ -34,6 +46,67 @@ def integers(*shape: int, odd: int = 0) -> Tensor:
     """Small, exact in every type."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count) * 7 + odd) % 5 - 2).float().view(shape)
+
+
+def scaled_arguments(by_block: bool, out_dtype: torch.dtype) -> dict[str, Any]:
+    """fp8 operands, with scales of rows or of blocks."""
+    k = BLOCKS * 128 if by_block else K
+    return {
+        "x": integers(M, k).to(FP8[0]),
+        "weight": integers(N, k, odd=1).to(FP8[0]),
+        "bias": integers(N, odd=2).to(out_dtype),
+        "transpose_weight": False,
+        "scale_x": 1 + integers(M, BLOCKS if by_block else 1).abs(),
+        "scale_w": 1 + (integers(1, BLOCKS) if by_block else integers(N)).abs(),
+        "out_dtype": out_dtype,
+        "accumulate": "promoted",
+    }
+
+
+def of_scaled(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference, called with the arguments of the public function."""
+
+    def scaled_reference(
+        scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, out: Any = None, **rest: Any
+    ) -> Any:
+        group = {} if reference is gemm.reference else {"group": None}
+        arguments = {**rest, **group}
+        names = ("x", "weight", "bias", "group", "transpose_weight")
+        ordered = [arguments[name] for name in names if name in arguments]
+        return reference(*ordered, scale_x, scale_w, out_dtype, accumulate)
+
+    return scaled_reference
+
+
+def good_scaled_calls(p: int) -> list[Good]:
+    """Calls with fp8 operands, and of what makes them."""
+    # Sums of blocks are not exact in 16 bits.
+    rows, block = scaled_arguments(False, torch.float16), scaled_arguments(True, torch.float32)
+    calls = []
+    for op, function, reference, count in (
+        ("gemm", flux.gemm, gemm.reference, M),
+        ("gemm_rs", flux.gemm_rs, gemm_rs.reference, M // p),
+    ):
+        of = of_scaled(reference)
+        calls += [
+            Good(op, function, of, rows | {"out": torch.zeros(count, N).half()}),
+            Good(op, function, of, block),
+        ]
+    return [
+        *calls,
+        Good(
+            "quantize",
+            flux.quantize,
+            quantize.reference,
+            {"x": integers(M, K), "quant": "token", "scale": None, "ue8m0": False, "dtype": FP8[0]},
+        ),
+        Good(
+            "quantize",
+            flux.quantize,
+            quantize.reference,
+            {"x": integers(M, K), "quant": "tensor", "scale": torch.ones(1), "ue8m0": False, "dtype": FP8[1]},
+        ),
+    ]
 
 
 def good_calls(p: int) -> list[Good]:
@@ -141,11 +214,20 @@ def good_calls(p: int) -> list[Good]:
             {"x": hidden, "weight": w2, "routing": routing},
         ),
     ]
-    return calls
+    return calls + good_scaled_calls(p)
 
 
 def bad_tensors(good: Tensor, needs_grad: bool) -> Iterator[tuple[str, Any]]:
     """What may stand in the place of a tensor. needs_grad: a gradient would be asked for in vain."""
+    if good.dtype in FP8:  # torch makes little of these: made in fp32, then cast
+        for what, bad in bad_tensors(good.float(), False):
+            plain = type(bad) is Tensor and bad.layout is torch.strided and not bad.is_nested
+            if plain and bad.dtype == torch.float32:
+                yield what, bad.to(good.dtype)
+            yield f"fp32 or else: {what}", bad
+        if needs_grad:
+            yield "needing a gradient", good.clone().requires_grad_()
+        return
     yield from [
         ("None", None),
         ("a number", 3),
@@ -221,6 +303,12 @@ def as_dtensor(local: Tensor) -> Any:
 
 
 BAD_OPTIONS: dict[str, list[Any]] = {
+    "out_dtype": [torch.float64, torch.int8, torch.float8_e4m3fn, "bfloat16", 3, [], torch.complex64],
+    "accumulate": ["slow", "", None, True, 1, ["fast"], b"fast"],
+    "quant": ["row", "", None, 1, True, ["token"], b"token"],
+    "scale": [1.0, "1", [1.0], torch.ones(1), torch.ones(2)],
+    "ue8m0": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
+    "dtype": [torch.int8, torch.bfloat16, torch.float8_e4m3fnuz, "float8", None, 8],
     "transpose_weight": [None, 0, 1, "no", 0.0, [], torch.tensor(True), (False,), b"", {}],
     "return_gathered": [None, 0, 1, "no", 0.0, [], torch.tensor(True)],
     "eps": ["1e-6", -1.0, -1e-30, float("nan"), -float("inf"), [], True, torch.tensor(1e-6), 1j],
@@ -236,7 +324,8 @@ BAD_OPTIONS: dict[str, list[Any]] = {
 def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
     """(what is wrong, the arguments) of calls that differ from a good one in one argument."""
     # A backward pass through these is refused, others have one.
-    refuses_gradients = "out" in good.arguments or good.op in ("gemm_ar", "wgrad_accum")
+    without = ("gemm_ar", "wgrad_accum", "quantize")
+    refuses_gradients = not {"out", "scale_x"}.isdisjoint(good.arguments) or good.op in without
     for name, value in good.arguments.items():
         if isinstance(value, Tensor):
             for what, bad in bad_tensors(value, refuses_gradients):
@@ -249,7 +338,7 @@ def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
             for what, bad in (("None", None), ("a list", [1]), ("on meta", torch.zeros(2, device="meta"))):
                 routing = good.arguments["routing"]._replace(**{field: bad})
                 yield f"routing: {field} {what}", good.arguments | {"routing": routing}
-    if good.op not in ("gemm", "grouped_gemm", "wgrad_accum") and "routing" not in good.arguments:
+    if good.op not in ("gemm", "grouped_gemm", "wgrad_accum", "quantize") and "routing" not in good.arguments:
         for bad in BAD_OPTIONS["group"]:
             yield f"group: {bad!r}", good.arguments | {"group": bad}
     if "out" in good.arguments:

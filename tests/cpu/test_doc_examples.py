@@ -180,6 +180,7 @@ NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
     "docs/quickstart.md": quickstart,
     REFERENCE: reference,
     "docs/ag_gemm.md": ag_gemm,
+    "docs/fp8.md": reference,
     "docs/gemm_ar.md": lambda rank: {**common(rank), **decoding()},
     "docs/gemm_rs.md": gemm_rs,
     "docs/layers.md": layers,

@@ -130,7 +130,7 @@ def test_an_equal_call_is_checked_and_planned_once(
 ) -> None:
     checked = []
     whole = _check.gemm_args
-    monkeypatch.setattr(_check, "gemm_args", lambda *args: checked.append(args) or whole(*args))
+    monkeypatch.setattr(_check, "gemm_args", lambda *args, **how: checked.append(args) or whole(*args, **how))
     for _ in range(3):
         assert call(group, op).shape == (ROWS[op], 16)
     assert call(group, op, x=tensor(4, 2, 64)).shape == (ROWS[op] // 2, 2, 16)

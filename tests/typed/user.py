@@ -64,6 +64,19 @@ def decode(norm: nn.RMSNorm) -> Tensor:
     return h + residual
 
 
+def quantised(group: dist.ProcessGroup | None, p: int) -> Tensor:
+    """fp8 operands with their scales."""
+    x, weight = torch.ones(ROWS, 256), torch.ones(FFN, 256)
+    (q, scale_x), (w, scale_w) = flux.quantize(x, ue8m0=True), flux.quantize(weight, "block128")
+    product: Tensor = flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w, out_dtype=torch.float16)
+    row: tuple[Tensor, Tensor] = flux.quantize(x, "token", dtype=torch.float8_e5m2)
+    columns = flux.quantize(weight, "tensor", scale=torch.ones(1))
+    rows: Tensor = flux.gemm_rs(
+        row[0], columns[0], scale_x=row[1], scale_w=columns[1], accumulate="fast", group=group
+    )
+    return product.float().sum() + rows.float().sum()
+
+
 def mixture(group: dist.ProcessGroup | None, p: int) -> Tensor:
     """Both layers of a mixture of experts, the module, and the grouped GEMM alone."""
     x, logits = torch.ones(ROWS, HIDDEN), torch.ones(ROWS, EXPERTS)
@@ -183,6 +196,7 @@ def run(rank: int, world_size: int) -> list[str]:
     dense(None, world_size)
     dense(mesh, world_size)
     decode(nn.RMSNorm(HIDDEN))
+    quantised(group, world_size)
     mixture(group, world_size)
     train(mesh)
     flux.layers.ParallelMLP(HIDDEN, FFN)

@@ -57,6 +57,8 @@ class Call(Protocol):
     @property
     def config(self) -> int: ...
     @property
+    def scaling(self) -> object: ...
+    @property
     def fused(self) -> bool: ...
     @property
     def signal_bytes(self) -> int: ...
@@ -102,6 +104,8 @@ def call_facts(call: Call, same: Same, contents: bool) -> dict[str, Any]:
         "transpose_weight": call.transpose_weight,
         "config": call.config,
     }
+    if call.scaling is not None:
+        facts["scaling"] = str(call.scaling)
     if _invariance.active():
         facts["batch_invariant"] = True
     for name, value in same.items():

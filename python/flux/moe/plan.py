@@ -8,6 +8,7 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
+from flux.ops._scales import Scaling
 from flux.ops.plan import can_run_fused, problem_of
 from flux.tuning.facts import Tuning, choose
 
@@ -54,6 +55,7 @@ class MoePlan:
     slot_bytes: int = 0
     exchange_bytes: int = 0
     transpose_weight: bool = False
+    scaling: Scaling | None = None
     chunks: tuple[tuple[int, int], ...] = ()
     tile: int = 0
     communication_ctas: int = 0

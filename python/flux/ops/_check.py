@@ -6,15 +6,24 @@ Every message names the operator, the argument, the expected value and the given
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+
+from flux.ops._fail import fail as fail
+from flux.ops._scales import FP8, Scales, result_dtype
+from flux.ops._tensors import wide_type
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def fail(op: str, argument: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
+def floating(op: str, x: torch.Tensor, with_scales: bool = False) -> None:
+    """Checks the dtype of x in a call without scales. with_scales: the operator takes fp8 operands too."""
+    if x.dtype in FLOATING:
+        return
+    if with_scales and x.dtype in FP8:
+        fail(op, "scale_x", f"a tensor, as x is {x.dtype}", None)
+    fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
 
 
 def no_backward(op: str, why: str = "there is no backward pass; ", /, **tensors: torch.Tensor | None) -> None:
@@ -37,17 +46,23 @@ def no_backward_through_out(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def facts(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    scales: Scales | None = None,
 ) -> tuple[Any, ...]:
     """A cache key: all that gemm_args and the plan of a call depend on, except the group and x's device.
 
     A plan is valid for all calls with equal facts on the same group and device. Eager calls look it up in the
     plans of their workspace, because checking and planning again takes the host longer.
     """
-    if bias is None:
-        return op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight
-    of_bias = (bias.shape, bias.dtype, bias.device)
-    return op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight, of_bias
+    of_gemm = (op, x.shape, weight.shape, x.dtype, weight.dtype, weight.device, transpose_weight)
+    if bias is None and scales is None:
+        return of_gemm
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
+    return (*of_gemm, of_bias) if scales is None else (*of_gemm, of_bias, *scales.facts(weight))
 
 
 def gemm_args(
@@ -58,11 +73,13 @@ def gemm_args(
     transpose_weight: bool,
     world_size: int = 1,
     which: str = "",
+    scales: Scales | None = None,
 ) -> tuple[list[int], int, int, int]:
     """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n], rows scattered over `world_size` ranks.
 
     Args:
-        which: "[i]" for weight and bias number i of a list.
+        which: "[i]" for weight, bias and scale_w number i of a list.
+        scales: of fp8 operands.
 
     Returns:
         shape of the result, m (rows of x, flattened), n, k
@@ -88,11 +105,15 @@ def gemm_args(
             f"{layout} with k = {k}, the last dimension of x",
             f"shape {list(weight_shape)}",
         )
-    dtype = x.dtype
-    if dtype not in FLOATING:
-        fail(op, "x", "dtype bfloat16, float16, float32 or float64", dtype)
-    if weight.dtype != dtype:
-        fail(op, "weight" + which, f"dtype {dtype}, that of x", weight.dtype)
+    dtype, whose = x.dtype, "x"
+    if scales is not None:
+        scales.check(op, x, weight, transpose_weight, which)
+        dtype, whose = scales.out_dtype, "the result"
+    else:
+        if dtype not in FLOATING:
+            floating(op, x, with_scales=True)
+        if weight.dtype != dtype:
+            fail(op, "weight" + which, f"dtype {dtype}, that of x", weight.dtype)
     device = x.device
     if weight.device != device:
         fail(op, "weight" + which, f"device {device}, that of x", weight.device)
@@ -100,7 +121,7 @@ def gemm_args(
         if list(bias.shape) != [n]:
             fail(op, "bias" + which, f"shape [{n}], one entry for each column", f"shape {list(bias.shape)}")
         if bias.dtype != dtype:
-            fail(op, "bias" + which, f"dtype {dtype}, that of x", bias.dtype)
+            fail(op, "bias" + which, f"dtype {dtype}, that of {whose}", bias.dtype)
         if bias.device != device:
             fail(op, "bias" + which, f"device {device}, that of x", bias.device)
     rows = shape[0]
@@ -120,13 +141,15 @@ def ag_gemm_facts(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     transpose_weight: bool,
+    scales: Sequence[Scales] = (),
 ) -> tuple[Any, ...]:
     """As facts, for ag_gemm_args; one bias, which may be None, for each weight."""
     if len(weights) == 1:
-        return facts(op, x, weights[0], biases[0], transpose_weight)
+        return facts(op, x, weights[0], biases[0], transpose_weight, scales[0] if scales else None)
     of_weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
     of_biases = [None if bias is None else (bias.shape, bias.dtype, bias.device) for bias in biases]
-    return op, x.shape, x.dtype, transpose_weight, tuple(of_weights), tuple(of_biases)
+    of_scales = [scale.facts(weight) for scale, weight in zip(scales, weights, strict=False)]
+    return op, x.shape, x.dtype, transpose_weight, tuple(of_weights), tuple(of_biases), tuple(of_scales)
 
 
 def ag_gemm_args(
@@ -136,11 +159,12 @@ def ag_gemm_args(
     biases: Sequence[torch.Tensor | None],
     transpose_weight: bool,
     world_size: int,
+    scales: Sequence[Scales] = (),
 ) -> tuple[list[list[int]], int, tuple[int, ...], int]:
     """Checks x [..., k] of each rank, gathered, times each weight [n, k] (or [k, n]), plus its bias [n].
 
     Args:
-        biases: one for each weight, or empty.
+        biases, scales: one for each weight, or empty.
 
     Returns:
         shape of each result, m (gathered rows, flattened), n of each weight, k
@@ -148,14 +172,15 @@ def ag_gemm_args(
     count = len(weights)
     if count == 0:
         fail(op, "weight", "at least one weight", "an empty list")
-    if biases and len(biases) != count:
-        fail(op, "bias", f"{count} entries, one for each weight", f"{len(biases)}")
+    for name, entries in (("bias", biases), ("scale_w", scales)):
+        if entries and len(entries) != count:
+            fail(op, name, f"{count} entries, one for each weight", f"{len(entries)}")
     shapes, ns = [], []
     m = k = 0
     for i, weight in enumerate(weights):
         which = f"[{i}]" if count > 1 else ""
-        bias = biases[i] if biases else None
-        shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight, 1, which)
+        bias, scale = biases[i] if biases else None, scales[i] if scales else None
+        shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight, 1, which, scale)
         shape[0] = shape[0] * world_size
         shapes.append(shape)
         ns.append(n)
@@ -169,19 +194,27 @@ def gemm_ar_args(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     residual: torch.Tensor | None,
+    scales: Scales | None = None,
 ) -> tuple[list[int], int, int, int]:
     """Checks x [..., k] · weight [n, k] (or [k, n]) + bias [n] + residual [..., n]; returns as gemm_args."""
-    shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight)
+    shape, m, n, k = gemm_args(op, x, weight, bias, transpose_weight, scales=scales)
     if residual is not None:
-        _like_x(op, "residual", residual, shape, x)
+        _like_x(op, "residual", residual, shape, x, scales)
     return shape, m, n, k
 
 
-def norm_args(op: str, norm_weight: torch.Tensor | None, eps: float | None, n: int, x: torch.Tensor) -> float:
+def norm_args(
+    op: str,
+    norm_weight: torch.Tensor | None,
+    eps: float | None,
+    n: int,
+    x: torch.Tensor,
+    scales: Scales | None = None,
+) -> float:
     """Checks the weight [n] and the epsilon of an RMSNorm, if there is one; returns the epsilon."""
     if norm_weight is None:
         return 0.0
-    _like_x(op, "norm_weight", norm_weight, [n], x)
+    _like_x(op, "norm_weight", norm_weight, [n], x, scales)
     eps = norm_eps(eps, x)
     if not eps >= 0.0:
         fail(op, "eps", "a number that is not negative", eps)
@@ -190,13 +223,12 @@ def norm_args(op: str, norm_weight: torch.Tensor | None, eps: float | None, n: i
 
 def norm_eps(eps: float | None, x: torch.Tensor) -> float:
     """The epsilon of an RMSNorm. None: torch's default, which for 16-bit types is that of fp32."""
-    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
+    return torch.finfo(wide_type(x.dtype)).eps if eps is None else eps
 
 
 def all_reduce_args(op: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
     """Checks x of any shape, and a residual of the same."""
-    if x.dtype not in FLOATING:
-        fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+    floating(op, x)
     if residual is not None:
         _like_x(op, "residual", residual, list(x.shape), x)
 
@@ -225,8 +257,8 @@ def all_gather_args(op: str, x: torch.Tensor, world_size: int) -> list[int]:
     shape = list(x.shape)
     if not shape:
         fail(op, "x", "at least 1 dimension", "0")
-    if x.dtype not in FLOATING:
-        fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
+    if x.dtype not in FP8:  # rows are only copied
+        floating(op, x)
     shape[0] = shape[0] * world_size
     return shape
 
@@ -243,9 +275,16 @@ def list_like(op: str, name: str, value: object, like: int | None) -> None:
             fail(op, name, f"{like} entries, one for each weight", f"{len(value)}")  # type: ignore[arg-type]
 
 
-def out_arg(op: str, out: torch.Tensor, shape: list[int], x: torch.Tensor, which: str = "") -> None:
-    """Checks the `out` argument against the result's shape, and x's dtype and device."""
-    _like_x(op, "out" + which, out, shape, x)
+def out_arg(
+    op: str,
+    out: torch.Tensor,
+    shape: list[int],
+    x: torch.Tensor,
+    which: str = "",
+    scales: Scales | None = None,
+) -> None:
+    """Checks the `out` argument against the result's shape and dtype, and x's device."""
+    _like_x(op, "out" + which, out, shape, x, scales)
     if not out.is_contiguous():
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
 
@@ -269,14 +308,16 @@ def output(
     x: torch.Tensor,
     *others: torch.Tensor | None,
     may_be: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """The tensor that a call writes: a fresh one, or `out`, checked. others: inputs besides x; may_be: the
     input that `out` may be, if it is exactly that.
     """
     if out is None:
-        return x.new_empty(*shape)  # separate sizes are parsed 1 us faster than a list
-    out_arg(op, out, shape, x)
-    separate(op, "out", out, x, *others, may_be=may_be)
+        # Separate sizes are parsed 1 us faster than a list.
+        return x.new_empty(*shape) if scales is None else x.new_empty(*shape, dtype=scales.out_dtype)
+    out_arg(op, out, shape, x, scales=scales)
+    separate(op, "out", out, x, *others, *(() if scales is None else scales[:2]), may_be=may_be)
     return out
 
 
@@ -319,10 +360,19 @@ def _share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(marks[low : -(-(end - first) // size)].any())
 
 
-def _like_x(op: str, argument: str, tensor: torch.Tensor, shape: list[int], x: torch.Tensor) -> None:
+def _like_x(
+    op: str,
+    argument: str,
+    tensor: torch.Tensor,
+    shape: list[int],
+    x: torch.Tensor,
+    scales: Scales | None = None,
+) -> None:
+    """Checks a tensor against a shape, x's device, and x's dtype, or with scales the result's."""
     if list(tensor.shape) != shape:
         fail(op, argument, f"shape {shape}", f"shape {list(tensor.shape)}")
-    if tensor.dtype != x.dtype:
-        fail(op, argument, f"dtype {x.dtype}, that of x", tensor.dtype)
+    if tensor.dtype != result_dtype(x, scales):
+        whose = "x" if scales is None else "the result"
+        fail(op, argument, f"dtype {result_dtype(x, scales)}, that of {whose}", tensor.dtype)
     if tensor.device != x.device:
         fail(op, argument, f"device {x.device}, that of x", tensor.device)

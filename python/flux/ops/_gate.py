@@ -19,8 +19,19 @@ _EXTRA = {
     "gemm_ar": {"eps": "Optional[float]"},
     "all_reduce": {"eps": "Optional[float]"},
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},
-    "explain": {"m": "int", "n": "int", "k": "int", "dtype": "dtype", "transpose_weight": "bool"},
+    "quantize": {"dtype": "dtype"},
+    "explain": {
+        "m": "int",
+        "n": "int",
+        "k": "int",
+        "dtype": "dtype",
+        "transpose_weight": "bool",
+        "scales": "Optional[str]",
+        "accumulate": "str",
+    },
 }
+# Schemas have dtypes as integers.
+_ALL = {"out_dtype": "Optional[dtype]"}
 _CHECKS: dict[str, Callable[[str, str, Any], object]] = {
     "Tensor": _arguments.tensor,
     "bool": _arguments.flag,
@@ -42,7 +53,7 @@ def kinds(op: str) -> dict[str, str]:
             kind = str(argument.type)
             # Arguments that only a variant has are optional.
             found.setdefault(argument.name, f"Optional[{kind}]" if variant else kind)
-    return found | _EXTRA.get(op, {})
+    return found | _ALL | _EXTRA.get(op, {})
 
 
 def check(op: str, **arguments: object) -> None:

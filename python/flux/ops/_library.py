@@ -22,10 +22,20 @@ _X = "Tensor x, Tensor weight, Tensor? bias"
 _XS = "Tensor x, Tensor[] weights, Tensor?[] biases, bool transpose_weight"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
-library.define(f"gemm({_X}, bool transpose_weight) -> Tensor", tags=_TAGS)
-library.define(f"gemm_out({_X}, bool transpose_weight, Tensor(a!) out) -> ()", tags=_TAGS)
-library.define(f"gemm_rs({_X}, bool transpose_weight, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+# Of fp8 operands.
+_HOW = "ScalarType? out_dtype=None, str accumulate='promoted'"
+_SCALES = f"Tensor? scale_x=None, Tensor? scale_w=None, {_HOW}"
+
+library.define(
+    "quantize(Tensor x, str quant, Tensor? scale, bool ue8m0, ScalarType dtype) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+library.define(f"gemm({_X}, bool transpose_weight, {_SCALES}) -> Tensor", tags=_TAGS)
+library.define(f"gemm_out({_X}, bool transpose_weight, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS)
+library.define(f"gemm_rs({_X}, bool transpose_weight, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
+library.define(
+    f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS
+)
 
 library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[]", tags=_TAGS)
 library.define(
@@ -140,6 +150,13 @@ library.define("_prepare() -> ()")
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
+@functools.cache
+def takes(op: str, name: str) -> bool:
+    """Whether the kernel of an operator has an argument of that name, such as "scale_x" for fp8 operands."""
+    packet: Any = getattr(torch.ops.flux, "_" + op.replace(".", "_"), None)
+    return packet is not None and any(argument.name == name for argument in packet.default._schema.arguments)
+
+
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether one of the tensors needs a gradient: then the call must go through torch's dispatcher."""
     if not torch.is_grad_enabled():
@@ -175,21 +192,28 @@ def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def dispatch(
-    group_name: str, device: torch.device, op: Any, op_out: Any, arguments: tuple[Any, ...], out: Any = None
+    group_name: str,
+    device: torch.device,
+    op: Any,
+    op_out: Any,
+    arguments: tuple[Any, ...],
+    out: Any = None,
+    scaling: tuple[Any, ...] = (),
 ) -> Any:
     """Calls a collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
+    scaling: the last arguments, after `out`.
 
     Together with autograd's work after the operator, this is one call on the group. Returns `out` if given.
     """
     if not torch.compiler.is_compiling():
-        fn = op if out is None else functools.partial(_returning_out, op_out, out)
-        return registry.in_turn(process_group(group_name), device, fn, *arguments)
+        fn = op if out is None else functools.partial(_returning_out, op_out, out, len(arguments))
+        return registry.in_turn(process_group(group_name), device, fn, *arguments, *scaling)
     if out is None:
-        return op(*arguments)
-    op_out(*arguments, out)
+        return op(*arguments, *scaling)
+    op_out(*arguments, out, *scaling)
     return out
 
 
-def _returning_out(op_out: Any, out: Any, *arguments: Any) -> Any:
-    op_out(*arguments, out)
+def _returning_out(op_out: Any, out: Any, count: int, *arguments: Any) -> Any:
+    op_out(*arguments[:count], out, *arguments[count:])
     return out

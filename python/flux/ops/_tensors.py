@@ -11,15 +11,16 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself if TMA can read it in place, else a copy. For the kernels' 16-bit types.
+    """The matrix itself if TMA can read it in place, else a copy.
 
     TMA needs unit column stride and rows that start at multiples of 16 bytes.
     """
     if matrix.data_ptr() % 16 == 0:
-        if matrix.is_contiguous():  # the kernels' K and N are multiples of 8
+        if matrix.is_contiguous():  # the kernels' K and N are multiples of 16 bytes
             return matrix
         row_stride, column_stride = matrix.stride()
-        if column_stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1]:
+        whole = row_stride * matrix.element_size() % 16 == 0
+        if column_stride == 1 and whole and row_stride >= matrix.shape[1]:
             return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
 

@@ -1,6 +1,7 @@
 """Under torch.autocast, operators with a GEMM cast their operands, as torch's linear does.
 
-With out= nothing is cast, as in torch. Sums and gathers without a GEMM do not cast.
+With out= nothing is cast, as in torch, and neither are fp8 operands and what belongs to them. Sums and
+gathers without a GEMM do not cast.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from flux.ops._library import library
+from flux.ops._scales import FP8
 
 _OPS = (
     "gemm",
@@ -55,7 +57,7 @@ def _make_kernel(op: Any, device_type: str) -> Callable[..., Any]:
     def kernel(*arguments: Any) -> Any:
         operands = list(arguments)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            for i in positions:
+            for i in () if arguments[0].dtype in FP8 else positions:
                 operands[i] = cast(operands[i], device_type)
             return op(*operands)
 

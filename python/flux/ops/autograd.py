@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flux.ops import _check
 from flux.ops._library import PLAIN_TENSORS, library
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather
@@ -92,9 +93,32 @@ def scattered_input_grad(
     return ag_gemm(grad, weight, group=group_name, transpose_weight=flipped, return_gathered=True)
 
 
+def no_scales(op: str, scale_x: object) -> None:
+    """Refuses fp8 operands in a call that needs gradients. Public functions do so before they exchange
+    anything.
+    """
+    if scale_x is not None:
+        _check.fail(op, "scale_x", "None in a call that needs gradients", "a tensor")
+
+
+def none_for_rest(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    """Gradients of an operator's first arguments, and None for the others that were passed."""
+    return *grads, *(None for _ in range(len(ctx.needs_input_grad) - len(grads)))
+
+
 def _gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, ctx.transpose_weight = inputs[:4]
-    ctx.group_name = inputs[4] if len(inputs) > 4 else None
+    x, weight, _, ctx.transpose_weight, scale_x, *_ = inputs
+    no_scales("gemm", scale_x)
+    _save_operands(ctx, x, weight)
+
+
+def _gemm_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _, ctx.transpose_weight, ctx.group_name, scale_x, *_ = inputs
+    no_scales("gemm_rs", scale_x)
+    _save_operands(ctx, x, weight)
+
+
+def _save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
@@ -102,11 +126,11 @@ def _gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    return (
+    return none_for_rest(
+        ctx,
         gemm(grad, weight, transpose_weight=not ctx.transpose_weight) if needs_x else None,
         weight_grad(grad, x, ctx.transpose_weight) if needs_weight else None,
         bias_grad(grad) if needs_bias else None,
-        None,
     )
 
 
@@ -116,12 +140,11 @@ def _gemm_rs_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x, gathered = scattered_input_grad(
         grad, weight, ctx.transpose_weight, ctx.group_name, needs_x, needs_weight
     )
-    return (
+    return none_for_rest(
+        ctx,
         grad_x,
         None if gathered is None else weight_grad(gathered, x, ctx.transpose_weight),
         bias_grad(grad) if needs_bias else None,
-        None,
-        None,
     )
 
 
@@ -174,8 +197,7 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
 
 def _with_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, ctx.transpose_weight, _, ctx.group_name = inputs
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    _save_operands(ctx, x, weight)
 
 
 def _with_gather_backward(ctx: Any, grad: Tensor, of_gathered: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,7 +221,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 for _name, _setup, _backward in (
     ("gemm", _gemm_setup, _gemm_backward),
-    ("gemm_rs", _gemm_setup, _gemm_rs_backward),
+    ("gemm_rs", _gemm_rs_setup, _gemm_rs_backward),
     ("ag_gemm", _ag_gemm_setup, _ag_gemm_backward),
     ("gemm_rs_with_gather", _with_gather_setup, _with_gather_backward),
     ("all_gather", _all_gather_setup, _all_gather_backward),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from flux import _invariance
 from flux.comm import cuda
-from flux.ops import _check, _gate, _invariant
+from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library, may_skip_dispatch, needs_grad
-from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
+from flux.ops._product import product
+from flux.ops._scaled_mm import scaled_mm
+from flux.ops._scales import Scales
+from flux.ops._tensors import aligned, readable_if_any, writable
 from flux.ops.plan import Plan, PlanInput, planned
 from flux.tuning import store
 
@@ -25,63 +29,94 @@ def gemm(
     *,
     transpose_weight: bool = False,
     out: torch.Tensor | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Literal["promoted", "fast"] = "promoted",
 ) -> torch.Tensor:
     """x · weightᵀ + bias, accumulated in fp32 and rounded once.
 
+    With scales, x and weight are fp8: each block's sum of products is multiplied by the scales of its row and
+    column and added in fp32, then the bias is added.
+
     Args:
-        x: [..., K], bfloat16 or float16 for the kernel; float32 and float64 go through torch.
-        weight: [N, K] as in nn.Linear, or [K, N] with `transpose_weight`; dtype and device of x.
-        bias: [N], dtype and device of x.
+        x: [..., K], bfloat16 or float16 for the kernel; float32 and float64 go through torch. With scales
+            float8_e4m3fn or float8_e5m2.
+        weight: [N, K] as in nn.Linear, or [K, N] with `transpose_weight`; dtype and device of x. With scales
+            float8_e4m3fn, K in one piece: stride(1) == 1, or with `transpose_weight` stride(0) == 1.
+        bias: [N], dtype of the result and device of x.
         transpose_weight: weight is [K, N].
         out: contiguous [..., N] to write to.
+        scale_x: float32 (or float8_e8m0fnu) factors of x: one entry, one for each row ([..., 1]), or one for
+            each 128 of K ([..., K / 128]; column-major, with M rounded up to 4, it is not copied).
+        scale_w: of weight: one entry, one for each column ([N], [1, N] or [N, 1]), or with block scales of x
+            one for each 128 by 128 block, [N / 128, K / 128], with `transpose_weight` [K / 128, N / 128].
+        out_dtype: of the result with scales: bfloat16 (None), float16 or float32.
+        accumulate: with scales: "promoted" adds the tensor core's sums of each 128 of K in fp32. "fast"
+            leaves them in the tensor core, which keeps 13 bits of them; not with block scales.
 
     Returns:
-        [..., N] in x's dtype: a fresh tensor, or `out`.
+        [..., N] in x's dtype, with scales in `out_dtype`: a fresh tensor, or `out`.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: an argument does not fit, or needs a gradient in a call with `out`; or `out` shares memory
-            with an input.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out` or scales; or `out`
+            shares memory with an input.
 
     Example::
 
         x, weight, bias = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32)
         assert flux.gemm(x, weight, bias).shape == (8, 32)
+        (q, scale_x), (w, scale_w) = flux.quantize(x, "token"), flux.quantize(weight, "token")
+        assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
-    direct = may_skip_dispatch(x, weight, bias)
-    if not direct or out is not None:
-        _gate.check("gemm", x=x, weight=weight, bias=bias, transpose_weight=transpose_weight, out=out)
+    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    if not direct or out is not None or scaling:
+        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+        _gate.check("gemm", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
+    if scaling:
+        _scales.no_backward("gemm", **tensors, scale_x=scale_x, scale_w=scale_w)
     if out is not None:
-        _check.no_backward_through_out("gemm", x=x, weight=weight, bias=bias, out=out)
+        _check.no_backward_through_out("gemm", **tensors, out=out)
     elif direct and needs_grad(x, weight, bias):
         direct = False
     if out is None:
-        result: torch.Tensor = (_cuda if direct else _op)(x, weight, bias, transpose_weight)
+        result: torch.Tensor = (_cuda if direct else _op)(x, weight, bias, transpose_weight, *scaling)
         return result
-    (_cuda_out if direct else _op_out)(x, weight, bias, transpose_weight, out)
+    (_cuda_out if direct else _op_out)(x, weight, bias, transpose_weight, out, *scaling)
     return out
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, transpose_weight: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    transpose_weight: bool = False,
+    *scaling: Any,
 ) -> torch.Tensor:
-    """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once."""
-    shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    wide = wide_type(x.dtype)
-    w = weight if transpose_weight else weight.t()
-    total = _invariant.product(x.reshape(m, k).to(wide), w.to(wide))
+    """gemm with torch only: product and bias in fp32 (float64: in float64), rounded once. scaling: scale_x,
+    scale_w, out_dtype and accumulate.
+    """
+    scales = _scales.given("gemm", *scaling)
+    shape, m, _, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+    total = product(x.reshape(m, k), weight, transpose_weight, scales)
     if bias is not None:
-        total += bias.to(wide)
+        total += bias.to(total.dtype)
     # A fresh tensor, and to autograd no view: the caller may change it in place.
-    result: torch.Tensor = torch.ops.aten._unsafe_view(total.to(x.dtype), shape)
+    rounded = total.to(_scales.result_dtype(x, scales))
+    result: torch.Tensor = torch.ops.aten._unsafe_view(rounded, shape)
     return result
 
 
 def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
-    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    return x.new_empty(shape)
+    scales = _scales.given("gemm", *scaling)
+    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
 
 
 def _fake_out(
@@ -90,9 +125,11 @@ def _fake_out(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     out: torch.Tensor,
+    *scaling: Any,
 ) -> None:
-    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    _check.out_arg("gemm", out, shape, x)
+    scales = _scales.given("gemm", *scaling)
+    shape, _, _, _ = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    _check.out_arg("gemm", out, shape, x, scales=scales)
 
 
 def _cpu_out(
@@ -101,18 +138,20 @@ def _cpu_out(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     out: torch.Tensor,
+    *scaling: Any,
 ) -> None:
-    _fake_out(x, weight, bias, transpose_weight, out)
-    _check.separate("gemm", "out", out, x, weight, bias)
-    out.copy_(reference(x, weight, bias, transpose_weight))
+    _fake_out(x, weight, bias, transpose_weight, out, *scaling)
+    _check.separate("gemm", "out", out, x, weight, bias, *scaling[:2])
+    out.copy_(reference(x, weight, bias, transpose_weight, *scaling))
 
 
 def _cuda(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
-    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    out = x.new_empty(*shape)
-    launch(x, weight, bias, transpose_weight, out, m, n, k)
+    scales = _scales.given("gemm", *scaling)
+    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    out = _check.output("gemm", None, shape, x, scales=scales)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales)
     return out
 
 
@@ -122,9 +161,12 @@ def _cuda_out(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     out: torch.Tensor,
+    *scaling: Any,
 ) -> None:
-    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight)
-    launch(x, weight, bias, transpose_weight, _check.output("gemm", out, shape, x, weight, bias), m, n, k)
+    scales = _scales.given("gemm", *scaling)
+    shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
+    out = _check.output("gemm", out, shape, x, weight, bias, scales=scales)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales)
 
 
 def run(
@@ -133,13 +175,14 @@ def run(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     out: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
     """Writes the product of checked arguments, x [..., k], to out [..., n]."""
     if x.is_cuda:
         m = math.prod(x.shape[:-1])
-        launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1])
+        launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1], scales)
     else:
-        out.copy_(reference(x, weight, bias, transpose_weight))
+        out.copy_(reference(x, weight, bias, transpose_weight, *(scales or ())))
 
 
 def launch(
@@ -151,24 +194,23 @@ def launch(
     m: int,
     n: int,
     k: int,
+    scales: Scales | None = None,
 ) -> None:
     """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them."""
-    key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active())
+    x2 = x if x.dim() == 2 else x.reshape(m, k)
+    weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+    scaling = None if scales is None else scales.scaling(k)
+    key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active(), scaling)
     plan = _plans.get(key)
     if plan is None:
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
         why_not, tuning = cuda.why_not(x.device), store.local(x.device)
-        plan = _plans[key] = planned(
-            "gemm",
-            PlanInput(
-                "cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms, tuning=tuning
-            ),
-        )
+        problem = PlanInput("cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms)
+        plan = _plans[key] = planned("gemm", replace(problem, tuning=tuning, scaling=scaling))
     _invariant.require(plan)
-    x2 = x if x.dim() == 2 else x.reshape(m, k)
     out2 = out if out.dim() == 2 else out.view(m, n)
     if not plan.fused:
-        unfused(x2, weight, bias, transpose_weight, out2)
+        unfused(x2, weight, bias, transpose_weight, out2, scales)
         return
     target = writable(out2)
     _kernel(
@@ -179,6 +221,7 @@ def launch(
         transpose_weight,
         plan.choice,
         0,
+        **_scales.for_kernel(scales),
     )
     if target is not out2:
         out2.copy_(target)
@@ -190,8 +233,12 @@ def unfused(
     bias: torch.Tensor | None,
     transpose_weight: bool,
     out: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
-    """out [m, n] = x [m, k] · weight + bias with torch."""
+    """out [m, n] = x [m, k] · weight + bias with torch. scales: canonical."""
+    if scales is not None:
+        scaled_mm(x, weight, bias, scales, out)
+        return
     w = weight if transpose_weight else weight.t()
     if bias is None:
         torch.mm(x, w, out=out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,11 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant
+from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
+from flux.ops._product import WideWeight, product
+from flux.ops._scales import Scales
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 from flux.ops.reduce_scatter import sum_of
@@ -30,28 +32,36 @@ def gemm_rs(
     group: GroupLike = None,
     transpose_weight: bool = False,
     out: torch.Tensor | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Literal["promoted", "fast"] = "promoted",
 ) -> torch.Tensor:
     """Sum over ranks of x · weightᵀ, of which each of p ranks gets M/p rows, plus bias once. A collective.
 
-    Accumulated in fp32. What ranks send each other is rounded to x's dtype; the sum is taken in fp32, in rank
-    order, and rounded once: results are bitwise repeatable.
+    Accumulated in fp32. What ranks send each other is rounded to the result's dtype; the sum is taken in
+    fp32, in rank order, and rounded once: results are bitwise repeatable.
 
     Args:
         x: [M, K/p], or with more leading dimensions, of which the first is scattered; bfloat16 or float16 for
-            the kernel, float32 and float64 go through torch on GPUs.
-        weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x.
-        bias: [N], dtype and device of x; each rank adds it to its own rows.
+            the kernel, float32 and float64 go through torch on GPUs. With scales fp8, as in flux.gemm.
+        weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x. With
+            scales float8_e4m3fn, as in flux.gemm.
+        bias: [N], dtype of the result and device of x; each rank adds it to its own rows.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         transpose_weight: weight is [K/p, N].
         out: contiguous [M/p, ..., N] to write to.
+        scale_x, scale_w: of this rank's x and weight, with the shapes of flux.gemm; of the same kind on all
+            ranks.
+        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
 
     Returns:
-        [M/p, ..., N] in x's dtype: a fresh tensor, or `out`.
+        [M/p, ..., N] in x's dtype, with scales in `out_dtype`: a fresh tensor, or `out`.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: an argument does not fit, or needs a gradient in a call with `out`; `out` shares memory
-            with an input; or, where the ranks notice, they made different calls.
+        ValueError: an argument does not fit, or needs a gradient in a call with `out` or scales; `out` shares
+            memory with an input; or, where the ranks notice, they made different calls.
         CommTimeoutError: a peer did not deliver within FLUX_TIMEOUT_S. For CUDA tensors a later call or
             flux.check(group) raises it.
         RuntimeError: the workspace would have to grow during the capture of a CUDA graph.
@@ -62,16 +72,22 @@ def gemm_rs(
         out = flux.gemm_rs(x, weight)
         assert out.shape == (8, 32)  # [M/p, N]
     """
-    direct = may_skip_dispatch(x, weight, bias)
-    if not direct or out is not None:
-        _gate.check("gemm_rs", x=x, weight=weight, bias=bias, transpose_weight=transpose_weight, out=out)
+    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    if not direct or out is not None or scaling:
+        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+        _gate.check("gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, **of_scales)
+    if scaling:
+        _scales.no_backward("gemm_rs", **tensors, scale_x=scale_x, scale_w=scale_w)
     if out is not None:
-        _check.no_backward_through_out("gemm_rs", x=x, weight=weight, bias=bias, out=out)
+        _check.no_backward_through_out("gemm_rs", **tensors, out=out)
     if direct and not needs_grad(x, weight, bias):
-        return call(x, weight, bias, transpose_weight, resolve_group(group, "gemm_rs"), out)
+        scales, pg = _scales.given("gemm_rs", *scaling), resolve_group(group, "gemm_rs")
+        return call(x, weight, bias, transpose_weight, pg, out, scales=scales)
     name = group_name(group, "gemm_rs")
     arguments = (x, weight, bias, transpose_weight, name)
-    return cast(torch.Tensor, dispatch(name, x.device, _op, _op_out, arguments, out))
+    return cast(torch.Tensor, dispatch(name, x.device, _op, _op_out, arguments, out, scaling))
 
 
 def reference(
@@ -80,30 +96,37 @@ def reference(
     bias: torch.Tensor | None = None,
     group: GroupLike = None,
     transpose_weight: bool = False,
+    *scaling: Any,
 ) -> torch.Tensor:
-    """gemm_rs with torch only: fp32 products, gathered, summed in rank order, bias, rounded once."""
+    """gemm_rs with torch only: fp32 products, gathered, summed in rank order, bias, rounded once. scaling: as
+    in gemm.reference.
+    """
     pg = resolve_group(group, "gemm_rs")
-    p = pg.size()
-    shape, m, n, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
-    wide = wide_type(x.dtype)
-    partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight).view(m, n)
+    p, scales = pg.size(), _scales.given("gemm_rs", *scaling)
+    shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+    partial = product(x.reshape(m, k), *_scales.canonical(weight, transpose_weight, scales))
     gathered = [torch.empty_like(partial) for _ in range(p)]
     dist.all_gather(gathered, partial, group=pg)
     rows = m // p
-    total = torch.zeros(rows, n, dtype=wide, device=x.device)
+    total = torch.zeros(rows, n, dtype=partial.dtype, device=x.device)
     for other in gathered:
         total += other[pg.rank() * rows : (pg.rank() + 1) * rows]
     if bias is not None:
-        total += bias.to(wide)
-    return total.to(x.dtype).view(shape)
+        total += bias.to(total.dtype)
+    return total.to(_scales.result_dtype(x, scales)).view(shape)
 
 
 def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, group_name: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group_name: str,
+    *scaling: Any,
 ) -> torch.Tensor:
-    p = process_group(group_name).size()
-    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
-    return x.new_empty(shape)
+    p, scales = process_group(group_name).size(), _scales.given("gemm_rs", *scaling)
+    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
 
 
 def _fake_out(
@@ -113,16 +136,23 @@ def _fake_out(
     transpose_weight: bool,
     group_name: str,
     out: torch.Tensor,
+    *scaling: Any,
 ) -> None:
-    p = process_group(group_name).size()
-    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p)
-    _check.out_arg("gemm_rs", out, shape, x)
+    p, scales = process_group(group_name).size(), _scales.given("gemm_rs", *scaling)
+    shape, _, _, _ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+    _check.out_arg("gemm_rs", out, shape, x, scales=scales)
 
 
 def _eager(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, group_name: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group_name: str,
+    *scaling: Any,
 ) -> torch.Tensor:
-    return call(x, weight, bias, transpose_weight, process_group(group_name))
+    scales = _scales.given("gemm_rs", *scaling)
+    return call(x, weight, bias, transpose_weight, process_group(group_name), scales=scales)
 
 
 def _eager_out(
@@ -132,8 +162,10 @@ def _eager_out(
     transpose_weight: bool,
     group_name: str,
     out: torch.Tensor,
+    *scaling: Any,
 ) -> None:
-    call(x, weight, bias, transpose_weight, process_group(group_name), out)
+    scales = _scales.given("gemm_rs", *scaling)
+    call(x, weight, bias, transpose_weight, process_group(group_name), out, scales=scales)
 
 
 def call(
@@ -144,16 +176,17 @@ def call(
     group: ProcessGroup,
     out: torch.Tensor | None = None,
     also: Same = NOTHING,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """gemm_rs without gradients and without torch's dispatcher. also: further facts that ranks compare, if
     the call is a part of another operator.
     """
     if group.size() == 1:
-        shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1)
-        out = _check.output("gemm_rs", out, shape, x, weight, bias)
-        plain.run(x, weight, bias, transpose_weight, out)
+        shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1, scales=scales)
+        out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+        plain.run(x, weight, bias, transpose_weight, out, scales)
         return out
-    arguments = (x, weight, bias, transpose_weight, group, out, also)
+    arguments = (x, weight, bias, transpose_weight, group, out, also, scales)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
 
@@ -165,36 +198,42 @@ def _among_ranks(
     group: ProcessGroup,
     out: torch.Tensor | None,
     also: Same,
+    scales: Scales | None,
 ) -> torch.Tensor:
     workspace = registry.find(group, x.device)
-    facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight)
+    facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight, scales)
     known = None if workspace is None else workspace.plans.get(facts)
     if known is not None:
         plan, shape, m, n, k = known
     else:
-        shape, m, n, k = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, group.size())
-    out = _check.output("gemm_rs", out, shape, x, weight, bias)
+        shape, m, n, k = _check.gemm_args(
+            "gemm_rs", x, weight, bias, transpose_weight, group.size(), scales=scales
+        )
+    out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_rs")
+    if scales is not None:
+        weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
     if known is None:
-        plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+        scaling = None if scales is None else scales.scaling(k)
+        plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight, scaling)
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
     if plan.way == "parts":
-        partial = x.new_empty(m, n)
-        plain.run(x2, weight, None, transpose_weight, partial)
+        partial = x.new_empty(m, n, dtype=out.dtype)
+        plain.run(x2, weight, None, transpose_weight, partial, scales)
         sum_of(partial, group, out2, {"bias": bias, **also})
         if bias is not None:
             out2 += bias
         return out
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
-            _unfused(x2, weight, bias, transpose_weight, group, out2)
+            _unfused(x2, weight, bias, transpose_weight, group, out2, scales)
         elif isinstance(workspace, CudaWorkspace):
-            fused_cuda(workspace, plan, x2, weight, bias, out2)
+            fused_cuda(workspace, plan, x2, weight, bias, out2, scales)
         else:
-            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2)
+            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2, scales)
     return out
 
 
@@ -205,19 +244,20 @@ def _unfused(
     transpose_weight: bool,
     group: ProcessGroup,
     out: torch.Tensor,
+    scales: Scales | None,
 ) -> None:
     if out.numel() == 0:
         return
     if x.shape[1] == 0:
         out.zero_()
     elif x.device.type == "cuda":
-        partial = torch.mm(x, weight if transpose_weight else weight.t())
+        partial = x.new_empty(x.shape[0], out.shape[1], dtype=out.dtype)
+        plain.unfused(x, weight, None, transpose_weight, partial, scales)
         reduce_scatter()(out, partial, group=group)
     else:
         # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
-        wide = wide_type(x.dtype)
-        partial = plain.reference(x.to(wide), weight.to(wide), None, transpose_weight)
-        total = torch.empty(out.shape, dtype=wide)
+        partial = product(x, weight, transpose_weight, scales)
+        total = torch.empty(out.shape, dtype=partial.dtype)
         reduce_scatter()(total, partial, group=group)
         out.copy_(total if bias is None else total + bias)
         return
@@ -232,19 +272,18 @@ def fused_cuda(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(out)
     x, weight, bias = aligned(x), aligned(weight), readable_if_any(bias)
     operands = (x, weight, bias, target, plan.transpose_weight)
-    rounds_own = plan.batch_invariant
+    staging = None
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
-        with workspace.enter_copy(plan) as (symm_buffer, epoch):
-            _kernel(*operands, symm_buffer, plan.choice, 0, epoch, plan.chunks, staging, rounds_own)
-    else:
-        with workspace.enter(plan) as (symm_buffer, _):
-            _kernel(*operands, symm_buffer, plan.choice, 0, 0, plan.chunks, None, rounds_own)
+    with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (symm_buffer, epoch):
+        options = (symm_buffer, plan.choice, 0, epoch, plan.chunks, staging, plan.batch_invariant)
+        _kernel(*operands, *options, **_scales.for_kernel(scales))
     if target is not out:
         out.copy_(target)
 
@@ -257,21 +296,22 @@ def _fused_cpu(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    scales: Scales | None,
 ) -> None:
     """The kernel's work on the CPU, tile by tile: remote tiles to their owners' slots, the own shard last."""
     core = _native.core
     rank, p, rows = workspace.rank, workspace.world_size, out.shape[0]
-    wide = wide_type(x.dtype)
-    wide_x = x.to(wide)
-    wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
+    wide, dtype = wide_type(x.dtype), plan.result_dtype
+    wide_x, of_rows = x.to(wide), None if scales is None else _scales.of_elements(scales.x, plan.m)
+    wide_w = WideWeight(weight, plan.transpose_weight, None if scales is None else scales.w)
     wide_bias = None if bias is None else bias.to(wide)
     config = core.tile_configs()[plan.config]
     block_m, block_n = config.block_m, config.block_n
     layout = core.gemm_rs_layout(plan.m, plan.n, p, plan.config)
 
     def slot_tile(owner: int, source: int, m_tile: int, n_tile: int, shape: torch.Size) -> torch.Tensor:
-        offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile) * x.dtype.itemsize // 2
-        area = workspace.slot(owner, epoch, offset, block_m * block_n, x.dtype)
+        offset = layout.tile_offset(layout.slot_index(source, owner), m_tile, n_tile) * dtype.itemsize // 2
+        area = workspace.slot(owner, epoch, offset, block_m * block_n, dtype)
         return area.view(block_m, block_n)[: shape[0], : shape[1]]
 
     order = core.gemm_rs_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
@@ -279,7 +319,8 @@ def _fused_cpu(
         first_row, first_column = m_tile * block_m, n_tile * block_n
         row_range = slice(owner * rows + first_row, owner * rows + min(first_row + block_m, rows))
         columns = slice(first_column, first_column + block_n)
-        partial = _invariant.product(wide_x[row_range], wide_w[:, columns])
+        scale = None if of_rows is None else of_rows[row_range]
+        partial = wide_w.times(wide_x[row_range], columns, scale)
         tile = n_tile * layout.m_tiles + m_tile
         # Indices of signal words in a slot: one for each half tile (the rows of one math warpgroup).
         signals = [layout.signal_index(m_tile, n_tile, half) for half in (0, 1)]
@@ -291,8 +332,8 @@ def _fused_cpu(
                 there[part] = partial[part]
                 workspace.signal(owner, slot, signal, epoch)
             continue
-        if plan.batch_invariant:  # as the products of peers, which are sent in x's dtype
-            partial = partial.to(x.dtype).to(wide)
+        if plan.batch_invariant:  # as the products of peers, which are sent in the result's dtype
+            partial = partial.to(dtype).to(wide)
         total = torch.zeros_like(partial)
         for source in range(p):
             if source != rank:

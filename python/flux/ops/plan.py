@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,179 +18,31 @@ from flux.comm import cuda, registry
 from flux.comm import group as groups
 from flux.comm.workspace import Workspace
 from flux.ops import _check, _gate
+from flux.ops._library import takes
+from flux.ops._plan import RUNS, SUMS
+from flux.ops._plan import Plan as Plan
+from flux.ops._plan import PlanInput as PlanInput
+from flux.ops._scales import BLOCK, FP8, Scaling, check_how
 from flux.tuning import store
-from flux.tuning.facts import NO_FACTS, Tuning, choose
 from flux.tuning.facts import WAYS as ALL_WAYS
+from flux.tuning.facts import choose
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
-# Operators whose x is [m, n].
-_SUMS = ("all_reduce", "reduce_scatter")
 # Operators without a GEMM: their time depends on the number of elements only.
-_ELEMENTS = ("all_gather", *_SUMS)
+_ELEMENTS = ("all_gather", *SUMS)
 # The operators that one is made of, where it may also run them one after the other.
 _PARTS = {
     "gemm_rs": "gemm and reduce_scatter",
     "ag_gemm": "all_gather and gemm",
     "gemm_ar": "gemm and all_reduce",
 }
-_RUNS = {"fused": "fused", "composed": "composed", "parts": "in parts", "torch": "unfused"}
-
-# The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
-CPU_NUM_SMS = 8
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+# Operators whose ranks send each other products.
+_SENDS_PRODUCTS = ("gemm_rs", "gemm_ar", "moe.gemm_gather_rs")
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
 _ROW_ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one problem runs. ``print(plan)`` explains it.
-
-    Attributes:
-        op: name of the operator.
-        m: rows of all ranks; of gemm_rs those of x on one rank, of ag_gemm those of the result.
-        n: columns of the result on one rank.
-        k: columns of x on one rank.
-        dtype: of x.
-        world_size: ranks of the group.
-        transpose_weight: weight is [k, n].
-        fused: whether flux's kernels run (on CPU: their protocols).
-        way: how: "fused", "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
-            flux, one after the other), or "torch".
-        transport: what carries data between ranks.
-        reason: why it runs fused or not.
-        config: id of the tile shape, or -1.
-        config_name: its name.
-        cluster: CTAs of a cluster.
-        group_m: rows of tiles in a raster group.
-        choice: tile shape, cluster and raster as one integer, as the kernels take it (csrc/gemm/select.h).
-        time_us: microseconds that the cost model expects.
-        candidates: name and time of each alternative, the fastest first.
-        estimates: way, microseconds and source of each way that was measured near this problem.
-        signal_bytes: of signals in the workspace.
-        slot_bytes: of slots in each of the workspace's two buffers.
-        exchange_bytes: of the exchange in each of them.
-        copied: tiles or gathered rows go by copy engine, except while a CUDA graph is being captured; then,
-            and if not copied, the SMs send them.
-        chunk_rows: after how many gathered rows the copy engines signal.
-        chunks: in how many parts copy engines send the tiles of one peer.
-        mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
-            exchange.
-        batch_invariant: whether the call had to be batch invariant.
-
-    Example::
-
-        plan = flux.explain("ag_gemm", m=8 * p, n=32, k=64, dtype=torch.float32)
-        assert (plan.op, plan.world_size) == ("ag_gemm", p)
-        print(f"{plan.transport}; {plan.slot_bytes} bytes for each of two buffers")
-    """
-
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    world_size: int
-    transpose_weight: bool
-    fused: bool
-    transport: str
-    reason: str
-    config: int = -1
-    config_name: str = ""
-    cluster: int = 1
-    group_m: int = 1
-    choice: int = -1
-    time_us: float = 0.0  # of the cost model
-    candidates: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # (name, time_us), best first
-    signal_bytes: int = 0
-    slot_bytes: int = 0
-    exchange_bytes: int = 0
-    copied: bool = False
-    chunk_rows: int = 0
-    chunks: int = 0
-    mode: int = -1
-    batch_invariant: bool = field(default_factory=_invariance.active)
-    way: str = "fused"
-    estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
-
-    def copied_now(self) -> bool:
-        """Whether copy engines carry the data of a call at this moment.
-
-        Not while a CUDA graph is being captured: it would replay the epoch that the host had counted. There
-        the SMs send, and the device counts.
-        """
-        return self.copied and not torch.cuda.is_current_stream_capturing()
-
-    def __str__(self) -> str:
-        rows = self.m // self.world_size if self.op in ("ag_gemm", "all_gather") else self.m
-        columns = self.n if self.op in _SUMS else self.k
-        weight = f"[{self.k}, {self.n}]" if self.transpose_weight else f"[{self.n}, {self.k}]"
-        weight = "" if self.op in ("all_gather", *_SUMS) else f"weight {weight}, "
-        lines = [
-            f"{self.op}: x [{rows}, {columns}], {weight}{str(self.dtype).removeprefix('torch.')}, "
-            f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
-            f"  runs       {_RUNS[self.way]}: {self.reason}",
-            f"  transport  {self.transport}",
-        ]
-        if self.batch_invariant:
-            lines.append("  batch      invariant: one tile shape for any number of rows")
-        if self.fused and self.config_name:
-            tile = self.config_name
-            if self.config < _native.core.FIRST_SWAP_AB:  # swap-AB tiles have a split, which is in their name
-                tile += f", cluster {self.cluster}, raster groups of {self.group_m}"
-            lines += [f"  tile       {tile}", f"  model      {self.time_us:.1f} us"]
-        room = self.signal_bytes + 2 * (self.slot_bytes + self.exchange_bytes)
-        if room:
-            lines.append(f"  workspace  {room / 2**20:.1f} MiB per rank")
-        if len(self.candidates) > 1:
-            others = ", ".join(f"{name} {time_us:.1f}" for name, time_us in self.candidates[:4])
-            lines.append(f"  considered {others} us")
-        lines += [f"  {way:<10} {us:.1f} us, {source}" for way, us, source in self.estimates]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """What a plan depends on. Ranks of a group have equal problems, so they make equal plans.
-
-    Attributes:
-        device_type: "cuda" or "cpu".
-        m, n, k, dtype, transpose_weight, world_size: as in `Plan`.
-        why_not: what rules out flux's kernels for the group and device (`Workspace.why_not`), or None.
-        num_sms: of the group's smallest GPU; 0 on CPUs.
-        transport: what carries data between ranks.
-        tuning: the measurements to choose by.
-    """
-
-    device_type: str
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    transpose_weight: bool = False
-    world_size: int = 1
-    why_not: str | None = None
-    num_sms: int = 0
-    transport: str = "none (one rank)"
-    tuning: Tuning = NO_FACTS
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device_type == "cuda"
-
-    @property
-    def sms(self) -> int:
-        """SMs of the GPU whose tile order is used."""
-        return self.num_sms or CPU_NUM_SMS
-
-    def plan(self, op: str, fused: bool, reason: str, **facts: Any) -> Plan:
-        """A plan of this problem, unless `facts` say otherwise."""
-        named = ("m", "n", "k", "dtype", "world_size", "transpose_weight", "transport")
-        given = {name: getattr(self, name) for name in named}
-        given["way"] = "fused" if fused else "torch"
-        return Plan(op, fused=fused, reason=reason, **(given | facts))
 
 
 def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
@@ -218,11 +70,26 @@ def can_run_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
         if row_bytes % _ROW_ALIGNMENT_BYTES:
             return False, f"rows of {row_bytes} bytes are not a multiple of {_ROW_ALIGNMENT_BYTES} bytes"
         return True, "supported by the kernel"
+    if problem.scaling is not None:
+        return _can_scale_fused(op, problem, problem.scaling)
     if dtype not in _KERNEL_DTYPES:
         return False, f"kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     for name, size in (("k", k), ("n", n)):
         if size % _ALIGNMENT:
             return False, f"{name} = {size} is not a multiple of {_ALIGNMENT}: TMA needs 16-byte aligned rows"
+    return True, "supported by the kernel"
+
+
+def _can_scale_fused(op: str, problem: PlanInput, scaling: Scaling) -> tuple[bool, str]:
+    """can_run_fused of fp8 operands on a GPU."""
+    if not takes(op, "scale_x"):
+        return False, f"{op} has no kernel for float8 operands yet"
+    if scaling.out_dtype == torch.float32 and op in _SENDS_PRODUCTS:
+        return False, "ranks send each other products of 16 bits, not float32"
+    of_k = BLOCK if scaling.kind == "block" else _ROW_ALIGNMENT_BYTES
+    for name, size, multiple in (("k", problem.k, of_k), ("n", problem.n, _ALIGNMENT)):
+        if size % multiple:
+            return False, f"{name} = {size} is not a multiple of {multiple}, which {scaling.kind} scales need"
     return True, "supported by the kernel"
 
 
@@ -246,13 +113,20 @@ WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
 
 
 def workspace_plan(
-    workspace: Workspace, op: str, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool
+    workspace: Workspace,
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool,
+    scaling: Scaling | None = None,
 ) -> Plan:
     """The plan of an operator on a workspace, cached by problem."""
-    key = (op, m, n, k, dtype, transpose_weight)
+    key = (op, m, n, k, dtype, transpose_weight, scaling)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
-        problem = problem_of(workspace, m, n, k, dtype, transpose_weight)
+        problem = problem_of(workspace, m, n, k, dtype, transpose_weight, scaling)
         plan = workspace.plans[key] = carried_by(workspace, planned(op, problem))
         if workspace.rank == 0:
             _record(op, problem)
@@ -275,7 +149,7 @@ def planned(op: str, problem: PlanInput) -> Plan:
     if found is None:
         return replace(plan, estimates=told)
     best, usual = found
-    reason = f"{best.us:.1f} us, {_RUNS[usual.way]} {usual.us:.1f} us ({best.source})"
+    reason = f"{best.us:.1f} us, {RUNS[usual.way]} {usual.us:.1f} us ({best.source})"
     other = _by_way(op, problem, best.way, reason)
     assert other is not None
     return replace(other, estimates=told)
@@ -299,6 +173,8 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
         m, n, k = m * k, 0, 0
     elif op in _ELEMENTS:
         m, n, k = m * n, 0, 0
+    if problem.scaling is not None:
+        op = f"{op}, {problem.scaling.kind} scales"
     return op, problem.world_size, problem.dtype.itemsize, m, n, k
 
 
@@ -323,7 +199,13 @@ def _record(op: str, problem: PlanInput) -> None:
 
 
 def problem_of(
-    workspace: Workspace, m: int, n: int, k: int, dtype: torch.dtype, transpose_weight: bool = False
+    workspace: Workspace,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_weight: bool = False,
+    scaling: Scaling | None = None,
 ) -> PlanInput:
     """A problem of the ranks of a workspace."""
     return PlanInput(
@@ -338,6 +220,7 @@ def problem_of(
         workspace.num_sms,
         workspace.transport,
         workspace.tuning,
+        scaling,
     )
 
 
@@ -357,6 +240,10 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     group: groups.GroupLike = None,
     transpose_weight: bool = False,
+    *,
+    scales: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "promoted",
 ) -> Plan:
     """What a call of `op` with x [m, k] and weight [n, k] (or [k, n]) does, and why.
 
@@ -373,6 +260,8 @@ def explain(
         dtype: of x.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         transpose_weight: weight is [k, n].
+        scales: of a float8 dtype: "tensor", "row" (of rows and columns) or "block".
+        out_dtype, accumulate: with `scales`, as in flux.gemm.
 
     Returns:
         The plan; printing it explains it.
@@ -389,12 +278,12 @@ def explain(
     """
     if op not in OPS:
         _check.fail("explain", "op", f"one of {', '.join(OPS)}", repr(op))
-    _gate.check("explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight)
+    how = {"scales": scales, "out_dtype": out_dtype, "accumulate": accumulate}
+    _gate.check("explain", m=m, n=n, k=k, dtype=dtype, transpose_weight=transpose_weight, **how)
     for name, size in (("m", m), ("n", n), ("k", k)):
         if size < 0:
             _check.fail("explain", name, "a size", size)
-    if dtype not in _check.FLOATING:
-        _check.fail("explain", "dtype", "bfloat16, float16, float32 or float64", dtype)
+    scaling = _scaling(dtype, scales, out_dtype, accumulate)
     device = current_device()
     process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
     world_size = 1 if process_group is None else process_group.size()
@@ -403,8 +292,26 @@ def explain(
     if process_group is not None and world_size > 1:
         workspace = registry.find(process_group, device)
         if workspace is not None:
-            return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
-    return _plan_without_workspace(op, device, m, n, k, dtype, transpose_weight, world_size)
+            return workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
+    return _plan_without_workspace(op, device, m, n, k, dtype, transpose_weight, world_size, scaling)
+
+
+def _scaling(
+    dtype: torch.dtype, scales: str | None, out_dtype: torch.dtype | None, accumulate: str
+) -> Scaling | None:
+    """Checks the arguments of explain that describe operands."""
+    if dtype not in FP8:
+        if dtype not in _check.FLOATING:
+            _check.fail("explain", "dtype", "bfloat16, float16, float32, float64 or a float8", dtype)
+        for name, value in (("scales", scales), ("out_dtype", out_dtype)):
+            if value is not None:
+                _check.fail("explain", name, f"None, as the dtype is {dtype}", value)
+        return None
+    if scales not in ("tensor", "row", "block"):
+        _check.fail("explain", "scales", f"tensor, row or block, as the dtype is {dtype}", scales)
+    check_how("explain", out_dtype or torch.bfloat16, accumulate)
+    kind = "block" if scales == "block" else "row"
+    return Scaling(kind, out_dtype or torch.bfloat16, accumulate == "fast")
 
 
 def why_unfused(
@@ -416,6 +323,7 @@ def why_unfused(
     device: torch.device,
     group_name: str,
     transpose_weight: bool = False,
+    scaling: Scaling | None = None,
 ) -> str | None:
     """Why a collective call would not run fused, or None. As explain, but fast enough to use in every call.
 
@@ -425,10 +333,10 @@ def why_unfused(
     group = groups.process_group(group_name)
     workspace = registry.find(group, device)
     if workspace is not None:
-        plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight)
+        plan = workspace_plan(workspace, op, m, n, k, dtype, transpose_weight, scaling)
     else:
         remembered = _remembered_plans[_invariance.active()]
-        plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size())
+        plan = remembered(op, device, m, n, k, dtype, transpose_weight, group.size(), scaling)
     return None if plan.fused else plan.reason
 
 
@@ -441,6 +349,7 @@ def _plan_without_workspace(
     dtype: torch.dtype,
     transpose_weight: bool,
     world_size: int,
+    scaling: Scaling | None = None,
 ) -> Plan:
     """The plan before a group's first call, when no workspace exists."""
     num_sms, why_not = 0, None
@@ -448,8 +357,8 @@ def _plan_without_workspace(
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         why_not = cuda.why_not(device)
     problem = PlanInput(device.type, m, n, k, dtype, transpose_weight, world_size, why_not, num_sms)
-    problem = replace(problem, tuning=store.local(device))
-    if world_size == 1 and op not in _SUMS:
+    problem = replace(problem, tuning=store.local(device), scaling=scaling)
+    if world_size == 1 and op not in SUMS:
         return planned("gemm", problem)
     transport = "not known before the group's first call, when the ranks ask each other"
     return planned(op, replace(problem, transport=transport))

@@ -38,7 +38,7 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
         return problem.plan("gemm_rs", False, reason, transport="torch.distributed.reduce_scatter_tensor")
     m, n, k, p = problem.m, problem.n, problem.k, problem.world_size
     choice = _invariant.select("gemm_rs", problem)
-    signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.dtype)
+    signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
     facts = {**chosen(choice, reason), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
     chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p) if problem.on_gpu else 0
     if chunks:

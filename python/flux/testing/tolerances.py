@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from flux.testing.scaled_data import dequantized
+
 # Unit roundoff: half the distance of neighbouring numbers, relative.
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 
@@ -52,3 +54,56 @@ def tolerance(
     extent = 6.0 * x_std * weight_std * math.sqrt(k)
     travel = 2.0 * math.sqrt(world_size) * u * extent if world_size > 1 else 0.0
     return travel + 4.0 * math.sqrt(k * world_size) * accumulate * extent, u * 1.01
+
+
+# A tensor core keeps 13 bits of sums of fp8 products, and cuts the rest, after each instruction of 32 of K.
+_TENSOR_CORE = 2.0**-13
+_INSTRUCTION_K = 32
+
+
+def scaled_bound(
+    x: torch.Tensor,
+    scale_x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_w: torch.Tensor,
+    exact: torch.Tensor,
+    out_dtype: torch.dtype,
+    accumulate: str = "promoted",
+) -> torch.Tensor:
+    """The largest error of each element of a product of fp8 operands, against the exact product of what they
+    stand for.
+
+    - The result is rounded once: u times its size.
+    - Each instruction of a tensor core, 32 of K, errs by 2^-13 of the sum so far, which is at most the sum of
+      the products' sizes: up to 4 such errors before a sum is added in fp32, or with "fast" one for each
+      instruction. fp32 additions err by 2^-24, which a quarter more of all this covers.
+
+    Args:
+        x: [m, k] in fp8.
+        scale_x: its scales, with the shape that flux.quantize gives them.
+        weight: [n, k] in fp8.
+        scale_w: its scales, with that shape.
+        exact: [m, n] in float64.
+        out_dtype: of the result: bfloat16, float16 or float32.
+        accumulate: as in flux.gemm.
+
+    Returns:
+        [m, n] in float64.
+
+    Raises:
+        KeyError: another dtype.
+
+    Example::
+
+        from flux.testing import scaled_bound
+        from flux.testing.scaled_data import exact_product
+
+        q, scale_x = flux.quantize(torch.randn(8, 256))
+        w, scale_w = flux.quantize(torch.randn(32, 256), "block128")
+        out = flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w)
+        exact = exact_product(q, scale_x, w, scale_w)
+        assert ((out - exact).abs() <= scaled_bound(q, scale_x, w, scale_w, exact, out.dtype)).all()
+    """
+    sizes = dequantized(x, scale_x).abs() @ dequantized(weight, scale_w, 128).abs().t()
+    steps = 128 / _INSTRUCTION_K if accumulate == "promoted" else max(1.0, x.shape[1] / _INSTRUCTION_K)
+    return _UNIT[out_dtype] * exact.abs() + 1.25 * _TENSOR_CORE * steps * sizes

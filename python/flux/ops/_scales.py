@@ -1,0 +1,253 @@
+"""Scales of fp8 operands: what callers may pass, and the layout in which kernels read it.
+
+``out[m, n] = round(sum over blocks kb of K of sx[m, kb] * sw[n, kb] * (sum over k in kb of x[m, k] * w[n, k])
++ bias[n])``. Scales of whole tensors, rows and columns have one block, all of K; block scales one for each
+128 of K, and weights share theirs among 128 columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from flux.ops._fail import fail
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK = 128  # of K, and of the columns of a weight
+_SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
+_COLUMN_ALIGNMENT = 4  # fp32 entries of 16 bytes, which TMA loads
+
+Tensor = torch.Tensor
+
+
+class Scaling(NamedTuple):
+    """The facts of fp8 operands on which a plan depends.
+
+    Attributes:
+        kind: "row" (one scale for each row and column, or for all of them), or "block".
+        out_dtype: of the result.
+        fast: partial sums stay in the tensor core, and are not promoted to fp32 after 128 of K.
+    """
+
+    kind: str
+    out_dtype: torch.dtype
+    fast: bool = False
+
+    def __str__(self) -> str:
+        fast = ", fast accumulation" if self.fast else ""
+        return f"{self.kind} scales, result {str(self.out_dtype).removeprefix('torch.')}{fast}"
+
+    def columns(self, k: int) -> int:
+        """Scales of a row of x with k elements."""
+        return -(-k // BLOCK) if self.kind == "block" else 1
+
+
+class Scales(NamedTuple):
+    """The scales of a call and what goes with them; see `given`. w: of one weight.
+
+    Canonical ones (`canonical`) are fp32: [1] or [rows], or for blocks x [rows, blocks of K], in memory
+    column by column, each starting at a multiple of 16 bytes, and w [blocks of N, blocks of K], contiguous.
+    """
+
+    x: Tensor
+    w: Tensor
+    out_dtype: torch.dtype
+    accumulate: str
+
+    def facts(self, weight: Tensor) -> tuple[Any, ...]:
+        """All that `check` depends on, besides the facts of x and the weight; see _check.facts."""
+        of_scales = [(scale.shape, scale.dtype, scale.device) for scale in (self.x, self.w)]
+        return *of_scales, weight.stride(), self.out_dtype, self.accumulate
+
+    def scaling(self, k: int) -> Scaling:
+        """The facts for the plan, of checked scales."""
+        kind = "block" if is_by_block(self.x, k) else "row"
+        return Scaling(kind, self.out_dtype, self.accumulate == "fast")
+
+    def check(self, op: str, x: Tensor, weight: Tensor, transpose_weight: bool, which: str = "") -> None:
+        """Checks fp8 operands x [..., k] and weight [n, k] (or [k, n]) that fit, and their scales."""
+        if x.dtype not in FP8:
+            fail(op, "x", "dtype float8_e4m3fn or float8_e5m2 with scales", x.dtype)
+        if weight.dtype != torch.float8_e4m3fn:
+            fail(op, "weight" + which, "dtype float8_e4m3fn with scales", weight.dtype)
+        n, k = weight.shape[::-1] if transpose_weight else weight.shape
+        check_how(op, self.out_dtype, self.accumulate)
+        by_block = check_of_rows(op, self.x, x, self.accumulate)
+        check_k_major(op, weight, transpose_weight, which)
+        _check_type(op, "scale_w" + which, self.w, x)
+        blocks, shape = [-(-n // BLOCK), -(-k // BLOCK)], list(self.w.shape)
+        if transpose_weight:
+            blocks.reverse()
+        if shape == blocks and (by_block or -(-k // BLOCK) == 1):
+            return
+        if by_block:
+            fail(op, "scale_w" + which, f"shape {blocks}, one entry for each 128 by 128 block", shape)
+        if self.w.numel() != 1 and shape not in ([n], [1, n], [n, 1]):
+            expected = (
+                f"one entry, [{n}] or [1, {n}] with such a scale_x, or blocks {blocks} with block scales"
+            )
+            fail(op, "scale_w" + which, expected, f"shape {shape}")
+
+    def canonical(self, n: int, k: int, transpose_weight: bool) -> Scales:
+        """The same scales in the kernels' layout, for x [m, k] and a weight [n, k]. Copies what is laid out
+        otherwise.
+        """
+        w = _fp32(self.w.t() if transpose_weight and self.w.dim() == 2 else self.w)
+        if is_by_block(self.x, k):
+            return self._replace(x=column_major(self.x.flatten(0, -2)), w=w.contiguous())
+        w = w.reshape(-1)
+        if w.shape[0] not in (1, n):  # blocks of 128 columns, of a weight that has one block of K
+            w = w.repeat_interleave(BLOCK)[:n]
+        return self._replace(x=_fp32(self.x).reshape(-1).contiguous(), w=w.contiguous())
+
+
+def check_how(op: str, out_dtype: torch.dtype, accumulate: str) -> None:
+    if out_dtype not in OUT:
+        fail(op, "out_dtype", "bfloat16, float16 or float32 with scales", out_dtype)
+    if accumulate not in ("promoted", "fast"):
+        fail(op, "accumulate", "'promoted' or 'fast'", repr(accumulate))
+
+
+def check_of_rows(op: str, scale: Tensor, x: Tensor, accumulate: str = "promoted") -> bool:
+    """Checks scale_x of x [..., k]; returns whether it has one entry for each block of 128 elements."""
+    _check_type(op, "scale_x", scale, x)
+    rows, shape, m = list(x.shape[:-1]), list(scale.shape), 1
+    for size in rows:
+        m = m * size
+    blocks = -(-x.shape[-1] // BLOCK)
+    if blocks != 1 and shape in ([*rows, blocks], [m, blocks]):
+        if accumulate == "fast":
+            fail(
+                op, "accumulate", "'promoted' with block scales, as each block is scaled by itself", "'fast'"
+            )
+        return True
+    if scale.numel() != 1 and shape not in ([*rows, 1], [m, 1], [m]):
+        got = f"shape {shape}"
+        if shape == [blocks, _padded(m)]:
+            got += " (if that is TransformerEngine's layout, pass scale.t()[:m])"
+        fail(op, "scale_x", f"one entry, {[*rows, 1]} or {[*rows, blocks]}", got)
+    return False
+
+
+def check_k_major(op: str, weight: Tensor, transpose_weight: bool, which: str = "") -> None:
+    """Checks that the k of an fp8 weight lies in one piece: tensor cores read no other layout."""
+    n_stride, k_stride = weight.stride()[::-1] if transpose_weight else weight.stride()
+    k = weight.shape[0] if transpose_weight else weight.shape[1]
+    if k_stride != 1 and k > 1 and weight.numel() > 0:
+        expected = "[n, k] with stride(1) == 1, or [k, n] with transpose_weight=True and stride(0) == 1"
+        fail(op, "weight" + which, expected, f"shape {list(weight.shape)}, strides {list(weight.stride())}")
+
+
+def _check_type(op: str, name: str, scale: Tensor, x: Tensor) -> None:
+    if scale.dtype not in _SCALE_TYPES:
+        fail(op, name, "dtype float32 or float8_e8m0fnu", scale.dtype)
+    if scale.device != x.device:
+        fail(op, name, f"device {x.device}, that of x", scale.device)
+
+
+def named(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any) -> dict[str, Any]:
+    """Arguments of a public function by name, for the check of their types."""
+    return {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype, "accumulate": accumulate}
+
+
+def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
+    """The last arguments of a torch operator: none for a call without fp8 operands."""
+    if scale_x is None and scale_w is None and out_dtype is None and accumulate == "promoted":
+        return ()
+    if scale_x is None and scale_w is None and isinstance(x, Tensor) and out_dtype == x.dtype:
+        out_dtype = None
+    return scale_x, scale_w, out_dtype, accumulate
+
+
+def given(
+    op: str,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "promoted",
+    which: str = "",
+) -> Scales | None:
+    """The scales of a call from the last arguments of a torch operator; None without any."""
+    if scale_x is None and scale_w is None:
+        if out_dtype is not None:
+            fail(op, "out_dtype", "None or the dtype of x without scales", out_dtype)
+        if accumulate != "promoted":
+            fail(op, "accumulate", "'promoted' without scales", repr(accumulate))
+        return None
+    if scale_x is None:
+        fail(op, "scale_x", "a tensor, as scale_w is one", None)
+    if scale_w is None:
+        fail(op, "scale_w" + which, "a tensor, as scale_x is one", None)
+    return Scales(scale_x, scale_w, torch.bfloat16 if out_dtype is None else out_dtype, accumulate)
+
+
+def no_backward(op: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors that need gradients in a call with scales."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            expected = "a tensor that needs no gradient (flux.layers trains with fp8; or use torch.no_grad())"
+            fail(op, name, expected, "requires_grad=True in grad mode")
+
+
+def canonical(
+    weight: Tensor, transpose_weight: bool, scales: Scales | None
+) -> tuple[Tensor, bool, Scales | None]:
+    """Checked arguments as kernels take them. With scales the weight is [n, k], a view of the given one."""
+    if scales is None:
+        return weight, transpose_weight, None
+    n, k = weight.shape[::-1] if transpose_weight else weight.shape
+    scales = scales.canonical(n, k, transpose_weight)
+    return weight.t() if transpose_weight else weight, False, scales
+
+
+def for_kernel(scales: Scales | None) -> dict[str, Any]:
+    """What a kernel gets besides the operands, from canonical scales."""
+    if scales is None:
+        return {}
+    return {"scale_x": scales.x, "scale_w": scales.w, "fast": scales.accumulate == "fast"}
+
+
+def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:
+    """The dtype of a product, and of bias and residual."""
+    return x.dtype if scales is None else scales.out_dtype
+
+
+def column_major(scale: Tensor) -> Tensor:
+    """Block scales [m, blocks] of rows as fp32 with strides (1, m rounded up to 4), as TMA loads them."""
+    rows, blocks = scale.shape
+    scale = _fp32(scale)
+    if scale.stride() == (1, _padded(rows)) and scale.data_ptr() % 16 == 0:
+        return scale
+    return empty_column_major(rows, blocks, scale).copy_(scale)
+
+
+def empty_column_major(rows: int, blocks: int, like: Tensor) -> Tensor:
+    """Memory for block scales in that layout, on the device of a tensor."""
+    return like.new_empty(blocks, _padded(rows), dtype=torch.float32).t()[:rows]
+
+
+def of_elements(scale: Tensor, count: int) -> Tensor:
+    """Canonical scales of `count` rows or columns as a matrix with one row for each of them."""
+    if scale.dim() == 1:
+        return scale.expand(count)[:, None]
+    if scale.shape[0] != count:
+        scale = scale.repeat_interleave(BLOCK, 0)[:count]
+    return scale
+
+
+def is_by_block(scale: Tensor, k: int) -> bool:
+    """Whether a checked scale_x is one of blocks. With one block of K it is one of rows."""
+    blocks = -(-k // BLOCK)
+    return blocks != 1 and scale.dim() > 1 and scale.shape[-1] == blocks
+
+
+def _fp32(scale: Tensor) -> Tensor:
+    return scale if scale.dtype == torch.float32 else scale.to(torch.float32)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT

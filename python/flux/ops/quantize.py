@@ -1,0 +1,194 @@
+"""Quantisation to fp8: a value divided by the scale of its group and rounded, the scale such that the group's
+largest value becomes the largest of the type.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, cast
+
+import torch
+
+from flux.ops import _check, _gate
+from flux.ops._library import library, may_skip_dispatch, takes
+from flux.ops._scales import BLOCK, FP8, empty_column_major
+from flux.ops._tensors import readable
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+
+# In the order of the kernel.
+QUANTS = ("tensor", "token", "group128", "block128")
+# Smaller largest values count as this one, so that no scale is zero or denormal.
+_LEAST_AMAX = 1e-10
+_MANTISSA = (1 << 23) - 1  # of fp32
+
+
+def quantize(
+    x: Tensor,
+    quant: Literal["tensor", "token", "group128", "block128"] = "group128",
+    *,
+    scale: Tensor | None = None,
+    ue8m0: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Pair:
+    """x in fp8, and the scales by which flux's products multiply it.
+
+    For each group: scale = max(amax, 1e-10) / L, with L the largest number of the type; q = x * (1 / scale),
+    beyond L cut to L, rounded to nearest even. All in fp32, every operation rounded once. NaN stays NaN.
+
+    Args:
+        x: [..., K], bfloat16, float16, float32 or float64.
+        quant: what has one scale: "tensor" all of x; "token" each row; "group128" each 128 elements of a row
+            (DeepSeek's activations); "block128" each 128 by 128 block of a matrix [..., N, K] (its weights).
+        scale: with "tensor": float32 [1], to use instead of one made from x (static quantisation).
+        ue8m0: round scales up to powers of two.
+        dtype: float8_e4m3fn, or float8_e5m2 for gradients.
+
+    Returns:
+        q, of x's shape, contiguous; and float32 scales: "tensor" [1] (`scale`, if given), "token" [..., 1],
+        "group128" [..., K / 128], in memory column by column, "block128" [..., N / 128, K / 128].
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit, or x needs a gradient in grad mode.
+
+    Example::
+
+        x, weight = torch.randn(8, 256), torch.randn(128, 256)
+        (q, scale_x), (w, scale_w) = flux.quantize(x), flux.quantize(weight, "block128")
+        assert scale_x.shape == (8, 2) and scale_w.shape == (1, 2)
+        out = flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w)
+        assert out.shape == (8, 128) and out.dtype == torch.bfloat16
+    """
+    direct = may_skip_dispatch(x, scale)
+    if not direct:
+        _gate.check("quantize", x=x, quant=quant, scale=scale, ue8m0=ue8m0, dtype=dtype)
+    _check.no_backward("quantize", x=x, scale=scale)
+    return cast(Pair, (_eager if direct else _op)(x, quant, scale, ue8m0, dtype))
+
+
+def checked(
+    op: str, x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype, name: str = "scale"
+) -> None:
+    """Checks the options of a quantisation. name: of the argument `scale`."""
+    if quant not in QUANTS:
+        _check.fail(op, "quant", f"one of {', '.join(QUANTS)}", repr(quant))
+    if dtype not in FP8:
+        _check.fail(op, "dtype", "float8_e4m3fn or float8_e5m2", dtype)
+    if type(ue8m0) is not bool:
+        raise TypeError(f"{op}: ue8m0: expected True or False, got {ue8m0!r}")
+    if scale is None:
+        return
+    if quant != "tensor":
+        _check.fail(op, name, f"None with {quant!r}, whose scales are made from the data", "a tensor")
+    if ue8m0:
+        _check.fail(op, "ue8m0", f"False, as {name} is given", True)
+    if scale.dtype != torch.float32 or scale.numel() != 1:
+        _check.fail(op, name, "float32 with one entry", f"{scale.dtype}, shape {list(scale.shape)}")
+    if scale.device != x.device:
+        _check.fail(op, name, f"device {x.device}, that of x", scale.device)
+
+
+def empty(x: Tensor, quant: str, dtype: torch.dtype) -> Pair:
+    """Memory for a result."""
+    q = x.new_empty(x.shape, dtype=dtype)
+    *rows, k = x.shape
+    groups = -(-k // BLOCK)
+    if quant == "group128":
+        scales = empty_column_major(math.prod(rows), groups, x)
+        return q, scales.view(*rows, groups)
+    shape = [1]
+    if quant == "token":
+        shape = [*rows, 1]
+    elif quant == "block128":
+        shape = [*rows[:-1], -(-rows[-1] // BLOCK), groups]
+    return q, x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
+    checked("quantize", x, quant, scale, ue8m0, dtype)
+    least = 2 if quant == "block128" else 1
+    if x.dim() < least:
+        _check.fail("quantize", "x", f"at least {least} dimensions for {quant!r}", x.dim())
+    _check.floating("quantize", x)
+    return empty(x, quant, dtype)
+
+
+def _eager(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
+    q, scales = _fake(x, quant, scale, ue8m0, dtype)
+    run(x, quant, scale, ue8m0, q, scales)
+    return q, scales
+
+
+def run(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, q: Tensor, scales: Tensor) -> None:
+    """Writes the quantised x to q, and its scales."""
+    if scale is not None:
+        scales.copy_(scale.reshape(1))
+    if x.is_cuda and takes("quantize", "q") and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0:
+        _kernel(readable(x), q, scales, QUANTS.index(quant), ue8m0, scale is not None)
+        return
+    wide = x.to(torch.float32)
+    if scale is None:
+        scales.copy_(_scales_of(_amax(wide, quant), torch.finfo(q.dtype).max, ue8m0))
+    inverse = _spread(1.0 / scales, quant, wide)
+    q.copy_(rounded(wide * inverse, q.dtype))
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 values in an fp8 type: the nearest, beyond the largest the largest, NaN without a sign."""
+    most = torch.finfo(dtype).max
+    return torch.where(values.isnan(), torch.nan, values.clamp(-most, most)).to(dtype)
+
+
+def _amax(x: Tensor, quant: str) -> Tensor:
+    size = x.abs()
+    if x.numel() == 0:
+        shape = empty(x, quant, torch.float8_e4m3fn)[1].shape
+        return x.new_zeros(shape)
+    if quant == "tensor":
+        return size.amax().view(1)
+    if quant == "token":
+        return size.amax(-1, keepdim=True)
+    size = torch.nn.functional.pad(size, (0, -size.shape[-1] % BLOCK))
+    groups = size.view(*size.shape[:-1], -1, BLOCK).amax(-1)
+    if quant == "group128":
+        return groups
+    groups = torch.nn.functional.pad(groups, (0, 0, 0, -groups.shape[-2] % BLOCK))
+    return groups.view(*groups.shape[:-2], -1, BLOCK, groups.shape[-1]).amax(-2)
+
+
+def _scales_of(amax: Tensor, most: float, ue8m0: bool) -> Tensor:
+    scales = amax.clamp(min=_LEAST_AMAX) / most
+    if not ue8m0:
+        return scales
+    bits = (scales.view(torch.int32) + _MANTISSA) & ~_MANTISSA
+    return torch.where(scales.isfinite(), bits.view(torch.float32), scales)
+
+
+def _spread(scales: Tensor, quant: str, x: Tensor) -> Tensor:
+    """The scales such that they can be multiplied with x."""
+    if quant in ("tensor", "token"):
+        return scales
+    scales = scales.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]]
+    if quant == "block128":
+        scales = scales.repeat_interleave(BLOCK, -2)[..., : x.shape[-2], :]
+    return scales
+
+
+def dequantized(q: Tensor, scales: Tensor, quant: str) -> Tensor:
+    """The values that q stands for, in fp32."""
+    return q.to(torch.float32) * _spread(scales, quant, q)
+
+
+reference = _eager
+
+for _device in ("CPU", "CUDA"):
+    library.impl("quantize", _eager, _device)
+torch.library.register_fake("flux::quantize", _fake, lib=library)
+
+_op: Any = torch.ops.flux.quantize.default
+
+
+def _kernel(*arguments: Any) -> None:
+    torch.ops.flux._quantize.default(*arguments)

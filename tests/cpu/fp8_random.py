@@ -1,0 +1,133 @@
+"""Random fp8 calls of all operators, each compared with its exact result: any kind and layout of scales,
+types, shapes, options. As a program: 500 of each operator on 1 to 4 processes. `make test` runs a part of
+them.
+
+A case is a number: everything else follows from it, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fp8_layouts import LAYOUTS
+
+import flux
+from flux.testing import ScaledCase, spawn
+
+Tensor = torch.Tensor
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def differs(what: str, result: Tensor, expected: Tensor) -> str:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{what}: {list(result.shape)} {result.dtype}, not {list(expected.shape)} {expected.dtype}"
+    wrong = int((result != expected).sum())
+    return f"{what}: {wrong} of {result.numel()} elements are wrong" if wrong else ""
+
+
+class Case:
+    """One random call."""
+
+    def __init__(self, number: int, rank: int, p: int) -> None:
+        self.number, self.rank, self.p = number, rank, p
+        self.dice = random.Random(number)
+
+    def size(self, most: int) -> int:
+        """Mostly small, sometimes next to the edge of a tile or a block."""
+        edge = self.dice.choice((1, 127, 128, 129, 256, 257))
+        return min(most, self.dice.choice((self.dice.randint(1, 40), self.dice.randint(1, most), edge)))
+
+    def scaled(self, m: int, sums: bool) -> ScaledCase:
+        """x of m rows on each rank, and a weight."""
+        kind = self.dice.choice(("tensor", "row", "block"))
+        return ScaledCase(
+            m,
+            self.size(300),
+            self.size(700),
+            self.p,
+            kind,
+            self.dice.choice((E4M3, E5M2)),
+            self.dice.choice(OUT),
+            self.dice.random() < 0.5,
+            sums,
+            self.number,
+        )
+
+    def arguments(self, case: ScaledCase) -> dict[str, Any]:
+        """The call's arguments: those of the case in the layout of some library."""
+        x, weight, scale_x, scale_w, bias = case.inputs(self.rank)
+        found = {"x": x, "weight": weight, "bias": bias, "scale_x": scale_x, "scale_w": scale_w}
+        name = self.dice.choice(sorted(LAYOUTS))
+        found |= LAYOUTS[name](x, weight, scale_x, scale_w) or {}
+        found["out_dtype"] = case.out_dtype
+        if case.scales != "block" and self.dice.random() < 0.3:
+            found["accumulate"] = "fast"
+        return found
+
+    def out(self, *shape: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"out": torch.full(shape, 77, dtype=dtype)} if self.dice.random() < 0.3 else {}
+
+
+def gemm(call: Case) -> str:
+    case = call.scaled(call.size(300), False)
+    out = call.out(case.m, case.n, dtype=case.out_dtype)
+    result = flux.gemm(**call.arguments(case), **out)
+    return differs("product", result, case.product(call.rank, call.rank).to(case.out_dtype))
+
+
+def gemm_rs(call: Case) -> str:
+    rows = call.size(150)
+    case = call.scaled(call.p * rows, True)
+    out = call.out(rows, case.n, dtype=case.out_dtype)
+    result = flux.gemm_rs(**call.arguments(case), **out)
+    return differs("sum", result, case.total()[call.rank * rows :][:rows])
+
+
+OPS: dict[str, Callable[[Case], str]] = {f.__name__: f for f in (gemm, gemm_rs)}
+
+
+def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:
+    """What is wrong with cases of an operator."""
+    told = {number: OPS[op](Case(number, rank, p)) for number in range(first, first + count)}
+    return [f"{op} case {number}, {p} ranks, rank {rank}: {wrong}" for number, wrong in told.items() if wrong]
+
+
+def campaign(op: str, first: int, count: int, timeout_s: float = 1200.0) -> list[str]:
+    """Cases of an operator on 1 to 4 processes, fused and not."""
+    shares = [(1, "auto", 0.1), (2, "auto", 0.3), (3, "auto", 0.25), (4, "auto", 0.25), (2, "off", 0.1)]
+    wrong: list[str] = []
+    for part, (p, fused, share) in enumerate(shares):
+        env = {"FLUX_FUSED": fused, "OMP_NUM_THREADS": "1"}
+        number = first + 100_000 * part
+        cases = max(1, round(share * count))
+        told = spawn(sweep, p, op, number, cases, backend="gloo", env=env, timeout_s=timeout_s)
+        wrong += [line for lines in told for line in lines]
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=500, help="of each operator")
+    parser.add_argument("--op", choices=sorted(OPS), action="append")
+    arguments = parser.parse_args()
+    failed = False
+    for op in arguments.op or OPS:
+        begin = time.monotonic()
+        wrong = campaign(op, 1_000_000 * arguments.seed, arguments.cases)
+        print("".join(f"{line}\n" for line in wrong), end="")
+        took = time.monotonic() - begin
+        print(f"{op}: {arguments.cases} cases in {took:.0f} s, {len(wrong)} wrong", flush=True)
+        failed |= bool(wrong)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""flux.gemm of fp8 operands on CPUs: exact results with every layout of scales, bounds, arguments, and how
+torch sees the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import opcheck
+from fp8_layouts import LAYOUTS
+
+import flux
+from flux.ops import _scaled_mm, _scales
+from flux.ops import gemm as ops
+from flux.testing import ScaledCase, scaled_bound
+from flux.testing.scaled_data import exact_product
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# m, n, k: not multiples of anything, one block of K, and whole blocks
+SHAPES = [(1, 1, 2), (5, 7, 100), (3, 130, 128), (64, 48, 300), (129, 257, 512)]
+KINDS = ["tensor", "row", "block"]
+OUT = [torch.bfloat16, torch.float16, torch.float32]
+Arguments = dict[str, Any]
+
+
+def call(case: ScaledCase, rank: int = 0, **change: Any) -> torch.Tensor:
+    x, weight, scale_x, scale_w, bias = case.inputs(rank)
+    given = {"x": x, "weight": weight, "bias": bias, "scale_x": scale_x, "scale_w": scale_w}
+    result: torch.Tensor = flux.gemm(**({"out_dtype": case.out_dtype} | given | change))
+    return result
+
+
+def exact(case: ScaledCase, rank: int = 0) -> torch.Tensor:
+    return case.product(rank, rank).to(case.out_dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out_dtype", OUT)
+@pytest.mark.parametrize("x_dtype", [E4M3, E5M2])
+def test_exact(kind: str, out_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    for seed, (m, n, k) in enumerate(SHAPES):
+        case = ScaledCase(m, n, k, 1, kind, x_dtype, out_dtype, bias=seed % 2 == 0, seed=seed)
+        assert torch.equal(call(case), exact(case))
+        out = torch.full((m, n), 7, dtype=out_dtype)
+        assert call(case, out=out, out_dtype=out_dtype) is out
+        assert torch.equal(out, exact(case))
+        if kind != "block":
+            assert torch.equal(call(case, accumulate="fast"), exact(case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_of_other_libraries(layout: str, kind: str) -> None:
+    taken = 0
+    for seed, (m, n, k) in enumerate(SHAPES):
+        case = ScaledCase(m, n, k, 1, kind, seed=seed)
+        change = LAYOUTS[layout](*case.inputs(0)[:4])
+        taken += change is not None
+        assert torch.equal(call(case, **(change or {})), exact(case)), (m, n, k)
+    assert taken or (kind, layout) in {
+        ("tensor", "vllm block"),
+        ("row", "vllm block"),
+        ("tensor", "deep_gemm"),
+        ("tensor", "transformer_engine"),
+        ("row", "transformer_engine"),
+    }
+
+
+def test_canonical_scales_are_not_copied() -> None:
+    case = ScaledCase(10, 300, 300, 1)
+    x, weight, scale_x, scale_w, _ = case.inputs(0)
+    once = _scales.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(300, 300, False)
+    assert once.x.stride() == (1, 12) and once.x.data_ptr() % 16 == 0 and once.w.is_contiguous()
+    again = once.canonical(300, 300, False)
+    assert again.x.data_ptr() == once.x.data_ptr() and again.w.data_ptr() == scale_w.data_ptr()
+    q, quantised = flux.quantize(torch.randn(10, 300))
+    assert _scales.column_major(quantised).data_ptr() == quantised.data_ptr()
+
+
+def test_leading_dimensions() -> None:
+    for kind in KINDS:
+        case = ScaledCase(12, 20, 260, 1, kind)
+        x, weight, scale_x, scale_w, _ = case.inputs(0)
+        deep = x.view(3, 4, 260)
+        expected = exact(case).view(3, 4, 20)
+        given = {"scale_w": scale_w, "scale_x": scale_x}
+        assert torch.equal(flux.gemm(deep, weight, **given), expected)
+        if kind != "tensor":
+            given["scale_x"] = scale_x.view(3, 4, -1)
+            assert torch.equal(flux.gemm(deep, weight, **given), expected)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 256), (3, 0, 256), (3, 4, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_sizes(kind: str, m: int, n: int, k: int) -> None:
+    blocks, groups = -(-k // 128), -(-n // 128)
+    scale_x = {"tensor": (1,), "row": (m, 1), "block": (m, blocks)}[kind]
+    scale_w = {"tensor": (1,), "row": (n,), "block": (groups, blocks)}[kind]
+    x, weight = torch.ones(m, k).to(E4M3), torch.ones(n, k).to(E4M3)
+    bias = torch.full((n,), 3.0).bfloat16()
+    result = flux.gemm(x, weight, bias, scale_x=torch.ones(scale_x), scale_w=torch.ones(scale_w))
+    assert result.shape == (m, n) and torch.equal(result, torch.full((m, n), 3.0 + k).bfloat16())
+
+
+def _canonical(change: Callable[[_scales.Scales], _scales.Scales]) -> Callable[..., _scales.Scales]:
+    whole = _scales.Scales.canonical
+    return lambda self, *rest: change(whole(self, *rest))
+
+
+def _swapped(scale: torch.Tensor) -> torch.Tensor:
+    return scale.roll(1, 0)
+
+
+# Defects of the code between the caller and the arithmetic.
+MUTANTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
+    "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
+    "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
+    "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
+    "scale_w doubled": lambda s: s._replace(w=s.w * s.w),
+    "scale_x inverted": lambda s: s._replace(x=1 / s.x),
+    "rows swapped": lambda s: s._replace(x=_swapped(s.x)),
+    "columns swapped": lambda s: s._replace(w=_swapped(s.w)),
+    "blocks of x swapped": lambda s: s._replace(x=s.x.roll(1, -1)),
+    "blocks of w swapped": lambda s: s._replace(w=s.w.roll(1, -1)),
+    "x's scales as one": lambda s: s._replace(x=s.x[:1].expand_as(s.x)),
+    "w's scales as one": lambda s: s._replace(w=s.w[:1].expand_as(s.w)),
+    "read row by row": lambda s: s._replace(x=s.x.t().contiguous().view(s.x.shape)),
+    "w read transposed": lambda s: s._replace(w=s.w.t().contiguous().view(s.w.shape)),
+}
+# Of one scale there is nothing to swap.
+NOT_OF_ONE = {name for name in MUTANTS if "swapped" in name or "one" in name or "read" in name}
+NOT_OF_VECTORS = {name for name in MUTANTS if "read" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_scale_is_caught(mutant: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "tensor" and mutant in NOT_OF_ONE or kind == "row" and mutant in NOT_OF_VECTORS:
+        with pytest.raises(AssertionError, match="alike"):
+            _differences(mutant, kind, monkeypatch)
+        return
+    _differences(mutant, kind, monkeypatch)
+
+
+def _differences(mutant: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [ScaledCase(33, 300, 520, 1, kind, seed=seed) for seed in range(8)]
+    assert all(torch.equal(call(case), exact(case)) for case in cases)
+    monkeypatch.setattr(_scales.Scales, "canonical", _canonical(MUTANTS[mutant]))
+    assert not all(torch.equal(call(case), exact(case)) for case in cases), "all alike"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "static"])
+@pytest.mark.parametrize("out_dtype", OUT)
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+def test_random_data_within_the_bound(kind: str, out_dtype: torch.dtype, accumulate: str) -> None:
+    if kind == "block" and accumulate == "fast":
+        return  # refused: see BAD
+    torch.manual_seed(2)
+    rows, columns = {"tensor": ("tensor",) * 2, "row": ("token",) * 2, "block": ("group128", "block128")}.get(
+        kind, ("tensor", "token")
+    )
+    x, weight = torch.randn(96, 700), torch.randn(200, 700) * torch.rand(200, 1).exp()
+    (q, scale_x), (w, scale_w) = flux.quantize(x, rows), flux.quantize(weight, columns)  # type: ignore[arg-type]
+    result = flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w, out_dtype=out_dtype, accumulate=accumulate)  # type: ignore[arg-type]
+    wanted = exact_product(q, scale_x, w, scale_w)
+    bound = scaled_bound(q, scale_x, w, scale_w, wanted, out_dtype, accumulate)
+    assert ((result.double() - wanted).abs() <= bound).all()
+    # The bound is not so wide that a scale of another row would pass.
+    other = flux.gemm(q, w, scale_x=scale_x.roll(1, 0) * 1.05, scale_w=scale_w, out_dtype=out_dtype)
+    assert ((other.double() - wanted).abs() > bound).any()
+    # What quantisation costs is another matter: some percent of the size of an element.
+    error = (result.double() - x.double() @ weight.double().t()).square().mean().sqrt()
+    assert error < 0.06 * wanted.square().mean().sqrt()
+
+
+def test_sums_of_many_blocks_are_not_lost() -> None:
+    """2¹⁴ in the first block, 1 in each later one, -2¹⁴ in the last: 13 bits lose the ones."""
+    blocks = 20
+    x, weight = torch.zeros(1, 128 * blocks), torch.ones(16, 128 * blocks)
+    x[0, ::128] = 1.0
+    x[0, :64], x[0, -64:] = 256.0, -256.0
+    result = flux.gemm(
+        x.to(E4M3), weight.to(E4M3), scale_x=torch.ones(1), scale_w=torch.ones(1), out_dtype=torch.float32
+    )
+    assert (result == blocks - 1).all()
+
+
+X, W = torch.ones(8, 256).to(E4M3), torch.ones(160, 256).to(E4M3)
+SX, SW = torch.ones(8, 2), torch.ones(2, 2)
+ROWS: Arguments = {"scale_x": torch.ones(8, 1), "scale_w": torch.ones(160)}
+BAD: list[tuple[str, Arguments, str]] = [
+    ("no scale_x", {"scale_x": None}, "scale_x: expected a tensor, as scale_w is one, got None"),
+    ("no scale_w", {"scale_w": None}, "scale_w: expected a tensor, as scale_x is one, got None"),
+    (
+        "no scales",
+        {"scale_x": None, "scale_w": None},
+        "scale_x: expected a tensor, as x is torch.float8_e4m3fn",
+    ),
+    (
+        "x bfloat16",
+        {"x": X.bfloat16()},
+        "x: expected dtype float8_e4m3fn or float8_e5m2 with scales, got .*bfloat16",
+    ),
+    ("x fnuz", {"x": X.float().to(torch.float8_e4m3fnuz)}, "x: expected dtype float8_e4m3fn"),
+    ("x bytes", {"x": X.view(torch.uint8)}, "x: expected dtype float8_e4m3fn .* got torch.uint8"),
+    ("weight e5m2", {"weight": W.float().to(E5M2)}, "weight: expected dtype float8_e4m3fn with scales"),
+    ("weight bf16", {"weight": W.bfloat16()}, "weight: expected dtype float8_e4m3fn with scales"),
+    (
+        "weight n-major",
+        {"weight": W.t().contiguous().t()},
+        r"weight: expected \[n, k\] with stride\(1\) == 1",
+    ),
+    (
+        "weight [k, n] n-major",
+        {"weight": W.t().contiguous(), "transpose_weight": True, "scale_w": SW.t()},
+        r"weight: expected .* stride\(0\) == 1, got shape \[256, 160\], strides \[160, 1\]",
+    ),
+    (
+        "scale_x rows",
+        {"scale_x": torch.ones(7, 2)},
+        r"scale_x: expected one entry, \[8, 1\] or \[8, 2\], got shape",
+    ),
+    ("scale_x blocks", {"scale_x": torch.ones(8, 3)}, r"scale_x: expected .*\[8, 2\], got shape \[8, 3\]"),
+    (
+        "scale_x of TE",
+        {"scale_x": torch.ones(2, 8)},
+        r"scale_x: .*TransformerEngine's layout, pass scale.t\(\)\[:m\]",
+    ),
+    ("scale_x dtype", {"scale_x": SX.bfloat16()}, "scale_x: expected dtype float32 or float8_e8m0fnu"),
+    (
+        "scale_x packed",
+        {"scale_x": SX.int()},
+        "scale_x: expected dtype float32 or float8_e8m0fnu, got torch.int32",
+    ),
+    ("scale_x device", {"scale_x": SX.to("meta")}, "scale_x: expected device cpu, that of x, got meta"),
+    ("scale_w dtype", {"scale_w": SW.half()}, "scale_w: expected dtype float32 or float8_e8m0fnu"),
+    ("scale_w device", {"scale_w": SW.to("meta")}, "scale_w: expected device cpu, that of x, got meta"),
+    (
+        "scale_w blocks",
+        {"scale_w": torch.ones(2, 3)},
+        r"scale_w: expected shape \[2, 2\], one .* got \[2, 3\]",
+    ),
+    ("scale_w transposed", {"scale_w": torch.ones(2, 5)}, r"scale_w: expected shape \[2, 2\]"),
+    ("scale_w 1 by 128", {"scale_w": torch.ones(160, 2)}, r"scale_w: expected shape \[2, 2\]"),
+    (
+        "scale_w rows",
+        {"scale_w": torch.ones(160)},
+        r"scale_w: expected shape \[2, 2\], one entry for each 128",
+    ),
+    (
+        "block scale_w only",
+        {"scale_x": torch.ones(8, 1)},
+        r"scale_w: expected one entry, \[160\] or \[1, 160\]",
+    ),
+    ("scale_w columns", ROWS | {"scale_w": torch.ones(159)}, r"scale_w: expected one entry, \[160\]"),
+    ("fast blocks", {"accumulate": "fast"}, "accumulate: expected 'promoted' with block scales"),
+    ("accumulate", {"accumulate": "slow"}, "accumulate: expected 'promoted' or 'fast', got 'slow'"),
+    (
+        "out_dtype",
+        {"out_dtype": torch.float64},
+        "out_dtype: expected bfloat16, float16 or float32 with scales",
+    ),
+    ("out_dtype fp8", {"out_dtype": E4M3}, "out_dtype: expected bfloat16, float16 or float32"),
+    ("bias", {"bias": torch.ones(160)}, "bias: expected dtype torch.bfloat16, that of the result"),
+    ("out", {"out": torch.ones(8, 160)}, "out: expected dtype torch.bfloat16, that of the result"),
+    ("k differs", {"weight": W[:, :255]}, "weight: expected .* k = 256"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_arguments(change: Arguments, told: str) -> None:
+    arguments = {"x": X, "weight": W, "scale_x": SX, "scale_w": SW} | change
+    with pytest.raises(ValueError, match="gemm: " + told):
+        flux.gemm(**arguments)
+    meta = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) and "device" not in told else value
+        for name, value in arguments.items()
+    }
+    if "device" not in told:
+        with pytest.raises(ValueError, match="gemm: " + told):  # the fake makes the same checks
+            flux.gemm(**meta)
+
+
+def test_without_scales_their_options_are_refused() -> None:
+    x, weight = torch.ones(4, 8), torch.ones(6, 8)
+    assert flux.gemm(x, weight, out_dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(ValueError, match="gemm: out_dtype: expected None or the dtype of x without scales"):
+        flux.gemm(x, weight, out_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="gemm: accumulate: expected 'promoted' without scales, got 'fast'"):
+        flux.gemm(x, weight, accumulate="fast")
+
+
+def test_types_are_checked() -> None:
+    for change in ({"scale_x": 1.0}, {"scale_w": [1.0]}, {"out_dtype": "bfloat16"}, {"accumulate": True}):
+        with pytest.raises(TypeError, match=f"gemm: {next(iter(change))}: expected"):
+            flux.gemm(**({"x": X, "weight": W, "scale_x": SX, "scale_w": SW} | change))  # type: ignore[arg-type]
+
+
+def test_gradients_are_refused() -> None:
+    bias = torch.zeros(160, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(ValueError, match="gemm: bias: expected a tensor that needs no gradient"):
+        flux.gemm(X, W, bias, scale_x=SX, scale_w=SW)
+    with torch.no_grad():
+        assert not flux.gemm(X, W, bias, scale_x=SX, scale_w=SW).requires_grad
+    with pytest.raises(ValueError, match="gemm: scale_x: expected None in a call that needs gradients"):
+        torch.ops.flux.gemm(X, W, bias, False, SX, SW)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_sees_the_operator(kind: str) -> None:
+    case = ScaledCase(6, 140, 260, 1, kind)
+    x, weight, scale_x, scale_w, _ = case.inputs(0)
+    bias = torch.ones(140, dtype=torch.float16)
+    how = (scale_x, scale_w, torch.float16, "promoted")
+    opcheck(torch.ops.flux.gemm.default, (x, weight, bias, False, *how))
+    out = torch.empty(6, 140, dtype=torch.float16)
+    opcheck(torch.ops.flux.gemm_out.default, (x, weight, bias, False, out, *how))
+    meta = flux.gemm(x.to("meta"), weight.to("meta"), scale_x=scale_x.to("meta"), scale_w=scale_w.to("meta"))
+    assert (meta.shape, meta.dtype, meta.device.type) == ((6, 140), torch.bfloat16, "meta")
+
+    def layer(x: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:
+        return flux.gemm(x, weight.t(), scale_x=scale_x, scale_w=scale_w.t(), transpose_weight=True).relu()
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (6, 5):
+        of_rows = scale_x if kind == "tensor" else scale_x[:rows]
+        assert torch.equal(compiled(x[:rows], of_rows), layer(x[:rows], of_rows))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # casts nothing
+        assert torch.equal(
+            flux.gemm(x, weight, bias, scale_x=scale_x, scale_w=scale_w, out_dtype=torch.float16),
+            torch.ops.flux.gemm(x, weight, bias, False, *how),
+        )
+
+
+def test_vmap() -> None:
+    cases = [ScaledCase(6, 20, 260, 1, "block", seed=seed) for seed in range(3)]
+    x, weight, scale_x, scale_w = (
+        torch.stack(tensors) for tensors in zip(*(c.inputs(0)[:4] for c in cases), strict=True)
+    )
+    mapped = torch.vmap(lambda x, w, a, b: flux.gemm(x, w, scale_x=a, scale_w=b))(x, weight, scale_x, scale_w)
+    assert torch.equal(mapped, torch.stack([exact(case) for case in cases]))
+
+
+def test_torchs_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on GPUs without a kernel."""
+    by_torch = []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **b: by_torch.append(1) or scaled_mm(*a, **b))
+    for kind in KINDS:
+        for seed, (m, n, k) in enumerate([*SHAPES, (7, 48, 160), (9, 128, 256)]):
+            case = ScaledCase(m, n, k, 1, kind, bias=True, seed=seed)
+            x, weight, scale_x, scale_w, bias = case.inputs(0)
+            scales = _scales.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(n, k, False)
+            out = torch.empty(m, n, dtype=torch.bfloat16)
+            ops.unfused(x, weight, bias, False, out, scales)
+            assert torch.equal(out, exact(case)), (kind, m, n, k)
+    assert len(by_torch) == 4
+
+
+def test_explain() -> None:
+    plan = flux.explain("gemm", 8, 160, 256, E4M3, scales="block", out_dtype=torch.float16)
+    assert "float8_e4m3fn, block scales, result float16" in str(plan) and plan.scaling is not None
+    with pytest.raises(ValueError, match="explain: scales: expected tensor, row or block, as the dtype is"):
+        flux.explain("gemm", 8, 160, 256, E4M3)
+    with pytest.raises(ValueError, match=r"explain: scales: expected None, as the dtype is torch\.bfloat16"):
+        flux.explain("gemm", 8, 160, 256, scales="row")
+    with pytest.raises(ValueError, match="explain: accumulate: expected"):
+        flux.explain("gemm", 8, 160, 256, E4M3, scales="row", accumulate="never")
+    assert _scaled_mm.why_not_torchs(16, 32, _scales.Scales(SX, SW, torch.float16, "promoted")) is not None

@@ -1,0 +1,227 @@
+"""flux.quantize on CPUs: its definition element by element, its edges, arguments, and how torch sees it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+from cases import opcheck
+
+import flux
+from flux.ops import _scales
+from flux.ops.quantize import QUANTS, dequantized
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def fp32(value: float) -> float:
+    """Rounded to fp32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def fp8_values(dtype: torch.dtype) -> list[float]:
+    """All finite values of a type that are not negative, in order."""
+    every = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    return sorted(set(every[every.isfinite()].tolist()))
+
+
+def nearest(value: float, dtype: torch.dtype) -> float:
+    """The nearest value of the type, the one with an even mantissa of two."""
+    values = fp8_values(dtype)
+    size = min(abs(value), values[-1])
+    best = min(values, key=lambda each: (abs(each - size), values.index(each) % 2))
+    return math.copysign(best, value)
+
+
+def scale_of(group: list[float], dtype: torch.dtype, ue8m0: bool) -> float:
+    scale = fp32(max(max(map(abs, group)), fp32(1e-10)) / LARGEST[dtype])
+    if ue8m0:
+        mantissa, exponent = math.frexp(scale)
+        scale = math.ldexp(1.0, exponent - (mantissa == 0.5))
+    return scale
+
+
+def groups_of(quant: str, rows: int, columns: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """The elements of each group, by the place of its scale."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for i in range(rows):
+        for j in range(columns):
+            place = {
+                "tensor": (0, 0),
+                "token": (i, 0),
+                "group128": (i, j // 128),
+                "block128": (i // 128, j // 128),
+            }
+            found.setdefault(place[quant], []).append((i, j))
+    return found
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_definition(quant: Any, dtype: torch.dtype, ue8m0: bool) -> None:
+    rows, columns = (130, 3) if quant == "block128" else (5, 130)
+    torch.manual_seed(0)
+    x = (torch.randn(rows, columns) * torch.rand(rows, 1).exp()).bfloat16()
+    q, scale = flux.quantize(x, quant, ue8m0=ue8m0, dtype=dtype)
+    assert q.dtype == dtype and q.shape == x.shape and q.is_contiguous() and scale.dtype == torch.float32
+    matrix = scale.view(1, 1) if quant == "tensor" else scale
+    for place, members in groups_of(quant, rows, columns).items():
+        expected = scale_of([float(x[i, j]) for i, j in members], dtype, ue8m0)
+        assert float(matrix[place]) == expected, place
+        inverse = fp32(1 / expected)
+        for i, j in members[:40]:
+            assert float(q[i, j].float()) == nearest(fp32(float(x[i, j]) * inverse), dtype), (i, j)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_shapes_and_layout(quant: Any) -> None:
+    x = torch.randn(6, 260)
+    q, scale = flux.quantize(x, quant)
+    shape = {"tensor": (1,), "token": (6, 1), "group128": (6, 3), "block128": (1, 3)}[quant]
+    assert tuple(scale.shape) == shape
+    if quant == "group128":
+        assert scale.stride() == (1, 8) and scale.data_ptr() % 16 == 0
+    deep_q, deep_scale = flux.quantize(x.view(2, 3, 260), quant)
+    assert deep_q.shape == (2, 3, 260)
+    if quant == "block128":  # a matrix for each entry of the first dimension, such as an expert
+        assert deep_scale.shape == (2, 1, 3)
+        assert torch.equal(deep_scale[1], flux.quantize(x[3:], quant)[1])
+        return
+    assert torch.equal(deep_q.float().view(6, 260), q.float())
+    assert torch.equal(deep_scale.reshape(scale.shape), scale)
+    if quant != "tensor":
+        assert deep_scale.shape[:2] == (2, 3)
+        flat = flux.quantize(x[0], quant)
+        assert torch.equal(flat[0].float(), q[0].float()) and torch.equal(flat[1], scale[0])
+    strided_q, strided_scale = flux.quantize(torch.randn(260, 12)[:, ::2].copy_(x.t()).t(), quant)
+    assert torch.equal(strided_q.float(), q.float()) and torch.equal(strided_scale, scale)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_errors_are_half_a_step(quant: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(150, 300) * 7
+    q, scale = flux.quantize(x, quant, dtype=dtype)
+    error = (dequantized(q, scale, quant) - x).abs()
+    step = 2.0**-4 if dtype == E4M3 else 2.0**-3
+    floor = float(scale.max()) * (2.0**-10 if dtype == E4M3 else 2.0**-17)  # of subnormal numbers
+    assert (error <= 1.001 * step * x.abs() + floor).all()
+    # In every group the largest number is used. 1/scale is rounded, so it may be missed by a step.
+    assert float(q.float().abs().max()) == LARGEST[dtype]
+
+
+def test_powers_of_two_are_exact() -> None:
+    x = torch.ldexp(torch.ones(4, 256), torch.arange(1024).view(4, 256) % 9 - 4)
+    q, scale = flux.quantize(x, "group128", ue8m0=True)
+    assert torch.equal(dequantized(q, scale, "group128"), x)
+    assert torch.equal(scale, scale.to(torch.float8_e8m0fnu).float())
+    plain = flux.quantize(x, "group128")[1]
+    assert (scale >= plain).all() and (scale < 2 * plain).all()
+
+
+def test_static_scale() -> None:
+    x = torch.tensor([[1.0, -2.0, 1000.0, 0.3]])
+    given = torch.tensor([0.5])
+    q, scale = flux.quantize(x, "tensor", scale=given)
+    assert torch.equal(q.float(), torch.tensor([[2.0, -4.0, 448.0, 0.625]]))
+    assert torch.equal(scale, given) and scale.data_ptr() != given.data_ptr()
+    assert torch.equal(flux.quantize(x, "tensor", scale=torch.tensor(0.5))[1], given)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_numbers_that_are_none(dtype: torch.dtype) -> None:
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([[0.0, 0.0], [nan, 1.0], [-nan, 2.0], [inf, 3.0], [1e-30, -1e-30], [-0.0, 1.0]])
+    q, scale = flux.quantize(x, "token", dtype=dtype)
+    assert torch.equal(q[0].float(), torch.zeros(2)) and scale[0] == fp32(fp32(1e-10) / LARGEST[dtype])
+    assert (q[1:3].view(torch.uint8) == 0x7F).all() and scale[1:3].isnan().all()
+    assert q[3, 0].float().isnan() and q[3, 1].float() == 0 and scale[3].isinf()
+    assert (q[4].float() == 0).all() and q[5].view(torch.uint8)[0] == 0x80
+    ue8m0 = flux.quantize(x, "token", dtype=dtype, ue8m0=True)[1]
+    assert ue8m0[1:3].isnan().all() and ue8m0[3].isinf()
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (3, 0)])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_empty(quant: Any, shape: tuple[int, int]) -> None:
+    q, scale = flux.quantize(torch.ones(shape), quant)
+    groups = -(-shape[1] // 128)
+    expected = {
+        "tensor": 1,
+        "token": shape[0],
+        "group128": shape[0] * groups,
+        "block128": -(-shape[0] // 128) * groups,
+    }
+    assert q.shape == shape and scale.numel() == expected[quant] and scale.isfinite().all()
+
+
+X = torch.ones(4, 256)
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("quant", {"quant": "row"}, "quant: expected one of tensor, token, group128, block128, got 'row'"),
+    ("dtype", {"dtype": torch.int8}, "dtype: expected float8_e4m3fn or float8_e5m2, got torch.int8"),
+    ("x int", {"x": X.int()}, "x: expected dtype bfloat16, float16, float32 or float64"),
+    ("x fp8", {"x": X.to(E4M3)}, "x: expected dtype bfloat16"),
+    ("x scalar", {"x": torch.tensor(1.0)}, "x: expected at least 1 dimensions"),
+    (
+        "x vector",
+        {"x": torch.ones(4), "quant": "block128"},
+        "x: expected at least 2 dimensions for 'block128'",
+    ),
+    ("x needs grad", {"x": X.clone().requires_grad_()}, "x: expected a tensor that needs no gradient"),
+    ("static token", {"quant": "token", "scale": torch.ones(1)}, "scale: expected None with 'token'"),
+    ("static ue8m0", {"quant": "tensor", "scale": torch.ones(1), "ue8m0": True}, "ue8m0: expected False"),
+    (
+        "scale dtype",
+        {"quant": "tensor", "scale": torch.ones(1).half()},
+        "scale: expected float32 with one entry",
+    ),
+    ("scale shape", {"quant": "tensor", "scale": torch.ones(2)}, "scale: expected float32 with one entry"),
+    (
+        "scale device",
+        {"quant": "tensor", "scale": torch.ones(1, device="meta")},
+        "scale: expected device cpu",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_arguments(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match="quantize: " + told):
+        flux.quantize(**({"x": X} | change))
+
+
+def test_types() -> None:
+    for change in ({"quant": 3}, {"ue8m0": 1}, {"dtype": "float8"}, {"scale": 1.0}, {"x": [1.0]}):
+        with pytest.raises(TypeError, match=f"quantize: {next(iter(change))}: expected"):
+            flux.quantize(**({"x": X} | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_torch_sees_the_operator(quant: Any) -> None:
+    x = torch.randn(6, 260)
+    for scale in (None, torch.ones(1)) if quant == "tensor" else (None,):
+        opcheck(torch.ops.flux.quantize.default, (x, quant, scale, scale is None, E4M3))
+    q, scales = flux.quantize(x.to("meta"), quant)
+    made = flux.quantize(x, quant)
+    assert (q.shape, q.dtype, scales.shape, scales.stride()) == (
+        made[0].shape,
+        E4M3,
+        made[1].shape,
+        made[1].stride(),
+    )
+    compiled = torch.compile(lambda x: flux.quantize(x * 2, quant), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x)[0].float(), made[0].float())
+    assert torch.equal(compiled(x)[1], 2 * made[1])
+
+
+def test_its_scales_are_canonical() -> None:
+    scale_x = flux.quantize(torch.randn(5, 300))[1]
+    scale_w = flux.quantize(torch.randn(140, 300), "block128")[1]
+    scales = _scales.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(140, 300, False)
+    assert scales.x.data_ptr() == scale_x.data_ptr() and scales.w.data_ptr() == scale_w.data_ptr()
