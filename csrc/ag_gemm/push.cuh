@@ -61,19 +61,18 @@ FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout
       drawn[(i + 1) % 2] = draw();
     } else if (threadIdx.x >= 32) {
       const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;
-      char* dst = symm.slots(peer, call.epoch) + layout.offset(slot, row);
+      char* const slots = symm.slots(peer, call.epoch);
+      const int thread = threadIdx.x - 32;
       if (kScales && piece.bytes == Piece::kScales) {
-        char* const slots = symm.slots(peer, call.epoch);
-        push_scales<kPushThreads - 32>(layout, scales, row,
-                                       reinterpret_cast<float*>(slots + layout.scale_offset(slot)),
-                                       threadIdx.x - 32);
+        auto* const to = reinterpret_cast<float*>(slots + layout.scale_offset(slot));
+        push_scales<kPushThreads - 32>(layout, scales, row, to, thread);
       } else {
-        runtime::copy_bytes<kPushThreads - 32>(dst + piece.offset, src + piece.offset, piece.bytes,
-                                               threadIdx.x - 32);
+        char* const dst = slots + layout.offset(slot, row);
+        runtime::copy_bytes<kPushThreads - 32>(dst + piece.offset, src + piece.offset, piece.bytes, thread);
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && (kScales ? piece.bytes != 0 : piece.bytes > 0)) {
+    if (threadIdx.x == 0 && piece.bytes != 0) {
       // Orders this CTA's stores before its count: they are visible to the CTA that reads the full count, and to the
       // peer that this CTA then signals.
       __threadfence_system();

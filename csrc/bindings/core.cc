@@ -97,7 +97,7 @@ std::string tile_name(const gemm::TileConfig& config) {
   return gemm::config_name(config.id, gemm::Cluster::kNone);
 }
 
-gemm::Choice select(const gemm::Problem& problem, int config) {
+gemm::Choice checked_select(const gemm::Problem& problem, int config) {
   check_problem(problem.m, problem.n, problem.world_size);
   check_range("k", problem.k, 1, kMaxExtent);
   check_range("num_sms", problem.num_sms, 1, kMaxSms);
@@ -206,38 +206,38 @@ struct Operands {
   int bytes;
   bool block_scales, fast;
 };
-gemm::Choice select_for(gemm::Problem problem, const Operands& operands, int config) {
+gemm::Choice select(gemm::Problem problem, const Operands& operands, int config) {
   check_range("operand_bytes", operands.bytes, 1, 2);
   if (operands.bytes == 1) {
     if (problem.transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
     problem.operand_bytes = 1;
     problem.promotes = operands.block_scales || !operands.fast;
   }
-  return select(problem, config);
+  return checked_select(problem, config);
 }
 
 gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config,
                          int operand_bytes, bool block_scales, bool fast) {
-  return select_for({m, n, k, transpose_weight, /*world_size=*/1, num_sms},
-                    {operand_bytes, block_scales, fast}, config);
+  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, {operand_bytes, block_scales, fast},
+                config);
 }
 
 gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config,
                             int operand_bytes, bool block_scales, bool fast) {
-  return select_for({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true},
-                    {operand_bytes, block_scales, fast}, config);
+  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true},
+                {operand_bytes, block_scales, fast}, config);
 }
 
 gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
                             int config, int operand_bytes, bool block_scales, bool fast) {
-  return select_for({m, n, k, transpose_weight, world_size, num_sms}, {operand_bytes, block_scales, fast},
-                    config);
+  return select({m, n, k, transpose_weight, world_size, num_sms}, {operand_bytes, block_scales, fast},
+                config);
 }
 
 gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
                             int config, int operand_bytes, bool block_scales, bool fast) {
-  return select_for({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true},
-                    {operand_bytes, block_scales, fast}, config);
+  return select({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true},
+                {operand_bytes, block_scales, fast}, config);
 }
 
 ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size, int scale_columns) {
@@ -335,9 +335,19 @@ void bind_selection(py::module_& m) {
       .def_property_readonly("supports_split", &gemm::supports_split)
       .def_property_readonly("name", &tile_name)
       .def("__repr__", [](const gemm::TileConfig& self) { return "<TileConfig " + tile_name(self) + ">"; });
-  m.def("tile_configs", [] {
-    return std::vector<gemm::TileConfig>(std::begin(gemm::kTileConfigs), std::end(gemm::kTileConfigs));
-  });
+  m.def(
+      "tile_configs",
+      [](int operand_bytes) {
+        check_range("operand_bytes", operand_bytes, 1, 2);
+        std::vector<gemm::TileConfig> tiles;
+        for (const gemm::TileConfig& tile : gemm::kTileConfigs) {
+          if (tile.operand_bytes() == operand_bytes) tiles.push_back(tile);
+        }
+        return tiles;
+      },
+      py::arg("operand_bytes") = 2,
+      "The tile shapes for bf16 and fp16, whose ids are 0, 1, ..., or for fp8.");
+  m.def("tile_config", &config_at, py::arg("id"));
 
   m.attr("MAX_EXTENT") = kMaxExtent;
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;

@@ -76,8 +76,9 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
       }
     }
   } else {
-    int held = kReleasesEarly ? -1 : 0;  // the stage whose wgmmas may still be running
-                                         // Unrolling would only make the code longer.
+    // The stage whose wgmmas may still be running.
+    int held = kReleasesEarly ? -1 : 0;
+    // Unrolling would only make the code longer.
 #pragma unroll 1
     for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
       if constexpr (kReleasesEarly) {

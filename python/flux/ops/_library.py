@@ -91,7 +91,9 @@ library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> T
 _SCALES = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
 # config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
 # device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
-library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_SCALES}) -> ()")
+library.define(
+    f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_SCALES}) -> ()"
+)
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_SCALES}) -> ()"
