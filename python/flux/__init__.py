@@ -12,6 +12,7 @@ from flux._invariance import batch_invariant
 from flux.errors import CommTimeoutError
 from flux.ops import autocast as _autocast  # noqa: F401  (registers what torch.autocast does)
 from flux.ops import autograd as _autograd  # noqa: F401  (registers the backward passes)
+from flux.ops import plan_nodes as _plan_nodes  # noqa: F401  (registers the plans of several nodes)
 from flux.ops import vmap as _vmap  # noqa: F401  (registers what torch.vmap does)
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.all_gather import all_gather

@@ -103,6 +103,30 @@ VARIABLES: tuple[Variable, ...] = (
         str,
     ),
     Variable(
+        "FLUX_NODE",
+        "",
+        "Name of the node that a rank is on: ranks with equal names share memory, others reach each other "
+        "through the network. Default: the host. To rehearse several nodes on one machine.",
+        "run",
+        str,
+    ),
+    Variable(
+        "FLUX_RAIL",
+        "auto",
+        "Engine of exchanges between nodes: auto (process groups: NCCL, on CPUs gloo), or symm (shared "
+        "memory between processes of one host, CPU tensors only). Read when a group is first used.",
+        "run",
+        _one_of("auto", "symm"),
+    ),
+    Variable(
+        "FLUX_LINKS",
+        "",
+        "File of flux doctor --nodes with measured rates of the links between nodes, by which plans choose; "
+        "the same on all ranks.",
+        "run",
+        _existing_file,
+    ),
+    Variable(
         "FLUX_RECORD_SHAPES",
         "",
         "File to which rank 0 of each group appends the problems that it plans, for flux tune --trace.",

@@ -30,6 +30,12 @@ class Echo:
         self.left = wait
 
 
+class Group(SimpleNamespace):
+    """A process group, which can be a key."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class Machine:
     """What the replaced torch.cuda says, and what was asked of it."""
 
@@ -88,9 +94,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def make() -> CudaWorkspace:
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2, group_name="g")
+    group: Any = Group(rank=lambda: 0, size=lambda: 2, group_name="g")
     meeting: Any = Echo()
-    return CudaWorkspace(group, torch.device("cuda", 0), "gemm_rs", meeting, core.CallTurn(()))
+    device = torch.device("cuda", 0)
+    facts = CudaWorkspace.meet(group, device, "gemm_rs", meeting)
+    return CudaWorkspace(group, device, "gemm_rs", meeting, core.CallTurn(()), facts)
 
 
 def enter(workspace: CudaWorkspace, plan: Plan) -> int:

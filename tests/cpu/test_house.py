@@ -129,6 +129,16 @@ def python_imports(root: Path) -> list[str]:
     return found
 
 
+def several_nodes(root: Path) -> list[str]:
+    """What serves groups of one node does not know of those with several: of comm, only the registry does."""
+    return [
+        f"{path}: {line}"
+        for path, text in files(root, {".py"}, "python/flux/comm")
+        if not path.startswith("python/flux/comm/nodes/") and path != "python/flux/comm/registry.py"
+        for line in re.findall(r"^\s*(?:from|import) flux\.comm(?:\.| import )nodes.*", text, re.MULTILINE)
+    ]
+
+
 def long_files(root: Path) -> list[str]:
     return [
         path
@@ -197,6 +207,8 @@ LAWS: list[tuple[Callable[[Path], list[str]], str, str]] = [
     (python_imports, "python/flux/comm/group.py", "def f():\n    from flux.ops import gemm\n"),
     (python_imports, "python/flux/ops/gemm.py", "import flux\n"),
     (python_imports, "python/flux/bench/a.py", "from . import b\n"),
+    (several_nodes, "python/flux/comm/cpu.py", "from flux.comm.nodes.rail import Rail\n"),
+    (several_nodes, "python/flux/comm/cuda.py", "from flux.comm import nodes\n"),
     (long_files, "python/flux/ops/gemm.py", "x = 1\n" * (MAX_LINES + 1)),
     (machine_facts, "csrc/gemm/select.cc", "constexpr int kNumSms = 132;\n"),
     (machine_facts, "python/flux/ops/gemm.py", "if 'H200' in name: pass\n"),

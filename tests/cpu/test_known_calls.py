@@ -236,7 +236,7 @@ def test_a_workspace_that_is_made_anew_plans_anew(
     group: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unfused = []
-    monkeypatch.setattr(gemm_rs, "_unfused", lambda *arguments: unfused.append(arguments))
+    monkeypatch.setattr(gemm_rs, "unfused", lambda *arguments: unfused.append(arguments))
     call(group, "gemm_rs")
     again = make_workspace(group)
     again.why_not = "FLUX_FUSED=off"

@@ -194,7 +194,7 @@ def torch_sees(rank: int, world_size: int) -> str:
     ids, weights = case.routing(rank)
     x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
     ops = torch.ops.flux
-    torch.library.opcheck(ops.moe_route.default, (ids, weights, 4, 2, 6, name))
+    torch.library.opcheck(ops.moe_route.default, (ids, weights, 4, 2, 6, name, None))
     routing = flux.moe.route(ids, weights, 4, ep_size=2, max_tokens=6)
     hidden = torch.ones(routing.rows.shape[0], 10)
     arguments = (list(routing[:11]), 4, 2, 6)

@@ -42,9 +42,15 @@ class CpuWorkspace(Workspace):
     _MAX_TOLD = _ENTRY_BYTES - 8
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        op: str,
+        meeting: Meeting,
+        turn: Any,
+        facts: list[dict[str, Any]],
     ) -> None:
-        super().__init__(group, device, op, meeting, turn)
+        super().__init__(group, device, op, meeting, turn, facts)
         self._epoch = 0
         self._told = b""  # facts of the current call, as published to the peers
         self._agreed = False  # whether all peers have begun the current call, and their facts are equal
@@ -53,7 +59,8 @@ class CpuWorkspace(Workspace):
             # The first call compares its facts through the headers, so these must exist before it.
             self.grow(PAGE_BYTES, PAGE_BYTES, op, {})
 
-    def _facts(self) -> dict[str, Any]:
+    @classmethod
+    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
         alone = shm.why_not() or (None if shm.host_id() else "this process cannot tell which host it is on")
         return {"why_not": off or alone, "host": shm.host_id(), "backend": "shm", "num_sms": 0, "shm": alone}

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import shm, symm_mem
-from flux.comm.group import Meeting
+from flux.comm.group import Meeting, name_of
 from flux.comm.workspace import (
     HEADER_BYTES,
     NOTHING,
@@ -64,7 +64,7 @@ def refuse_capture(group: ProcessGroup, op: str) -> None:
     """Raises RuntimeError during the capture of a CUDA graph, which cannot contain an allocation."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{op}: group {group.group_name!r} has no workspace large enough for this call, and a CUDA graph "
+            f"{op}: group {name_of(group)!r} has no workspace large enough for this call, and a CUDA graph "
             "cannot capture its allocation. Before the capture call flux.reserve(group, max_m=, max_n=, "
             "max_k=, dtype=) on all ranks."
         )
@@ -85,9 +85,15 @@ class CudaWorkspace(Workspace):
     _same: Same = NOTHING  # arguments of the current call that ranks compare if the workspace grows
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        op: str,
+        meeting: Meeting,
+        turn: Any,
+        facts: list[dict[str, Any]],
     ) -> None:
-        super().__init__(group, device, op, meeting, turn)
+        super().__init__(group, device, op, meeting, turn, facts)
         self._memory: symm_mem.SymmetricMemory | None = None
         self._symm_buffer: Any = None
         self._address = 0
@@ -114,11 +120,12 @@ class CudaWorkspace(Workspace):
     def transport(self) -> str:  # type: ignore[override]
         return f"stores to peers' symmetric memory (torch's {_env.get('FLUX_SYMM_BACKEND')} backend)"
 
-    def _facts(self) -> dict[str, Any]:
-        properties = torch.cuda.get_device_properties(self.device)
+    @classmethod
+    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(device)
         off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
         return {
-            "why_not": off or why_not(self.device) or symm_mem.why_not(self.group, self.device),
+            "why_not": off or why_not(device) or symm_mem.why_not(group, device),
             "host": shm.host_id(),
             "backend": _env.get("FLUX_SYMM_BACKEND"),
             "num_sms": properties.multi_processor_count,
@@ -264,7 +271,7 @@ class CudaWorkspace(Workspace):
         kind = self._error_code.value
         if kind == _OVERLAP:
             self.failure = RuntimeError(
-                f"flux.{op}: two launches used the workspace of group {self.group.group_name!r} at the same "
+                f"flux.{op}: two launches used the workspace of group {name_of(self.group)!r} at the same "
                 "time, and may have corrupted each other's results. Order the branches of a CUDA graph, and "
                 "graphs that are replayed on several streams, or use a group for each. "
                 "flux.release(group) makes the group usable again."

@@ -10,12 +10,14 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,6 +98,73 @@ for _function in _constant:
     _function._dynamo_marked_constant = True
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A group that flux has made: its name, the group that it is a part of, and its members in that."""
+
+    name: str
+    store: Any
+    of: ProcessGroup
+    members: Sequence[int]
+
+
+_parts: dict[ProcessGroup, _Part] = {}
+
+
+def part_of(group: ProcessGroup, members: Sequence[int], name: str) -> ProcessGroup:
+    """A group of some ranks of another one, for flux's own calls that run fused: it has a store, and no
+    backend.
+
+    Not a collective. torch.distributed.new_group would be one of the whole job, or, with
+    use_local_synchronization, need the same number of groups on all members.
+
+    Args:
+        members: ranks in `group`, this one among them, in order.
+        name: has never been used before, and is the same on all members.
+    """
+    store = _c10d.PrefixStore(f"flux/{name}", store_of(group))
+    part = ProcessGroup(store, members.index(group.rank()), len(members))
+    _c10d._register_process_group(name, part)
+    # For torch's symmetric memory, which would look for the store in torch's own table of groups.
+    _SymmetricMemory.set_group_info(name, part.rank(), part.size(), store)
+    _parts[part] = _Part(name, store, group, members)
+    return part
+
+
+def name_of(group: ProcessGroup) -> str:
+    """The name of a group, by which process_group() finds it."""
+    return _parts[group].name if group in _parts else str(group.group_name)
+
+
+def is_part(group: ProcessGroup) -> bool:
+    """Whether flux has made a group, as a part of another one."""
+    return group in _parts
+
+
+def forget_part(part: ProcessGroup) -> None:
+    """Undoes part_of."""
+    if part in _parts:
+        _c10d._unregister_process_group(_parts.pop(part).name)
+
+
+def is_live(group: ProcessGroup) -> bool:
+    """Whether a group has not been destroyed."""
+    return is_live(_parts[group].of) if group in _parts else group in _c10d._world.pg_map
+
+
+def store_of(group: ProcessGroup) -> Any:
+    """The key-value store of a group."""
+    return _parts[group].store if group in _parts else _c10d._get_process_group_store(group)
+
+
+def _members(group: ProcessGroup) -> list[int]:
+    """The ranks of a group in the whole job."""
+    if group not in _parts:
+        return dist.get_process_group_ranks(group)
+    ranks = _members(_parts[group].of)
+    return [ranks[member] for member in _parts[group].members]
+
+
 class Meeting:
     """Successive all-to-all exchanges of small facts between the ranks of a group, through its store.
 
@@ -104,15 +173,26 @@ class Meeting:
     often.
     """
 
-    def __init__(self, group: ProcessGroup, tag: str) -> None:
-        self._store = _c10d._get_process_group_store(group)
-        self._rank = group.rank()
-        self._world_size = group.size()
-        # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.
-        members = "-".join(str(r) for r in dist.get_process_group_ranks(group))
-        self._base = f"flux/{tag}/{group.group_name}/{members}"
+    def __init__(self, store: Any, base: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._base = base
         self._prefix = ""
         self._count = 0
+
+    @classmethod
+    def of(cls, group: ProcessGroup, tag: str) -> Meeting:
+        """The meetings of a group. tag: distinguishes its workspaces."""
+        # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.
+        members = "-".join(str(r) for r in _members(group))
+        base = f"flux/{tag}/{name_of(group)}/{members}"
+        return cls(store_of(group), base, group.rank(), group.size())
+
+    @property
+    def place(self) -> str:
+        """A prefix for keys, equal on all ranks, which no other meeting has. Known after begin()."""
+        return self._prefix
 
     def begin(self, op: str) -> None:
         """A barrier that agrees on a number: rank 0 waits for all ranks' tokens, and answers each with it.

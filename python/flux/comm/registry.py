@@ -8,13 +8,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
 from flux import _native
+from flux.comm import group as groups
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace, refuse_capture
 from flux.comm.group import Meeting
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.topology import of_nodes
 from flux.comm.workspace import ON_ALL_RANKS, Workspace, broken_off
 from flux.errors import CommTimeoutError
 
@@ -65,13 +67,18 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     atexit.unregister(_workspaces.clear)
     # Free workspaces before the interpreter destroys modules that the destructors of GPU memory need.
     atexit.register(_workspaces.clear)
-    meeting = Meeting(group, device.type)
+    meeting = Meeting.of(group, device.type)
     meeting.begin(op)
     _unfinished[key] = (meeting, None)
     its_turn.open()
     kind = CudaWorkspace if device.type == "cuda" else CpuWorkspace
     try:
-        _workspaces[key] = kind(group, device, op, meeting, its_turn)
+        facts = kind.meet(group, device, op, meeting)
+        if of_nodes([fact["node"] for fact in facts])[0] is None:
+            workspace: Workspace = kind(group, device, op, meeting, its_turn, facts)
+        else:
+            workspace = _of_nodes(NodesWorkspace(group, device, op, meeting, its_turn, facts), op)
+        _workspaces[key] = workspace
     except CommTimeoutError as error:
         _unfinished[key] = (meeting, error)
         raise
@@ -80,6 +87,18 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
         raise
     del _unfinished[key]
     return _workspaces[key]
+
+
+def _of_nodes(workspace: NodesWorkspace, op: str) -> NodesWorkspace:
+    """Completes the workspace of a group of several nodes, whose own node has a group and a workspace of its
+    own.
+    """
+
+    def get_in_turn(part: ProcessGroup, device: torch.device, op: str) -> Workspace:
+        return in_turn(part, device, get, part, device, op)
+
+    workspace.join(op, get_in_turn, release)
+    return workspace
 
 
 def _raise_if_unfinished(key: Key) -> None:
@@ -93,7 +112,7 @@ def _raise_if_unfinished(key: Key) -> None:
 def _forget_destroyed_groups() -> None:
     for kept in (_workspaces, _unfinished, _turns):
         for key in list(kept):  # a copy: other threads add to them
-            if key[0] not in c10d._world.pg_map:
+            if not groups.is_live(key[0]):
                 kept.pop(key, None)
 
 
@@ -122,7 +141,8 @@ def check(group: ProcessGroup) -> None:
 def check_all() -> None:
     """As check, for every group of this process. Waits for no stream."""
     for group in {key[0] for key in list(_turns)}:
-        check(group)
+        if not groups.is_part(group):  # the group that it is a part of names ranks as users do
+            check(group)
 
 
 def release(group: ProcessGroup) -> None:

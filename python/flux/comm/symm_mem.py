@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, _register_process_group, _Symm
 from torch.distributed import ProcessGroup
 
 from flux import _env
+from flux.comm.group import name_of
 
 _backend_set: str | None = None
 _rendezvous_count = 0
@@ -107,7 +108,7 @@ class SymmetricMemory:
         global _backend_set
         _backend_set = str(_env.get("FLUX_SYMM_BACKEND"))
         _catch_up(max(counts, default=0), device)
-        self.tensor, self._handle = _rendezvous(nbytes, group.group_name, device)
+        self.tensor, self._handle = _rendezvous(nbytes, name_of(group), device)
         offset = self.tensor.data_ptr() - self._handle.buffer_ptrs[self._handle.rank]
         self.peers = [base + offset for base in self._handle.buffer_ptrs]
         self.nbytes = nbytes

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,8 +24,10 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _invariance, _native
 from flux._log import say_once
-from flux.comm.group import Meeting
+from flux.comm import topology
+from flux.comm.group import Meeting, name_of
 from flux.comm.shm import NoSharedMemory
+from flux.comm.topology import Topology
 from flux.errors import CommTimeoutError
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS
@@ -82,7 +84,14 @@ NOTHING: Same = {}
 class Disagreement(ValueError):
     """The ranks of a group made different calls, or have different measurements to plan by. Raised on all of
     them alike, so the group remains usable.
+
+    Attributes:
+        calls: the facts of each rank's call, if it was the calls that differed.
     """
+
+    def __init__(self, message: str, calls: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.calls = calls
 
 
 class NotInvariant(ValueError):
@@ -132,7 +141,7 @@ def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
             f"rank {r}: " + ", ".join(f"{key}={value}" for key, value in call.items())
             for r, call in enumerate(calls)
         )
-        raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}")
+        raise Disagreement(f"{op}: expected the same call on all ranks of the group, got {told}", calls)
 
 
 class Workspace(ABC):
@@ -146,15 +155,40 @@ class Workspace(ABC):
         compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
         copies: whether calls may use copy engines. Equal on all ranks.
         tuning: the measurements by which plans choose. Equal on all ranks.
+        topology: the nodes of a group that has several; None for others.
+        left_free: SMs that launches leave to others. Changed by `leaving_free`.
     """
 
     transport: str  # how tiles are sent, as text for users
     compares_contents = False
     copies = True
     tuning = NO_FACTS
+    topology: Topology | None = None
+    left_free = 0
+
+    @classmethod
+    def meet(
+        cls, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting
+    ) -> list[dict[str, Any]]:
+        """What the ranks of a group tell each other first, in rank order: the facts by which workspaces are
+        made.
+        """
+        told = {
+            "node": topology.node_id(),
+            "links": topology.links().to_tell(),
+            "compare": _env.get("FLUX_DEBUG") == "compare",
+            "tuning": store.to_tell(store.local(device)),
+        }
+        return meeting.exchange(op, {**cls.facts(group, device), **told})
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting, turn: Any
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        op: str,
+        meeting: Meeting,
+        turn: Any,
+        facts: list[dict[str, Any]],
     ) -> None:
         self.group = group
         self.device = device
@@ -165,13 +199,11 @@ class Workspace(ABC):
         self.slot_bytes = 0
         self.exchange_bytes = 0
         self._plans: tuple[dict[Any, Any], ...] = ({}, {})
+        self._plans_left_free: dict[int, tuple[dict[Any, Any], ...]] = {}
         self.failure: Exception | None = None
         self.turn = turn
         self._meeting = meeting
-        tuning = store.local(device)
-        told = {"compare": _env.get("FLUX_DEBUG") == "compare", "tuning": store.to_tell(tuning)}
-        facts = meeting.exchange(op, {**self._facts(), **told})
-        self.tuning, wrong = store.agreed([f["tuning"] for f in facts], tuning)
+        self.tuning, wrong = store.agreed([f["tuning"] for f in facts], store.local(device))
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
         self.num_sms = min(f["num_sms"] for f in facts)
@@ -179,9 +211,15 @@ class Workspace(ABC):
         self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
         if self.why_not is not None:
-            say_once(f"group {group.group_name!r} on {device} runs unfused: {self.why_not}")
+            self._say_why_not()
+
+    def _say_why_not(self) -> None:
+        say_once(f"group {name_of(self.group)!r} on {self.device} runs unfused: {self.why_not}")
 
     def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
+        _, uneven = topology.of_nodes([fact["node"] for fact in facts])
+        if uneven is not None:
+            return uneven
         if self.world_size > MAX_WORLD_SIZE:
             return f"the group has {self.world_size} ranks, fused operators serve at most {MAX_WORLD_SIZE}"
         for rank, fact in enumerate(facts):
@@ -194,8 +232,9 @@ class Workspace(ABC):
         seen = self._meeting.exchange(op, {"why_not": self._unreachable(facts)})
         return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(seen) if f["why_not"]), None)
 
+    @classmethod
     @abstractmethod
-    def _facts(self) -> dict[str, Any]:
+    def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         """why_not, host, backend and num_sms of this rank; `copies` if it is False."""
 
     @abstractmethod
@@ -212,6 +251,23 @@ class Workspace(ABC):
 
         Yields the epoch of the call (CPU; on GPUs the device counts).
         """
+
+    @contextmanager
+    def leaving_free(self, sms: int) -> Iterator[None]:
+        """Launches inside leave that many SMs to the work of others, such as NCCL's. They have plans of their
+        own.
+        """
+        if not sms or not self.num_sms:
+            yield
+            return
+        kept = self._plans, self.num_sms, self.left_free
+        self._plans = self._plans_left_free.setdefault(sms, ({}, {}))
+        self.num_sms -= sms
+        self.left_free = sms
+        try:
+            yield
+        finally:
+            self._plans, self.num_sms, self.left_free = kept
 
     @property
     def plans(self) -> dict[Any, Any]:
@@ -276,7 +332,7 @@ class Workspace(ABC):
 def broken_off(group: ProcessGroup, by: str) -> RuntimeError:
     """The error of all calls after an exception ended a call that was already visible to peers."""
     return RuntimeError(
-        f"flux: an earlier call on group {group.group_name!r} was broken off by {by}, and peers may have "
+        f"flux: an earlier call on group {name_of(group)!r} was broken off by {by}, and peers may have "
         "seen half of it; call flux.release(group) on all ranks"
     )
 

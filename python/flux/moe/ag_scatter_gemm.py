@@ -15,7 +15,8 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
-from flux.moe import reference
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.moe import two_level
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -25,6 +26,7 @@ from flux.moe.routing import (
     may_skip_layer_dispatch,
     plan_of,
     same_routing,
+    tokens_of_rows,
 )
 from flux.ops import _check, _gate, grouped_gemm
 from flux.ops import all_gather as gather
@@ -108,27 +110,29 @@ def _eager(
     columns = grouped_gemm.expert_weight(_OP, x, weight, activation)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
     group = process_group(group_name)
+    if group.size() > 1:
+        arguments = (x, weight, told, activation, columns, group)
+        return registry.in_turn(group, x.device, _among_ranks, *arguments)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
-    if group.size() == 1 and not x.is_cuda:
+    if not x.is_cuda:
         out = x.new_zeros(layout.max_rows, columns)
         _Tiles(layout, told, weight, activation, out).compute(lambda expert, step: None, {0: x})
         return out
-    if group.size() == 1:
-        return in_parts(x, weight, told, activation)
-    arguments = (x, weight, told, layout, activation, columns, group)
-    return registry.in_turn(group, x.device, _among_ranks, *arguments)
+    return in_parts(x, weight, told, activation)
 
 
 def _among_ranks(
     x: torch.Tensor,
     weight: torch.Tensor,
     routing: Routing,
-    layout: Any,
     activation: str | None,
     columns: int,
     group: ProcessGroup,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, _OP)
+    if isinstance(workspace, NodesWorkspace):
+        return _on_nodes(x, weight, routing, activation, workspace)
+    layout = layout_of(routing[:11], routing.num_experts, routing.ep_size, routing.max_tokens, group)
     plan = plan_of(workspace, _OP, weight, routing)
     with workspace.calling(plan, {"activation": activation, **same_routing(routing)}) as epoch:
         if not plan.fused:
@@ -141,6 +145,27 @@ def _among_ranks(
         arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, x)
         _Tiles(layout, routing, weight, activation, out).compute(arrivals.wait, arrivals.sources)
         return out
+
+
+def _on_nodes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    activation: str | None,
+    workspace: NodesWorkspace,
+) -> torch.Tensor:
+    """The layer on several nodes: tokens cross first, then it runs inside each."""
+    plan = plan_of(workspace, _OP, weight, routing)
+    with workspace.calling(plan, {"activation": activation, **same_routing(routing)}):
+        if not two_level.serves(workspace, routing.ep_size):
+            return in_parts(x, weight, routing, activation)
+        sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+        of = two_level.OfGroup(workspace, routing[:11], sizes)
+        if not two_level.runs_fused(workspace, _OP, weight, of):
+            return in_parts(x, weight, routing, activation)
+        tokens = two_level.bring_tokens(workspace, of, x)
+        workspace.inside("the layer inside the node")
+        return _eager(tokens, weight, *of.arguments, activation, of.name)
 
 
 def _launch(
@@ -175,7 +200,7 @@ def in_parts(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation
             gathered = gather.all_gather(padded, group=group)
         else:
             gather.unfused(padded, group, gathered)
-    tokens = reference.tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    tokens = tokens_of_rows(routing) if limit else routing.rows
     return grouped_gemm.grouped_gemm(gathered, weight, routing.offsets, rows=tokens, activation=activation)
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from flux._log import say_once
-from flux.moe import reference
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
-from flux.moe.routing import Routing
+from flux.moe.routing import Routing, tokens_of_rows
 from flux.ops import _check
 from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
@@ -57,7 +56,7 @@ def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """The tokens of all ranks [p * max_tokens, ...], and the index of each row's token."""
     limit = routing.max_tokens
     padded = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
-    tokens = reference.tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    tokens = tokens_of_rows(routing) if limit else routing.rows
     return all_gather(padded, group=routing.group_name), tokens
 
 
@@ -221,7 +220,7 @@ def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
 
 
 def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    topk_weights, ctx.group_name = inputs[1], inputs[-1]
+    topk_weights, ctx.group_name = inputs[1], inputs[5]
     ctx.tokens, ctx.dtype = topk_weights.shape[0], topk_weights.dtype
     ctx.set_materialize_grads(False)
 
@@ -229,9 +228,9 @@ def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 def _route_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     of_all = grads[-1]
     if of_all is None:
-        return (None,) * 6
+        return (None,) * 7
     mine = torch.ops.flux.reduce_scatter(of_all.flatten(0, 1), ctx.group_name)
-    return None, mine[: ctx.tokens].to(ctx.dtype), None, None, None, None
+    return None, mine[: ctx.tokens].to(ctx.dtype), None, None, None, None, None
 
 
 def _expert_grads_fake(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

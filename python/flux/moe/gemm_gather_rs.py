@@ -12,11 +12,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import cuda, registry
+from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
-from flux.moe import reference
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.moe import reference, two_level
+from flux.moe.combine import weighted_sum
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -105,17 +107,19 @@ def _eager(
     grouped_gemm.expert_weight(_OP, x, weight, None)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     group = process_group(group_name)
-    layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if group.size() == 1:
         return in_parts(x, weight, told)
-    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, layout, group)
+    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, group)
 
 
 def _among_ranks(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, layout: Any, group: ProcessGroup
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, group: ProcessGroup
 ) -> torch.Tensor:
     n = weight.shape[1]
     workspace = registry.get(group, x.device, _OP)
+    if isinstance(workspace, NodesWorkspace):
+        return _on_nodes(x, weight, routing, workspace)
+    layout = layout_of(routing[:11], routing.num_experts, routing.ep_size, routing.max_tokens, group)
     plan = plan_of(workspace, _OP, weight, routing)
     with workspace.calling(plan, same_routing(routing)) as epoch:
         if not plan.fused:
@@ -125,6 +129,23 @@ def _among_ranks(
         out = x.new_empty(routing.num_tokens, n)
         _Exchange(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, x, weight, out).run()
         return out
+
+
+def _on_nodes(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, workspace: NodesWorkspace
+) -> torch.Tensor:
+    """The layer on several nodes: inside each, then sums of nodes cross to the tokens' owners."""
+    plan = plan_of(workspace, _OP, weight, routing)
+    with workspace.calling(plan, same_routing(routing)):
+        if not two_level.serves(workspace, routing.ep_size):
+            return in_parts(x, weight, routing)
+        sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+        of = two_level.OfGroup(workspace, routing[:11], sizes)
+        if not two_level.runs_fused(workspace, _OP, weight, of):
+            return two_level.mark_lost(of, in_parts(x, weight, routing))
+        workspace.inside("the layer inside the node")
+        made = _eager(x, weight, *of.arguments, of.crowd.size, of.name)
+        return two_level.bring_sums(workspace, of, made, routing.num_tokens)
 
 
 def launch(
@@ -160,16 +181,6 @@ def in_parts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.T
     total = partial.new_empty(limit, n)
     reduce_scatter()(total, partial.view(-1, n), group=group)
     return total[: routing.num_tokens].to(x.dtype, copy=True)
-
-
-def weighted_sum(product: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As reference.weighted_sum; if there is a kernel, in one pass and rounded to the dtype of `product`."""
-    kernel_takes = product.dtype in (torch.bfloat16, torch.float16) and product.shape[1] % 8 == 0
-    if not product.is_cuda or not kernel_takes or cuda.why_not(product.device) is not None:
-        return reference.weighted_sum(product, positions, weights)
-    out = product.new_empty(*positions.shape[:-1], product.shape[1])
-    _combine(product.contiguous(), positions, weights, out)
-    return out
 
 
 class _Exchange:
@@ -289,5 +300,4 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("flux::moe_gemm_gather_rs", _fake, lib=library)
 
 _op: Any = torch.ops.flux.moe_gemm_gather_rs.default
-_combine: Any = torch.ops.flux._moe_combine.default
 _kernel: Any = torch.ops.flux._moe_gemm_gather_rs.default

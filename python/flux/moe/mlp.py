@@ -28,7 +28,7 @@ class MoEMLP(ShardedModule):
         ep_size: as in flux.moe.route. With p ranks, tp = p / ep_size of them share the columns of each
             expert.
         activation: "swiglu", "silu", "gelu" or None.
-        max_tokens: as in flux.moe.route.
+        max_tokens, max_node_tokens: as in flux.moe.route.
         init: fills the whole weight of one expert, [N, H] or [H, I], in place. Default: normal, with the
             standard deviation 1 / sqrt(H) or 1 / sqrt(I).
         dtype, device: of the parameters.
@@ -68,6 +68,7 @@ class MoEMLP(ShardedModule):
         ep_size: int = 1,
         activation: str | None = "swiglu",
         max_tokens: int | None = None,
+        max_node_tokens: int | None = None,
         init: Init | None = None,
         dtype: torch.dtype | None = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -81,6 +82,8 @@ class MoEMLP(ShardedModule):
             _check.fail(op, "activation", f"None or one of {', '.join(ACTIVATIONS)}", repr(activation))
         if max_tokens is not None:
             max_tokens = _arguments.size(op, "max_tokens", max_tokens)
+        if max_node_tokens is not None:
+            max_node_tokens = _arguments.size(op, "max_node_tokens", max_node_tokens)
         _arguments.optional_function(op, "init", init)
         _arguments.floating_dtype(op, "dtype", dtype)
         _arguments.device(op, "device", device)
@@ -95,6 +98,7 @@ class MoEMLP(ShardedModule):
             _check.fail(op, "intermediate", f"a multiple of the {tp} ranks of a slice", intermediate)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.ep_size, self.activation, self.max_tokens, self.init = ep_size, activation, max_tokens, init
+        self.max_node_tokens = max_node_tokens
         self._parts = 2 if activation == "swiglu" else 1  # parts of w1: gates and ups
         self._columns, self._first_column = intermediate // tp, self.rank % tp * (intermediate // tp)
         self._experts, self._first_expert = num_experts // ep_size, self.rank // tp * (num_experts // ep_size)
@@ -176,6 +180,7 @@ class MoEMLP(ShardedModule):
             group=self.group_name,
             ep_size=self.ep_size,
             max_tokens=self.max_tokens,
+            max_node_tokens=self.max_node_tokens,
         )
         hidden = ag_scatter_gemm(tokens, self.w1, routing, activation=self.activation)
         return gemm_gather_rs(hidden, self.w2, routing).view(x.shape)

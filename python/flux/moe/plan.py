@@ -96,6 +96,8 @@ def _make_plan(
     m = p * max_tokens
     device = workspace.device.type
     fused, reason = can_run_fused(op, problem_of(workspace, m, n, k, dtype))
+    if fused and workspace.topology is not None:
+        fused, reason = False, "slices of experts span nodes: ep_size is no multiple of their number"
     named = facts_op(op, experts * ep_size, top_k, ep_size)
     if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
         fused, reason = False, found

@@ -11,21 +11,22 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import cuda, registry
+from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
-from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace, round_up
-from flux.moe import reference
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import MAX_WORLD_SIZE, NOTHING, Same, Workspace
+from flux.moe import reference, route_kernel, two_level
 from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
 from flux.ops import _arguments, _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops.plan import Plan, problem_of
+from flux.ops.plan import problem_of
 from flux.ops.plan_gemm import plan_all_gather
 
 MAX_TOP_K: int = _native.core.MOE_MAX_TOP_K
-_OP = "moe.route"
+_OP = route_kernel.OP
 
 
 class Routing(NamedTuple):
@@ -91,6 +92,7 @@ def route(
     group: GroupLike = None,
     ep_size: int = 1,
     max_tokens: int | None = None,
+    max_node_tokens: int | None = None,
 ) -> Routing:
     """Tells all ranks which experts this rank's tokens have chosen, and sorts all tokens. A collective.
 
@@ -107,6 +109,11 @@ def route(
         ep_size: into how many slices experts are cut. Slice e is held by the p / ep_size ranks from
             e * p / ep_size on, each with a part of the columns. 1: tensor parallelism; p: expert parallelism.
         max_tokens: what no rank exceeds; the same on all ranks. None: all ranks have as many as this one.
+        max_node_tokens: of a group with several nodes: how many tokens of a rank any other node needs at
+        most,
+            the same on all ranks. Only one copy of a token then crosses to each node that needs it, and not
+            all to all, if that saves more than a share of one node. Where there are more, CPUs raise
+            ValueError, and on GPUs the results of those tokens are NaN. None: all. Nothing on one node.
 
     Returns:
         The Routing that flux.moe.ag_scatter_gemm and flux.moe.gemm_gather_rs take.
@@ -125,6 +132,7 @@ def route(
         assert routing.offsets.tolist() == [0, 2 * p, 3 * p, 5 * p, 6 * p]  # rows of each expert
     """
     sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
+    sizes["max_node_tokens"] = max_node_tokens
     _gate.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)
     name = group_name(group, _OP)
     if topk_ids.dim() != 2:
@@ -132,13 +140,13 @@ def route(
     tokens = topk_ids.shape[0]
     limit = tokens if max_tokens is None else max_tokens
     direct = may_skip_dispatch(topk_ids, topk_weights) and not needs_grad(topk_weights)
-    arguments = (topk_ids, topk_weights, num_experts, ep_size, limit, name)
+    arguments = (topk_ids, topk_weights, num_experts, ep_size, limit, name, max_node_tokens)
     make = functools.partial(_routing, _eager if direct else _op, tokens)
     return cast(Routing, dispatch(name, topk_ids.device, make, None, arguments))
 
 
 def _routing(function: Callable[..., Sequence[torch.Tensor]], tokens: int, *arguments: Any) -> Routing:
-    *_, num_experts, ep_size, limit, name = arguments
+    *_, num_experts, ep_size, limit, name, _ = arguments
     return Routing._make([*function(*arguments), num_experts, ep_size, limit, tokens, name])
 
 
@@ -168,6 +176,8 @@ def plan_of(workspace: Workspace, op: str, weight: torch.Tensor, routing: Routin
 def same_routing(routing: Routing) -> Same:
     """The facts of a routing that must be equal on all ranks, besides the plan of a layer."""
     top_k = routing.positions.shape[2]
+    if routing.incoming.shape[1] != routing.max_tokens:  # each node has the weights of its own tokens
+        return {"experts": routing.num_experts, "top_k": top_k, "shares": float(routing.incoming.shape[1])}
     return {"experts": routing.num_experts, "top_k": top_k, "routing weights": routing.weights}
 
 
@@ -201,12 +211,38 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
     tokens, k = routing.num_tokens, routing.positions.shape[-1]
     p = process_group(routing.group_name).size()
     shapes = checked_shapes(p, routing.num_experts, routing.ep_size, routing.max_tokens, tokens, k)
+    workspace = registry.find(process_group(routing.group_name), device)
+    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, routing.ep_size):
+        crowd = two_level.Crowd.of_incoming(workspace, routing.max_tokens, routing.incoming)
+        shapes = two_level.shapes(shapes, crowd, k, routing.num_experts // routing.ep_size)
     shapes = (*shapes, shapes[_POSITIONS])
     for name, tensor, shape in zip(Routing._fields, routing[:11], shapes, strict=False):
         if tensor.shape != shape:
             _check.fail(op, "routing", f"{name} of shape {list(shape)}", f"shape {list(tensor.shape)}")
         if tensor.dtype != (torch.float32 if name == "weights" else torch.int32):
             _check.fail(op, "routing", f"{name} as flux.moe.route makes it", f"dtype {tensor.dtype}")
+
+
+def tokens_of_rows(routing: Routing) -> torch.Tensor:
+    """rank * max_tokens + token of each row, int64; for rows after the last one: any valid token."""
+    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+    found: torch.Tensor = _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)
+    return found
+
+
+def _tokens(
+    rows: torch.Tensor, incoming: torch.Tensor, num_experts: int, ep_size: int, max_tokens: int, name: str
+) -> torch.Tensor:
+    # One operator: while torch traces, nobody knows whether the group has several nodes.
+    workspace = registry.find(process_group(name), rows.device)
+    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, ep_size):
+        crowd = two_level.Crowd.of_incoming(workspace, max_tokens, incoming)
+        return two_level.tokens_of_rows(crowd, rows, incoming)
+    return reference.tokens_of_rows(rows, incoming)
+
+
+def _tokens_fake(rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    return rows.new_empty(rows.shape, dtype=torch.int64)
 
 
 def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -229,8 +265,6 @@ def checked_shapes(
     p: int, num_experts: int, ep_size: int, max_tokens: int, tokens: int, k: int
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of the arrays of a routing. tokens: number of tokens of this rank."""
-    if p > MAX_WORLD_SIZE:
-        _check.fail(_OP, "group", f"at most {MAX_WORLD_SIZE} ranks", p)
     if ep_size < 1 or p % ep_size:
         _check.fail(_OP, "ep_size", f"a divisor of the {p} ranks of the group", ep_size)
     if num_experts < 1 or num_experts % ep_size or num_experts >= 2**30:
@@ -266,12 +300,38 @@ def _fake(
     ep_size: int,
     max_tokens: int,
     name: str,
+    max_node_tokens: int | None = None,
 ) -> list[torch.Tensor]:
     _check_tensors(topk_ids, topk_weights)
-    p = process_group(name).size()
-    shapes = checked_shapes(p, num_experts, ep_size, max_tokens, *topk_ids.shape)
+    group = process_group(name)
+    shapes = checked_shapes(group.size(), num_experts, ep_size, max_tokens, *topk_ids.shape)
+    if max_node_tokens is not None:
+        shapes = _shapes_with_shares(
+            group, topk_ids, num_experts, ep_size, max_tokens, max_node_tokens, shapes
+        )
     arrays = [topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes]
     return [*arrays, topk_ids.new_empty(shapes[_POSITIONS], dtype=torch.float32)]
+
+
+def _shapes_with_shares(
+    group: ProcessGroup,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    ep_size: int,
+    max_tokens: int,
+    max_node_tokens: int,
+    flat: tuple[tuple[int, ...], ...],
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes while torch traces: those of shares depend on the nodes, so the group must have met before."""
+    two_level.check_max_node_tokens(max_node_tokens, max_tokens)
+    workspace = next(iter(registry.existing(group)), None)
+    if workspace is None and group.size() > 1:
+        expected = "None before the group's first call, which finds out its nodes (call flux.reserve first)"
+        _check.fail(_OP, "max_node_tokens", expected, max_node_tokens)
+    if not isinstance(workspace, NodesWorkspace) or not two_level.serves(workspace, ep_size):
+        return flat
+    crowd = two_level.Crowd.of(workspace, max_tokens, max_node_tokens)
+    return two_level.shapes(flat, crowd, topk_ids.shape[1], num_experts // ep_size)
 
 
 def _eager(
@@ -281,13 +341,14 @@ def _eager(
     ep_size: int,
     max_tokens: int,
     name: str,
+    max_node_tokens: int | None = None,
 ) -> list[torch.Tensor]:
     _check_tensors(topk_ids, topk_weights)
+    two_level.check_max_node_tokens(max_node_tokens, max_tokens)
     group = process_group(name)
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
-    layout = make_layout(group, num_experts, ep_size, k, max_tokens)
-    arguments = (topk_ids, topk_weights, group, layout, shapes)
+    arguments = (topk_ids, topk_weights, group, (num_experts, ep_size, max_tokens), max_node_tokens, shapes)
     return registry.in_turn(group, topk_ids.device, _among_ranks, *arguments)
 
 
@@ -295,18 +356,27 @@ def _among_ranks(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     group: ProcessGroup,
-    layout: Any,
+    sizes: tuple[int, int, int],
+    max_node_tokens: int | None,
     shapes: tuple[tuple[int, ...], ...],
 ) -> list[torch.Tensor]:
-    p, max_tokens, k = layout.world_size, layout.max_tokens, layout.top_k
-    if topk_ids.is_cuda:
-        workspace = None
-        if p > 1 and max_tokens > 0:  # else there are no peers, or no tokens
-            workspace = cast(CudaWorkspace, registry.get(group, topk_ids.device, _OP))
-        plan = _kernel_plan(layout, topk_ids.device, workspace)
+    (num_experts, ep_size, max_tokens), p, k = sizes, group.size(), topk_ids.shape[1]
+    workspace = None
+    if p > 1 and (max_tokens > 0 or not topk_ids.is_cuda):  # else there are no peers, or no tokens
+        workspace = registry.get(group, topk_ids.device, _OP)
+    if isinstance(workspace, NodesWorkspace) and two_level.serves(workspace, ep_size):
+        return _on_nodes(topk_ids, topk_weights, workspace, sizes, max_node_tokens, shapes)
+    if p > MAX_WORLD_SIZE:
+        expected = f"at most {MAX_WORLD_SIZE} ranks, or ep_size a multiple of its nodes"
+        _check.fail(_OP, "group", expected, f"{p} ranks and ep_size {ep_size}")
+    layout = make_layout(group, num_experts, ep_size, k, max_tokens)
+    if topk_ids.is_cuda and not isinstance(workspace, NodesWorkspace):
+        on_gpu = cast("CudaWorkspace | None", workspace)
+        plan = route_kernel.plan(layout, topk_ids.device, on_gpu)
         if plan.fused:
-            return _by_kernel(workspace, plan, layout, topk_ids, topk_weights, shapes)
-    everybody = _exchange(_message(topk_ids, topk_weights, layout), group, layout)
+            return route_kernel.run(on_gpu, plan, layout, topk_ids, topk_weights, shapes)
+    told = _message(topk_ids, topk_weights, num_experts, max_tokens)
+    everybody = _exchange(told, group, layout)
     # One copy makes both contiguous.
     parts = everybody.view(p, max_tokens, 2, k).permute(2, 0, 1, 3).contiguous()
     # .data, so that autograd sees no view, and users may modify it in place like any other tensor.
@@ -317,6 +387,29 @@ def _among_ranks(
     return [*route_on_host(layout, ids, shapes), weights]
 
 
+def _on_nodes(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    workspace: NodesWorkspace,
+    sizes: tuple[int, int, int],
+    max_node_tokens: int | None,
+    shapes: tuple[tuple[int, ...], ...],
+) -> list[torch.Tensor]:
+    """Routing on several nodes: choices cross first, then each node routes the tokens of all."""
+    num_experts, ep_size, max_tokens = sizes
+    crowd = two_level.Crowd.of(workspace, max_tokens, max_node_tokens)
+    message = _message(topk_ids, topk_weights, num_experts, max_tokens)
+    same: dict[str, float | str] = {"max_tokens": max_tokens, "max_node_tokens": str(max_node_tokens)}
+    most = 0 if message.is_cuda else two_level.overflow(message, crowd, num_experts, workspace.node)
+    if most:
+        same["tokens for another node"] = most
+    plan = two_level.plan_route(workspace, _OP, workspace.world_size * max_tokens, num_experts, ep_size)
+    with workspace.calling(plan, same):
+        if most:
+            _check.fail(_OP, "max_node_tokens", f"at least {most}, the tokens for one node", max_node_tokens)
+        return two_level.route(workspace, message, (num_experts, ep_size), crowd, shapes, _eager)
+
+
 def route_on_host(layout: Any, ids: torch.Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
     """The arrays of a routing from the experts of all ranks' tokens, int32 [p, max_tokens, k] on the CPU."""
     arrays = [ids.new_empty(shape) for shape in shapes]
@@ -324,77 +417,25 @@ def route_on_host(layout: Any, ids: torch.Tensor, shapes: tuple[tuple[int, ...],
     return arrays
 
 
-def _by_kernel(
-    workspace: CudaWorkspace | None,
-    plan: Plan,
-    layout: Any,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    shapes: tuple[tuple[int, ...], ...],
-) -> list[torch.Tensor]:
-    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    int32 = torch.int32
-    # Separate sizes are faster to parse than a list.
-    arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
-    all_weights = weights.new_empty(*shapes[_POSITIONS])
-    scratch = ids.new_empty(layout.route_scratch_words, dtype=int32)
-    sizes = (layout.rank, layout.ep_size, layout.num_experts, BLOCK_M)
-    if workspace is None:
-        _kernel(ids, weights, arrays, all_weights, scratch, 0, *sizes)
-    else:
-        with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
-            _kernel(ids, weights, arrays, all_weights, scratch, symm_buffer, *sizes)
-    return [*arrays, all_weights]
-
-
-def _message(topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Any) -> torch.Tensor:
+def _message(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, max_tokens: int
+) -> torch.Tensor:
     """The data that a rank sends to all others, float32 [max_tokens, 2 * k]: weights, then the experts' bits.
 
     Missing tokens (up to max_tokens) and invalid expert ids are marked as not routed.
     """
     tokens, k = topk_ids.shape
     # Check ids before they are narrowed to 32 bits, which could turn an invalid id into a valid one.
-    known = (topk_ids >= 0) & (topk_ids < layout.num_experts)
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
     ids = torch.where(known, topk_ids, -1).int()
     parts = (topk_weights.float(), ids.view(torch.float32))
-    if tokens == layout.max_tokens:
+    if tokens == max_tokens:
         return torch.cat(parts, 1)
-    told = parts[0].new_empty(layout.max_tokens, 2 * k)
+    told = parts[0].new_empty(max_tokens, 2 * k)
     torch.cat(parts, 1, out=told[:tokens])
     told[tokens:, :k].zero_()
     told.view(torch.int32)[tokens:, k:].fill_(-1)
     return told
-
-
-def _kernel_plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
-    """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
-    if workspace is None:
-        return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
-    key = (_OP, layout)
-    plan = workspace.plans.get(key)
-    if plan is None:
-        plan = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
-        workspace.plans[key] = plan
-    return cast(Plan, plan)
-
-
-@functools.lru_cache(maxsize=1024)
-def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -> Plan:
-    if why_not is None and layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
-        why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
-    if why_not is None and layout.route_ctas > num_sms:
-        why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count at once"
-    m = layout.world_size * layout.max_tokens
-    common = (_OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False)
-    if why_not is not None:
-        return Plan(*common, False, "torch", why_not)
-    room = round_up(layout.route_exchange_bytes)
-    reason = "supported by the kernel"
-    return Plan(*common, True, transport, reason, config=layout.ep_size, exchange_bytes=room)
-
-
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Tensor:
@@ -403,14 +444,14 @@ def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Ten
         return told
     if told.is_cuda:
         return gather.all_gather(told, group=group)
-    workspace = cast(CpuWorkspace, registry.get(group, told.device, _OP))
+    workspace = registry.get(group, told.device, _OP)
     m, columns = group.size() * told.shape[0], told.shape[1]
     everybody = told.new_empty(m, columns)
     plan = plan_all_gather(problem_of(workspace, m, 0, columns, told.dtype))
     # The plan of the gather, but with the name of this operator and the facts on which ranks must agree.
     call = replace(plan, op=_OP, n=layout.num_experts, config=layout.ep_size)
     with workspace.calling(call, NOTHING) as epoch:
-        if plan.fused:
+        if plan.fused and isinstance(workspace, CpuWorkspace):
             arrivals = gather.Arrivals(workspace, call, epoch, told)
             for source in range(group.size()):
                 arrivals.copy_to(everybody, source)
@@ -421,7 +462,9 @@ def _exchange(told: torch.Tensor, group: ProcessGroup, layout: Any) -> torch.Ten
 
 for _device in ("CPU", "CUDA"):
     library.impl("moe_route", _eager, _device)
+    library.impl("moe_tokens_of_rows", _tokens, _device)
 torch.library.register_fake("flux::moe_route", _fake, lib=library)
+torch.library.register_fake("flux::moe_tokens_of_rows", _tokens_fake, lib=library)
 
 _op: Any = torch.ops.flux.moe_route.default
-_kernel: Any = torch.ops.flux._moe_route.default
+_tokens_op: Any = torch.ops.flux.moe_tokens_of_rows.default

@@ -15,7 +15,7 @@ from flux.ops import _arguments
 
 # Arguments of public functions that are not in a schema, or have another type there.
 _EXTRA = {
-    "moe.route": {"max_tokens": "Optional[int]"},
+    "moe.route": {"max_tokens": "Optional[int]", "max_node_tokens": "Optional[int]"},
     "gemm_ar": {"eps": "Optional[float]"},
     "all_reduce": {"eps": "Optional[float]"},
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},

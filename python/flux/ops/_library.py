@@ -76,7 +76,12 @@ library.define(
 )
 library.define(
     "moe_route(Tensor topk_ids, Tensor topk_weights, int num_experts, int ep_size, int max_tokens, "
-    "str group_name) -> Tensor[]",
+    "str group_name, int? max_node_tokens) -> Tensor[]",
+    tags=_TAGS,
+)
+library.define(
+    "moe_tokens_of_rows(Tensor rows, Tensor incoming, int num_experts, int ep_size, int max_tokens, "
+    "str group_name) -> Tensor",
     tags=_TAGS,
 )
 # Gradients of all experts' weights [E, N, K]: see moe/autograd.py.

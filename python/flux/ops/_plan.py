@@ -8,12 +8,20 @@ from typing import Any
 import torch
 
 from flux import _invariance, _native
+from flux.comm.topology import Links, Topology
 from flux.ops._scales import Scaling
+from flux.ops.levels import TwoLevel
 from flux.tuning.facts import NO_FACTS, Tuning
 
 # Operators whose x is [m, n].
 SUMS = ("all_reduce", "reduce_scatter")
-RUNS = {"fused": "fused", "composed": "composed", "parts": "in parts", "torch": "unfused"}
+RUNS = {
+    "fused": "fused",
+    "composed": "composed",
+    "parts": "in parts",
+    "torch": "unfused",
+    "two-level": "two-level",
+}
 # The CPU path uses the tile order of a GPU with this many SMs. The result does not depend on the number.
 CPU_NUM_SMS = 8
 
@@ -32,7 +40,7 @@ class Plan:
         transpose_weight: weight is [k, n].
         fused: whether flux's kernels run (on CPU: their protocols).
         way: how: "fused", "composed" (gemm_ar: gemm_rs and all_gather), "parts" (a GEMM and a collective of
-            flux, one after the other), or "torch".
+            flux, one after the other), "two-level" (fused inside each of several nodes), or "torch".
         transport: what carries data between ranks.
         reason: why it runs fused or not.
         config: id of the tile shape, or -1.
@@ -54,6 +62,8 @@ class Plan:
         mode: how ranks sum, 0 one-shot, 1 two-shot, 2 scatter (csrc/runtime/exchange.h); -1: not by an
             exchange.
         batch_invariant: whether the call had to be batch invariant.
+        num_sms: SMs that a launch may use; 0: all.
+        levels: how it runs on several nodes, or None.
 
     Example::
 
@@ -90,6 +100,8 @@ class Plan:
     batch_invariant: bool = field(default_factory=_invariance.active)
     way: str = "fused"
     estimates: tuple[tuple[str, float, str], ...] = field(default=(), repr=False)
+    num_sms: int = 0
+    levels: TwoLevel | None = None
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -117,6 +129,8 @@ class Plan:
             f"  runs       {RUNS[self.way]}: {self.reason}",
             f"  transport  {self.transport}",
         ]
+        if self.levels is not None:
+            lines += self.levels.lines()
         if self.batch_invariant:
             lines.append("  batch      invariant: one tile shape for any number of rows")
         if self.fused and self.config_name:
@@ -146,6 +160,8 @@ class PlanInput:
         transport: what carries data between ranks.
         tuning: the measurements to choose by.
         scaling: as in `Plan`.
+        left_free: SMs of the GPU beside num_sms, which are left to others.
+        topology, engine, links: of a group with several nodes: the nodes, and what carries data between them.
     """
 
     device_type: str
@@ -160,6 +176,10 @@ class PlanInput:
     transport: str = "none (one rank)"
     tuning: Tuning = NO_FACTS
     scaling: Scaling | None = None
+    left_free: int = 0
+    topology: Topology | None = None
+    engine: str = ""
+    links: Links = Links()
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -180,4 +200,5 @@ class PlanInput:
         named = ("m", "n", "k", "dtype", "world_size", "transpose_weight", "transport", "scaling")
         given = {name: getattr(self, name) for name in named}
         given["way"] = "fused" if fused else "torch"
+        given["num_sms"] = self.num_sms if self.left_free else 0
         return Plan(op, fused=fused, reason=reason, **(given | facts))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,10 @@ class Scales(NamedTuple):
         """All that `check` depends on, besides the facts of x and the weight; see _check.facts."""
         of_scales = [(scale.shape, scale.dtype, scale.device) for scale in (self.x, self.w)]
         return *of_scales, weight.stride(), self.out_dtype, self.accumulate
+
+    def of_rows(self, rows: int, some: Callable[[Tensor], Tensor]) -> Scales:
+        """The scales of some rows of x [rows, k], of canonical ones. some: takes those rows from a tensor."""
+        return self if self.x.shape[0] != rows or self.x.numel() == 1 else self._replace(x=some(self.x))
 
     def scaling(self, k: int) -> Scaling:
         """The facts for the plan, of checked scales."""

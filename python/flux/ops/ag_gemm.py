@@ -9,17 +9,17 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch.distributed import ProcessGroup
 
-from flux import _native
 from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
-from flux.ops import _check, _gate, _invariant
+from flux.ops import _ag_gemm_cpu, _check, _gate, _invariant, two_level
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
-from flux.ops._tensors import aligned, readable, readable_if_any, wide_type, writable
+from flux.ops._tensors import aligned, readable, readable_if_any, writable
 from flux.ops.plan import Plan, carried_by, problem_of, workspace_plan
 from flux.ops.plan_gemm import plan_ag_gemm
 
@@ -321,9 +321,24 @@ def _among_ranks(
             _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
         elif isinstance(workspace, CudaWorkspace):
             _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
+        elif isinstance(workspace, CpuWorkspace):
+            _ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered)
         else:
-            shared = cast(CpuWorkspace, workspace)
-            _fused_cpu(shared, call, plans, epoch, x2, weights, biases, products, gathered)
+            nodes = cast(NodesWorkspace, workspace)
+
+            def inside(rows: torch.Tensor, results: Tensors) -> None:
+                _call(
+                    rows,
+                    weights,
+                    biases,
+                    transpose_weight,
+                    gathered is not None,
+                    nodes.node_group,
+                    results,
+                )
+
+            whole = products if gathered is None else [*products, gathered]
+            two_level.gather(nodes, call, x2, inside, whole)
     return outs
 
 
@@ -375,6 +390,9 @@ def _plans(
     """
     key = ("ag_gemm", m, ns, k, dtype, transpose_weight)
     found = workspace.plans.get(key)
+    if found is None and workspace.topology is not None:
+        call = workspace_plan(workspace, "ag_gemm", m, sum(ns), k, dtype, transpose_weight)
+        found = workspace.plans[key] = (call, (call,) * len(ns))
     if found is None:
         problems = [problem_of(workspace, m, n, k, dtype, transpose_weight) for n in ns]
         plans = tuple(carried_by(workspace, plan_ag_gemm(problem)) for problem in problems)
@@ -432,7 +450,7 @@ def _fused_cuda(
         chunk_rows, reuse = gather.chunk_rows(call, epoch), False
         for choice, weight, bias, product in operands:
             arguments = (x, weight, bias, product, call.transpose_weight)
-            _kernel(*arguments, address, choice, 0, epoch, chunk_rows, reuse)
+            _kernel(*arguments, address, choice, call.num_sms, epoch, chunk_rows, reuse)
             reuse = True
         if target is not None:
             _collect(x, target, address, epoch)
@@ -441,51 +459,6 @@ def _fused_cuda(
             out.copy_(product)
     if gathered is not None and target is not None and target is not gathered:
         gathered.copy_(target)
-
-
-def _fused_cpu(
-    workspace: CpuWorkspace,
-    call: Plan,
-    plans: tuple[Plan, ...],
-    epoch: int,
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Biases,
-    outs: Tensors,
-    gathered: torch.Tensor | None,
-) -> None:
-    arrivals = gather.Arrivals(workspace, call, epoch, x)
-    for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
-        _compute_tiles(arrivals, workspace.rank, plan, weight, bias, out)
-    if gathered is not None:
-        for source in range(call.world_size):
-            arrivals.copy_to(gathered, source)
-
-
-def _compute_tiles(
-    arrivals: gather.Arrivals,
-    rank: int,
-    plan: Plan,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """The kernel's work on the CPU, tile by tile: tiles of own rows first, others as their rows arrive."""
-    core = _native.core
-    p, rows = plan.world_size, plan.m // plan.world_size
-    wide = wide_type(plan.dtype)
-    wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
-    wide_bias = None if bias is None else bias.to(wide)
-    config = core.tile_config(plan.config)
-    block_m, block_n = config.block_m, config.block_n
-    order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
-    for source, m_tile, n_tile in order:
-        columns = slice(n_tile * block_n, (n_tile + 1) * block_n)
-        tile = _invariant.product(arrivals.block(source, m_tile).to(wide), wide_w[:, columns])
-        if wide_bias is not None:
-            tile += wide_bias[columns]
-        first_row = source * rows + m_tile * block_m
-        out[first_row : first_row + tile.shape[0], columns] = tile
 
 
 for _device in ("CPU", "CUDA"):

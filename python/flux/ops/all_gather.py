@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,8 +14,9 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same, Workspace
-from flux.ops import _check, _gate
+from flux.ops import _check, _gate, two_level
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import readable, writable
 from flux.ops.plan import Plan, carried_by, planned, problem_of
@@ -101,8 +102,15 @@ def _among_ranks(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: 
             unfused(x, group, out)
         elif isinstance(workspace, CudaWorkspace):
             _fused_cuda(workspace, plan, x2, out2)
+        elif isinstance(workspace, CpuWorkspace):
+            _fused_cpu(workspace, plan, epoch, x2, out2)
         else:
-            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, out2)
+            nodes = cast(NodesWorkspace, workspace)
+
+            def inside(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+                call(rows, nodes.node_group, outs[0])
+
+            two_level.gather(nodes, plan, x2, inside, [out2])
     return out
 
 

@@ -15,6 +15,7 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
 from flux.ops import _check, _gate, _invariant
 from flux.ops._exchange import run_fused
@@ -23,6 +24,7 @@ from flux.ops._norm import row_norm
 from flux.ops._tensors import wide_type
 from flux.ops.plan import workspace_plan
 from flux.ops.plan_ar import split_rows
+from flux.ops.two_level_sums import sum_elements
 
 Tensor = torch.Tensor
 
@@ -208,9 +210,16 @@ def sum_of(
         if not plan.fused:
             unfused(x, residual, group, out)
             return None
+        if isinstance(workspace, NodesWorkspace):
+            sum_elements(workspace, plan, x, residual, out, _node_sum)
+            return None
         fused, shape = cast(CpuWorkspace | CudaWorkspace, workspace), (plan.m, plan.n)
         added = None if residual is None else residual.reshape(shape)
         return run_fused(fused, plan, epoch, x.reshape(shape), out.view(shape), added, norm_weight, eps)
+
+
+def _node_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
+    _run(x, None, None, 0.0, group, out)
 
 
 def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from flux.ops.plan import Plan, PlanInput, planned
 from flux.tuning import store
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+_left_free = 0  # SMs, by leaving_free
 
 
 def gemm(
@@ -203,7 +206,7 @@ def launch(
     key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active(), scaling)
     plan = _plans.get(key)
     if plan is None:
-        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        num_sms = _sms(x.device)
         why_not, tuning = cuda.why_not(x.device), store.local(x.device)
         problem = PlanInput("cuda", m, n, k, x.dtype, transpose_weight, why_not=why_not, num_sms=num_sms)
         plan = _plans[key] = planned("gemm", replace(problem, tuning=tuning, scaling=scaling))
@@ -220,11 +223,26 @@ def launch(
         target,
         transpose_weight,
         plan.choice,
-        0,
+        _sms(x.device) - _left_free if _left_free else 0,
         **_scales.for_kernel(scales),
     )
     if target is not out2:
         out2.copy_(target)
+
+
+@contextmanager
+def leaving_free(sms: int) -> Iterator[None]:
+    """Launches inside leave that many SMs to the work of others, such as NCCL's."""
+    global _left_free
+    kept, _left_free = _left_free, sms
+    try:
+        yield
+    finally:
+        _left_free = kept
+
+
+def _sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def unfused(

@@ -12,6 +12,7 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Same
 from flux.ops import _check, _gate, _invariant
 from flux.ops import all_gather as gather
@@ -25,6 +26,7 @@ from flux.ops._norm import row_norm as row_norm
 from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 from flux.ops.plan_ar import split_rows
+from flux.ops.two_level_sums import gemm_and_sum
 
 Tensor = torch.Tensor
 
@@ -326,14 +328,20 @@ def _among_ranks(
                 _unfused(x, weight, bias, transpose_weight, residual, group, total)
             elif isinstance(workspace, CudaWorkspace):
                 normalised = _fused_cuda(workspace, plan, x, weight, bias, residual, total, norm_weight, eps)
+            elif isinstance(workspace, CpuWorkspace):
+                _fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total)
             else:
-                shared = cast(CpuWorkspace, workspace)
-                _fused_cpu(shared, plan, epoch, x, weight, bias, residual, total)
+                several, added = cast(NodesWorkspace, workspace), _addends(bias, residual, n)
+                gemm_and_sum(several, plan, x, weight, total, added, _node_sum)
     if norm_weight is None:
         return out
     if normalised is None:
         normalised = row_norm(total, norm_weight, eps)
     return normalised if len(shape) == 2 else normalised.view(shape), out
+
+
+def _node_sum(x: Tensor, weight: Tensor, transpose_weight: bool, group: ProcessGroup, out: Tensor) -> None:
+    _call(x, weight, None, transpose_weight, None, None, 0.0, group, out)
 
 
 def _rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:

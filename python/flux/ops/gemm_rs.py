@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -13,8 +14,9 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant, _scales
+from flux.ops import _check, _gate, _invariant, _scales, two_level
 from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._product import WideWeight, product
@@ -229,23 +231,46 @@ def _among_ranks(
         return out
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
-            _unfused(x2, weight, bias, transpose_weight, group, out2, scales)
+            unfused(x2, weight, bias, transpose_weight, group, out2, scales)
         elif isinstance(workspace, CudaWorkspace):
             fused_cuda(workspace, plan, x2, weight, bias, out2, scales)
+        elif isinstance(workspace, CpuWorkspace):
+            _fused_cpu(workspace, plan, epoch, x2, weight, bias, out2, scales)
         else:
-            _fused_cpu(cast(CpuWorkspace, workspace), plan, epoch, x2, weight, bias, out2, scales)
+            nodes, addends = cast(NodesWorkspace, workspace), () if bias is None else (bias,)
+            two_level_sum(nodes, plan, x2, weight, transpose_weight, out2, addends, scales)
     return out
 
 
-def _unfused(
+def two_level_sum(
+    workspace: NodesWorkspace,
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    transpose_weight: bool,
+    out: torch.Tensor,
+    addends: Sequence[torch.Tensor],
+    scales: Scales | None = None,
+) -> None:
+    """gemm_rs of x [m, k] on several nodes, plus addends [n] or [m/p, n]."""
+
+    def inside(some: two_level.Select, node_sum: torch.Tensor) -> None:
+        theirs = None if scales is None else scales.of_rows(x.shape[0], some)
+        call(some(x), weight, None, transpose_weight, workspace.node_group, node_sum, scales=theirs)
+
+    two_level.scatter(workspace, plan, x.shape[0], inside, out, addends)
+
+
+def unfused(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transpose_weight: bool,
     group: ProcessGroup,
     out: torch.Tensor,
-    scales: Scales | None,
+    scales: Scales | None = None,
 ) -> None:
+    """out = this rank's rows of the sum of all ranks' products, with torch."""
     if out.numel() == 0:
         return
     if x.shape[1] == 0:
@@ -282,7 +307,7 @@ def fused_cuda(
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
     with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (symm_buffer, epoch):
-        options = (symm_buffer, plan.choice, 0, epoch, plan.chunks, staging, plan.batch_invariant)
+        options = (symm_buffer, plan.choice, plan.num_sms, epoch, plan.chunks, staging, plan.batch_invariant)
         _kernel(*operands, *options, **_scales.for_kernel(scales))
     if target is not out:
         out.copy_(target)

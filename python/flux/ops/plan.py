@@ -16,6 +16,7 @@ import torch
 from flux import _env, _invariance, _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
 from flux.ops import _check, _gate
 from flux.ops._library import takes
@@ -110,6 +111,8 @@ def chosen(choice: Any, reason: str) -> dict[str, Any]:
 # enter them.
 PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
 WAYS: dict[tuple[str, str], Callable[[PlanInput, str], Plan | None]] = {}
+# By operator, of groups with several nodes.
+NODES_PLANNERS: dict[str, Callable[[PlanInput], Plan]] = {}
 
 
 def workspace_plan(
@@ -135,6 +138,8 @@ def workspace_plan(
 
 def planned(op: str, problem: PlanInput) -> Plan:
     """The planner's plan, or another way to run the problem if measurements say that it is sooner."""
+    if problem.topology is not None:
+        return NODES_PLANNERS[op](problem)
     plan = PLANNERS[op](problem)
     if not plan.fused or plan.batch_invariant:
         return plan
@@ -208,7 +213,7 @@ def problem_of(
     scaling: Scaling | None = None,
 ) -> PlanInput:
     """A problem of the ranks of a workspace."""
-    return PlanInput(
+    problem = PlanInput(
         workspace.device.type,
         m,
         n,
@@ -221,7 +226,12 @@ def problem_of(
         workspace.transport,
         workspace.tuning,
         scaling,
+        workspace.left_free,
     )
+    if not isinstance(workspace, NodesWorkspace):
+        return problem
+    found = workspace.topology, workspace.engine, workspace.links
+    return replace(problem, topology=found[0], engine=found[1], links=found[2])
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,13 @@ from flux.comm import registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant
+from flux.ops import _check, _gate, _invariant, two_level
 from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import wide_type
-from flux.ops.plan import workspace_plan
+from flux.ops.plan import Plan, workspace_plan
 
 
 def reduce_scatter(
@@ -86,17 +88,18 @@ def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
 
 def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
     out = _fake(x, group_name)
-    _run(x, process_group(group_name), out)
+    run(x, process_group(group_name), out)
     return out
 
 
 def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     _fake_out(x, group_name, out)
     _check.separate("reduce_scatter", "out", out, x)
-    _run(x, process_group(group_name), out)
+    run(x, process_group(group_name), out)
 
 
-def _run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+def run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
+    """reduce_scatter of checked arguments, without gradients and without torch's dispatcher."""
     if group.size() == 1:
         out.copy_(x)
         return
@@ -110,11 +113,28 @@ def sum_of(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: Same) 
     plan = workspace_plan(workspace, "reduce_scatter", group.size(), out.numel(), 0, x.dtype, False)
     _invariant.require(plan)
     with workspace.calling(plan, also) as epoch:
-        if plan.fused:
+        if not plan.fused:
+            unfused(x, group, out)
+        elif isinstance(workspace, NodesWorkspace):
+            two_level_sum(workspace, plan, x.reshape(group.size(), -1), out.view(1, -1))
+        else:
             fused = cast(CpuWorkspace | CudaWorkspace, workspace)
             run_fused(fused, plan, epoch, x.reshape(plan.m, plan.n), out.view(1, plan.n))
-        else:
-            unfused(x, group, out)
+
+
+def two_level_sum(
+    workspace: NodesWorkspace,
+    plan: Plan,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    addends: Sequence[torch.Tensor] = (),
+) -> None:
+    """reduce_scatter of x [p, n] on several nodes, out [1, n], plus addends [n]."""
+
+    def inside(some: two_level.Select, node_sum: torch.Tensor) -> None:
+        run(some(x), workspace.node_group, node_sum)
+
+    two_level.scatter(workspace, plan, x.shape[0], inside, out, addends)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

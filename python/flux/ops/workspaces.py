@@ -11,6 +11,7 @@ from flux import _native
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group, resolve_group
+from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import round_up
 from flux.ops import _arguments, _check, _gate
 from flux.ops.plan import PlanInput, can_run_fused, current_device
@@ -85,6 +86,10 @@ def _reserve(
     workspace = registry.get(group, device, "reserve")
     workspace.raise_if_failed()
     if workspace.why_not is not None:
+        return
+    if isinstance(workspace, NodesWorkspace):
+        if workspace.inner is not None:
+            _reserve(workspace.node_group, device, max_m, max_n, max_k, dtype)
         return
     p, device_type = workspace.world_size, workspace.device.type
     m = round_up(max_m, p)

@@ -102,6 +102,15 @@ def env(value: object) -> None:
             fail("spawn", "env", "names without '=', no null characters", f"{name!r}: {text!r}")
 
 
+def ranks_per_node(value: object, ranks: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse_type("ranks_per_node", "an int or None", value)
+    elif not 1 <= value <= ranks:
+        fail("spawn", "ranks_per_node", f"1 to {ranks}, the number of ranks", value)
+
+
 def may_die(value: object, ranks: int) -> None:
     if not isinstance(value, Collection) or isinstance(value, str | bytes):
         refuse_type("may_die", "a collection of ranks", value)

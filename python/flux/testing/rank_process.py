@@ -30,7 +30,7 @@ class Job:
     """The data that every rank of a call receives.
 
     preparation: multiprocessing's: sys.path, working directory, main module. work: pickle of (fn, args), to
-    be read after that. port: of the store.
+    be read after that. port: of the store. ranks_per_node: 0 for the host's own nodes.
     """
 
     world_size: int
@@ -40,6 +40,7 @@ class Job:
     backend: str | None
     timeout_s: float
     port: int
+    ranks_per_node: int
 
 
 def listen() -> socket.socket:
@@ -118,6 +119,8 @@ def _run(rank: int, talk: int, answer: int, job: int) -> None:
 def _call(rank: int, job: Job) -> Any:
     os.environ.clear()
     os.environ.update(job.env)
+    if job.ranks_per_node:
+        os.environ.update(_of_node(rank // job.ranks_per_node))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # As in multiprocessing: calling spawn in a main module without a guard raises an error.
     current: Any = mp_process.current_process()
@@ -140,6 +143,19 @@ def _call(rank: int, job: Job) -> Any:
         timeout=timeout,
     )
     return fn(rank, job.world_size, *args)
+
+
+def _of_node(node: int) -> dict[str, str]:
+    """The variables of a rank on a node that others on this host are not on. NCCL then takes sockets to
+    those.
+    """
+    return {
+        "FLUX_NODE": str(node),
+        "NCCL_HOSTID": f"flux-node-{node}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+    }
 
 
 def _dump_result(result: Any) -> bytes:

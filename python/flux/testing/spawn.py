@@ -88,6 +88,7 @@ def spawn(
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
     may_die: Collection[int] = (),
+    ranks_per_node: int | None = None,
 ) -> list[Any]:
     """Calls ``fn(rank, world_size, *args)`` in `world_size` new processes that form the default process
     group.
@@ -108,6 +109,8 @@ def spawn(
         env: environment variables of the ranks, set before torch.distributed is initialised, besides those
             of this process.
         may_die: ranks whose end without a result is expected.
+        ranks_per_node: emulates nodes on this host, of so many consecutive ranks each, by FLUX_NODE; for NCCL
+            too, which then exchanges through sockets between them.
 
     Returns:
         What fn returned on each rank, or the RankFailure of a rank that `may_die`.
@@ -137,6 +140,7 @@ def spawn(
     _check.backend(backend)
     _check.env(env)
     _check.may_die(may_die, world_size)
+    _check.ranks_per_node(ranks_per_node, world_size)
     work = _check.work(fn, args)
     with rank_process.listen() as listener, _Ranks(world_size, timeout_s, may_die) as ranks:
         preparation = mp_spawn.get_preparation_data("")
@@ -149,6 +153,7 @@ def spawn(
             backend=backend,
             timeout_s=timeout_s,
             port=listener.getsockname()[1],
+            ranks_per_node=ranks_per_node or 0,
         )
         try:
             ranks.start(job, listener)

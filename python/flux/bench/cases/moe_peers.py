@@ -15,7 +15,7 @@ import flux
 from flux.bench.cases.common import Candidate, Context, collectives
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
-from flux.moe.gemm_gather_rs import weighted_sum
+from flux.moe.combine import weighted_sum
 from flux.ops.all_gather import torch_all_gather
 
 _grouped_mm: Any = torch._grouped_mm

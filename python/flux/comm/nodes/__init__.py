@@ -1,0 +1,3 @@
+"""Groups whose ranks are on several nodes: topology, rails, and their workspace. Only registry.py imports it,
+and what needs a NodesWorkspace.
+"""

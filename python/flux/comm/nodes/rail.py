@@ -1,0 +1,290 @@
+"""Rails: how the ranks with the same number in their nodes exchange data. Ranks of a rail are counted by
+their nodes.
+
+`Rail` is the seam behind which an engine is replaced. Engines: process groups (NCCL on GPUs, gloo on CPUs)
+here, and symmetric memory in symmetric.py. docs/design/nodes.md has what a further one needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d
+from torch import Tensor
+
+_c10d: Any = torch.distributed.distributed_c10d  # parts of it are not typed
+_dist: Any = dist
+_cuda: Any = torch.cuda
+_torch_c: Any = torch._C
+
+# CTAs of an exchange by NCCL, and so the SMs that launches leave free while one is on its way. Four move the
+# bytes of a 400 Gbit/s NIC.
+NCCL_CTAS = 4
+# torch's watchdog ends the process when NCCL's own timeout passes, so that is far beyond flux's deadline.
+_WATCHDOG_MARGIN = 20
+
+
+class RailError(RuntimeError):
+    """An exchange did not finish: a node did not come in time, or its connection broke.
+
+    Attributes:
+        node: the one that was waited for.
+    """
+
+    def __init__(self, node: int, detail: str) -> None:
+        self.node = node
+        super().__init__(detail)
+
+
+class Transfer(Protocol):
+    """Data on its way between nodes."""
+
+    def wait(self) -> None:
+        """After this, received data may be read and sent data overwritten: on a GPU by work that is enqueued
+        on the current stream from now on, without waiting on the host.
+
+        Raises:
+            RailError: on CPUs, a node did not take part before the deadline. GPUs: see watch.py.
+        """
+
+
+class Rail(ABC):
+    """The ranks with the same number in their nodes. All make the same calls, in the same order.
+
+    Tensors are contiguous, of equal size on all ranks, and on the rail's device. Between the start and the
+    wait of a transfer, its tensors belong to it. On a GPU a transfer starts after what the current stream
+    holds so far, and takes `sms` SMs until it has finished.
+
+    Attributes:
+        engine: name for users.
+        nodes, node: ranks of the rail, and this one.
+        bytes_sent: bytes that this rank has sent to other nodes so far.
+        sms: SMs that a transfer takes while it is on its way.
+    """
+
+    engine: str
+    sms = 0
+
+    def __init__(self, nodes: int, node: int) -> None:
+        self.nodes = nodes
+        self.node = node
+        self.bytes_sent = 0
+
+    @abstractmethod
+    def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
+        """Sends to one node and receives from another. A pair of nodes may have several transfers on their
+        way, up to MAX_IN_FLIGHT.
+        """
+
+    def gather(self, x: Tensor, out: Tensor) -> Transfer:
+        """out [nodes, ...]: x of every node."""
+        out[self.node].copy_(x)
+        return Together(
+            [self.swap(x, to, out[source], source) for to, source in shifts(self.nodes, self.node)]
+        )
+
+    def alltoall(self, send: Tensor, receive: Tensor) -> Transfer:
+        """send [nodes, ...]: a part for every node; receive [nodes, ...]: from every node. The own part of
+        `send` is copied.
+        """
+        receive[self.node].copy_(send[self.node])
+        pairs = shifts(self.nodes, self.node)
+        return Together([self.swap(send[to], to, receive[source], source) for to, source in pairs])
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all transfers, also those on their way, without waiting for other ranks."""
+
+
+# Parts in which the rows of a node may travel, each as a transfer.
+MAX_IN_FLIGHT = 8
+
+
+def shifts(nodes: int, node: int) -> list[tuple[int, int]]:
+    """The steps of an exchange of all nodes with all: the node to send to, and that to receive from. In each
+    step every node sends once and receives once.
+    """
+    return [((node + step) % nodes, (node - step) % nodes) for step in range(1, nodes)]
+
+
+class Together:
+    """Several transfers as one."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+
+
+class GlooRail(Rail):
+    """CPU tensors, through gloo. Its messages are counted, so that no rank takes one for another."""
+
+    engine = "gloo"
+
+    def __init__(self, store: Any, nodes: int, node: int, timeout_s: float) -> None:
+        super().__init__(nodes, node)
+        self._deadline = timedelta(seconds=timeout_s)
+        self._backend: Any = _dist.ProcessGroupGloo(store, node, nodes, self._deadline)
+        self._count = 0
+
+    def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
+        self.bytes_sent += send.nbytes
+        self._count += 1
+        if send.numel() == 0:
+            return Together([])
+        if self._backend is None:
+            raise RailError(source, "the rail is closed")
+        try:
+            coming = self._backend.recv([receive], source, self._count)
+        except RuntimeError as error:
+            raise RailError(source, _first_line(error)) from error
+        try:
+            going = self._backend.send([send], to, self._count)
+        except RuntimeError as error:
+            raise RailError(to, _first_line(error)) from error
+        # `receive` first: a node that has not come is better named by what it owes.
+        return Together([_GlooWork(coming, source, self._deadline), _GlooWork(going, to, self._deadline)])
+
+    def close(self) -> None:
+        # gloo cannot abort a transfer, but without its backend its connections close, and peers notice at
+        # once.
+        self._backend = None
+
+
+class _GlooWork:
+    def __init__(self, work: Any, node: int, deadline: timedelta) -> None:
+        self._work = work
+        self._node = node
+        self._deadline = deadline
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(self._deadline)
+        except RuntimeError as error:
+            raise RailError(self._node, _first_line(error)) from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class NcclRail(Rail):
+    """CUDA tensors, through a communicator of NCCL that belongs to this rail alone.
+
+    Its stream has high priority and its kernels few CTAs, so that they start beside a GEMM that leaves `sms`
+    SMs free. The host waits for no transfer.
+
+    Attributes:
+        on_start: is told every transfer that has been enqueued; who sets it keeps their deadlines.
+    """
+
+    engine = "NCCL"
+    sms = NCCL_CTAS
+
+    def __init__(self, backend: Any, nodes: int, node: int) -> None:
+        super().__init__(nodes, node)
+        self._backend = backend
+        self.on_start: Callable[[NcclTransfer], None] = lambda transfer: None
+
+    @staticmethod
+    def make_backend(store: Any, nodes: int, node: int, timeout_s: float) -> Any:
+        """The communicator, which NCCL sets up at the first transfer."""
+        options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timedelta(seconds=_WATCHDOG_MARGIN * timeout_s)
+        options.config.min_ctas = 1
+        options.config.max_ctas = NCCL_CTAS
+        return _dist.ProcessGroupNCCL(store, node, nodes, options)
+
+    def swap(self, send: Tensor, to: int, receive: Tensor, source: int) -> Transfer:
+        going, coming = [0] * self.nodes, [0] * self.nodes
+        going[to], coming[source] = send.nbytes, receive.nbytes
+        return self._all_to_all(send, going, receive, coming, send.nbytes)
+
+    def alltoall(self, send: Tensor, receive: Tensor) -> Transfer:
+        parts = [send.nbytes // self.nodes] * self.nodes
+        return self._all_to_all(send, parts, receive, parts, send.nbytes - parts[self.node])
+
+    def _all_to_all(
+        self, send: Tensor, going: list[int], receive: Tensor, coming: list[int], sent: int
+    ) -> Transfer:
+        # NCCL groups the messages, and leaves out those without bytes: a swap involves no third node.
+        def begin() -> Any:
+            options = _dist.AllToAllOptions()
+            options.asyncOp = True
+            return self._backend.alltoall_base(_bytes(receive), _bytes(send), coming, going, options)
+
+        return self._begin(begin, send, receive, sent)
+
+    def gather(self, x: Tensor, out: Tensor) -> Transfer:
+        def begin() -> Any:
+            options = _c10d.AllgatherOptions()
+            options.asyncOp = True
+            return self._backend._allgather_base(_bytes(out), _bytes(x), options)
+
+        return self._begin(begin, x, out, (self.nodes - 1) * x.nbytes)
+
+    def _begin(self, begin: Callable[[], Any], send: Tensor, receive: Tensor, sent: int) -> Transfer:
+        self.bytes_sent += sent
+        if send.numel() == 0:
+            return Together([])
+        reached = None
+        if send.is_cuda:
+            reached = _cuda.Event()
+            reached.record()
+        transfer = NcclTransfer(begin(), reached, receive)
+        self.on_start(transfer)
+        return transfer
+
+    def close(self) -> None:
+        # Kernels of NCCL that wait for a peer end too, so the stream goes on.
+        self._backend.abort()
+
+
+class NcclTransfer:
+    """A transfer of NcclRail. Keeps no tensor alive: torch does, until wait(), and then what the stream holds
+    comes before any reuse of the memory.
+    """
+
+    _FILL_BYTES = 1 << 20
+
+    def __init__(self, work: Any, reached: Any, receive: Tensor) -> None:
+        self._work = work
+        self._reached = reached  # the event behind which it starts
+        self._received = (receive.data_ptr(), receive.nbytes, receive.device)
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def has_started(self) -> bool:
+        """Whether the stream has come as far as this transfer."""
+        return bool(self._reached.query())
+
+    def has_finished(self) -> bool:
+        """Whether all its data has arrived, and left."""
+        return bool(self._work.is_completed())
+
+    def poison(self) -> None:
+        """Sets every bit that it receives, which makes NaN of all floating types, and waits until that is
+        done. By a copy engine: SMs may all be busy. No work that uses the memory again can have run, as it is
+        behind this transfer on its stream.
+        """
+        address, nbytes, device = self._received
+        storage = _torch_c._construct_storage_from_data_pointer(address, device, nbytes)
+        memory: Any = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        ones = torch.full((min(nbytes, self._FILL_BYTES),), 0xFF, dtype=torch.uint8).pin_memory()
+        stream = _cuda.Stream(device)
+        with _cuda.stream(stream):
+            for part in memory.split(self._FILL_BYTES):
+                part.copy_(ones[: part.numel()], non_blocking=True)
+        stream.synchronize()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

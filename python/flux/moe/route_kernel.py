@@ -1,0 +1,75 @@
+"""Routing by the kernel: ranks exchange their choices and sort all tokens in one launch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+
+from flux import _native
+from flux.comm import cuda
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.workspace import NOTHING, round_up
+from flux.moe.plan import BLOCK_M
+from flux.ops.plan import Plan
+
+OP = "moe.route"
+_POSITIONS = 3  # index of Routing.positions
+
+
+def plan(layout: Any, device: torch.device, workspace: CudaWorkspace | None) -> Plan:
+    """Whether the kernel routes. Must be equal on all ranks, as the kernel also exchanges the choices."""
+    if workspace is None:
+        return _make_plan(layout, cuda.why_not(device), _num_sms(device), "")
+    key = (OP, layout)
+    found = workspace.plans.get(key)
+    if found is None:
+        found = _make_plan(layout, workspace.why_not, workspace.num_sms, workspace.transport)
+        workspace.plans[key] = found
+    return cast(Plan, found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_plan(layout: Any, why_not: str | None, num_sms: int, transport: str) -> Plan:
+    if why_not is None and layout.local_experts > _native.core.MOE_MAX_ROUTE_EXPERTS:
+        why_not = f"{layout.local_experts} experts on a rank, more than the kernel can count"
+    if why_not is None and layout.route_ctas > num_sms:
+        why_not = f"{layout.max_tokens} tokens on each rank, more than the GPU can count at once"
+    m = layout.world_size * layout.max_tokens
+    common = (OP, m, layout.num_experts, layout.top_k, torch.float32, layout.world_size, False)
+    if why_not is not None:
+        return Plan(*common, False, "torch", why_not)
+    room = round_up(layout.route_exchange_bytes)
+    reason = "supported by the kernel"
+    return Plan(*common, True, transport, reason, config=layout.ep_size, exchange_bytes=room)
+
+
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def run(
+    workspace: CudaWorkspace | None,
+    plan: Plan,
+    layout: Any,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+) -> list[torch.Tensor]:
+    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    int32 = torch.int32
+    # Separate sizes are faster to parse than a list.
+    arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
+    all_weights = weights.new_empty(*shapes[_POSITIONS])
+    scratch = ids.new_empty(layout.route_scratch_words, dtype=int32)
+    sizes = (layout.rank, layout.ep_size, layout.num_experts, BLOCK_M)
+    if workspace is None:
+        _kernel(ids, weights, arrays, all_weights, scratch, 0, *sizes)
+    else:
+        with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
+            _kernel(ids, weights, arrays, all_weights, scratch, symm_buffer, *sizes)
+    return [*arrays, all_weights]
+
+
+_kernel: Any = torch.ops.flux._moe_route.default

@@ -1,0 +1,409 @@
+"""Mixtures of experts on several nodes: experts are cut over nodes, tokens cross to them along rails.
+
+Every rank brings the tokens of its rail into its node, where routing and both layers are those of a group of
+one node. Sums over a node's experts cross back. Sizes do not depend on the routing, and the host waits for
+nothing.
+
+All tokens cross to all nodes (a rail all-gather), or, where the caller knows how many a node needs at most
+(max_node_tokens), one copy of each token to each node that needs it.
+
+Routing tensors describe the node's ranks, in the shapes of the whole group; what is over is not used:
+
+    positions, weights    of all ranks' tokens, in rank order, as on one node
+    counts, received      of the ranks of the node, in front
+    all others            of the node; its ranks have nodes * max_tokens tokens each, those of node 0 first
+
+With max_node_tokens, a rank of a node has `Crowd.size` tokens: a share of each node, then its own. `incoming`
+has further rows: for each node the place of each own token in its share, and the whole group's number of each
+of the node's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flux.comm import group as groups
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.moe import reference
+from flux.moe.combine import weighted_sum
+from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
+from flux.ops import _check, two_level
+from flux.ops import all_gather as gather
+from flux.ops.levels import TwoLevel
+from flux.ops.plan import Plan
+
+Tensor = torch.Tensor
+_ROUTE = "moe.route"
+# Of a node's routing or layer: tensors, num_experts, ep_size, max_tokens and what else it takes.
+OfNode = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The tokens that each rank of a node has: of its rail.
+
+    Attributes:
+        nodes, ranks: of the group.
+        limit: max_tokens of the whole group.
+        share: the most tokens of another node's rank, or None: all.
+    """
+
+    nodes: int
+    ranks: int
+    limit: int
+    share: int | None
+
+    @property
+    def size(self) -> int:
+        """Tokens of a rank of the node, with those that are missing."""
+        if self.share is None:
+            return self.nodes * self.limit
+        return self.nodes * self.share + self.limit  # the share of the own node is empty
+
+    @classmethod
+    def of(cls, workspace: NodesWorkspace, limit: int, max_node_tokens: int | None) -> Crowd:
+        """Shares only where they make fewer tokens than all of them."""
+        nodes, ranks = workspace.topology.nodes, workspace.topology.ranks
+        share = None if max_node_tokens is None else max(max_node_tokens, 1)
+        if share is not None and nodes * share + limit >= nodes * limit:
+            share = None
+        return cls(nodes, ranks, limit, share)
+
+    @classmethod
+    def of_incoming(cls, workspace: NodesWorkspace, limit: int, incoming: Tensor) -> Crowd:
+        """That of a routing."""
+        nodes, ranks = workspace.topology.nodes, workspace.topology.ranks
+        size = incoming.shape[1]
+        return cls(nodes, ranks, limit, None if size == limit else (size - limit) // nodes)
+
+
+def serves(workspace: NodesWorkspace, ep_size: int) -> bool:
+    """Whether experts are cut so that no slice of them spans nodes. Other layers run unfused."""
+    return workspace.rail is not None and ep_size % workspace.topology.nodes == 0
+
+
+def bytes_sent(
+    nodes: int, limit: int, top_k: int, hidden: int, itemsize: int, share: int | None
+) -> dict[str, int]:
+    """Bytes that a rank sends to other nodes: routing, tokens of layer 0, sums of layer 1."""
+    words = 4 * (2 * top_k + (share is not None))
+    tokens = (nodes - 1) * (limit if share is None else share)
+    return {
+        "route": tokens * words,
+        "layer0": tokens * hidden * itemsize,
+        "layer1": tokens * hidden * itemsize,
+    }
+
+
+def shapes(
+    flat: tuple[tuple[int, ...], ...], crowd: Crowd, k: int, experts: int
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a routing's tensors, from those of the whole group: without shares they are the same."""
+    if crowd.share is None:
+        return flat
+    rows = crowd.ranks * crowd.size * min(k, experts)
+    offsets, counts, _, positions, _, received, sent, _, _, count = flat
+    slices = (sent[0] // crowd.nodes, crowd.size)
+    incoming = (2 * crowd.ranks + crowd.nodes, crowd.size)
+    tiles = (rows // BLOCK_M + experts, 4)
+    return offsets, counts, (rows,), positions, incoming, received, slices, slices, tiles, count
+
+
+def route(
+    workspace: NodesWorkspace,
+    message: Tensor,
+    sizes: tuple[int, int],
+    crowd: Crowd,
+    flat: tuple[tuple[int, ...], ...],
+    of_node: OfNode,
+) -> list[Tensor]:
+    """The tensors of a routing, with the weights.
+
+    Args:
+        message: float32 [max_tokens, 2 k], of this rank: weights, then the bits of the experts, -1: not
+        routed. sizes: num_experts, ep_size of the whole group. flat: shapes of the whole group. of_node:
+        (ids, weights, num_experts, ep_size, max_tokens, group name) -> tensors, inside a node.
+    """
+    k, (num_experts, ep_size) = message.shape[1] // 2, sizes
+    experts = num_experts // crowd.nodes
+    places = None
+    if crowd.share is None:
+        crossed = message.new_empty(crowd.nodes, *message.shape)
+        workspace.wait(workspace.rail.gather(message, crossed), "exchange 1 of 1, of routing")
+        everybody = crossed.flatten(0, 1)
+    else:
+        places = _places(message[:, k:].view(torch.int32), experts, crowd, workspace.node)
+        everybody = _cross_routing(workspace, message, places, crowd)
+    ids = everybody[:, k : 2 * k].contiguous().view(torch.int32)
+    first = workspace.node * experts
+    here = (ids >= first) & (ids < first + experts)
+    name = groups.name_of(workspace.node_group)
+    workspace.inside("routing inside the node")
+    tensors = of_node(
+        torch.where(here, ids - first, -1),
+        everybody[:, :k].contiguous(),
+        experts,
+        ep_size // crowd.nodes,
+        crowd.size,
+        name,
+    )
+    origin = None
+    if crowd.share is not None:
+        origin = _origins(workspace, everybody[:, 2 * k].contiguous().view(torch.int32), crowd)
+    return _to_group(tensors, crowd, origin, places, shapes(flat, crowd, k, num_experts // ep_size))
+
+
+def _places(ids: Tensor, experts: int, crowd: Crowd, node: int) -> Tensor:
+    """int32 [nodes, tokens]: the place of each own token in the share of each node; -1 where it does not go,
+    -2 where its share has no room for it.
+    """
+    nodes = torch.arange(crowd.nodes, device=ids.device)
+    needs = ((ids[:, :, None] >= 0) & (ids[:, :, None] // experts == nodes)).any(1).t()
+    needs = needs & (nodes != node)[:, None]
+    place = needs.cumsum(1) - 1
+    place = torch.where(place < (crowd.share or 0), place, -2)
+    return torch.where(needs, place, -1).int()
+
+
+def _tokens_of_places(places: Tensor, crowd: Crowd) -> Tensor:
+    """int64 [nodes, share]: which own token has each place, -1: none."""
+    share, limit = crowd.share or 0, places.shape[1]
+    tokens = torch.arange(limit, device=places.device).expand(places.shape)
+    # Those without a place are written to one that is dropped.
+    found = torch.full((crowd.nodes, share + 1), -1, dtype=torch.int64, device=places.device)
+    return found.scatter_(1, torch.where(places >= 0, places, share).long(), tokens)[:, :share]
+
+
+def _cross_routing(workspace: NodesWorkspace, message: Tensor, places: Tensor, crowd: Crowd) -> Tensor:
+    """float32 [crowd.size, 2 k + 1] of the node's tokens: weights, experts' bits, and the bits of the token's
+    number on its rank.
+    """
+    limit, columns = message.shape
+    numbers = torch.arange(limit, dtype=torch.int32, device=message.device).view(torch.float32)
+    told = torch.cat([message, numbers[:, None]], 1)
+    nothing = told.new_zeros(columns + 1)
+    nothing.view(torch.int32)[columns // 2 :] = -1
+    tokens = _tokens_of_places(places, crowd)
+    # By their bits: a number's bits may be those of a NaN, which arithmetic need not keep.
+    chosen = told.view(torch.int32)[tokens.clamp(min=0)]
+    sent = torch.where((tokens >= 0)[..., None], chosen, nothing.view(torch.int32)).view(torch.float32)
+    everybody = told.new_empty(crowd.size, columns + 1)
+    shares = everybody[: crowd.nodes * tokens.shape[1]].view(sent.shape)
+    _swap_all(workspace, sent, shares, "exchange 1 of 1, of routing")
+    shares[workspace.node] = nothing
+    everybody[crowd.nodes * tokens.shape[1] :] = told
+    return everybody
+
+
+def _swap_all(workspace: NodesWorkspace, send: Tensor, receive: Tensor, where: str) -> None:
+    workspace.wait(workspace.rail.alltoall(send, receive), where)
+
+
+def _origins(workspace: NodesWorkspace, numbers: Tensor, crowd: Crowd) -> Tensor:
+    """int32 [ranks, crowd.size]: for each of the node's tokens, rank * max_tokens + its number there, -1:
+    there is none. Of the other ranks of the node too.
+    """
+    share = crowd.share or 0
+    nodes = torch.arange(crowd.size, device=numbers.device) // max(share, 1)
+    nodes = torch.where(nodes < crowd.nodes, nodes, workspace.node)
+    nodes[crowd.nodes * share :] = workspace.node
+    ranks = nodes * crowd.ranks + workspace.local
+    mine = torch.where(numbers >= 0, ranks * crowd.limit + numbers, -1).int()
+    if crowd.ranks == 1:
+        return mine[None]
+    # Of whole vectors, which a gather inside the node needs; as floats, which it takes.
+    padded = torch.nn.functional.pad(mine, (0, -crowd.size % 4), value=-1).view(torch.float32)
+    workspace.inside("the gather of tokens' numbers inside the node")
+    everybody = gather.call(padded[None], workspace.node_group)
+    return everybody.view(torch.int32)[:, : crowd.size].contiguous()
+
+
+def _to_group(
+    tensors: Sequence[Tensor],
+    crowd: Crowd,
+    origin: Tensor | None,
+    places: Tensor | None,
+    wanted: tuple[tuple[int, ...], ...],
+) -> list[Tensor]:
+    """A node's routing tensors in the shapes of the whole group."""
+    offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
+    nodes, ranks, k = crowd.nodes, crowd.ranks, positions.shape[-1]
+    if origin is None or places is None:
+        by_rank = (ranks, nodes, crowd.limit, k)
+        positions, weights = (
+            each.view(by_rank).transpose(0, 1).reshape(wanted[3]) for each in (positions, weights)
+        )
+        incoming = incoming.view(wanted[4])
+    else:
+        total = nodes * ranks * crowd.limit
+        target = torch.where(origin >= 0, origin, total).long().view(-1)
+        of_all = positions.new_full((total + 1, k), -1)
+        positions = of_all.index_copy(0, target, positions.view(-1, k))[:-1].view(wanted[3])
+        none = weights.new_zeros(total + 1, k)
+        weights = none.index_copy(0, target, weights.view(-1, k))[:-1].view(wanted[3])
+        room = crowd.size - places.shape[1]
+        incoming = torch.cat([incoming, torch.nn.functional.pad(places, (0, room), value=-1), origin])
+    found = [offsets, _in_front(counts, wanted[1]), rows, positions, incoming, _in_front(received, wanted[5])]
+    return [*found, sent.view(wanted[6]), firsts.view(wanted[7]), tiles, count, weights]
+
+
+def _in_front(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of this shape, which begins with the elements of another one."""
+    whole = tensor.new_zeros(shape)
+    whole.view(-1)[: tensor.numel()] = tensor.reshape(-1)
+    return whole
+
+
+class OfGroup:
+    """A routing of the whole group, and the node's.
+
+    Attributes:
+        crowd: the tokens of a rank of the node.
+        arguments: the node's tensors, num_experts, ep_size and max_tokens, as a layer takes them.
+        name: of the node's group.
+    """
+
+    def __init__(
+        self, workspace: NodesWorkspace, tensors: Sequence[Tensor], sizes: tuple[int, int, int]
+    ) -> None:
+        num_experts, ep_size, limit = sizes
+        self._workspace = workspace
+        self.crowd = crowd = Crowd.of_incoming(workspace, limit, tensors[4])
+        self.name = groups.name_of(workspace.node_group)
+        self.arguments = (
+            self._of_node(tensors),
+            num_experts // crowd.nodes,
+            ep_size // crowd.nodes,
+            crowd.size,
+        )
+
+    def _of_node(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        offsets, counts, rows, positions, incoming, received, sent, firsts, tiles, count, weights = tensors
+        crowd = self.crowd
+        nodes, ranks, size, k = crowd.nodes, crowd.ranks, crowd.size, positions.shape[-1]
+        self.places: Tensor | None = None
+        if crowd.share is None:
+            by_node = (nodes, ranks, crowd.limit, k)
+            positions, weights = (
+                each.view(by_node).transpose(0, 1).reshape(ranks, size, k) for each in (positions, weights)
+            )
+            incoming = incoming.view(ranks, size)
+        else:
+            self.places = incoming[ranks : ranks + nodes, : crowd.limit]
+            origin = incoming[ranks + nodes :].long()
+            there = (origin >= 0)[..., None]
+            positions = torch.where(there, positions.view(-1, k)[origin.clamp(min=0)], -1)
+            weights = torch.where(there, weights.view(-1, k)[origin.clamp(min=0)], 0)
+            incoming = incoming[:ranks].contiguous()
+        experts = offsets.shape[0] - 1
+        counts = counts.reshape(-1)[: experts * ranks].view(experts, ranks)
+        slices = sent.numel() // max(size, 1)
+        sent, firsts = (each.reshape(slices, size) for each in (sent, firsts))
+        found = [offsets, counts, rows, positions, incoming, received[:ranks], sent, firsts]
+        return [*found, tiles, count, weights]
+
+
+def tokens_of_rows(crowd: Crowd, rows: Tensor, incoming: Tensor) -> Tensor:
+    """rank * max_tokens + token of each row; for rows after the last one: any valid token."""
+    if crowd.share is not None:
+        origin = incoming[crowd.ranks + crowd.nodes :]
+        inside = reference.tokens_of_rows(rows, incoming[: crowd.ranks])
+        return origin.reshape(-1)[inside].long().clamp(min=0)
+    inside = reference.tokens_of_rows(rows, incoming.view(crowd.ranks, crowd.size))
+    local, token = inside // crowd.size, inside % crowd.size
+    return (token // crowd.limit * crowd.ranks + local) * crowd.limit + token % crowd.limit
+
+
+def bring_tokens(workspace: NodesWorkspace, of: OfGroup, x: Tensor) -> Tensor:
+    """x [tokens, H] of this rank -> the tokens of its rail that its node needs [crowd.size, H]."""
+    crowd = of.crowd
+    padded = torch.nn.functional.pad(x, (0, 0, 0, crowd.limit - x.shape[0]))
+    everybody = x.new_empty(crowd.size, x.shape[1])
+    if of.places is None:
+        crossing = workspace.rail.gather(padded.contiguous(), everybody.view(crowd.nodes, crowd.limit, -1))
+        workspace.wait(crossing, "exchange 1 of 1, of tokens")
+        return everybody
+    tokens = _tokens_of_places(of.places, crowd)
+    count = tokens.numel()
+    sent = padded[tokens.clamp(min=0)]
+    _swap_all(workspace, sent, everybody[:count].view(sent.shape), "exchange 1 of 1, of tokens")
+    everybody[count:] = padded
+    return everybody
+
+
+def bring_sums(workspace: NodesWorkspace, of: OfGroup, made: Tensor, num_tokens: int) -> Tensor:
+    """made [crowd.size, n], the node's sums of its tokens -> the sums over nodes of this rank's tokens
+    [tokens, n]. A token for which a share had no room becomes NaN.
+    """
+    crowd, columns = of.crowd, made.shape[1]
+    out = made.new_empty(num_tokens, columns)
+    if of.places is None:
+        whole = out if num_tokens == crowd.limit else made.new_empty(crowd.limit, columns)
+        sums = two_level.Sums(crowd.nodes, whole, ())
+        blocks = made.view(crowd.nodes, crowd.limit, columns)
+        _swap_all(workspace, blocks, sums.parts, "exchange 1 of 1, of sums")
+        sums.write()
+        return out if whole is out else out.copy_(whole[:num_tokens])
+    share = crowd.share or 0
+    count = crowd.nodes * share
+    back = torch.empty_like(made)
+    shape = (crowd.nodes, share, columns)
+    _swap_all(workspace, made[:count].view(shape), back[:count].view(shape), "exchange 1 of 1, of sums")
+    back[count:] = made[count:]
+    places = of.places[:, :num_tokens].long()
+    nodes = torch.arange(crowd.nodes, device=made.device)[:, None]
+    own = count + torch.arange(num_tokens, device=made.device)
+    rows = torch.where(places >= 0, nodes * share + places, -1)
+    rows = torch.where(nodes == workspace.node, own, rows)
+    # Where there was no room: the own row, times NaN.
+    lost = places == -2
+    rows = torch.where(lost, own, rows)
+    weights = torch.where(lost, torch.nan, 1.0)
+    return out.copy_(weighted_sum(back, rows.t().int().contiguous(), weights.t().float().contiguous()))
+
+
+def mark_lost(of: OfGroup, out: Tensor) -> Tensor:
+    """out [tokens, n] of this rank, with NaN for tokens for which a share had no room."""
+    if of.places is None:
+        return out
+    lost = (of.places[:, : out.shape[0]] == -2).any(0)
+    return torch.where(lost[:, None], torch.nan, out)
+
+
+def overflow(message: Tensor, crowd: Crowd, num_experts: int, node: int) -> int:
+    """On CPUs: the most tokens that this rank has for another node, where a share has no room; or 0."""
+    if crowd.share is None:
+        return 0
+    ids = message[:, message.shape[1] // 2 :].view(torch.int32)
+    places = _places(ids, num_experts // crowd.nodes, crowd, node)
+    most = int((places != -1).sum(1).max()) if places.numel() else 0
+    return most if most > crowd.share else 0
+
+
+def check_max_node_tokens(value: int | None, limit: int) -> int | None:
+    """Checks the argument of flux.moe.route."""
+    if value is not None and not 0 <= value <= limit:
+        _check.fail(_ROUTE, "max_node_tokens", f"0 to max_tokens = {limit}", value)
+    return value
+
+
+def runs_fused(workspace: NodesWorkspace, op: str, weight: Tensor, of: OfGroup) -> bool:
+    """Whether a node's ranks run a layer with a weight [experts, n, k] fused; if not, nobody does."""
+    if workspace.inner is None:
+        return True
+    tensors, num_experts, ep_size, size = of.arguments
+    experts, n, k = weight.shape
+    top_k = tensors[3].shape[-1]
+    plan: MoePlan = plan_layer(workspace.inner, op, size, n, k, weight.dtype, top_k, ep_size, experts)
+    return plan.fused
+
+
+def plan_route(workspace: NodesWorkspace, op: str, tokens: int, num_experts: int, ep_size: int) -> Plan:
+    """The facts of a routing on which ranks must agree."""
+    levels = TwoLevel(workspace.topology, workspace.engine, "rails", 1, 0, 0, 0.0, 0.0, workspace.links)
+    common = (op, tokens, num_experts, 0, torch.float32, workspace.world_size, False, True)
+    return Plan(*common, workspace.transport, levels.reason, config=ep_size, way="two-level", levels=levels)

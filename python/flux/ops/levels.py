@@ -1,0 +1,142 @@
+"""How a call of a group with several nodes runs, and the model of its time: pure functions of sizes and
+rates.
+
+docs/design/nodes.md has the schedules, and what the model is checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flux.comm.topology import Links, Topology
+
+# Bytes that a kernel reads and writes beside nothing else, in a microsecond.
+_MEMORY_BYTES_PER_US = 3.0e6
+# Of a kernel that moves or adds little: its launch, and the first bytes.
+_SMALL_KERNEL_US = 3.0
+# Of a sum or gather inside a node without bytes: launch and trips over the link.
+_SMALL_COLLECTIVE_US = 6.0
+# Of a collective by NCCL over all ranks without bytes, in exchanges between nodes.
+_FLAT_TRIPS = 2
+# By which the best way must be expected to be sooner than the flat one: the model is not measured.
+MARGIN = 0.95
+# Rate of a GEMM, by which `hidden_from` is told to users.
+_TYPICAL_FLOP_PER_US = 700e6
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """How one call runs on several nodes. ``print(plan)`` shows it.
+
+    Attributes:
+        topology: of the group.
+        engine: of the exchange between nodes.
+        schedule: "blocks" (a launch and transfers for the rows of each node), "one launch" (for all rows,
+            then one exchange), "node sums" (every rank exchanges the whole sum of its node), "shards" (its
+            share of it), or "composed" (a scatter and a gather, each by a schedule of its own).
+        parts: transfers for the rows of each node.
+        sms: SMs that launches leave free while an exchange is on its way.
+        bytes_sent: that a rank sends to other nodes.
+        us: microseconds that the model expects; 0: not on GPUs.
+        flat_us: those of GEMM and collective one after the other, over all ranks alike.
+        links: the rates by which the model does.
+    """
+
+    topology: Topology
+    engine: str
+    schedule: str
+    parts: int
+    sms: int
+    bytes_sent: int
+    us: float
+    flat_us: float
+    links: Links
+
+    @property
+    def reason(self) -> str:
+        """For users."""
+        told = f"{self.topology}, exchange by {self.engine}, {self.schedule}"
+        return told + (f" in {self.parts} parts" if self.parts > 1 else "")
+
+    def lines(self) -> list[str]:
+        """The lines of an explanation."""
+        found = [f"  exchange   {self.bytes_sent / 2**20:.2f} MiB from each rank to other nodes"]
+        if self.us:
+            found += [
+                f"  model      two-level {self.us:.1f} us, flat {self.flat_us:.1f} us; flat below a gain of "
+                f"{1 - MARGIN:.0%}",
+                f"  links      {self.links}",
+                f"  hidden     behind a GEMM with an inner dimension from {hidden_from(self)} on",
+            ]
+            if self.sms:
+                found.append(f"  left free  {self.sms} SMs while an exchange is on its way")
+        return found
+
+
+def hidden_from(levels: TwoLevel) -> int:
+    """From which K on one rank (gemm_rs) or N on one rank (ag_gemm) a block's exchange takes no longer than
+    the GEMM of a block, whatever the number of rows: 2 M N K / F = 2 M N / (L B).
+    """
+    return round(_TYPICAL_FLOP_PER_US / (levels.topology.ranks * levels.links.nic_gb_per_s * 1e3))
+
+
+def crossing_us(nbytes: float, links: Links) -> float:
+    """An exchange of so many bytes from each rank."""
+    return links.latency_us + nbytes / (links.nic_gb_per_s * 1e3)
+
+
+def inside_us(nbytes: float, links: Links) -> float:
+    """Bytes that a rank sends to its node's ranks."""
+    return nbytes / (links.nvlink_gb_per_s * 1e3)
+
+
+def collective_us(nbytes: float, topology: Topology, links: Links) -> float:
+    """A sum or gather of a tensor of so many bytes inside a node, by flux."""
+    if topology.ranks == 1:
+        return _SMALL_KERNEL_US + 2 * nbytes / _MEMORY_BYTES_PER_US
+    return _SMALL_COLLECTIVE_US + inside_us(nbytes * (topology.ranks - 1) / topology.ranks, links)
+
+
+def moved_us(nbytes: float) -> float:
+    """A kernel that reads so many bytes, and writes them at other places."""
+    return _SMALL_KERNEL_US + 2 * nbytes / _MEMORY_BYTES_PER_US
+
+
+def sum_us(nbytes: float, count: int) -> float:
+    """A kernel that adds `count` tensors of so many bytes each."""
+    return _SMALL_KERNEL_US + (count + 1) * nbytes / _MEMORY_BYTES_PER_US
+
+
+def flat_us(gemm_us: float, nbytes: float, topology: Topology, links: Links, passes: int = 1) -> float:
+    """A GEMM, and a ReduceScatter or AllGather (an AllReduce: two passes) of a tensor of so many bytes by
+    rings over all ranks, each of a node's NICs with a ring of its own.
+    """
+    share = (topology.world_size - 1) / topology.world_size / topology.ranks
+    network = _FLAT_TRIPS * links.latency_us + nbytes * share / (links.nic_gb_per_s * 1e3)
+    written = nbytes / _MEMORY_BYTES_PER_US
+    return gemm_us + passes * network + written
+
+
+def scatter_us(
+    launches: Sequence[float], nbytes: Sequence[float], own_us: float, sum_us: float, links: Links
+) -> float:
+    """The schedule of a ReduceScatter: launches one after the other, each followed by a transfer, which
+    travel one after the other, then a launch for own rows, and the sum.
+    """
+    computed = sent = 0.0
+    for launch, each in zip(launches, nbytes, strict=True):
+        computed += launch
+        sent = max(sent, computed) + crossing_us(each, links)
+    return max(computed + own_us, sent) + sum_us
+
+
+def gather_us(transfers: Sequence[float], launches: Sequence[float], own_us: float, links: Links) -> float:
+    """The schedule of an AllGather: all transfers start at once and travel one after the other; a launch for
+    own rows, then one for what each transfer has brought.
+    """
+    done, arrived = own_us, 0.0
+    for nbytes, launch in zip(transfers, launches, strict=True):
+        arrived += crossing_us(nbytes, links)
+        done = max(done, arrived) + launch
+    return done

@@ -1,0 +1,403 @@
+"""Plans of groups with several nodes: two-level or flat, by which schedule, in how many parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flux import _native
+from flux.comm.nodes.rail import NCCL_CTAS
+from flux.comm.topology import Topology
+from flux.comm.workspace import round_up
+from flux.ops import levels
+from flux.ops.levels import TwoLevel
+from flux.ops.plan import NODES_PLANNERS, PLANNERS, Plan, PlanInput, can_run_fused
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, VECTOR
+
+# Parts in which the rows of a node may travel in a ReduceScatter. Each copies its rows of x first.
+_PARTS = (1, 2, 4)
+# On CPUs no time is modelled. Rows of one rank from which the rows of each node have a launch of their own,
+# and the least rows of a part: so small that tests see all schedules.
+CPU_BLOCK_ROWS = 16
+CPU_PART_ROWS = 24
+# Bytes of a sum below which, on CPUs, ranks exchange the whole sum of their node, and below which their share
+# of it.
+CPU_NODE_SUM_BYTES = 1 << 10
+CPU_SHARD_BYTES = 1 << 14
+_FLAT = {
+    "gemm_rs": "torch.distributed.reduce_scatter_tensor",
+    "reduce_scatter": "torch.distributed.reduce_scatter_tensor",
+    "ag_gemm": "torch.distributed.all_gather_into_tensor",
+    "all_gather": "torch.distributed.all_gather_into_tensor",
+    "gemm_ar": "torch.distributed.all_reduce",
+    "all_reduce": "torch.distributed.all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One schedule of a call: its name, parts, bytes that a rank sends to other nodes, and microseconds."""
+
+    schedule: str
+    parts: int
+    bytes_sent: int
+    us: float = 0.0
+
+
+def sent_by_scatter(nbytes: int, topology: Topology) -> int:
+    """Bytes that each rank sends to other nodes, of a scattered tensor of so many bytes: the rows of its
+    number in all other nodes. A gather of such a tensor sends as many.
+    """
+    return (topology.nodes - 1) * nbytes // topology.world_size
+
+
+def _pick(
+    op: str, problem: PlanInput, ways: Iterable[_Way], flat_us: float, cpu: str, parts: int = 1
+) -> Plan:
+    """The plan of the way that the model expects to be the soonest; on CPUs that with the name `cpu`."""
+    topology = problem.topology
+    assert topology is not None
+    possible = list(ways)
+    if problem.on_gpu:
+        best = min(possible, key=lambda way: way.us)
+    else:
+        best = next(way for way in possible if (way.schedule, way.parts) == (cpu, parts))
+    sms = NCCL_CTAS if problem.on_gpu else 0
+    found = TwoLevel(
+        topology,
+        problem.engine,
+        best.schedule,
+        best.parts,
+        sms,
+        best.bytes_sent,
+        best.us,
+        flat_us,
+        problem.links,
+    )
+    told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
+    candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()
+    if problem.on_gpu and not problem.tuning.forced and best.us > levels.MARGIN * flat_us:
+        reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
+        return problem.plan(op, False, reason, transport=_FLAT[op], candidates=candidates)
+    facts = {"way": "two-level", "levels": found, "candidates": candidates, "config": 0}
+    return problem.plan(op, True, found.reason, **facts)
+
+
+def _refused(op: str, problem: PlanInput, reason: str) -> Plan:
+    return problem.plan(op, False, reason, transport=_FLAT[op])
+
+
+def _inside(problem: PlanInput, **sizes: Any) -> PlanInput:
+    """A problem of the ranks of a node, in a launch that leaves SMs free."""
+    assert problem.topology is not None
+    free = NCCL_CTAS if problem.on_gpu else 0
+    ranks = problem.topology.ranks
+    return replace(
+        problem,
+        topology=None,
+        world_size=ranks,
+        num_sms=max(problem.num_sms - free, 0),
+        left_free=free,
+        **sizes,
+    )
+
+
+def _inside_fused(op: str, problem: PlanInput) -> str | None:
+    """Why the ranks of a node would not run a problem fused, or None."""
+    if problem.world_size == 1:
+        fused, reason = can_run_fused(
+            op, replace(problem, n=problem.n or 1) if op == "all_gather" else problem
+        )
+        return None if fused else reason
+    plan = PLANNERS[op](problem)
+    return None if plan.fused else plan.reason
+
+
+def _gemm_us(op: str, problem: PlanInput, sms: int, ranks: int) -> float:
+    """A GEMM of a problem's sizes; with `ranks` the operator's kernel."""
+    core = _native.core
+    sizes = (problem.m, problem.n, problem.k, problem.transpose_weight)
+    if ranks > 1 and op in ("gemm_rs", "ag_gemm"):
+        choice = getattr(core, f"select_{op}")(*sizes, world_size=ranks, num_sms=sms)
+    else:
+        choice = core.select_gemm(*sizes, num_sms=sms)
+    return float(choice.time_us)
+
+
+def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
+    """A launch of gemm_rs or ag_gemm inside a node, of `rows` rows of the node's ranks together."""
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    sms = problem.sms - (NCCL_CTAS if free else 0)
+    gemm = _gemm_us(op, replace(problem, m=rows), sms, topology.ranks)
+    of_row = (
+        problem.n * problem.result_dtype.itemsize if op == "gemm_rs" else problem.k * problem.dtype.itemsize
+    )
+    across = rows * of_row * (topology.ranks - 1) // topology.ranks
+    return max(gemm, levels.inside_us(across, links))
+
+
+def plan_gemm_rs(problem: PlanInput) -> Plan:
+    """The plan of a GEMM+ReduceScatter."""
+    fused, reason = can_run_fused("gemm_rs", problem)
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
+    if not fused:
+        return _refused("gemm_rs", problem, reason)
+    if why_not := _inside_fused("gemm_rs", _inside(problem, m=m // nodes)):
+        return _refused("gemm_rs", problem, why_not)
+    shard = m // topology.world_size
+    block_bytes, sent = shard * n * itemsize, sent_by_scatter(m * n * itemsize, topology)
+
+    def ways() -> Iterable[_Way]:
+        if not problem.on_gpu:
+            yield from (_Way("blocks", parts, sent) for parts in _PARTS if shard % parts == 0)
+            yield _Way("one launch", 1, sent)
+            return
+        add = levels.sum_us(block_bytes, nodes)
+        own = _launch_us("gemm_rs", problem, m // nodes, free=True)
+        for parts in _PARTS:
+            if shard % parts:
+                continue
+            first = _launch_us("gemm_rs", problem, m // nodes // parts, free=False)
+            later = _launch_us("gemm_rs", problem, m // nodes // parts, free=True)
+            copied = (
+                levels.moved_us(m // nodes // parts * problem.k * problem.dtype.itemsize)
+                if parts > 1
+                else 0.0
+            )
+            launches = [copied + (later if i else first) for i in range((nodes - 1) * parts)]
+            transfers = [block_bytes / parts] * len(launches)
+            yield _Way("blocks", parts, sent, levels.scatter_us(launches, transfers, own, add, links))
+        whole = _launch_us("gemm_rs", problem, m, free=False)
+        copied = levels.moved_us(m * problem.k * problem.dtype.itemsize)
+        crossing = levels.crossing_us((nodes - 1) * block_bytes, links)
+        yield _Way("one launch", 1, sent, copied + whole + crossing + add)
+
+    flat = 0.0
+    if problem.on_gpu:
+        flat = levels.flat_us(_gemm_us("gemm", problem, problem.sms, 1), m * n * itemsize, topology, links)
+    by_blocks = shard >= CPU_BLOCK_ROWS
+    parts = next((parts for parts in (4, 2) if shard % parts == 0 and shard >= parts * CPU_PART_ROWS), 1)
+    return _pick("gemm_rs", problem, ways(), flat, "blocks" if by_blocks else "one launch", parts)
+
+
+def plan_ag_gemm(problem: PlanInput) -> Plan:
+    """The plan of an AllGather+GEMM."""
+    return _plan_gather("ag_gemm", problem)
+
+
+def plan_all_gather(problem: PlanInput) -> Plan:
+    """The plan of an AllGather of rows of k elements; m counts those of all ranks."""
+    return _plan_gather("all_gather", replace(problem, n=0, transpose_weight=False))
+
+
+def _plan_gather(op: str, problem: PlanInput) -> Plan:
+    fused, reason = can_run_fused(op, problem if op == "ag_gemm" else replace(problem, n=1))
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    m, k, nodes, itemsize = problem.m, problem.k, topology.nodes, problem.dtype.itemsize
+    if not fused:
+        return _refused(op, problem, reason)
+    for rows in (m // nodes, m):
+        if why_not := _inside_fused(op, _inside(problem, m=rows)):
+            return _refused(op, problem, why_not)
+    shard_bytes, sent = m // topology.world_size * k * itemsize, sent_by_scatter(m * k * itemsize, topology)
+
+    def launch(rows: int, free: bool) -> float:
+        if op == "ag_gemm":
+            return _launch_us(op, problem, rows, free)
+        return levels.collective_us(rows * k * itemsize, topology, links)
+
+    def ways() -> Iterable[_Way]:
+        if not problem.on_gpu:
+            yield from (_Way(name, 1, sent) for name in ("blocks", "one launch"))
+            return
+        own, last = launch(m // nodes, True), launch(m // nodes, False)
+        launches = [own] * (nodes - 2) + [last]
+        yield _Way("blocks", 1, sent, levels.gather_us([shard_bytes] * (nodes - 1), launches, own, links))
+        columns = problem.n if op == "ag_gemm" else k
+        copied = levels.moved_us(m * columns * itemsize)
+        crossing = levels.crossing_us((nodes - 1) * shard_bytes, links)
+        yield _Way("one launch", 1, sent, crossing + launch(m, False) + copied)
+
+    flat = 0.0
+    if problem.on_gpu:
+        gemm = _gemm_us("gemm", problem, problem.sms, 1) if op == "ag_gemm" else 0.0
+        flat = levels.flat_us(gemm, m * k * itemsize, topology, links)
+    by_blocks = m // topology.world_size >= CPU_BLOCK_ROWS
+    return _pick(op, problem, ways(), flat, "blocks" if by_blocks else "one launch")
+
+
+def plan_reduce_scatter(problem: PlanInput) -> Plan:
+    """The plan of a ReduceScatter of m * n elements. k does not matter."""
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    elements = problem.m * problem.n
+    problem = replace(
+        problem, m=topology.world_size, n=elements // topology.world_size, k=0, transpose_weight=False
+    )
+    share, nodes, itemsize = problem.n, topology.nodes, problem.dtype.itemsize
+    if why_not := _inside_sums_fused("reduce_scatter", problem, topology.ranks, share):
+        return _refused("reduce_scatter", problem, why_not)
+    sent = sent_by_scatter(elements * itemsize, topology)
+
+    def ways() -> Iterable[_Way]:
+        if not problem.on_gpu:
+            yield from (_Way(name, 1, sent) for name in ("blocks", "one launch"))
+            return
+        launch = levels.collective_us(elements // nodes * itemsize, topology, links)
+        add = levels.sum_us(share * itemsize, nodes)
+        transfers = [share * itemsize] * (nodes - 1)
+        us = levels.scatter_us([launch] * (nodes - 1), transfers, launch, add, links)
+        yield _Way("blocks", 1, sent, us)
+        if not _inside_sums_fused("reduce_scatter", problem, topology.ranks, nodes * share):
+            whole = levels.collective_us(elements * itemsize, topology, links)
+            copied = levels.moved_us(elements * itemsize)
+            crossing = levels.crossing_us(sum(transfers), links)
+            yield _Way("one launch", 1, sent, copied + whole + crossing + add)
+
+    flat = levels.flat_us(0.0, elements * itemsize, topology, links) if problem.on_gpu else 0.0
+    by_blocks = share * itemsize >= CPU_NODE_SUM_BYTES
+    return _pick("reduce_scatter", problem, ways(), flat, "blocks" if by_blocks else "one launch")
+
+
+def _inside_sums_fused(op: str, problem: PlanInput, m: int, n: int) -> str | None:
+    """Why the ranks of a node would not sum x [m, n] fused, or None."""
+    inside = _inside(problem, m=m, n=n, k=0)
+    if inside.world_size > 1:
+        return _inside_fused(op, inside)
+    if m * n == 0:
+        return "the problem is empty"
+    fused, reason = can_run_fused(op, replace(inside, m=m * n, n=VECTOR, k=VECTOR))
+    return None if fused else reason
+
+
+def padded(elements: int, topology: Topology) -> int:
+    """Elements of a sum that ranks share: whole vectors for each rank."""
+    return round_up(elements, VECTOR * topology.world_size)
+
+
+def plan_all_reduce(problem: PlanInput) -> Plan:
+    """The plan of an AllReduce of m * n elements, as one row. k does not matter."""
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    elements, nodes, ranks = problem.m * problem.n, topology.nodes, topology.ranks
+    problem = replace(problem, m=1, n=elements, k=0, transpose_weight=False)
+    itemsize = problem.dtype.itemsize
+    nbytes, whole = elements * itemsize, padded(elements, topology) * itemsize
+    why_not = _inside_sums_fused("all_reduce", problem, 1, elements)
+    ways = []
+    if why_not is None:
+        us = levels.collective_us(2 * nbytes, topology, links)
+        us += levels.crossing_us((nodes - 1) * nbytes, links) + levels.sum_us(nbytes, nodes)
+        ways.append(_Way("node sums", 1, (nodes - 1) * nbytes, us))
+    for name, sent, columns in (
+        ("shards", (nodes - 1) * whole // ranks, padded(elements, topology) // ranks),
+        ("composed", 2 * sent_by_scatter(whole, topology), padded(elements, topology) // topology.world_size),
+    ):
+        if reason := _inside_sums_fused("reduce_scatter", problem, ranks, columns):
+            why_not = why_not or reason
+            continue
+        twice = 2 * levels.collective_us(whole, topology, links)
+        trips = 1 if name == "shards" else 2
+        crossing = trips * links.latency_us + levels.crossing_us(sent, links) - links.latency_us
+        us = twice + crossing + levels.sum_us(sent, 1)
+        ways.append(_Way(name, 1, sent, us))
+    if not ways:
+        return _refused("all_reduce", problem, why_not or "")
+    flat = levels.flat_us(0.0, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
+    return _pick("all_reduce", problem, ways, flat, _cpu_sum(nbytes, ways))
+
+
+def plan_all_reduce_norm(problem: PlanInput) -> Plan:
+    """The plan of an AllReduce of m rows of n elements with RMSNorm, which follows the sum."""
+    return plan_all_reduce(problem)
+
+
+def plan_gemm_ar(problem: PlanInput) -> Plan:
+    """The plan of a GEMM+AllReduce. Ranks share as many whole rows as they can; others go as node sums."""
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    fused, reason = can_run_fused("gemm_ar", problem)
+    if not fused:
+        return _refused("gemm_ar", problem, reason)
+    m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.dtype.itemsize
+    nbytes, row_bytes = m * n * itemsize, n * itemsize
+    gemm = _gemm_us("gemm", problem, problem.sms, 1) if problem.on_gpu else 0.0
+    ways = []
+    if nbytes <= MAX_EXCHANGE_BYTES:
+        us = gemm + levels.collective_us(2 * nbytes, topology, links)
+        us += levels.crossing_us((nodes - 1) * nbytes, links) + levels.sum_us(nbytes, nodes)
+        ways.append(_Way("node sums", 1, (nodes - 1) * nbytes, us))
+    for name, ranks in (("shards", topology.ranks), ("composed", topology.world_size)):
+        rest = m % ranks
+        if m < ranks or rest * row_bytes > MAX_EXCHANGE_BYTES:
+            continue
+        dealt = replace(problem, m=m - rest)
+        if _inside_fused("gemm_rs", _inside(dealt, m=dealt.m if name == "shards" else dealt.m // nodes)):
+            continue
+        if _inside_fused("all_gather", _inside(dealt, k=n, n=0)):
+            continue
+        tail = (nodes - 1) * rest * row_bytes
+        us, sent = _shared_us(name, dealt) if problem.on_gpu else (0.0, _shared_bytes(name, dealt))
+        us += levels.crossing_us(tail, links) + _SMALL_CALL_US if rest else 0.0
+        ways.append(_Way(name, 1, sent + tail, us))
+    if not ways:
+        reason = f"the sum has {nbytes / 2**20:.0f} MiB, more than an exchange holds, and {m} rows"
+        return _refused("gemm_ar", problem, reason)
+    flat = levels.flat_us(gemm, nbytes, topology, links, passes=2) if problem.on_gpu else 0.0
+    return _pick("gemm_ar", problem, ways, flat, _cpu_sum(nbytes, ways))
+
+
+# Of a further call for the rows that ranks cannot share.
+_SMALL_CALL_US = 20.0
+
+
+def _shared_bytes(name: str, problem: PlanInput) -> int:
+    topology = problem.topology
+    assert topology is not None
+    nbytes = problem.m * problem.n * problem.dtype.itemsize
+    if name == "shards":
+        return (topology.nodes - 1) * nbytes // topology.ranks
+    return 2 * sent_by_scatter(nbytes, topology)
+
+
+def _shared_us(name: str, problem: PlanInput) -> tuple[float, int]:
+    """Microseconds and bytes of a GEMM+AllReduce whose rows the ranks of a node, or all ranks, share."""
+    topology, links = problem.topology, problem.links
+    assert topology is not None
+    nbytes, sent = problem.m * problem.n * problem.dtype.itemsize, _shared_bytes(name, problem)
+    gathered = levels.collective_us(nbytes, topology, links)
+    if name == "shards":
+        launch = _launch_us("gemm_rs", problem, problem.m, free=False)
+        add = levels.sum_us(nbytes / topology.ranks, topology.nodes)
+        return launch + levels.crossing_us(sent, links) + add + gathered, sent
+    parts = [plan_gemm_rs(problem), plan_all_gather(replace(problem, k=problem.n, n=0))]
+    # Each may be flat.
+    return sum(plan.candidates[0][1] if plan.candidates else math.inf for plan in parts), sent
+
+
+def _cpu_sum(nbytes: int, ways: list[_Way]) -> str:
+    """On CPUs: how a sum of so many bytes is made, if it can be."""
+    wanted = ["node sums", "shards", "composed"]
+    if nbytes >= CPU_NODE_SUM_BYTES:
+        wanted = ["shards", "composed", "node sums"]
+    if nbytes >= CPU_SHARD_BYTES:
+        wanted = ["composed", "shards", "node sums"]
+    possible = [way.schedule for way in ways]
+    return next(name for name in wanted if name in possible)
+
+
+NODES_PLANNERS |= {
+    "gemm_rs": plan_gemm_rs,
+    "ag_gemm": plan_ag_gemm,
+    "all_gather": plan_all_gather,
+    "gemm_ar": plan_gemm_ar,
+    "all_reduce": plan_all_reduce,
+    "all_reduce_norm": plan_all_reduce_norm,
+    "reduce_scatter": plan_reduce_scatter,
+}

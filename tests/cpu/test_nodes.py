@@ -1,0 +1,349 @@
+"""Groups of several nodes, emulated by processes of this host: exact results, gradients, bytes,
+disagreements.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import nodes_cases
+import pytest
+import test_fp8_ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import flux
+from flux.comm import registry
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.ops.plan import Plan, workspace_plan
+from flux.testing import AgGemmCase, GemmRsCase, SpawnError, spawn
+
+LAYOUTS = ["2x2", "3x2", "2x3", "4x1", "2x4", "4x2"]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("engine", ["auto", "symm"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_calls_are_exact(layout: str, engine: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    env = {"FLUX_RAIL": engine}
+    ops = nodes_cases.DENSE
+    cases = 12 if nodes * ranks < 8 else 6
+    results = spawn(nodes_cases.run, nodes * ranks, ops, cases, 3, ranks_per_node=ranks, env=env)
+    assert [wrong for wrong, _ in results] == [[]] * (nodes * ranks)
+    planned = {name.split()[0] for name in results[0][1]}
+    assert planned == set(ops), "something ran unfused"
+
+
+def test_every_schedule_runs_among_the_random_calls() -> None:
+    _, seen = spawn(nodes_cases.run, 4, nodes_cases.DENSE, 40, 5, ranks_per_node=2)[0]
+    sums = {f"{op} {how}" for op in ("gemm_ar", "all_reduce") for how in ("node sums", "shards", "composed")}
+    others = {
+        f"{op} {how}"
+        for op in ("ag_gemm", "all_gather", "reduce_scatter")
+        for how in ("blocks", "one launch")
+    }
+    parts = {"gemm_rs one launch", "gemm_rs blocks", "gemm_rs blocks in 2", "gemm_rs blocks in 4"}
+    assert set(seen) == sums | others | parts
+
+
+def of_one_node(rank: int, world_size: int) -> tuple[bool, str, Counter[str]]:
+    wrong, seen = nodes_cases.run(rank, world_size, ["gemm_rs", "gemm_ar"], 3, 1)
+    plan = flux.explain("gemm_rs", 64 * world_size, 64, 64, torch.float32)
+    return not wrong, str(plan), seen
+
+
+def test_one_node_is_no_group_of_nodes() -> None:
+    for ranks_per_node in (None, 4):
+        for exact, told, seen in spawn(of_one_node, 4, ranks_per_node=ranks_per_node):
+            assert exact and not seen
+            assert "runs       fused: ranks of one host share memory" in told and "two-level" not in told
+
+
+def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
+    """Calls on subgroups of every kind: what they run as."""
+    nodes = world_size // ranks_per_node
+    rails = [list(range(i, world_size, ranks_per_node)) for i in range(ranks_per_node)]
+    inside = [list(range(i * ranks_per_node, (i + 1) * ranks_per_node)) for i in range(nodes)]
+    pairs = [[i, i + ranks_per_node] for i in range(world_size - ranks_per_node)]
+    thin = [[i * ranks_per_node + j for i in range(nodes) for j in range(2)]] if ranks_per_node > 2 else []
+    uneven = [list(range(ranks_per_node + 1))] if ranks_per_node > 1 else []
+    told = []
+    for members in [*rails, *inside, *pairs, *thin, *uneven]:
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        for number, op in enumerate(nodes_cases.DENSE):
+            check = nodes_cases.CHECKS[op]
+            assert check(group, random.Random(f"{members} {op}"), number), (op, members)
+        workspace = registry.find(group, CPU)
+        topology = None if workspace is None else workspace.topology
+        told.append(f"{members} {topology} {None if workspace is None else workspace.why_not}")
+    mesh = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("across", "inside"))
+    for name in ("across", "inside"):
+        case = GemmRsCase(mesh[name].size() * 18, 24, 16, mesh[name].size(), seed=rank % 2)
+        case = GemmRsCase(case.m, 24, 16, mesh[name].size(), seed=4)
+        x, weight, _ = case.inputs(mesh[name].get_local_rank())
+        assert torch.equal(
+            flux.gemm_rs(x, weight, group=mesh[name]), case.expected(mesh[name].get_local_rank())
+        )
+    return told
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2x3", "4x1"])
+def test_subgroups_have_nodes_of_their_own(layout: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    results = spawn(subgroups, nodes * ranks, ranks, ranks_per_node=ranks)
+    told = [line for of_rank in results for line in of_rank]
+    rail = list(range(0, nodes * ranks, ranks))
+    assert f"{rail} {nodes} nodes x 1 None" in told
+    if ranks > 1:
+        assert f"{list(range(ranks))} None None" in told  # one node: as ever
+        uneven = next(line for line in told if line.startswith(str(list(range(ranks + 1)))))
+        assert f"different numbers of ranks: {ranks} ('0'), 1 ('1')" in uneven
+
+
+def gradients(rank: int, world_size: int) -> list[float]:
+    """Gradients of a column-parallel and a row-parallel layer, against those by torch on whole weights."""
+    torch.manual_seed(1)
+    p, rows, hidden, wide = world_size, 6, 16, 8 * world_size
+    whole1, whole2 = torch.randn(wide, hidden), torch.randn(hidden, wide)
+    everybody = torch.randn(rows * p, hidden)
+    own = slice(rank * wide // p, (rank + 1) * wide // p)
+    x = everybody[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    w1, w2 = whole1[own].clone().requires_grad_(), whole2[:, own].clone().requires_grad_()
+    out = flux.gemm_rs(flux.ag_gemm(x, w1).relu(), w2)
+    (out * (1.0 + rank)).sum().backward()
+
+    x0, w10, w20 = (t.clone().requires_grad_() for t in (everybody, whole1, whole2))
+    marks = torch.arange(1.0, p + 1).repeat_interleave(rows)[:, None]
+    (((x0 @ w10.t()).relu() @ w20.t()) * marks).sum().backward()
+    assert x0.grad is not None and w10.grad is not None and w20.grad is not None
+    wanted = (x0.grad[rank * rows : (rank + 1) * rows], w10.grad[own], w20.grad[:, own])
+    return [float((got.grad - want).abs().max()) for got, want in zip((x, w1, w2), wanted, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["2x2", "3x2", "4x1"])
+def test_gradients_of_layers(layout: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    for errors in spawn(gradients, nodes * ranks, ranks_per_node=ranks):
+        assert max(errors) < 1e-4 * nodes * ranks
+
+
+def layers(rank: int, world_size: int) -> bool:
+    """flux.layers as a user has them: the same on one node and on two."""
+    torch.manual_seed(3)
+    mlp = flux.layers.ParallelMLP(32, 16 * world_size, dtype=torch.float32)
+    x = torch.randn(4 * world_size, 32)[rank * 4 : rank * 4 + 4].requires_grad_()
+    out = mlp(x)
+    out.square().sum().backward()
+    gathered = flux.all_gather(out.detach())
+    torch.manual_seed(3)
+    again = flux.layers.ParallelMLP(32, 16 * world_size, dtype=torch.float32)
+    for parameter in again.parameters():
+        assert parameter.shape
+    return bool(torch.isfinite(gathered).all()) and x.grad is not None
+
+
+def test_layers_need_nothing_new() -> None:
+    assert all(spawn(layers, 4, ranks_per_node=2))
+
+
+_OPS = {
+    "gemm_rs": (lambda p: (64 * p, 40, 24), lambda x, w: flux.gemm_rs(x, w)),
+    "ag_gemm": (lambda p: (64 * p, 40, 24), lambda x, w: flux.ag_gemm(x, w)),
+    "gemm_ar": (lambda p: (5 * p + 1, 24, 24), lambda x, w: flux.gemm_ar(x, w)),
+    "all_reduce": (lambda p: (40, 56, 0), lambda x, w: flux.all_reduce(x)),
+    "reduce_scatter": (lambda p: (8 * p, 56, 0), lambda x, w: flux.reduce_scatter(x)),
+}
+
+
+def count_bytes(rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
+    """For calls of every operator: bytes that this rank's rail has sent, those of the plan, and the least."""
+    told = []
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = [(1, 8, 8), (3, 40, 24), (16, 24, 16), (48, 64, 40), (96, 136, 24)]
+    for rows, n, k in sizes:
+        for op, dtype in (
+            ("gemm_rs", torch.bfloat16),
+            ("ag_gemm", torch.float32),
+            ("gemm_ar", torch.float16),
+        ):
+            m = rows * world_size + (op == "gemm_ar")
+            x = torch.ones(m if op != "ag_gemm" else rows, k, dtype=dtype)
+            weight = torch.ones(n, k, dtype=dtype)
+            told.append(
+                _counted(op, (m, n, k), dtype, group, lambda op=op, x=x, w=weight: getattr(flux, op)(x, w))
+            )
+        for op, m in (("all_reduce", rows), ("reduce_scatter", rows * world_size)):
+            x = torch.ones(m, n)
+            told.append(_counted(op, (m, n, 0), x.dtype, group, lambda op=op, x=x: getattr(flux, op)(x)))
+    return told
+
+
+def _counted(
+    op: str, sizes: tuple[int, int, int], dtype: torch.dtype, group: dist.ProcessGroup, call: Any
+) -> tuple[str, int, int, int]:
+    workspace = registry.get(group, CPU, op)
+    assert isinstance(workspace, NodesWorkspace)
+    before = workspace.rail.bytes_sent
+    call()
+    plan: Plan = workspace_plan(workspace, op, *sizes, dtype, False)
+    assert plan.levels is not None
+    m, n, k = sizes
+    nodes, p = workspace.topology.nodes, group.size()
+    columns = k if op == "ag_gemm" else n
+    scattered = (nodes - 1) * m * columns * dtype.itemsize // p
+    return (
+        f"{op} {plan.levels.schedule}",
+        workspace.rail.bytes_sent - before,
+        plan.levels.bytes_sent,
+        scattered,
+    )
+
+
+@pytest.mark.parametrize("layout", ["2x2", "3x2", "2x3", "4x1"])
+def test_bytes_that_cross_are_those_of_the_model(layout: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    for of_rank in spawn(count_bytes, nodes * ranks, ranks_per_node=ranks):
+        for name, sent, planned, scattered in of_rank:
+            assert sent == planned > 0, name
+            if name.split()[0] in ("gemm_rs", "ag_gemm", "reduce_scatter"):
+                assert sent == scattered, name  # (n - 1) / n of what a node's rank has
+
+
+def disagree(rank: int, world_size: int, odd: int) -> list[str]:
+    """One rank makes another call than all others, in the middle of calls that agree."""
+    told = []
+    for kind in ("columns", "op", "bias", "dtype"):
+        x, weight = torch.ones(4 * world_size, 8), torch.ones(16, 8)
+        assert (flux.gemm_rs(x, weight) == 8 * world_size).all()
+        bias = torch.ones(16) if kind == "bias" and rank == odd else None
+        if kind == "columns" and rank == odd:
+            weight = torch.ones(24, 8)
+        if kind == "dtype" and rank == odd:
+            x, weight = x.double(), weight.double()
+        try:
+            if kind == "op" and rank == odd:
+                flux.all_gather(x)
+            else:
+                flux.gemm_rs(x, weight, bias)
+            told.append("no error")
+        except ValueError as error:
+            told.append(str(error))
+    assert (flux.gemm_rs(torch.ones(4 * world_size, 8), torch.ones(16, 8)) == 8 * world_size).all()
+    return told
+
+
+@pytest.mark.parametrize("odd", [0, 1, 4])
+def test_ranks_that_disagree_raise_alike_and_go_on(odd: int) -> None:
+    results = spawn(disagree, 6, odd, ranks_per_node=2)
+    assert all(told == results[0] for told in results[1:]) or all(len(told) == 4 for told in results)
+    for told in results:
+        assert all("expected the same call on all ranks of the group" in line for line in told), told
+        assert f"rank {odd}: op=gemm_rs, m=24, n=24" in told[0]
+        assert f"rank {odd}: op=all_gather" in told[1]
+        assert "bias=given" in told[2] and "torch.float64" in told[3]
+
+
+def compare_contents(rank: int, world_size: int) -> str:
+    bias = torch.full((16,), float(rank == 3))
+    try:
+        flux.gemm_ar(torch.ones(4, 8), torch.ones(16, 8), bias)
+        return "no error"
+    except ValueError as error:
+        return str(error)
+
+
+def test_contents_are_compared_across_nodes() -> None:
+    for told in spawn(compare_contents, 4, ranks_per_node=2, env={"FLUX_DEBUG": "compare"}):
+        assert "digest of bias" in told
+
+
+def unfused(rank: int, world_size: int) -> str:
+    case = AgGemmCase(8 * world_size, 24, 16, world_size)
+    x, weight, bias = case.inputs(rank)
+    assert torch.equal(flux.ag_gemm(x, weight, bias), case.expected(rank))
+    return flux.explain("ag_gemm", case.m, case.n, case.k).reason
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "env", "reason"),
+    [
+        (3, {}, "different numbers of ranks: 3 ('0'), 1 ('1')"),
+        (2, {"FLUX_FUSED": "off"}, "rank 0: FLUX_FUSED=off"),
+    ],
+)
+def test_why_a_group_runs_unfused(ranks_per_node: int, env: dict[str, str], reason: str) -> None:
+    for told in spawn(unfused, 4, ranks_per_node=ranks_per_node, env=env):
+        assert reason in told
+
+
+def interleaved(rank: int, world_size: int) -> str:
+    import os
+
+    os.environ["FLUX_NODE"] = "abab"[rank]
+    return unfused(rank, world_size)
+
+
+def test_interleaved_ranks_run_unfused() -> None:
+    for told in spawn(interleaved, 4):
+        assert "the ranks of node 'b' are not consecutive: rank 1 is one of them" in told
+
+
+def explained(rank: int, world_size: int) -> list[str]:
+    before = str(flux.explain("gemm_rs", 1024, 1024, 256, torch.float32))
+    flux.reserve(max_m=1024, max_n=1024, max_k=256, dtype=torch.float32)
+    after = str(flux.explain("gemm_rs", 1024, 1024, 256, torch.float32))
+    flux.release()
+    flux.gemm_rs(torch.ones(world_size, 8), torch.ones(8, 8))
+    return [before, after]
+
+
+def test_explain_and_reserve() -> None:
+    before, after = spawn(explained, 4, ranks_per_node=2)[0]
+    assert "not known before the group's first call" in before
+    assert "runs       two-level: 2 nodes x 2, exchange by gloo, blocks in 4 parts" in after
+    assert "inside a node POSIX shared memory; between nodes gloo" in after
+
+
+def other_links(rank: int, world_size: int, path: str) -> str:
+    import os
+
+    os.environ["FLUX_LINKS"] = path if rank == 1 else ""
+    try:
+        flux.gemm_rs(torch.ones(world_size, 8), torch.ones(8, 8))
+        return "no error"
+    except ValueError as error:
+        return str(error)
+
+
+def test_rates_of_links_must_be_the_same(tmp_path: Any) -> None:
+    from flux.comm.topology import Links, write_links
+
+    path = tmp_path / "links.json"
+    write_links(path, Links(40.0, 300.0, 30.0, "measured"))
+    for told in spawn(other_links, 2, str(path), ranks_per_node=1):
+        assert (
+            "FLUX_LINKS: expected the same rates on all ranks, got 45 GB/s" in told and "(measured)" in told
+        )
+
+
+@pytest.mark.parametrize("layout", ["2x2", "3x1"])
+def test_fp8_operands(layout: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    spawn(test_fp8_ranks.exact, nodes * ranks, ranks_per_node=ranks)
+
+
+def fails(rank: int, world_size: int) -> None:
+    flux.gemm_rs(torch.ones(world_size, 8), torch.ones(8, 8))
+    raise ValueError("after a call")
+
+
+def test_processes_end_cleanly() -> None:
+    with pytest.raises(SpawnError, match="after a call"):
+        spawn(fails, 2, ranks_per_node=1)

@@ -1,0 +1,247 @@
+"""Mixtures of experts on several nodes: exact layers, gradients, bounds for what crosses, bytes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import nodes_cases
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux.comm import registry
+from flux.comm.nodes.workspace import NodesWorkspace
+from flux.moe import reference, two_level
+from flux.testing import spawn
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("engine", ["auto", "symm"])
+@pytest.mark.parametrize("layout", ["2x2", "3x2", "2x3", "4x1", "2x4", "4x2"])
+def test_layers_are_exact(layout: str, engine: str) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    env = {"FLUX_RAIL": engine}
+    cases = 12 if nodes * ranks < 8 else 6
+    results = spawn(nodes_cases.run, nodes * ranks, ["moe"], cases, 2, ranks_per_node=ranks, env=env)
+    assert [wrong for wrong, _ in results] == [[]] * (nodes * ranks)
+
+
+def test_every_way_of_a_layer_is_among_the_cases() -> None:
+    _, seen = spawn(nodes_cases.run, 4, ["moe"], 40, 0, ranks_per_node=2)[0]
+    assert {"moe all tokens", "moe shares", "moe spanning nodes"} <= set(seen)
+
+
+def gradients(rank: int, world_size: int, ep_size: int, share: int | None, tokens: list[int]) -> list[float]:
+    """Gradients of x, weights and routing weights against torch's, on one rank that holds all experts."""
+    hidden, wide, experts, k = 16, 4 * world_size, 2 * world_size, 2
+    torch.manual_seed(5)
+    p, limit = world_size, max(tokens)
+    whole1 = 0.3 * torch.randn(experts, 2 * wide, hidden)
+    whole2 = 0.3 * torch.randn(experts, hidden, wide)
+    xs = [torch.randn(count, hidden) for count in tokens]
+    ids = [torch.rand(count, experts).topk(k).indices for count in tokens]
+    if share is not None:  # most tokens stay on their node
+        ids = [torch.where(torch.rand(i.shape) < 0.8, -1, i) for i in ids]
+    scores = [torch.rand(count, k) for count in tokens]
+    tp = p // ep_size
+    mine = slice(rank // tp * (experts // ep_size), (rank // tp + 1) * (experts // ep_size))
+    part = slice(rank % tp * (wide // tp), (rank % tp + 1) * (wide // tp))
+
+    def own(w1: Any, w2: Any) -> tuple[Any, Any]:
+        gates, ups = w1[mine, :wide][:, part], w1[mine, wide:][:, part]
+        return torch.cat([gates, ups], 1), w2[mine, :, part]
+
+    x, score = xs[rank].clone().requires_grad_(), scores[rank].clone().requires_grad_()
+    w1, w2 = (w.clone().requires_grad_() for w in own(whole1, whole2))
+    routing = flux.moe.route(
+        ids[rank], score, experts, ep_size=ep_size, max_tokens=limit, max_node_tokens=share
+    )
+    rows = flux.moe.ag_scatter_gemm(x, w1, routing, activation="swiglu")
+    out = flux.moe.gemm_gather_rs(rows, w2, routing)
+    (out * (1.0 + rank)).sum().backward()
+
+    everything = [t.clone().requires_grad_() for t in (torch.cat(xs), torch.cat(scores), whole1, whole2)]
+    x0, score0, w10, w20 = everything
+    y = reference.moe_mlp(x0, torch.cat(ids), score0, w10, w20, "swiglu")
+    marks = torch.cat([torch.full((count, 1), 1.0 + r) for r, count in enumerate(tokens)])
+    (y * marks).sum().backward()
+    first = sum(tokens[:rank])
+    here = slice(first, first + tokens[rank])
+    assert x0.grad is not None and score0.grad is not None
+    wanted = (x0.grad[here], score0.grad[here], *own(w10.grad, w20.grad), y.detach()[here])
+    got = (x.grad, score.grad, w1.grad, w2.grad, out.detach())
+    return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, wanted, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep_size", "share", "tokens"),
+    [
+        ("2x2", 4, None, [5, 5, 5, 5]),
+        ("2x2", 2, None, [7, 3, 0, 5]),
+        ("2x2", 2, 6, [14, 14, 14, 14]),
+        ("4x1", 4, 7, [12, 12, 3, 12]),
+        ("3x2", 3, None, [3, 2, 3, 3, 3, 1]),
+        ("2x2", 1, None, [4, 4, 4, 4]),  # slices of experts span nodes
+    ],
+)
+def test_gradients(layout: str, ep_size: int, share: int | None, tokens: list[int]) -> None:
+    nodes, ranks = nodes_cases.parse(layout)
+    for errors in spawn(gradients, nodes * ranks, ep_size, share, tokens, ranks_per_node=ranks):
+        assert max(errors) < 1e-4, errors
+
+
+def compiled(rank: int, world_size: int, share: int | None) -> bool:
+    torch.manual_seed(1)
+    experts = flux.moe.MoEMLP(
+        16, 8 * world_size, 2 * world_size, ep_size=world_size, max_node_tokens=share, dtype=torch.float32
+    )
+    x, scores = torch.randn(12, 16), torch.rand(12, 2)
+    # Two of three tokens stay on this rank's node.
+    node = rank // 2 * world_size
+    ids = torch.where(torch.arange(12)[:, None] % 3 > 0, node, world_size - node) + torch.tensor([0, 1])
+    eager = experts(x, ids, scores)  # the group's first call, by which its nodes are known
+    again = torch.compile(experts, fullgraph=True, backend="aot_eager")(x, ids, scores)
+    again.sum().backward()
+    return torch.equal(eager, again) and experts.w1.grad is not None
+
+
+@pytest.mark.parametrize("share", [None, 4])
+def test_layers_compile(share: int | None) -> None:
+    assert all(spawn(compiled, 4, share, ranks_per_node=2))
+
+
+def overflows(rank: int, world_size: int) -> list[str]:
+    told = []
+    for bound in (2, 4):
+        # Rank 1 alone has three tokens for the other node; 10 tokens, so a share of up to 4 pays.
+        ids = torch.full((10, 1), rank // 2 * 2)
+        if rank == 1:
+            ids[:3] = 2
+        try:
+            flux.moe.route(ids, torch.ones(10, 1), 4, ep_size=2, max_node_tokens=bound)
+            told.append("fits")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_too_small_a_bound_is_an_error_on_all_ranks() -> None:
+    for first, second in spawn(overflows, 4, ranks_per_node=2):
+        assert "expected the same call on all ranks" in first
+        assert "tokens for another node=3" in first and "max_node_tokens=2" in first
+        assert second == "fits"
+
+
+def all_overflow(rank: int, world_size: int) -> str:
+    try:
+        flux.moe.route(torch.full((10, 1), 2 - rank * 2), torch.ones(10, 1), 4, ep_size=2, max_node_tokens=3)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_too_small_a_bound_on_all_ranks_alike() -> None:
+    for told in spawn(all_overflow, 2, ranks_per_node=1):
+        assert told == "moe.route: max_node_tokens: expected at least 10, the tokens for one node, got 3"
+
+
+def test_tokens_without_room_become_nan() -> None:
+    """What happens on GPUs, where the host does not look at the routing."""
+    crowd = two_level.Crowd(nodes=3, ranks=1, limit=5, share=1)
+    ids = torch.tensor([[2], [0], [3], [5], [4]], dtype=torch.int32)  # experts 2 and 3 are node 1's
+    places = two_level._places(ids, 2, crowd, node=0)
+    assert places.tolist() == [[-1] * 5, [0, -1, -2, -1, -1], [-1, -1, -1, 0, -2]]
+    assert two_level._tokens_of_places(places, crowd).tolist() == [[-1], [0], [3]]
+
+    class Rail:
+        def alltoall(self, send: torch.Tensor, receive: torch.Tensor) -> Any:
+            receive.copy_(torch.tensor([[[torch.nan]], [[10.0]], [[20.0]]]))
+
+    workspace: Any = SimpleNamespace(rail=Rail(), node=0, wait=lambda transfer, where: None)
+    of: Any = SimpleNamespace(crowd=crowd, places=places)
+    made = torch.cat([torch.zeros(3, 1), torch.arange(5.0)[:, None] + 1])
+    out = two_level.bring_sums(workspace, of, made, 5).flatten()
+    assert out[[0, 1, 3]].tolist() == [1 + 10.0, 2.0, 4 + 20.0]
+    assert out[[2, 4]].isnan().all()
+    assert two_level.mark_lost(of, torch.ones(5, 2)).isnan().any(1).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def count_bytes(rank: int, world_size: int, share: int | None) -> list[int]:
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = registry.get(group, CPU, "moe.route")
+    assert isinstance(workspace, NodesWorkspace)
+    hidden, experts, tokens, k = 24, 2 * world_size, 40, 3
+    node = rank // 2
+    ids = node * (experts // 2) + torch.arange(tokens * k).view(tokens, k) % 4
+    ids[:5] = (1 - node) * (experts // 2)
+    told = []
+    for call in ("route", "layer0", "layer1"):
+        before = workspace.rail.bytes_sent
+        if call == "route":
+            weights = torch.ones(tokens, k)
+            routing = flux.moe.route(ids, weights, experts, ep_size=world_size, max_node_tokens=share)
+        elif call == "layer0":
+            w1 = torch.ones(2, 16, hidden, dtype=torch.bfloat16)
+            rows = flux.moe.ag_scatter_gemm(torch.ones(tokens, hidden, dtype=torch.bfloat16), w1, routing)
+        else:
+            flux.moe.gemm_gather_rs(rows, torch.ones(2, hidden, 16, dtype=torch.bfloat16), routing)
+        told.append(workspace.rail.bytes_sent - before)
+    return told
+
+
+@pytest.mark.parametrize("share", [None, 8])
+def test_bytes_that_cross_are_those_of_the_model(share: int | None) -> None:
+    wanted = two_level.bytes_sent(2, 40, 3, 24, 2, share)
+    assert wanted["layer0"] == (40 if share is None else share) * 48
+    for told in spawn(count_bytes, 4, share, ranks_per_node=2):
+        assert told == list(wanted.values())
+
+
+def refuses(rank: int, world_size: int) -> list[str]:
+    told = []
+    for kwargs in ({"max_node_tokens": 11}, {"max_node_tokens": -1}, {"max_node_tokens": 2.5}):
+        try:
+            flux.moe.route(torch.zeros(10, 1, dtype=torch.int64), torch.ones(10, 1), 4, ep_size=2, **kwargs)  # type: ignore[arg-type]
+            told.append("no error")
+        except (ValueError, TypeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_bounds_are_checked() -> None:
+    for ranks_per_node in (1, 2):
+        for high, negative, kind in spawn(refuses, 2, ranks_per_node=ranks_per_node):
+            assert high == "moe.route: max_node_tokens: expected 0 to max_tokens = 10, got 11"
+            assert negative.endswith("got -1") and "max_node_tokens: expected an int" in kind
+
+
+def too_many(rank: int, world_size: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    workspace: Any = registry.get(group, CPU, "moe.route")
+    workspace.topology = SimpleNamespace(nodes=5, ranks=2)  # of ten ranks, which ep_size = 2 does not suit
+    from flux.moe import routing
+
+    routing.MAX_WORLD_SIZE = 1
+    try:
+        flux.moe.route(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 4, ep_size=2)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_slices_that_span_nodes_need_few_ranks() -> None:
+    for told in spawn(too_many, 2, ranks_per_node=1):
+        assert (
+            "expected at most 1 ranks, or ep_size a multiple of its nodes, got 2 ranks and ep_size 2" in told
+        )
