@@ -93,18 +93,24 @@ library.define(
 )
 library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
 
+# scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
+# the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the
+# weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The result has the dtype of `out`.
+_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
 # config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
 # device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
-library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms) -> ()")
+library.define(
+    f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_SCALES}) -> ()"
+)
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    "int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False) -> ()"
+    f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_SCALES}) -> ()"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
 # residual_out the sum.
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out) -> ()"
+    f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_SCALES}) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(
@@ -115,14 +121,18 @@ library.define(
 # launch has gathered by another weight. _collect copies these rows to a tensor of the user.
 library.define(
     f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    "int copy_epoch, int chunk_rows, bool reuse) -> ()"
+    f"int copy_epoch, int chunk_rows, bool reuse, {_SCALES}) -> ()"
 )
 # begun: _begin_all_gather has already enqueued the copies; other kernels may have been launched since.
 library.define(
     "_all_gather(Tensor x, Tensor(a!) out, int symm_buffer, int copy_epoch, int chunk_rows, bool begun) -> ()"
 )
 library.define("_begin_all_gather(Tensor x, int symm_buffer, int copy_epoch, int chunk_rows) -> ()")
-library.define("_collect(Tensor x, Tensor(a!) gathered, int symm_buffer, int copy_epoch) -> ()")
+# gathered_scale, with scale_x: the scales of the gathered rows, one column after the other.
+library.define(
+    "_collect(Tensor x, Tensor(a!) gathered, int symm_buffer, int copy_epoch, Tensor? scale_x=None, "
+    "Tensor(b!)? gathered_scale=None) -> ()"
+)
 # activation: 0 for none, else 1 + index in grouped_gemm.ACTIVATIONS. schedule: int32 scratch memory.
 library.define(
     "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
