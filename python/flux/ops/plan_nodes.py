@@ -36,6 +36,14 @@ _FLAT = {
 }
 
 
+# By operator, the schedules between which plans choose.
+_BY_ROWS, _BY_SUMS = ("blocks", "one launch"), ("node sums", "shards", "composed")
+SCHEDULES = {
+    **dict.fromkeys(("gemm_rs", "ag_gemm", "all_gather", "reduce_scatter"), _BY_ROWS),
+    **dict.fromkeys(("gemm_ar", "all_reduce"), _BY_SUMS),
+}
+
+
 @dataclass(frozen=True)
 class _Way:
     """One schedule of a call: its name, parts, bytes that a rank sends to other nodes, and microseconds."""
@@ -59,11 +67,13 @@ def _pick(
     """The plan of the way that the model expects to be the soonest; on CPUs that with the name `cpu`."""
     topology = problem.topology
     assert topology is not None
-    possible = list(ways)
+    possible, forced = list(ways), problem.tuning.forced
+    wanted = [way for way in possible if way.schedule == forced] or possible
     if problem.on_gpu:
-        best = min(possible, key=lambda way: way.us)
+        best = min(wanted, key=lambda way: way.us)
     else:
-        best = next(way for way in possible if (way.schedule, way.parts) == (cpu, parts))
+        usual = [way for way in wanted if (way.schedule, way.parts) == (cpu, parts)]
+        best = (usual or wanted)[0]
     sms = NCCL_CTAS if problem.on_gpu else 0
     found = TwoLevel(
         topology,
@@ -78,8 +88,12 @@ def _pick(
     )
     told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
     candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()
-    if problem.on_gpu and not problem.tuning.forced and best.us > levels.MARGIN * flat_us:
+    reason = ""
+    if problem.nodes_way == "flat" or forced == "torch":
+        reason = f"{topology}: {'FLUX_NODES=flat' if forced is None else 'to be measured'}"
+    elif problem.nodes_way == "auto" and forced is None and best.us > levels.MARGIN * flat_us > 0:
         reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
+    if reason:
         return problem.plan(op, False, reason, transport=_FLAT[op], candidates=candidates)
     facts = {"way": "two-level", "levels": found, "candidates": candidates, "config": 0}
     return problem.plan(op, True, found.reason, **facts)
