@@ -1,4 +1,5 @@
 #include "ag_gemm/ag_gemm.h"
+#include "ag_gemm/ag_gemm_fp8.h"
 #include "ag_gemm/gather.cuh"
 #include "gemm/launch.cuh"
 #include "runtime/copy_queue.h"
@@ -28,25 +29,29 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   const int rows = args.m(), k = args.k(), m = rows * symm.world_size;
   FLUX_CHECK(args.out.rows == m, args.out.rows, m);
   FLUX_CHECK(args.x.row_stride == k, args.x.row_stride, k);
-  const Layout layout = make_layout(m, k, symm.world_size);
+  const gemm::Scales& scales = args.scales;
+  const int scale_columns = !args.is_fp8() ? 0 : scales.blocks ? k / gemm::kScaleBlock : 1;
+  const Layout layout = make_layout(m, k, symm.world_size, scale_columns);
+  const OwnScales own_scales = {scales.x, scales.blocks ? 1 : scales.x_step, scales.x_stride};
   check_room(layout, symm, transport);
 
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const gemm::Problem problem = {m,       args.n(),        k, args.transpose_weight, symm.world_size,
                                  num_sms, /*gathers=*/true};
-  const gemm::Choice choice = gemm::select(problem, args.config);
+  const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
   const gemm::TileOrder order = make_order(m, args.n(), symm.world_size, symm.rank,
                                            gemm::kTileConfigs[choice.config], choice.cluster, choice.group_m);
 
   const bool copied = transport.copy_epoch != 0;
   if (copied && !reuse) {
     push_by_copy_engine(symm, layout, args.x.data, transport.copy_epoch, transport.chunk_rows,
-                        /*apart=*/false, stream);
+                        /*apart=*/false, stream, own_scales);
   }
   GatherStore::Params store;
   for (int parity = 0; parity < 2; ++parity) {
-    store.gathered[parity] = runtime::make_tensor_map(slots_matrix(symm, layout, parity, k), args.dtype,
-                                                      gemm::kBlockK, gemm::kBlockM / order.cluster_n());
+    store.gathered[parity] = runtime::make_tensor_map(slots_matrix(symm, layout, parity, k), args.x_dtype(),
+                                                      gemm::kTileConfigs[choice.config].block_k(),
+                                                      gemm::kBlockM / order.cluster_n());
   }
   store.symm = symm;
   store.layout = layout;
@@ -55,12 +60,17 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   store.blocks_per_signal = copied ? transport.chunk_rows / gemm::kBlockM : 1;
   store.epoch = transport.copy_epoch;
   store.reuse = reuse;
-  gemm::launch<GatherStore>(args, choice, order, rows, num_sms, store, stream, store.num_pushers);
+  if (args.is_fp8()) {
+    launch_fp8(args, choice, order, num_sms, store, own_scales, stream);
+  } else {
+    gemm::launch<GatherStore>(args, choice, order, rows, num_sms, store, stream, store.num_pushers);
+  }
   if (copied && !reuse) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
 }
 
 void prepare() {
   gemm::gemm_kernels<GatherStore>();
+  prepare_fp8();
   prepare_all_gather();
 }
 

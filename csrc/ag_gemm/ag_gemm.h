@@ -32,9 +32,17 @@ void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runt
 void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
                       cudaStream_t stream);
 
+// The scales of fp8 rows: this rank's, and where those of all rows go, as a matrix of one column after the other:
+// [columns][pad], where pad is the number of rows, rounded up to a multiple of four.
+struct CollectedScales {
+  OwnScales own = {};
+  int columns = 0;  // 0: there are none
+  float* out = nullptr;
+};
+
 // out[m, k] = the rows that the previous ag_gemm on this stream has gathered; nothing is sent.
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-             uint32_t copy_epoch, cudaStream_t stream);
+             uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream);
 
 // Loads every kernel. Lazy loading would wait for a kernel that spins on a peer.
 void prepare();
@@ -45,8 +53,10 @@ void prepare_all_gather();
 // copies: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. `apart`: copies do not wait for the signals of
 // earlier copies, so the last copy is complete sooner, and the first signals arrive later: good for all_gather, bad for
 // a GEMM that waits for the first rows (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+// `scales`: of the rows, if the layout has scales.
 void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
-                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream);
+                         uint32_t epoch, int chunk_rows, bool apart, cudaStream_t stream,
+                         const OwnScales& scales = {});
 
 inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, const Transport& transport) {
   FLUX_CHECK(layout.slot_bytes() <= symm.slot_bytes, layout.slot_bytes(), symm.slot_bytes);

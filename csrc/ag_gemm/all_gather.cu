@@ -26,7 +26,31 @@ struct Params {
   int blocks_per_signal;
   uint32_t epoch;  // if the host counts the epochs (copy engines): the epoch of the call; else 0
   bool reuse;
+  CollectedScales scales;  // with `reuse`
 };
+
+// Copies the scales of all ranks' rows, which are here if the rows are.
+__device__ void copy_scales(const Params& p, const sync::Call& call) {
+  const Layout& layout = p.layout;
+  const OwnScales& own = p.scales.own;
+  const int rank = p.symm.rank, all_rows = layout.rows * layout.world_size, stride = (all_rows + 3) / 4 * 4;
+  const char* const slots = p.symm.slots(rank, call.epoch);
+  const int64_t count = static_cast<int64_t>(all_rows) * p.scales.columns;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int column = static_cast<int>(i / all_rows), in_all = static_cast<int>(i % all_rows);
+    const int source = in_all / layout.rows, row = in_all % layout.rows;
+    float value = __int_as_float(0x7FFFFFFF);
+    if (source == rank) {
+      value = own.data[row * own.step + column * own.stride];
+    } else if (!call.aborted) {
+      const char* const slot = slots + layout.scale_offset(runtime::slot_index(source, rank));
+      const int place = place_of_scale(row, own.step, p.epoch != 0);
+      value = reinterpret_cast<const float*>(slot)[column * layout.scale_stride() + place];
+    }
+    p.scales.out[column * static_cast<int64_t>(stride) + in_all] = value;
+  }
+}
 
 __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const __grid_constant__ Params p) {
   __shared__ bool here;
@@ -62,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
     runtime::copy_bytes<kThreads>(dst + piece.offset, from, piece.bytes, threadIdx.x);
     __syncthreads();  // `here` is about to be written again
   }
+  if (p.scales.columns > 0) copy_scales(p, call);
   __syncthreads();
   if (threadIdx.x != 0) return;
   if (p.epoch != 0) sync::check_peers(p.symm, call, runtime::kAllGather);
@@ -71,18 +96,20 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) all_gather_kernel(const 
 // Progress of the transfer at launch: not started; started by begin_all_gather; rows already gathered.
 enum class Rows { kToSend, kBegun, kHere };
 
-Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport) {
+Layout checked_layout(const runtime::Matrix& x, const runtime::SymmBuffer& symm, const Transport& transport,
+                      int scale_columns = 0) {
   FLUX_CHECK(symm.world_size >= 2, symm.world_size);
   FLUX_CHECK(x.row_stride == x.columns, x.row_stride);
   const int rows = static_cast<int>(x.rows), k = static_cast<int>(x.columns);
-  const Layout layout = make_layout(rows * symm.world_size, k, symm.world_size);
+  // Elements have two bytes; those of fp8 count as half as many.
+  const Layout layout = {rows, k * gemm::kResultBytes, symm.world_size, scale_columns};
   check_room(layout, symm, transport);
   return layout;
 }
 
 void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-            const Transport& transport, Rows rows, cudaStream_t stream) {
-  const Layout layout = checked_layout(x, symm, transport);
+            const Transport& transport, Rows rows, const CollectedScales& scales, cudaStream_t stream) {
+  const Layout layout = checked_layout(x, symm, transport, scales.columns);
   FLUX_CHECK(out.row_stride == out.columns && out.columns == x.columns, out.row_stride, out.columns);
   FLUX_CHECK(out.rows == x.rows * symm.world_size, out.rows);
   const bool copied = transport.copy_epoch != 0, push = rows == Rows::kToSend && !copied;
@@ -99,7 +126,8 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
                          push,
                          arrive_copied ? transport.chunk_rows / gemm::kBlockM : 1,
                          transport.copy_epoch,
-                         /*reuse=*/rows == Rows::kHere};
+                         /*reuse=*/rows == Rows::kHere,
+                         scales};
   const int ctas = std::min(kCtas, kCtasOfAllRanks / symm.world_size);
   runtime::Launch(ctas, kThreads, 0, stream).run(all_gather_kernel, params);
   if (arrive_copied) runtime::CopyQueue().join(stream);  // later work on the stream may overwrite x
@@ -116,12 +144,12 @@ void begin_all_gather(const runtime::Matrix& x, const runtime::SymmBuffer& symm,
 
 void all_gather(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
                 const Transport& transport, bool begun, cudaStream_t stream) {
-  launch(x, out, symm, transport, begun ? Rows::kBegun : Rows::kToSend, stream);
+  launch(x, out, symm, transport, begun ? Rows::kBegun : Rows::kToSend, {}, stream);
 }
 
 void collect(const runtime::Matrix& x, const runtime::Matrix& out, const runtime::SymmBuffer& symm,
-             uint32_t copy_epoch, cudaStream_t stream) {
-  launch(x, out, symm, {copy_epoch, 0}, Rows::kHere, stream);
+             uint32_t copy_epoch, const CollectedScales& scales, cudaStream_t stream) {
+  launch(x, out, symm, {copy_epoch, 0}, Rows::kHere, scales, stream);
 }
 
 void prepare_all_gather() { runtime::load(all_gather_kernel); }

@@ -67,4 +67,40 @@ struct GatherStore : gemm::KeepsTiles<GatherParams, sync::Call> {
   }
 };
 
+// The same of fp8 rows, whose scales come with them.
+struct ScaledGatherParams : GatherParams {
+  CUtensorMap
+      gathered_scales[2];  // block scales: of the two slot buffers, as [(world_size - 1) * k_blocks, rows]
+  OwnScales scales;
+};
+
+struct ScaledGatherStore : GatherStore {
+  using Params = ScaledGatherParams;
+
+  FLUX_DEVICE static void push(const Params& p) {
+    push_rows<true>(p.symm, p.layout, p.rows, begin(p), p.num_pushers, p.scales);
+  }
+
+  template <class GemmParams>
+  FLUX_DEVICE static gemm::BlockScaleSource block_scales(const GemmParams& params, const Call& call,
+                                                         const gemm::Tile& tile, const gemm::Source& x) {
+    const Params& p = params.store;
+    if (tile.shard == p.symm.rank) return {&params.scales.x_blocks, x.row, 0};
+    const int slot = runtime::slot_index(tile.shard, p.symm.rank);
+    return {&p.gathered_scales[call.epoch & 1], tile.m * gemm::kBlockM, slot * p.layout.scale_columns};
+  }
+
+  template <class GemmParams>
+  FLUX_DEVICE static const float* row_scales(const GemmParams& params, const Call& call,
+                                             const gemm::Tile& tile, const gemm::Source& x) {
+    const Params& p = params.store;
+    if (tile.shard == p.symm.rank)
+      return params.scales.x + static_cast<int64_t>(x.row) * params.scales.x_step;
+    const char* const slots = p.symm.slots(p.symm.rank, call.epoch);
+    const int slot = runtime::slot_index(tile.shard, p.symm.rank);
+    return reinterpret_cast<const float*>(slots + p.layout.scale_offset(slot)) +
+           place_of_scale(tile.m * gemm::kBlockM, p.scales.step, /*copied=*/p.epoch != 0);
+  }
+};
+
 }  // namespace flux::ag_gemm

@@ -1,6 +1,7 @@
 // The layout of gathered rows. A rank has one slot for each peer (its own rows are read from x). A slot holds
-// the peer's shard, row by row. Rows are signalled in blocks of the height of a tile. Shared by kernels, host,
-// CPU path and tests.
+// the peer's shard, row by row. Rows are signalled in blocks of the height of a tile. The scales of fp8 rows lie behind
+// all slots, as those of x do: one scale of each row next to each other. A block is signalled when its scales have
+// arrived, too. Shared by kernels, host, CPU path and tests.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@ struct Layout {
   int rows;  // of one shard
   int row_bytes;
   int world_size;
+  int scale_columns = 0;  // fp32 scales of a row: none, one, or one for each k-block
 
   FLUX_HD int row_blocks() const { return (rows + gemm::kBlockM - 1) / gemm::kBlockM; }
   FLUX_HD int64_t shard_bytes() const { return static_cast<int64_t>(rows) * row_bytes; }
@@ -25,41 +27,66 @@ struct Layout {
     return static_cast<int64_t>(left < gemm::kBlockM ? left : gemm::kBlockM) * row_bytes;
   }
   FLUX_HD int num_signals() const { return (world_size - 1) * row_blocks(); }
-  FLUX_HD int64_t slot_bytes() const { return (world_size - 1) * shard_bytes(); }
+  FLUX_HD int64_t scale_stride() const {
+    return (rows + 3) / 4 * 4;
+  }  // floats; TMA wants multiples of 16 bytes
+  FLUX_HD int64_t scale_offset(int slot) const {
+    return (world_size - 1) * shard_bytes() + slot * scale_columns * scale_stride() * 4;
+  }
+  FLUX_HD int64_t slot_bytes() const { return scale_offset(world_size - 1); }
 };
 
-FLUX_HD Layout make_layout(int m, int k, int world_size) {
-  return {m / world_size, k * gemm::kElementBytes, world_size};
+// Of 16-bit elements, or with scales of fp8.
+FLUX_HD Layout make_layout(int m, int k, int world_size, int scale_columns = 0) {
+  return {m / world_size, scale_columns > 0 ? k : 2 * k, world_size, scale_columns};
+}
+
+// The scales of a rank's own rows: of row i in column j at data[i * step + j * stride].
+struct OwnScales {
+  const float* data;
+  int step;  // 0: all rows have the same
+  int64_t stride;
+};
+
+// The place of a row's scale in its column of a slot. If a rank's rows share a scale (step 0), CTAs send it with each
+// block, to all rows of it, and copy engines only once, before everything else.
+FLUX_HD int place_of_scale(int row, int step, bool copied) {
+  return step > 0 ? row : copied ? 0 : row / gemm::kBlockM * gemm::kBlockM;
 }
 
 // A part of a block of rows. The bytes of a block may exceed an int, those of a piece do not.
 struct Piece {
   int peer, block;  // the peer's number in an order that the caller chooses
   int64_t offset;   // in the block
-  int bytes;        // 0: beyond the end of the block
+  int bytes;        // 0: beyond the end of the block; kScales: the scales of the block
+  static constexpr int kScales = -1;
 };
 
-// All blocks of the first peer, then all of the second, and so on, each in pieces of the same size.
+// All blocks of the first peer, then all of the second, and so on, each in pieces of the same size, and a piece with
+// its scales if there are any.
 struct Pieces {
   Layout layout;
-  int size;       // of a piece, in bytes
-  int per_block;  // the last block has pieces beyond its end if it is shorter than the others
+  int size;           // of a piece, in bytes
+  int per_block;      // the last block has pieces beyond its end if it is shorter than the others
+  int of_scales = 0;  // 1: a further piece
 
-  FLUX_HD int count(int peers) const { return peers * layout.row_blocks() * per_block; }
+  FLUX_HD int count(int peers) const { return peers * layout.row_blocks() * (per_block + of_scales); }
   FLUX_HD Piece at(int index) const {
-    const int all_blocks = index / per_block, block = all_blocks % layout.row_blocks();
-    const int64_t offset = static_cast<int64_t>(index % per_block) * size;
+    const int all = per_block + of_scales, all_blocks = index / all, block = all_blocks % layout.row_blocks();
+    const int64_t offset = static_cast<int64_t>(index % all) * size;
+    if (of_scales > 0 && index % all == per_block)
+      return {all_blocks / layout.row_blocks(), block, 0, Piece::kScales};
     const int64_t left = layout.block_bytes(block) - offset;
     return {all_blocks / layout.row_blocks(), block, offset,
             left <= 0 ? 0 : static_cast<int>(left < size ? left : size)};
   }
   FLUX_HD int of_block(int block) const {
-    return static_cast<int>((layout.block_bytes(block) + size - 1) / size);
+    return static_cast<int>((layout.block_bytes(block) + size - 1) / size) + of_scales;
   }
 };
 
-FLUX_HD Pieces make_pieces(const Layout& layout, int size) {
-  return {layout, size, static_cast<int>((layout.block_bytes(0) + size - 1) / size)};
+FLUX_HD Pieces make_pieces(const Layout& layout, int size, bool with_scales = false) {
+  return {layout, size, static_cast<int>((layout.block_bytes(0) + size - 1) / size), with_scales};
 }
 
 // The bytes that a CTA sends at a time. Each pushing CTA gets at least two pieces of a shard, so that all of

@@ -28,12 +28,25 @@ FLUX_DEVICE sync::Call begin_gather(const runtime::SymmBuffer& symm, uint32_t ep
   return call;
 }
 
+// Called by kThreads threads: sends the scales of a block of rows to a slot's place for scales.
+template <int kThreads>
+FLUX_DEVICE void push_scales(const Layout& layout, const OwnScales& scales, int first_row, float* slot,
+                             int thread) {
+  const int rows = min(layout.rows - first_row, gemm::kBlockM);
+  for (int i = thread; i < rows * layout.scale_columns; i += kThreads) {
+    const int column = i / rows, row = first_row + i % rows;
+    slot[column * layout.scale_stride() + row] = scales.data[row * scales.step + column * scales.stride];
+  }
+}
+
 // Called by all kPushThreads threads of a CTA that is one of `pushers`.
+template <bool kScales = false>
 FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout, const void* rows,
-                           const sync::Call& call, int pushers) {
+                           const sync::Call& call, int pushers,
+                           [[maybe_unused]] const OwnScales& scales = {}) {
   __shared__ int drawn[2];
   runtime::Header* header = symm.header();
-  const Pieces pieces = make_pieces(layout, piece_bytes(layout, pushers));
+  const Pieces pieces = make_pieces(layout, piece_bytes(layout, pushers), kScales);
   const int num_pieces = pieces.count(symm.world_size - 1);
   const auto draw = [&] { return static_cast<int>(atomicAdd(&header->next_piece, 1u)); };
   if (threadIdx.x == 0) drawn[0] = call.aborted ? num_pieces : draw();
@@ -48,12 +61,18 @@ FLUX_DEVICE void push_rows(const runtime::SymmBuffer& symm, const Layout& layout
       drawn[(i + 1) % 2] = draw();
     } else if (threadIdx.x >= 32) {
       const char* src = static_cast<const char*>(rows) + static_cast<int64_t>(row) * layout.row_bytes;
-      char* dst = symm.slots(peer, call.epoch) + layout.offset(slot, row);
-      runtime::copy_bytes<kPushThreads - 32>(dst + piece.offset, src + piece.offset, piece.bytes,
-                                             threadIdx.x - 32);
+      char* const slots = symm.slots(peer, call.epoch);
+      const int thread = threadIdx.x - 32;
+      if (kScales && piece.bytes == Piece::kScales) {
+        auto* const to = reinterpret_cast<float*>(slots + layout.scale_offset(slot));
+        push_scales<kPushThreads - 32>(layout, scales, row, to, thread);
+      } else {
+        char* const dst = slots + layout.offset(slot, row);
+        runtime::copy_bytes<kPushThreads - 32>(dst + piece.offset, src + piece.offset, piece.bytes, thread);
+      }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && piece.bytes > 0) {
+    if (threadIdx.x == 0 && piece.bytes != 0) {
       // Orders this CTA's stores before its count: they are visible to the CTA that reads the full count, and to the
       // peer that this CTA then signals.
       __threadfence_system();

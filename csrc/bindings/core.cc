@@ -97,7 +97,7 @@ std::string tile_name(const gemm::TileConfig& config) {
   return gemm::config_name(config.id, gemm::Cluster::kNone);
 }
 
-gemm::Choice select(const gemm::Problem& problem, int config) {
+gemm::Choice checked_select(const gemm::Problem& problem, int config) {
   check_problem(problem.m, problem.n, problem.world_size);
   check_range("k", problem.k, 1, kMaxExtent);
   check_range("num_sms", problem.num_sms, 1, kMaxSms);
@@ -194,33 +194,56 @@ std::pair<std::vector<std::pair<int, int>>, std::vector<int>> gemm_rs_chunks(int
   return {all, of_tiles};
 }
 
-int copy_chunks(int m, int n, int k, int world_size) {
+int copy_chunks(int m, int n, int k, int world_size, int operand_bytes) {
   check_problem(m, n, world_size);
   check_range("k", k, 1, kMaxExtent);
-  return gemm_rs::copy_chunks(m, n, k, world_size);
+  check_range("operand_bytes", operand_bytes, 1, 2);
+  return gemm_rs::copy_chunks(m, n, k, world_size, operand_bytes);
 }
 
-gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config) {
-  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, config);
+// The operands of a problem, from the arguments that all selections share.
+struct Operands {
+  int bytes;
+  bool block_scales, fast;
+};
+gemm::Choice select(gemm::Problem problem, const Operands& operands, int config) {
+  check_range("operand_bytes", operands.bytes, 1, 2);
+  if (operands.bytes == 1) {
+    if (problem.transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
+    problem.operand_bytes = 1;
+    problem.promotes = operands.block_scales || !operands.fast;
+  }
+  return checked_select(problem, config);
 }
 
-gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config) {
-  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true}, config);
+gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config,
+                         int operand_bytes, bool block_scales, bool fast) {
+  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, {operand_bytes, block_scales, fast},
+                config);
+}
+
+gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config,
+                            int operand_bytes, bool block_scales, bool fast) {
+  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true},
+                {operand_bytes, block_scales, fast}, config);
 }
 
 gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
-                            int config) {
-  return select({m, n, k, transpose_weight, world_size, num_sms}, config);
+                            int config, int operand_bytes, bool block_scales, bool fast) {
+  return select({m, n, k, transpose_weight, world_size, num_sms}, {operand_bytes, block_scales, fast},
+                config);
 }
 
 gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
-                            int config) {
-  return select({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true}, config);
+                            int config, int operand_bytes, bool block_scales, bool fast) {
+  return select({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true},
+                {operand_bytes, block_scales, fast}, config);
 }
 
-ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size) {
+ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size, int scale_columns) {
   check_shards(m, "k", k, world_size);
-  return ag_gemm::make_layout(m, k, world_size);
+  check_range("scale_columns", scale_columns, 0, kMaxExtent / gemm::kScaleBlock);
+  return ag_gemm::make_layout(m, k, world_size, scale_columns);
 }
 
 std::optional<std::tuple<int, int, int64_t, int>> piece_of_rows(const ag_gemm::Layout& self, int size,
@@ -240,6 +263,11 @@ int64_t row_offset(const ag_gemm::Layout& self, int slot, int row) {
   check_range("slot", slot, 0, self.world_size - 2);
   check_range("row", row, 0, self.rows - 1);
   return self.offset(slot, row);
+}
+
+int64_t scale_offset(const ag_gemm::Layout& self, int slot) {
+  check_range("slot", slot, 0, self.world_size - 2);
+  return self.scale_offset(slot);
 }
 
 std::vector<std::optional<RankTile>> ag_gemm_tiles(int m, int n, int world_size, int rank, int config,
@@ -299,14 +327,27 @@ void bind_selection(py::module_& m) {
       .def_readonly("block_n", &gemm::TileConfig::block_n)
       .def_readonly("stages", &gemm::TileConfig::stages)
       .def_property_readonly("block_m", [](const gemm::TileConfig&) { return gemm::kBlockM; })
+      .def_property_readonly("operand_bytes", &gemm::TileConfig::operand_bytes, "1: fp8, 2: bf16 and fp16.")
+      .def_property_readonly("promotes", &gemm::TileConfig::promotes,
+                             "Whether the product of each k-block is added to fp32 registers.")
       .def_property_readonly("smem_bytes", &gemm::smem_bytes)
       .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
       .def_property_readonly("supports_split", &gemm::supports_split)
       .def_property_readonly("name", &tile_name)
       .def("__repr__", [](const gemm::TileConfig& self) { return "<TileConfig " + tile_name(self) + ">"; });
-  m.def("tile_configs", [] {
-    return std::vector<gemm::TileConfig>(std::begin(gemm::kTileConfigs), std::end(gemm::kTileConfigs));
-  });
+  m.def(
+      "tile_configs",
+      [](int operand_bytes) {
+        check_range("operand_bytes", operand_bytes, 1, 2);
+        std::vector<gemm::TileConfig> tiles;
+        for (const gemm::TileConfig& tile : gemm::kTileConfigs) {
+          if (tile.operand_bytes() == operand_bytes) tiles.push_back(tile);
+        }
+        return tiles;
+      },
+      py::arg("operand_bytes") = 2,
+      "The tile shapes for bf16 and fp16, whose ids are 0, 1, ..., or for fp8.");
+  m.def("tile_config", &config_at, py::arg("id"));
 
   m.attr("MAX_EXTENT") = kMaxExtent;
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
@@ -336,19 +377,23 @@ void bind_selection(py::module_& m) {
       .def_readonly("time_us", &gemm::Choice::time_us)
       .def_readonly("reason", &gemm::Choice::reason)
       .def_readonly("candidates", &gemm::Choice::candidates);
+#define FLUX_OPERANDS py::arg("operand_bytes") = 2, py::arg("block_scales") = false, py::arg("fast") = false
   m.def("select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
-        py::arg("num_sms"), py::arg("config") = -1,
+        py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS,
         "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice; its parts may "
-        "be 0.");
+        "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`.");
   m.def("select_gemm_ar", &select_gemm_ar, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1,
+        py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS,
         "The same for GEMM+AllReduce; k is this rank's part.");
   m.def("select_gemm_rs", &select_gemm_rs, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
+        FLUX_OPERANDS,
         "The same for GEMM+ReduceScatter; m counts the rows of all shards, k is this rank's part.");
   m.def("select_ag_gemm", &select_ag_gemm, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("transpose_weight"), py::arg("world_size"), py::arg("num_sms"), py::arg("config") = -1,
+        FLUX_OPERANDS,
         "The same for AllGather+GEMM; m counts the rows of all shards, n is this rank's part.");
+#undef FLUX_OPERANDS
 }
 
 void bind_gemm_rs(py::module_& m) {
@@ -375,14 +420,17 @@ void bind_gemm_rs(py::module_& m) {
   m.def("gemm_rs_chunks", &gemm_rs_chunks, py::arg("count"), py::arg("tiles"),
         "How copy engines divide the tiles of a slot: [(first, size)] of the chunks, [chunk] of the tiles.");
   m.def("gemm_rs_copy_chunks", &copy_chunks, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("world_size"),
-        "Chunks that copy engines send each peer; 0: storers send.");
+        py::arg("operand_bytes") = 2, "Chunks that copy engines send each peer; 0: storers send.");
 }
 
 void bind_ag_gemm(py::module_& m) {
   using ag_gemm::Layout;
   py::class_<Layout>(m, "AgLayout", "Where the rows of peers lie in a rank's slots.")
       .def_readonly("rows", &Layout::rows, "Of one shard.")
-      .def_readonly("row_bytes", &Layout::row_bytes, "Of 2-byte elements, as all sizes here.")
+      .def_readonly("row_bytes", &Layout::row_bytes)
+      .def_readonly("scale_columns", &Layout::scale_columns, "Scales of each row.")
+      .def("scale_offset", &scale_offset, py::arg("slot"),
+           "Of the scales of a slot: [scale_columns][rows], padded.")
       .def_property_readonly("row_blocks", &Layout::row_blocks, "Of a shard; each has a signal.")
       .def_property_readonly("num_signals", &Layout::num_signals, "u32 words per rank.")
       .def_property_readonly("slot_bytes", &Layout::slot_bytes, "Of one of the two buffers of a rank.")
@@ -390,7 +438,10 @@ void bind_ag_gemm(py::module_& m) {
       .def("offset", &row_offset, py::arg("slot"), py::arg("row"))
       .def("piece", &piece_of_rows, py::arg("size"), py::arg("peers"), py::arg("index"),
            "(peer, block, offset, bytes) of what a CTA copies at a time, or None beyond the last piece.");
-  m.def("ag_gemm_layout", &ag_gemm_layout, py::arg("m"), py::arg("k"), py::arg("world_size"));
+  m.def("ag_gemm_layout", &ag_gemm_layout, py::arg("m"), py::arg("k"), py::arg("world_size"),
+        py::arg("scale_columns") = 0,
+        "scale_columns: fp32 scales of each row, which travel behind it, of fp8 rows; 0: rows of 2-byte "
+        "elements.");
   m.def("ag_gemm_tiles", &ag_gemm_tiles, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("rank"),
         py::arg("config"), py::arg("cluster"), py::arg("group_m"),
         "[(source, m_tile, n_tile)] in the order in which `rank` computes them; m counts all rows.");
@@ -404,6 +455,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("WHY_NO_KERNELS") = FLUX_BUILD_NOTE;
   m.attr("CUDA_VERSION") = FLUX_CUDA_VERSION;
   m.attr("COMMIT") = FLUX_COMMIT;
+  m.attr("FP8") = true;  // selections and layouts take the operands' bytes
   bind_atomics(m);
   bind_turn(m);
   bind_workspace(m);

@@ -31,49 +31,58 @@ runtime::Matrix matrix(const Tensor& tensor) {
 runtime::Matrix words(const Tensor& tensor) {
   runtime::Matrix result = matrix(tensor);
   for (int64_t* extent : {&result.columns, &result.row_stride}) {
-    *extent = *extent * static_cast<int64_t>(tensor.element_size()) / gemm::kElementBytes;
+    *extent = *extent * static_cast<int64_t>(tensor.element_size()) / gemm::kResultBytes;
   }
   return result;
 }
 
 gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                         const Tensor& out, bool transpose_weight, int64_t config, int64_t num_sms) {
+                         const Tensor& out, bool transpose_weight, int64_t config, int64_t num_sms,
+                         const gemm::Scales& scales) {
   gemm::GemmArgs args;
   args.x = matrix(x);
   args.weight = matrix(weight);
   args.transpose_weight = transpose_weight;
   args.out = matrix(out);
   args.bias = bias.has_value() ? bias->data_ptr() : nullptr;
-  args.dtype = dtype_of(x);
+  args.dtype = dtype_of(out);
   args.config = static_cast<int>(config);
   args.num_sms = static_cast<int>(num_sms);
+  args.scales = scales;
   return args;
 }
 
 void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
-             int64_t config, int64_t num_sms) {
+             int64_t config, int64_t num_sms, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w,
+             bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  gemm::gemm(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), current_stream(x));
+  gemm::gemm(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                       scales_of(x, scale_x, scale_w, fast)),
+             current_stream(x));
 }
 
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunks,
-                std::optional<Tensor> staging, bool rounds_own) {
+                std::optional<Tensor> staging, bool rounds_own, std::optional<Tensor> scale_x,
+                std::optional<Tensor> scale_w, bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const gemm_rs::Transport transport = {
       static_cast<uint32_t>(copy_epoch), static_cast<int>(chunks),
       staging.has_value() ? static_cast<char*>(staging->data_ptr()) : nullptr};
-  gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms),
+  gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                             scales_of(x, scale_x, scale_w, fast)),
                    symm_buffer_at(symm_buffer), transport, rounds_own, current_stream(x));
 }
 
 void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunk_rows,
-                bool reuse) {
+                bool reuse, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  ag_gemm::ag_gemm(
-      gemm_args(x, weight, bias, out, transpose_weight, config, num_sms), symm_buffer_at(symm_buffer),
-      {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, reuse, current_stream(x));
+  ag_gemm::ag_gemm(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                             scales_of(x, scale_x, scale_w, fast)),
+                   symm_buffer_at(symm_buffer),
+                   {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, reuse,
+                   current_stream(x));
 }
 
 gemm_ar::Extras extras_of(const std::optional<Tensor>& residual, const std::optional<Tensor>& norm_weight,
@@ -86,9 +95,11 @@ gemm_ar::Extras extras_of(const std::optional<Tensor>& residual, const std::opti
 void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t mode,
                 std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
-                std::optional<Tensor> residual_out) {
+                std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
+                std::optional<Tensor> scale_w, bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms),
+  gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                             scales_of(x, scale_x, scale_w, fast)),
                    extras_of(residual, norm_weight, eps, residual_out), symm_buffer_at(symm_buffer),
                    static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
 }
@@ -118,10 +129,20 @@ void begin_all_gather_op(Tensor x, int64_t symm_buffer, int64_t copy_epoch, int6
                             current_stream(x));
 }
 
-void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epoch) {
+// scale_x, gathered_scale: of fp8 rows, as scales_of describes them.
+void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epoch,
+                std::optional<Tensor> scale_x, std::optional<Tensor> gathered_scale) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  ag_gemm::collect(matrix(x), matrix(gathered), symm_buffer_at(symm_buffer),
-                   static_cast<uint32_t>(copy_epoch), current_stream(x));
+  ag_gemm::CollectedScales scales;
+  FLUX_CHECK(scale_x.has_value() == gathered_scale.has_value(), scale_x.has_value());
+  if (scale_x.has_value()) {
+    const gemm::Scales own = scales_of(x, scale_x, scale_x, /*fast=*/false);
+    scales.own = {own.x, own.blocks ? 1 : own.x_step, own.x_stride};
+    scales.columns = own.blocks ? static_cast<int>(scale_x->size(1)) : 1;
+    scales.out = static_cast<float*>(gathered_scale->data_ptr());
+  }
+  ag_gemm::collect(words(x), words(gathered), symm_buffer_at(symm_buffer), static_cast<uint32_t>(copy_epoch),
+                   scales, current_stream(x));
 }
 
 void prepare_op() {

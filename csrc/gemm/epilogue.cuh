@@ -14,9 +14,10 @@ namespace flux::gemm {
 
 // --- operands: x, and the weight as [N, K] (K-major) or [K, N] (MN-major) ---
 
-constexpr int kPanelBytes = kBlockK * 128;  // MN-major: 64 columns (128 bytes) of all kBlockK rows
+constexpr int kPanelK = kBlockBytes / 2;    // elements of a k-block; those of MN-major operands have 16 bits
+constexpr int kPanelBytes = kPanelK * 128;  // MN-major: 64 columns (128 bytes) of all its rows
 
-// Bytes in a stage from one wgmma step of K (16 elements) to the next.
+// Bytes in a stage from one wgmma step of K (32 bytes of a row) to the next.
 template <Major kMajorB>
 constexpr int kBStepBytes = kMajorB == Major::K ? 32 : 16 * 128;
 
@@ -50,7 +51,7 @@ FLUX_DEVICE void load_b(const Boxes& b, uint32_t dst, uint32_t full, int k, int 
       if (!shared) {
         ptx::tma_load_2d(b.map, dst + panel * kPanelBytes, full, column + panel * 64, k);
       } else {
-        constexpr int kHalf = kBlockK / 2;
+        constexpr int kHalf = kPanelK / 2;
         ptx::tma_load_2d_multicast(b.map, dst + panel * kPanelBytes + cta * kHalf * 128, full,
                                    column + panel * 64, k + cta * kHalf, 0b11);
       }
@@ -124,14 +125,23 @@ FLUX_DEVICE Fragment pack(const float* d) {
            Pair<Element>::round(d[4], d[5]), Pair<Element>::round(d[6], d[7])}};
 }
 
+// Two adjacent elements of a row that nothing writes during the launch; the first has an even index.
+template <class Element>
+FLUX_DEVICE float2 load_pair(const void* row, int first) {
+  return Pair<Element>::widen(__ldg(static_cast<const uint32_t*>(row) + first / 2));
+}
+template <>
+FLUX_DEVICE float2 load_pair<float>(const void* row, int first) {
+  return __ldg(static_cast<const float2*>(row) + first / 2);
+}
+
 template <class Element, int kAccumulators>
 FLUX_DEVICE void add_bias(const void* bias, int first_column, int n, float (&d)[kAccumulators]) {
-  const auto* pairs = static_cast<const uint32_t*>(bias);
 #pragma unroll
   for (int block = 0; block < kAccumulators / 4; ++block) {
     const int column = first_column + block * 8 + threadIdx.x % 4 * 2;
     if (column < n) {
-      const float2 b = Pair<Element>::widen(__ldg(pairs + column / 2));
+      const float2 b = load_pair<Element>(bias, column);
       d[block * 4 + 0] += b.x;
       d[block * 4 + 1] += b.y;
       d[block * 4 + 2] += b.x;
@@ -146,7 +156,7 @@ FLUX_DEVICE void add_bias(const void* bias, int first_column, int n, float (&d)[
 // x 64 rows. The vectors of a row are swizzled, so that neither stmatrix nor TMA has bank conflicts.
 template <int kPanelN>
 FLUX_DEVICE uint32_t staged_vector(uint32_t slab, int row, int vector) {
-  constexpr int kRowBytes = kPanelN * kElementBytes, kPieces = kPanelN / kVector;
+  constexpr int kRowBytes = kPanelN * kResultBytes, kPieces = kPanelN / kVector;
   const int swizzle = kPanelN == 64 ? row % 8 : kPanelN == 32 ? row / 2 % 4 : row / 4 % 2;
   const uint32_t panel = slab + vector / kPieces * (64 * kRowBytes);
   return panel + row * kRowBytes + (vector % kPieces ^ swizzle) * 16;
@@ -171,7 +181,7 @@ FLUX_DEVICE void store_panels(const CUtensorMap* d, uint32_t slab, int row, int 
                               int num_rows, int n, int shard) {
   if (row >= num_rows) return;
   for (int offset = 0; offset < columns && column + offset < n; offset += kPanelN) {
-    ptx::tma_store_3d(d, slab + offset * 64 * kElementBytes, column + offset, row, shard);
+    ptx::tma_store_3d(d, slab + offset * 64 * kResultBytes, column + offset, row, shard);
   }
 }
 

@@ -33,7 +33,7 @@ struct ExchangeParams {
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
-  return reinterpret_cast<const uint4*>(static_cast<const char*>(matrix) + element * kElementBytes);
+  return reinterpret_cast<const uint4*>(static_cast<const char*>(matrix) + element * kResultBytes);
 }
 
 template <class Element>

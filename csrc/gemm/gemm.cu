@@ -7,7 +7,11 @@ namespace flux::gemm {
 void gemm(const GemmArgs& args, cudaStream_t stream) {
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight, 1, num_sms};
-  const Choice choice = select(problem, args.config);
+  const Choice choice = select(with_operands(problem, args), args.config);
+  if (args.is_fp8()) {
+    gemm_fp8(args, choice, num_sms, stream);
+    return;
+  }
   if (choice.swaps_ab()) {
     gemm_swap_ab(args, choice, num_sms, stream);
     return;
@@ -24,6 +28,7 @@ void prepare() {
   gemm_kernels<LocalStore>();
   prepare_split_k();
   prepare_swap_ab();
+  prepare_fp8();
 }
 
 }  // namespace flux::gemm

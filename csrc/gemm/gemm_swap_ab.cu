@@ -4,8 +4,7 @@
 namespace flux::gemm {
 
 void gemm_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms, cudaStream_t stream) {
-  const LocalOutput::Params output = {const_cast<void*>(args.out.data), args.bias, args.out.row_stride};
-  launch_swap_ab<LocalOutput>(args, choice, num_sms, output, stream);
+  launch_swap_ab<LocalOutput>(args, choice, num_sms, LocalOutput::params(args), stream);
 }
 
 void prepare_swap_ab() { swap_ab_kernels<LocalOutput>(); }

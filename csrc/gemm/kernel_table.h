@@ -36,7 +36,9 @@ class KernelTable {
     return table;
   }
 
+  // dtype: of the result; fp32 results come from the kernels for bf16.
   Kernel get(runtime::DType dtype, bool transpose_weight, int tile) const {
+    if (dtype == runtime::DType::kFloat32) dtype = runtime::DType::kBFloat16;
     const Kernel kernel = kernels_[static_cast<int>(dtype)][transpose_weight][tile];
     FLUX_CHECK(kernel != nullptr, "no kernel for tile", tile, "transposed", transpose_weight);
     return kernel;

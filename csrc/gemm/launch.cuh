@@ -5,6 +5,7 @@
 
 #include "gemm/gemm.h"
 #include "gemm/kernel_table.h"
+#include "gemm/scale_params.cuh"
 #include "gemm/select.h"
 #include "gemm/sm90_gemm.cuh"
 #include "runtime/check.h"
@@ -13,9 +14,10 @@
 
 namespace flux::gemm {
 
-template <class Store>
+// The instances for 16-bit or for fp8 operands.
+template <class Store, bool kFp8>
 struct GemmFamily {
-  using Params = GemmParams<Store>;
+  using Params = GemmParamsFor<kFp8, Store>;
   static constexpr int kThreads = kNumThreads, kTiles = kNumTileConfigs;
   static constexpr int smem_bytes(int tile) { return gemm::smem_bytes(kTileConfigs[tile]); }
 
@@ -23,8 +25,9 @@ struct GemmFamily {
   static constexpr auto kernel() -> void (*)(Params) {
     static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
     constexpr TileConfig kConfig = kTileConfigs[kTile];
-    if constexpr ((Store::kSplitsK && !supports_split(kConfig)) ||
+    if constexpr (kConfig.is_fp8() != kFp8 || (Store::kSplitsK && !supports_split(kConfig)) ||
                   (Store::kExchanges && !supports_exchange(kConfig)) ||
+                  (Store::kReduces ? !supports_sending(kConfig) : !supports_keeping(kConfig)) ||
                   (kMajorB == Major::MN && !supports_transposed_weight(kConfig))) {
       return nullptr;
     } else {
@@ -33,9 +36,9 @@ struct GemmFamily {
   }
 };
 
-template <class Store>
-KernelTable<GemmFamily<Store>>& gemm_kernels() {
-  return KernelTable<GemmFamily<Store>>::on_current_device();
+template <class Store, bool kFp8 = false>
+KernelTable<GemmFamily<Store, kFp8>>& gemm_kernels() {
+  return KernelTable<GemmFamily<Store, kFp8>>::on_current_device();
 }
 
 // The tile order of a GEMM whose tiles stay here: all rows belong to one shard.
@@ -53,31 +56,43 @@ inline int last_box(int rows, int tile_rows, int boxes) {
   return boxes == 1 ? left : ceil_div(left, 8 * boxes) * 8;
 }
 
-template <class Store>
+template <class Store, bool kFp8 = false>
 void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, int rows_per_shard,
             int num_sms, const typename Store::Params& store, cudaStream_t stream, int min_ctas = 0) {
   const TileConfig& tile = kTileConfigs[choice.config];
-  const auto kernel = gemm_kernels<Store>().get(args.dtype, args.transpose_weight, choice.config);
+  const auto kernel = gemm_kernels<Store, kFp8>().get(args.dtype, args.transpose_weight, choice.config);
+  FLUX_CHECK(args.is_fp8() == kFp8, kFp8);
 
-  GemmParams<Store> params;
-  params.a = make_tensor_map(args.x, args.dtype, kBlockK, kBlockM / order.cluster_n());
+  GemmParamsFor<kFp8, Store> params;
+  const int block_k = tile.block_k();
+  params.a = make_tensor_map(args.x, args.x_dtype(), block_k, kBlockM / order.cluster_n());
   params.last_rows = last_box(rows_per_shard, kBlockM, order.cluster_n());
-  if (params.last_rows > 0) params.last_a = make_tensor_map(args.x, args.dtype, kBlockK, params.last_rows);
+  if (params.last_rows > 0)
+    params.last_a = make_tensor_map(args.x, args.x_dtype(), block_k, params.last_rows);
   if (args.transpose_weight) {
-    params.b = params.last_b = make_tensor_map(args.weight, args.dtype, 64, kBlockK / order.cluster_m());
+    params.b = params.last_b = make_tensor_map(args.weight, args.dtype, 64, block_k / order.cluster_m());
     params.last_columns = ceil_div(args.n() % tile.block_n, 64) * 64;
   } else {
-    params.b = make_tensor_map(args.weight, args.dtype, kBlockK, tile.block_n / order.cluster_m());
+    params.b = make_tensor_map(args.weight, args.weight_dtype(), block_k, tile.block_n / order.cluster_m());
     params.last_columns = last_box(args.n(), tile.block_n, order.cluster_m());
     if (params.last_columns > 0) {
-      params.last_b = make_tensor_map(args.weight, args.dtype, kBlockK, params.last_columns);
+      params.last_b = make_tensor_map(args.weight, args.weight_dtype(), block_k, params.last_columns);
     }
   }
-  params.d = make_sharded_tensor_map(args.out, args.dtype, panel_n(tile), 64,
-                                     static_cast<int>(args.out.rows / rows_per_shard));
+  if constexpr (kFp8) {
+    params.scales = scale_params(args, kBlockM);
+    FLUX_CHECK(tile.promotes() || !(params.scales.blocks || params.scales.e5m2), choice.config);
+  }
+  FLUX_CHECK(args.dtype != runtime::DType::kFloat32 || (kFp8 && !Store::kReduces && !Store::kExchanges),
+             kFp8);
+  // Results in fp32 are stored without it.
+  params.d = args.dtype == runtime::DType::kFloat32
+                 ? params.a
+                 : make_sharded_tensor_map(args.out, args.dtype, panel_n(tile), 64,
+                                           static_cast<int>(args.out.rows / rows_per_shard));
   params.order = order;
   params.rows_per_shard = rows_per_shard;
-  params.k_blocks = (args.k() + kBlockK - 1) / kBlockK;
+  params.k_blocks = ceil_div(args.k(), block_k);
   params.n = args.n();
   params.bias = args.bias;
   params.store = store;

@@ -5,6 +5,7 @@
 
 #include "gemm/gemm.h"
 #include "gemm/kernel_table.h"
+#include "gemm/scale_params.cuh"
 #include "gemm/select.h"
 #include "gemm/sm90_gemm_swap_ab.cuh"
 #include "runtime/check.h"
@@ -13,44 +14,56 @@
 
 namespace flux::gemm {
 
-template <class Output>
+// The instances for 16-bit or for fp8 operands.
+template <class Output, bool kFp8>
 struct SwapAbFamily {
-  using Params = SwapAbParams<Output>;
+  using Params = SwapAbParamsFor<kFp8, Output>;
   static constexpr int kThreads = kSwapAbThreads, kTiles = kNumSwapAbConfigs;
   static constexpr int smem_bytes(int tile) { return swap_ab_smem_bytes(kSwapAbConfigs[tile]); }
 
   template <class Element, Major kMajorW, int kTile>
   static constexpr auto kernel() -> void (*)(Params) {
-    return sm90_gemm_swap_ab<Element, kMajorW, kTile, Output>;
+    constexpr SwapAbConfig kConfig = kSwapAbConfigs[kTile];
+    if constexpr (kConfig.is_fp8 != kFp8 || (kFp8 && kMajorW == Major::MN)) {
+      return nullptr;
+    } else {
+      return sm90_gemm_swap_ab<Element, kMajorW, kTile, Output>;
+    }
   }
 };
 
-template <class Output>
-KernelTable<SwapAbFamily<Output>>& swap_ab_kernels() {
-  return KernelTable<SwapAbFamily<Output>>::on_current_device();
+template <class Output, bool kFp8 = false>
+KernelTable<SwapAbFamily<Output, kFp8>>& swap_ab_kernels() {
+  return KernelTable<SwapAbFamily<Output, kFp8>>::on_current_device();
 }
 
-template <class Output>
+template <class Output, bool kFp8 = false>
 void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
                     const typename Output::Params& output, cudaStream_t stream) {
   const SwapAbConfig& tile = kSwapAbConfigs[choice.config - kFirstSwapAb];
-  auto& kernels = swap_ab_kernels<Output>();
+  auto& kernels = swap_ab_kernels<Output, kFp8>();
+  const int block_k = tile.block_k();
+  FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8 == kFp8, kFp8, tile.is_fp8);
 
-  SwapAbParams<Output> params;
+  SwapAbParamsFor<kFp8, Output> params;
   const int sharers = choice.sharers, cluster_size = choice.split * sharers;
   FLUX_CHECK(sharers == 1 || (sharers == 2 && choice.split == 1), sharers, choice.split);
   params.weight = args.transpose_weight
-                      ? make_tensor_map(args.weight, args.dtype, 64, kBlockK / sharers)
-                      : make_tensor_map(args.weight, args.dtype, kBlockK, kSwapAbN / sharers);
+                      ? make_tensor_map(args.weight, args.dtype, 64, block_k / sharers)
+                      : make_tensor_map(args.weight, args.weight_dtype(), block_k, kSwapAbN / sharers);
   const int last_rows = args.m() % tile.rows;
-  params.last_x = make_tensor_map(args.x, args.dtype, kBlockK, last_rows > 0 ? last_rows : tile.rows);
+  params.last_x = make_tensor_map(args.x, args.x_dtype(), block_k, last_rows > 0 ? last_rows : tile.rows);
   const bool alike = last_rows == 0 || args.m() < tile.rows;  // the common case: one tensor map fewer
-  params.x = alike ? params.last_x : make_tensor_map(args.x, args.dtype, kBlockK, tile.rows);
+  params.x = alike ? params.last_x : make_tensor_map(args.x, args.x_dtype(), block_k, tile.rows);
   params.m = args.m();
   params.n = args.n();
   params.stage_blocks = swap_ab_stage_blocks(tile, args.k());
   params.shares_weight = sharers > 1;
   params.output = output;
+  if constexpr (kFp8) {
+    params.scales = scale_params(args, tile.rows);
+    params.k_blocks = ceil_div(args.k(), kScaleBlock);
+  }
   FLUX_CHECK(choice.split <= params.stage_blocks, choice.split, params.stage_blocks);
 
   const int resident = kernels.resident_clusters(tile.id, cluster_size);

@@ -13,48 +13,117 @@ struct Operands {
   uint64_t a, b;
 };
 
-// Leaves the sum of all stages in `d`.
+// How k-blocks are added: all in the tensor core's accumulators. A policy that promotes (scales.cuh) takes the product of
+// each k-block from the accumulators instead, and has:
 //
-//   kStepA, kStepB           bytes from one wgmma step of K (16 elements) to the next
+//   struct Row, Column         scales of x and of the weight that a thread needs for a k-block
+//   read(stage, block) -> Row  from shared memory, when the stage has arrived; or where they are
+//   kReadsLate                 add() still reads the stage
+//   load(k_block) -> Column    from global memory, a k-block ahead
+//   add(product, row, column)
+struct NoPromotion {
+  static constexpr bool kPromotes = false;
+};
+
+template <int kAccumulators>
+FLUX_DEVICE void fence_operands(float (&d)[kAccumulators]) {
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
+}
+
+// Multiplies all stages. Leaves their sum in `d`, or that of the last k-block if `promotion` takes each of them.
+//
+//   kStepA, kStepB           bytes from one wgmma step of K (32 bytes of a row) to the next
 //   kBlocks                  k-blocks of a stage
 //   kReleasesEarly           if the next stage has not arrived, the previous one is released before the wait
 //   full(stage)              its barrier
 //   operands(stage, block)
 //   release(stage)           called by all threads once their wgmmas have read it
 template <class Mma, int kStepA, int kStepB, int kBlocks = 1, bool kReleasesEarly = false, class Ring,
-          class Full, class GetOperands, class Release>
+          class Full, class GetOperands, class Release, class Promotion = NoPromotion>
 FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulators], const Full& full,
-                          const GetOperands& operands, const Release& release) {
-  int held = kReleasesEarly ? -1 : 0;  // the stage whose wgmmas may still be running
-  // Unrolling would only make the code longer.
+                          const GetOperands& operands, const Release& release,
+                          const Promotion& promotion = {}) {
+  const auto step_through = [&](int block, bool adds) {
+    const Operands at = operands(ring.index, block);
+#pragma unroll
+    for (int k = 0; k < kBlockBytes / 32; ++k) {
+      Mma::step(at.a + k * (kStepA >> 4), at.b + k * (kStepB >> 4), d, adds || k > 0);
+    }
+  };
+  if constexpr (Promotion::kPromotes) {
+    // Nothing is multiplied while a warpgroup promotes, but another one may be.
+    typename Promotion::Column next = promotion.load(0);
 #pragma unroll 1
-  for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
-    if constexpr (kReleasesEarly) {
-      if (held >= 0 && !ptx::mbarrier_test(full(ring.index), ring.phase)) {
+    for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
+      ptx::mbarrier_wait(full(ring.index), ring.phase);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const typename Promotion::Row row = promotion.read(ring.index, block);
+        const typename Promotion::Column column = next;
+        cute::warpgroup_arrive();
+        step_through(block, /*adds=*/false);
+        cute::warpgroup_commit_batch();
+        next = promotion.load(stage * kBlocks + block + 1);
         cute::warpgroup_wait<0>();
-        release(held);
-        held = -1;
+        fence_operands(d);
+        if (block == kBlocks - 1 && !Promotion::kReadsLate) release(ring.index);
+        promotion.add(d, row, column);
+        if (block == kBlocks - 1 && Promotion::kReadsLate) {
+          __syncwarp();  // one lane releases the stage for the others
+          release(ring.index);
+        }
       }
     }
-    ptx::mbarrier_wait(full(ring.index), ring.phase);
-    cute::warpgroup_arrive();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const Operands at = operands(ring.index, block);
-#pragma unroll
-      for (int k = 0; k < kBlockK / 16; ++k) {
-        Mma::step(at.a + k * (kStepA >> 4), at.b + k * (kStepB >> 4), d, stage + block + k > 0);
+  } else {
+    // The stage whose wgmmas may still be running.
+    int held = kReleasesEarly ? -1 : 0;
+    // Unrolling would only make the code longer.
+#pragma unroll 1
+    for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
+      if constexpr (kReleasesEarly) {
+        if (held >= 0 && !ptx::mbarrier_test(full(ring.index), ring.phase)) {
+          cute::warpgroup_wait<0>();
+          release(held);
+          held = -1;
+        }
       }
+      ptx::mbarrier_wait(full(ring.index), ring.phase);
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) step_through(block, stage + block > 0);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<1>();  // only this stage's wgmmas may still run: the previous stage is free
+      if (kReleasesEarly ? held >= 0 : stage > 0) release(held);
+      held = ring.index;
     }
-    cute::warpgroup_commit_batch();
-    cute::warpgroup_wait<1>();  // only this stage's wgmmas may still run: the previous stage is free
-    if (kReleasesEarly ? held >= 0 : stage > 0) release(held);
-    held = ring.index;
+    cute::warpgroup_wait<0>();
+    fence_operands(d);
+    release(held);
   }
-  cute::warpgroup_wait<0>();
-#pragma unroll
-  for (int i = 0; i < Mma::kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
-  release(held);
+}
+
+// What wgmma multiplies if x is e4m3, or e5m2.
+template <class E4M3, class E5M2>
+struct Fp8Pairs {
+  using OfE4M3 = E4M3;
+  using OfE5M2 = E5M2;
+};
+
+// As `multiply`, for tiles with kN columns that promote. The type of x is no template parameter of kernels: a second
+// mainloop is shorter than a second kernel. Without promotion, ptxas would serialise the wgmmas of both.
+template <class Pairs, int kN, int kBlocks = 1, class Ring, class Full, class GetOperands, class Release,
+          class Promotion>
+FLUX_DEVICE void multiply_fp8(bool e5m2, Ring& ring, int num_stages, float (&d)[kN / 2], const Full& full,
+                              const GetOperands& operands, const Release& release,
+                              const Promotion& promotion) {
+  if (e5m2) {
+    multiply<Wgmma<typename Pairs::OfE5M2, kN, Major::K, Major::K>, 32, 32, kBlocks>(
+        ring, num_stages, d, full, operands, release, promotion);
+  } else {
+    multiply<Wgmma<typename Pairs::OfE4M3, kN, Major::K, Major::K>, 32, 32, kBlocks>(
+        ring, num_stages, d, full, operands, release, promotion);
+  }
 }
 
 }  // namespace flux::gemm

@@ -18,6 +18,12 @@
 //                            waits until the rows of x that the tile needs have arrived; false: a wait timed out
 //   source(gemm_params, call, tile) -> Source
 //                            the tensor map and row of these rows
+//   block_scales(gemm_params, call, tile, source) -> BlockScaleSource
+//                            fp8: likewise of their block scales
+//
+// called by the math warpgroup, fp8:
+//   row_scales(gemm_params, call, tile, source) -> const float*
+//                            the scale of the first row of x that the tile needs, if there are no block scales
 //
 // if kGathers, called by all threads of the first num_pushers(params) CTAs before they take part in the GEMM:
 //   push(params)             sends rows of x to peers
@@ -64,6 +70,12 @@ struct Source {
   int row;
 };
 
+// The vector map of block scales, the position in a vector, and the vector of the first k-block.
+struct BlockScaleSource {
+  const CUtensorMap* map;
+  int row, first_block;
+};
+
 // Base of Store policies that neither send tiles nor add peers' contributions to them.
 template <class Params, class Call>
 struct KeepsTiles {
@@ -81,9 +93,25 @@ struct KeepsTiles {
 #endif
 };
 
+// Base of Store policies whose x is local: so are its scales.
+struct LocalScales {
+#ifdef __CUDACC__
+  template <class GemmParams, class Call>
+  FLUX_DEVICE static BlockScaleSource block_scales(const GemmParams& params, const Call&, const Tile&,
+                                                   const Source& x) {
+    return {&params.scales.x_blocks, x.row, 0};
+  }
+  template <class GemmParams, class Call>
+  FLUX_DEVICE static const float* row_scales(const GemmParams& params, const Call&, const Tile&,
+                                             const Source& x) {
+    return params.scales.x + static_cast<int64_t>(x.row) * params.scales.x_step;
+  }
+#endif
+};
+
 // Base of KeepsTiles policies whose x is local, and whose tiles are assigned to CTAs with a fixed stride.
 template <class Params, class Call>
-struct FixedTiles : KeepsTiles<Params, Call> {
+struct FixedTiles : KeepsTiles<Params, Call>, LocalScales {
   static constexpr bool kGathers = false;
 #ifdef __CUDACC__
   FLUX_DEVICE static uint32_t* tile_counter(const Params&) { return nullptr; }

@@ -14,6 +14,8 @@ constexpr double kTileUs = 0.3;      // between two mainloops
 constexpr double kKblockUs = 0.031;  // per k-block, for any width: loads of A, mbarriers
 constexpr double kMathUs = 0.0023;   // per k-block and column of a tile: 4 cycles at about 1.75 GHz
 constexpr double kL2Us = 0.0019;     // per k-block and KB of operands from the L2
+// Per k-block and column whose product is promoted. Not fitted: from published speeds (docs/design/fp8.md#cost-model).
+constexpr double kPromoteUs = 0.0007;
 // Slowdown with every SM busy, because the GPU then runs at its power limit. SMs that idle in a partial last wave
 // let the others run faster. Factors from 1.04 to 1.10 give equally good choices.
 constexpr double kPower = 1.08;
@@ -53,6 +55,7 @@ constexpr double kPairMemory = 1.16;        // factor of the memory time: a pair
 constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
 constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
 constexpr double kMeetRowUs = 0.016;        // to combine partial tiles in distributed shared memory, per row
+constexpr double kPromoteSwapAbUs = 0.03;   // to promote a k-block; not fitted
 constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
 // The share of the SMs that clusters of four or eight CTAs can use. A cluster must fit into one group of SMs (GPC),
 // and the SMs left over in a group hold no further cluster. Pairs can use all SMs.
@@ -73,10 +76,10 @@ constexpr double kMaxOwnSumBytes = 3.7e6;
 
 // Time to read the weight from global memory.
 double memory_us(const Problem& p, double bytes_per_us) {
-  return static_cast<double>(p.n) * p.k * kElementBytes / bytes_per_us;
+  return static_cast<double>(p.n) * p.k * p.operand_bytes / bytes_per_us;
 }
 
-double sum_bytes(const Problem& p) { return static_cast<double>(kElementBytes) * p.m * p.n; }
+double sum_bytes(const Problem& p) { return static_cast<double>(kResultBytes) * p.m * p.n; }
 double exchange_us(const Problem& p, double left) {
   return kExchangeUs + left * sum_bytes(p) / kExchangeBytesPerUs;
 }
@@ -98,7 +101,8 @@ bool worth_splitting(const Problem& p, const TileConfig& tile, int split) {
   const int tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, tile.block_n);
   // Groups of SMs (GPCs) have an even number of SMs, so clusters of three leave some SMs without a CTA.
   const int room = split == 2 ? p.num_sms : p.num_sms * 7 / 8;
-  return supports_split(tile) && tiles * split <= room && ceil_div(p.k, kBlockK) >= kMinSplitBlocks * split;
+  return supports_split(tile) && tiles * split <= room &&
+         ceil_div(p.k, tile.block_k()) >= kMinSplitBlocks * split;
 }
 
 bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) {
@@ -114,10 +118,14 @@ bool worth_a_cluster(const Problem& p, const TileConfig& tile, Cluster cluster) 
   }
 }
 
-// A tile that is sent over a link must fit into its slabs as a whole, or the math warps wait for the link. Tiles
-// narrower than 128 columns were slower on all shapes measured.
-bool worth_sending(const TileConfig& tile) {
-  return tile.slab_n * tile.slabs >= tile.block_n && tile.block_n >= 128;
+// Tiles narrower than 128 columns were slower on all shapes measured.
+bool worth_sending(const TileConfig& tile) { return holds_tile(tile) && tile.block_n >= 128; }
+
+// Whether kernels for the problem's operands and result are compiled for the tile.
+bool serves(const Problem& p, const TileConfig& tile) {
+  if (tile.operand_bytes() != p.operand_bytes) return false;
+  const bool sends = p.world_size > 1 && !p.gathers;
+  return (sends ? supports_sending(tile) : supports_keeping(tile)) && (!p.promotes || tile.promotes());
 }
 
 }  // namespace
@@ -133,7 +141,9 @@ std::string config_name(int config, Cluster cluster) {
   return name;
 }
 
-double k_block_us(int block_n, double kbytes) { return kKblockUs + kMathUs * block_n + kL2Us * kbytes; }
+double k_block_us(int block_n, double kbytes, bool promotes) {
+  return kKblockUs + (kMathUs + (promotes ? kPromoteUs : 0.0)) * block_n + kL2Us * kbytes;
+}
 
 double model_time_us(const Problem& p, int config, Cluster cluster) {
   const TileConfig& tile = kTileConfigs[config];
@@ -151,12 +161,13 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double ctas_per_tile = order.num_clusters() * order.cluster_size() / useful_ctas;
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
-  const double block_us = k_block_us(tile.block_n, kbytes);
+  const double block_us = k_block_us(tile.block_n, kbytes, tile.promotes());
   const bool sends = p.world_size > 1 && !p.gathers;
   const double fetched =
       static_cast<double>(kAccumulatorBytes) * kBlockM * tile.block_n * (split - 1) / split;
   const double meet_us = split > 1 ? kSplitUs + fetched / kSplitBytesPerUs : 0.0;
-  const double tile_us = ceil_div(ceil_div(p.k, kBlockK), split) * block_us + (sends ? kSentTileUs : kTileUs);
+  const double tile_us =
+      ceil_div(ceil_div(p.k, tile.block_k()), split) * block_us + (sends ? kSentTileUs : kTileUs);
   double time_us = kLaunchUs + tile_us * std::max(waves, kPower * average) + meet_us;
   if (!sends) {
     // SMs without a tile leave memory bandwidth unused.
@@ -170,9 +181,8 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   }
 
   // Lower bound by the link: the transfer, then the waves of this rank's own tiles.
-  const double tile_bytes = kBlockM * tile.block_n * kElementBytes;
-  const double wire_bytes =
-      static_cast<double>(p.m) * p.n * kElementBytes * (p.world_size - 1) / p.world_size;
+  const double tile_bytes = kBlockM * tile.block_n * kResultBytes;
+  const double wire_bytes = static_cast<double>(p.m) * p.n * kResultBytes * (p.world_size - 1) / p.world_size;
   time_us = std::max(time_us, wire_bytes / kLinkBytesPerUs + time_us / p.world_size);
   // Remote tiles in the last wave: nothing is left to compute while they travel.
   const int remote_in_last_wave = order.num_remote_clusters() - (static_cast<int>(waves) - 1) * slots;
@@ -198,7 +208,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   const int rounds = ceil_div(tiles, clusters);
   const SwapAbBlock& block = tile.k_blocks > 1 ? kTwoBlocks : kSingleBlock;
   const int k_blocks = ceil_div(swap_ab_stage_blocks(tile, p.k), split) * tile.k_blocks;
-  const int rows_bytes = std::min(p.m, tile.rows) * kBlockK * kElementBytes;
+  const int rows_bytes = std::min(p.m, tile.rows) * kBlockBytes;
   const double l2_bytes = static_cast<double>(kSwapAbWeightBytes) / sharers + rows_bytes;
   const double l2_us = std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs;
   double end_us = kSwapAbTileUs;
@@ -211,7 +221,8 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
   // Loads continue while a tile ends, but not for as long as combining partial tiles three times takes.
   const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
-  const double math_us = rounds * (k_blocks * (block.us + block.row_us * tile.rows) + end_us);
+  const double block_us = block.us + block.row_us * tile.rows + (tile.is_fp8 ? kPromoteSwapAbUs : 0.0);
+  const double math_us = rounds * (k_blocks * block_us + end_us);
   const double load_us = std::max(static_cast<double>(rounds) * k_blocks * l2_us, weight_us) + ends * end_us;
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);
   if (!p.all_reduced) return time_us;
@@ -232,6 +243,7 @@ void consider_swap_ab(const Problem& p, Choice& best) {
   };
   int enough = 0;  // rows of the lowest tile that holds all rows; higher tiles would load rows for nothing
   for (const SwapAbConfig& tile : kSwapAbConfigs) {
+    if (tile.is_fp8 != p.is_fp8()) continue;
     if (p.m <= tile.rows) {
       if (enough == 0) enough = tile.rows;
       if (tile.rows > enough) break;
@@ -276,7 +288,7 @@ Choice selected(const Problem& p, int packed_choice) {
     if (p.m <= kAlwaysSwapAbRows) return sorted(best);
   }
   for (const TileConfig& tile : kTileConfigs) {
-    if (fixed && tile.id != fixed_config) continue;
+    if ((fixed && tile.id != fixed_config) || !serves(p, tile)) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;
     if (!fixed && p.world_size > 1 && !p.gathers && !worth_sending(tile)) continue;
     for (const Cluster cluster : kClusters) {

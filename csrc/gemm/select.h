@@ -17,6 +17,11 @@ struct Problem {
   int num_sms;
   bool gathers = false;      // rows of x travel instead of tiles; results stay local
   bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it
+  // fp8 operands have one byte. With block scales, or if they may not be fast, sums are promoted (tile_config.h).
+  int operand_bytes = 2;
+  bool promotes = false;
+
+  bool is_fp8() const { return operand_bytes == 1; }
 };
 
 // Packs a choice into one integer, the argument of the low-level ops (also for tests and sweeps). `cluster` and
@@ -48,8 +53,9 @@ struct Choice {
 std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split, int sharers);
 
-// Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds.
-double k_block_us(int block_n, double kbytes);
+// Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. K-blocks of both
+// kinds of operands have the same bytes and take the tensor cores as long.
+double k_block_us(int block_n, double kbytes, bool promotes = false);
 
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);

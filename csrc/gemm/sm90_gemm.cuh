@@ -15,6 +15,7 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/mainloop.cuh"
 #include "gemm/policy.h"
+#include "gemm/scales.cuh"
 #include "gemm/smem.cuh"
 #include "gemm/split_k.cuh"
 #include "gemm/tile_queue.cuh"
@@ -41,10 +42,26 @@ struct GemmParams {
   typename Store::Params store;
 };
 
+template <class Store>
+struct ScaledGemmParams : GemmParams<Store> {
+  ScaleParams scales;
+};
+
+template <bool kFp8, class Store>
+using GemmParamsFor = std::conditional_t<kFp8, ScaledGemmParams<Store>, GemmParams<Store>>;
+
+template <int kConfig, class Store>
+struct GemmKernel {
+  using Params = GemmParamsFor<kTileConfigs[kConfig].is_fp8(), Store>;
+};
+
+// Element: the type of the result (or fp32, see ScaleParams), of the bias and of what travels; in tiles of 16-bit
+// operands also of these.
 template <class Element, Major kMajorB, int kConfig, class Store>
 __global__ void __launch_bounds__(kNumThreads, 1)
-    sm90_gemm(const __grid_constant__ GemmParams<Store> params) {
+    sm90_gemm(const __grid_constant__ typename GemmKernel<kConfig, Store>::Params params) {
   constexpr TileConfig kTile = kTileConfigs[kConfig];
+  constexpr bool kFp8 = kTile.is_fp8(), kStoresFloats = kFp8 && !Store::kReduces && !Store::kExchanges;
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / kChunkN;
   constexpr int kChunks = kBlockN / kChunkN;
@@ -70,6 +87,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::prefetch_tensor_map(&params.d);
     if (params.last_rows > 0) ptx::prefetch_tensor_map(&params.last_a);
     if (params.last_columns > 0) ptx::prefetch_tensor_map(&params.last_b);
+    if constexpr (kTile.promotes()) {
+      if (params.scales.blocks) ptx::prefetch_tensor_map(&params.scales.x_blocks);
+    }
     smem.init(cluster_size, sharers, /*loaders=*/1);
   }
   // Barriers must be initialised before a partner arrives on them.
@@ -114,19 +134,32 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           const Boxes a = ends_x ? Boxes{&params.last_a, params.last_rows} : Boxes{x.map, kBlockM / a_boxes};
           const Boxes b =
               ends_weight ? Boxes{&params.last_b, params.last_columns} : Boxes{&params.b, kBlockN / b_boxes};
-          const int stage_bytes = (a.rows * a_boxes + b.rows * b_boxes) * kBlockK * kElementBytes;
+          int stage_bytes = (a.rows * a_boxes + b.rows * b_boxes) * kBlockBytes;
+          [[maybe_unused]] BlockScaleSource scales = {};
+          if constexpr (kTile.promotes()) {
+            if (params.scales.blocks) {
+              scales = Store::block_scales(params, call, tile, x);
+              stage_bytes += Shared::kScaleBytes;
+            }
+          }
           // A CTA whose tile still waits for peers must not draw a tile that a free CTA could take.
           const bool waits = Store::kReduces && Store::is_local(params.store, tile);
 #pragma unroll 1
           for (int kb = 0; kb < part.num_blocks; ++kb, ring.advance()) {
             if (kb == draw_at && cta == 0 && !waits) next = draw(index + step);
-            const int k = (part.first_block + kb) * kBlockK;
+            const int k = (part.first_block + kb) * kTile.block_k();
             const uint32_t full = smem.full(ring.index);
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
             ptx::mbarrier_arrive_expect_tx(full, stage_bytes);
             load_a(a, smem.a(ring.index), full, k, x.row, cta, order.cluster == Cluster::kPairN);
             load_b<kMajorB, kBlockN>(b, smem.b(ring.index), full, k, column, cta,
                                      order.cluster == Cluster::kPairM);
+            if constexpr (kTile.promotes()) {
+              if (scales.map != nullptr) {
+                ptx::tma_load_2d(scales.map, smem.scales(ring.index), full, scales.row,
+                                 scales.first_block + part.first_block + kb);
+              }
+            }
           }
           if (waits && cta == 0) {
             ptx::mbarrier_wait(smem.arrived(), own_phase);
@@ -155,6 +188,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         for (int index = queue.next(smem); index < last; index = queue.next(smem)) {
           const Tile tile = order.at(index, cta);
           if (Store::kExchanges || !tile.valid) continue;
+          if constexpr (kFp8) {
+            if (params.scales.sums != nullptr) continue;  // math warps store fp32 results themselves
+          }
           const bool local = Store::is_local(params.store, tile);
           if (local) Store::fetch(params.store, call, tile, warpgroup, smem, pieces);
           for (int chunk = part.first_chunk; chunk < part.end_chunk; chunk += kSlabChunks) {
@@ -181,11 +217,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<kMathRegisters>();
-    using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
+    constexpr int kAccumulators = kBlockN / 2;
     const int warpgroup = warp / 4 - 1;
     const int thread = threadIdx.x % 128;
     const int last = order.num_clusters();
-    float d[Mma::kAccumulators];
+    float d[kAccumulators];
     typename Shared::Stages ring;
     typename Shared::Pieces pieces;
     typename Shared::Slabs slabs;
@@ -204,7 +240,34 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     };
     for (int index = queue.next_for_warp(smem); index < last; index = queue.next_for_warp(smem)) {
       const Tile tile = order.at(index, cta);
-      multiply<Mma, 32, kBStepBytes<kMajorB>>(ring, part.num_blocks, d, full, operands, release);
+      if constexpr (!kFp8) {
+        using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
+        multiply<Mma, 32, kBStepBytes<kMajorB>>(ring, part.num_blocks, d, full, operands, release);
+      } else {
+        if constexpr (kTile.promotes()) {
+          float products[kAccumulators];
+#pragma unroll
+          for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
+          const ColumnScales columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks);
+          const TilePromotion<kBlockN, Shared> promotion = {
+              d,
+              smem,
+              warpgroup * 64 + first_row_of_thread(),
+              columns.first == nullptr ? nullptr : columns.first + part.first_block,
+              columns.to_second,
+              columns.boundary,
+              part.num_blocks - 1};
+          multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kBlockN>(params.scales.e5m2, ring, part.num_blocks,
+                                                                products, full, operands, release, promotion);
+        } else {
+          using Mma = Wgmma<E4M3xE4M3, kBlockN, Major::K, Major::K>;
+          multiply<Mma, 32, 32>(ring, part.num_blocks, d, full, operands, release);
+        }
+        const float* const row_scales =
+            Store::row_scales(params, call, tile, Store::source(params, call, tile));
+        scale_sums(params.scales, row_scales + warpgroup * 64 * params.scales.x_step,
+                   params.rows_per_shard - tile.m * kBlockM - warpgroup * 64, tile.n * kBlockN, params.n, d);
+      }
 
       if (!tile.valid) continue;
       const bool local = Store::is_local(params.store, tile);
@@ -212,15 +275,35 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         Store::template add_arrived<Element>(params.store, tile, warpgroup, smem, pieces, d);
         // With split K, only the first CTA adds the bias, so that it is added once.
         const bool adds_bias = params.bias != nullptr && (!Store::kSplitsK || cta == 0);
-        if (adds_bias) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
+        if constexpr (kFp8) {
+          if (adds_bias && params.scales.sums != nullptr) {
+            add_bias<float>(params.bias, tile.n * kBlockN, params.n, d);
+          } else if (adds_bias) {
+            add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
+          }
+        } else {
+          if (adds_bias) add_bias<Element>(params.bias, tile.n * kBlockN, params.n, d);
+        }
       }
       if constexpr (Store::kGathers || Store::kReduces) {
         // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.
         if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
 #pragma unroll
-          for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
+          for (int i = 0; i < kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
         }
       }
+      // Of columns first_chunk to end_chunk - 1 of a tile with an fp32 result. Returns whether it is one.
+      const auto store_directly = [&](const auto& sums, int first_chunk, int end_chunk) {
+        if constexpr (kStoresFloats) {
+          if (params.scales.sums == nullptr) return false;
+          const int row = tile.m * kBlockM + warpgroup * 64, column = tile.n * kBlockN;
+          store_sums(params.scales, (Store::kGathers ? tile.shard * params.rows_per_shard : 0) + row,
+                     params.rows_per_shard - row, column + first_chunk * kChunkN,
+                     min(column + end_chunk * kChunkN, params.n), sums);
+          return true;
+        }
+        return false;
+      };
       const auto stage_slab = [&](const float* sums, int num_chunks) {
         const uint32_t slab = smem.slab(warpgroup, slabs.index);
         ptx::mbarrier_wait(smem.slab_empty(warpgroup, slabs.index), slabs.phase ^ 1);
@@ -246,7 +329,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         if constexpr (Store::kExchanges) {
           Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread,
                                               part.first_chunk, part.end_chunk, sums);
-        } else {
+        } else if (!store_directly(sums, part.first_chunk, part.end_chunk)) {
 #pragma unroll
           for (int slab = 0; slab < Part::kMaxSlabs; ++slab) {
             const int left = part.end_chunk - part.first_chunk - slab * kSlabChunks;
@@ -255,7 +338,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         }
       } else if constexpr (Store::kExchanges) {
         Store::template contribute<Element>(params.store, call, tile, smem, warpgroup, thread, 0, kChunks, d);
-      } else {
+      } else if (!store_directly(d, 0, kChunks)) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += kSlabChunks) {
           stage_slab(&d[chunk * kChunkAccumulators], kChunks - chunk);

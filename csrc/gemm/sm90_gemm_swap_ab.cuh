@@ -21,8 +21,10 @@
 #pragma once
 
 #include "gemm/finish.cuh"
+#include "gemm/gemm.h"
 #include "gemm/mainloop.cuh"
 #include "gemm/named_barriers.h"
+#include "gemm/scales.cuh"
 #include "gemm/smem.cuh"
 #include "gemm/swap_ab.h"
 #include "runtime/device/ptx.cuh"
@@ -43,13 +45,29 @@ struct SwapAbParams {
   typename Output::Params output;
 };
 
+template <class Output>
+struct ScaledSwapAbParams : SwapAbParams<Output> {
+  ScaleParams scales;
+  int k_blocks;  // of kScaleBlock elements
+};
+
+template <bool kFp8, class Output>
+using SwapAbParamsFor = std::conditional_t<kFp8, ScaledSwapAbParams<Output>, SwapAbParams<Output>>;
+
+template <int kConfig, class Output>
+struct SwapAbKernel {
+  using Params = SwapAbParamsFor<kSwapAbConfigs[kConfig].is_fp8, Output>;
+};
+
 template <class Element, Major kMajorW, int kConfig, class Output>
 __global__ void __launch_bounds__(kSwapAbThreads, 1)
-    sm90_gemm_swap_ab(const __grid_constant__ SwapAbParams<Output> params) {
+    sm90_gemm_swap_ab(const __grid_constant__ typename SwapAbKernel<kConfig, Output>::Params params) {
   constexpr SwapAbConfig kTile = kSwapAbConfigs[kConfig];
   constexpr int kRows = kTile.rows;
   constexpr int kRowsBytes = swap_ab_rows_bytes(kTile);
   constexpr int kStageBytes = swap_ab_stage_bytes(kTile);
+  constexpr int kScaleBytes = swap_ab_scale_bytes(kTile);
+  static_assert(kStageBytes % 1024 == 0 && swap_ab_meeting_bytes(kTile) % 128 == 0);
   constexpr int kMeetingRows = swap_ab_meeting_rows(kTile);
   constexpr int kVector = Exchange::kVector;
   using Stages = RingCursor<kTile.stages>;
@@ -58,7 +76,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const uint32_t stages = (ptx::smem_addr(raw_smem) + 1023) & ~1023u;
   const uint32_t staged = stages + kTile.stages * kStageBytes;
   const uint32_t partials = staged + swap_ab_meeting_bytes(kTile);
-  const uint32_t barriers = partials + swap_ab_meeting_bytes(kTile);
+  const uint32_t scales = partials + swap_ab_meeting_bytes(kTile);
+  const uint32_t barriers = scales + kTile.stages * kTile.k_blocks * kScaleBytes;
   const auto full = [&](int stage) { return barriers + 8 * stage; };
   const auto empty = [&](int stage) { return barriers + 8 * (kTile.stages + stage); };
   const uint32_t partials_full = barriers + 8 * (2 * kTile.stages), partials_empty = partials_full + 8;
@@ -108,14 +127,22 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
           const uint32_t bar = full(ring.index);
           ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(bar, kTile.k_blocks * (kSwapAbWeightBytes + rows * 128));
+          int block_bytes = kSwapAbWeightBytes + rows * kBlockBytes;
+          if constexpr (kTile.is_fp8) {
+            if (params.scales.blocks) block_bytes += kRows * 4;  // also if there are no rows
+          }
+          ptx::mbarrier_arrive_expect_tx(bar, kTile.k_blocks * block_bytes);
 #pragma unroll
           for (int i = 0; i < kTile.k_blocks; ++i) {
-            const int k = ((first_block + block) * kTile.k_blocks + i) * kBlockK;
+            const int k_block = (first_block + block) * kTile.k_blocks + i, k = k_block * kTile.block_k();
             const uint32_t dst = stages + ring.index * kStageBytes;
             load_b<kMajorW, kSwapAbN>(weight, dst + i * kSwapAbWeightBytes, bar, k, column, cta, sharers > 1);
             const uint32_t x_dst = dst + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes;
             if (rows > 0) ptx::tma_load_2d(x, x_dst, bar, k, row);
+            if constexpr (kTile.is_fp8) {
+              const uint32_t to = scales + (ring.index * kTile.k_blocks + i) * kScaleBytes;
+              if (params.scales.blocks) ptx::tma_load_2d(&params.scales.x_blocks, to, bar, row, k_block);
+            }
           }
         }
       }
@@ -129,7 +156,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     // closes the call after all threads have arrived on kEpochBarrier, that is, have read the epoch.
     const auto call = Output::begin(params.output);
     ptx::named_barrier_arrive(kEpochBarrier, kSwapAbThreads);
-    using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
+    constexpr int kAccumulators = kRows / 2;
     const bool multiplies = threadIdx.x < kSwapAbMathThreads;
     const int lane = ptx::lane();
     const int share = kSwapAbN / split;  // columns of a tile that this CTA adds up
@@ -143,13 +170,29 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       return Operands{make_b_descriptor<kMajorW>(w + block * kSwapAbWeightBytes),
                       make_descriptor(x + block * kRowsBytes, 0, 1024)};
     };
-    float d[Mma::kAccumulators];
+    float d[kAccumulators];
     Stages ring;
     RingCursor<1> meetings;
 
     for (int tile = first_tile; tile < num_tiles; tile += step) {
-      if (multiplies) {
-        multiply<Mma, kBStepBytes<kMajorW>, 32, kTile.k_blocks>(ring, num_blocks, d, full, operands, release);
+      if constexpr (!kTile.is_fp8) {
+        using Mma = Wgmma<Element, kRows, kMajorW, Major::K>;
+        if (multiplies) {
+          multiply<Mma, kBStepBytes<kMajorW>, 32, kTile.k_blocks>(ring, num_blocks, d, full, operands,
+                                                                  release);
+        }
+      } else if (multiplies) {
+        float products[kAccumulators];
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
+        const int column = tile / m_tiles * kSwapAbN, first = first_block * kTile.k_blocks;
+        const float* const weight = params.scales.weight + column / kScaleBlock * params.k_blocks + first;
+        const SwapAbPromotion<kRows, kTile.k_blocks, kScaleBytes> promotion = {
+            d, scales + lane % 4 * 8, params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first};
+        multiply_fp8<Fp8Pairs<E4M3xE4M3, E4M3xE5M2>, kRows, kTile.k_blocks>(
+            params.scales.e5m2, ring, num_blocks, products, full, operands, release, promotion);
+        scale_swapped_sums(params.scales, row_of(tile) + lane % 4 * 2, params.m,
+                           column + warp * 16 + lane / 4, params.n, d);
       }
 
       // The accumulators of a thread: two columns of D that are 8 apart, and pairs of rows of each.
@@ -162,6 +205,10 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           const int column = first_column + warp_column + half * 8 + lane / 4;
           if (multiplies && column < params.n) {
             bias[half] = static_cast<float>(static_cast<const Element*>(Output::bias(params.output))[column]);
+            if constexpr (kTile.is_fp8) {
+              if (params.scales.sums != nullptr)
+                bias[half] = static_cast<const float*>(Output::bias(params.output))[column];
+            }
           }
         }
       }
@@ -170,15 +217,25 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       const bool gives = is_last || !multiplies;
       const int givers = is_last ? kSwapAbBothThreads : kSwapAbBothThreads - kSwapAbMathThreads;
       const int giver = static_cast<int>(threadIdx.x) - (kSwapAbBothThreads - givers);
+      if constexpr (kTile.is_fp8) {
+        if (split == 1 && params.scales.sums != nullptr) {
+          if (!multiplies) continue;
+#pragma unroll
+          for (int i = 0; i < kAccumulators; ++i) d[i] += bias[i / 2 % 2];
+          store_swapped_sums(params.scales, first_row + lane % 4 * 2, min(params.m, first_row + kRows),
+                             first_column + warp_column + lane / 4, params.n, d);
+          continue;
+        }
+      }
       if (split == 1) {
         // Rounds the accumulators, and transposes them so that the columns of a row are adjacent.
-        constexpr int kRowBytes = kSwapAbN * kElementBytes + 16;  // padded: rows start in different banks
+        constexpr int kRowBytes = kSwapAbN * kResultBytes + 16;  // padded: rows start in different banks
         static_assert(kRows * kRowBytes <= 2 * swap_ab_meeting_bytes(kTile));
         constexpr int kVectors = kSwapAbN / kVector;
         if (tile != first_tile) both_warpgroups();  // the last tile has been read by the epilogue
         if (multiplies) {
           const uint32_t address =
-              staged + lane % 8 * kRowBytes + (warp_column + lane / 8 % 2 * 8) * kElementBytes;
+              staged + lane % 8 * kRowBytes + (warp_column + lane / 8 % 2 * 8) * kResultBytes;
 #pragma unroll
           for (int block = 0; block < kRows / 8; ++block) {
             ptx::stmatrix_x2_transposed(
@@ -195,7 +252,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           const int row = i / kVectors, column = i % kVectors * kVector;
           if (first_column + column >= params.n) continue;
           Output::store(params.output, call, first_row + row, first_column + column,
-                        ptx::load_shared_v4(staged + row * kRowBytes + column * kElementBytes));
+                        ptx::load_shared_v4(staged + row * kRowBytes + column * kResultBytes));
         }
         continue;
       }
@@ -249,6 +306,15 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
               for (int j = 0; j < kVector; ++j) sum[j] += part_sum[j];
             }
             const int out_column = first_column + part * share + column;
+            if constexpr (kTile.is_fp8) {
+              if (out_column < params.n && params.scales.sums != nullptr) {
+                auto* const to = reinterpret_cast<float4*>(
+                    params.scales.sums + (begin + row) * params.scales.sums_stride + out_column);
+                to[0] = {sum[0], sum[1], sum[2], sum[3]};
+                to[1] = {sum[4], sum[5], sum[6], sum[7]};
+                continue;
+              }
+            }
             if (out_column < params.n) {
               Output::store(params.output, call, begin + row, out_column, round<Element>(sum));
             }
@@ -277,6 +343,9 @@ struct LocalOutput {
     const void* bias;
     int64_t row_stride;
   };
+  static Params params(const GemmArgs& args) {
+    return {const_cast<void*>(args.out.data), args.bias, args.out.row_stride};
+  }
   struct Call {};
   FLUX_DEVICE static Call begin(const Params&) { return {}; }
   FLUX_DEVICE static const void* bias(const Params& p) { return p.bias; }

@@ -42,9 +42,11 @@ struct SharesBox {
 template <int kConfig>
 struct Smem {
   static constexpr TileConfig kTile = kTileConfigs[kConfig];
-  static constexpr int kABytes = kBlockM * kBlockK * kElementBytes;
+  static constexpr int kABytes = kBlockM * kBlockBytes;
   static constexpr int kStageBytes = stage_bytes(kTile);
-  static constexpr int kSlabBytes = 64 * kTile.slab_n * kElementBytes;
+  static constexpr int kSlabBytes = 64 * kTile.slab_n * kResultBytes;
+  static constexpr int kScaleBytes = scale_bytes(kTile);  // TMA wants multiples of 128
+  static_assert(kStageBytes % 1024 == 0 && kSlabBytes % 128 == 0 && kScaleBytes % 128 == 0);
   static constexpr int kSlabs = kTile.slabs;
   static constexpr int kPieceChunks = piece_chunks(kTile);
   static constexpr int kPieces = max_pieces(kTile);
@@ -63,6 +65,8 @@ struct Smem {
   __device__ uint32_t slab(int warpgroup, int index) const {
     return base + kTile.stages * kStageBytes + (warpgroup * kSlabs + index) * kSlabBytes;
   }
+  // The block scales of the rows of A in a stage.
+  __device__ uint32_t scales(int stage) const { return slab(kNumMathWarpgroups, 0) + stage * kScaleBytes; }
   // Converts to a generic pointer, for ordinary loads, which the compiler can schedule.
   __device__ const uint8_t* pointer(uint32_t address) const { return pointer_base + (address - base); }
 
@@ -147,7 +151,7 @@ struct Smem {
   }
 
  private:
-  __device__ uint32_t barrier(int index) const { return slab(kNumMathWarpgroups, 0) + index * 8; }
+  __device__ uint32_t barrier(int index) const { return scales(kTile.stages) + index * 8; }
 };
 
 // A storer's view of its warpgroup's slabs: takes them in order, and releases each after its bulk copies have

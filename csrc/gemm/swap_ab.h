@@ -22,6 +22,9 @@ struct SwapAbConfig {
   int k_blocks;  // of a stage
   int stages;
   bool in_pairs;  // whether pairs are candidates; pairs of the other shapes were slower for most weights
+  bool is_fp8 = false;  // products of k-blocks are promoted (tile_config.h)
+
+  constexpr int block_k() const { return kBlockBytes / (is_fp8 ? 1 : 2); }
 };
 
 // Two k-blocks in a stage need one wait instead of two. If memory bandwidth is the only limit, one k-block in a
@@ -37,17 +40,27 @@ constexpr SwapAbConfig kSwapAbConfigs[] = {
     {4, 64, 2, 5, false},
     {5, 128, 1, 7, true},
     {6, 192, 1, 5, false},
+    {7, 16, 2, 7, false, true},
+    {8, 32, 2, 6, true, true},
+    {9, 64, 1, 10, true, true},
+    {10, 128, 1, 7, true, true},
 };
 // clang-format on
 constexpr int kNumSwapAbConfigs = sizeof(kSwapAbConfigs) / sizeof(kSwapAbConfigs[0]);
 
-constexpr int kSwapAbWeightBytes = kSwapAbN * kBlockK * kElementBytes;  // of a k-block
-constexpr int swap_ab_rows_bytes(const SwapAbConfig& c) { return c.rows * kBlockK * kElementBytes; }
+constexpr int kSwapAbWeightBytes = kSwapAbN * kBlockBytes;  // of a k-block
+constexpr int swap_ab_rows_bytes(const SwapAbConfig& c) { return c.rows * kBlockBytes; }
 constexpr int swap_ab_stage_bytes(const SwapAbConfig& c) {
   return c.k_blocks * (kSwapAbWeightBytes + swap_ab_rows_bytes(c));
 }
 // The number of stages that K needs, which is the largest possible split of K.
-FLUX_HD int swap_ab_stage_blocks(const SwapAbConfig& c, int k) { return ceil_div(k, kBlockK * c.k_blocks); }
+FLUX_HD int swap_ab_stage_blocks(const SwapAbConfig& c, int k) {
+  return ceil_div(k, c.block_k() * c.k_blocks);
+}
+// Block scales of the rows of a k-block, where TMA can write them.
+constexpr int swap_ab_scale_bytes(const SwapAbConfig& c) {
+  return !c.is_fp8 ? 0 : c.rows < kBlockBytes / 4 ? kBlockBytes : 4 * c.rows;
+}
 
 // Each CTA of a cluster adds a share of the tile's columns, at most this many rows at a time. A row of a share
 // is padded by four floats, so that the eight rows that a warp writes at once are in different banks. A CTA
@@ -59,8 +72,8 @@ constexpr int swap_ab_meeting_bytes(const SwapAbConfig& c) {
 }
 constexpr int swap_ab_barriers(const SwapAbConfig& c) { return 2 * c.stages + 2; }
 constexpr int swap_ab_smem_bytes(const SwapAbConfig& c) {
-  return 1024 + c.stages * swap_ab_stage_bytes(c) + 2 * swap_ab_meeting_bytes(c) + 8 * swap_ab_barriers(c) +
-         kSharesBytes;
+  return 1024 + c.stages * (swap_ab_stage_bytes(c) + c.k_blocks * swap_ab_scale_bytes(c)) +
+         2 * swap_ab_meeting_bytes(c) + 8 * swap_ab_barriers(c) + kSharesBytes;
 }
 
 }  // namespace flux::gemm

@@ -1,6 +1,6 @@
 // The tile shapes for which the GEMM kernel is instantiated.
 //
-// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each. K is processed in steps of kBlockK
+// A CTA computes kBlockM x block_n with two math warpgroups of 64 rows each. K is processed in k-blocks of 128 bytes
 // through a ring of `stages`. A finished tile is staged in a second ring: `slabs` buffers of slab_n columns. Few
 // slabs are enough for stores to local memory, and leave room for another stage. Slabs for a whole tile let the
 // math warps run ahead of a slow link.
@@ -13,8 +13,8 @@
 namespace flux::gemm {
 
 constexpr int kBlockM = 128;
-constexpr int kBlockK = 64;         // 128 bytes of a 16-bit type: one row of the 128-byte TMA swizzle
-constexpr int kElementBytes = 2;    // bf16 and fp16
+constexpr int kBlockBytes = 128;    // of K: one row of the 128-byte TMA swizzle
+constexpr int kResultBytes = 2;     // bf16 and fp16; fp32 results do not go through shared memory
 constexpr int kSmemLimit = 232448;  // shared memory of a CTA on sm_90
 constexpr int kNumMathWarpgroups = 2;
 constexpr int kTileQueue = 2;  // entries of the tile queue
@@ -22,12 +22,26 @@ constexpr int kMaxPeers = 7;   // world sizes up to 8
 
 FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// What a tile multiplies, and where it adds.
+//
+//   k16Bit      bf16 or fp16, in the tensor core's accumulators
+//   kFast       e4m3, likewise. The tensor core keeps 13 bits of such a sum
+//   kPromoted   fp8. The product of each k-block is added to fp32 registers, times its scales
+//               (docs/design/fp8.md#promotion)
+enum class Arithmetic { k16Bit, kFast, kPromoted };
+
 struct TileConfig {
   int id;
   int block_n;
   int stages;
   int slab_n;
   int slabs;
+  Arithmetic arithmetic = Arithmetic::k16Bit;
+
+  constexpr bool is_fp8() const { return arithmetic != Arithmetic::k16Bit; }
+  constexpr bool promotes() const { return arithmetic == Arithmetic::kPromoted; }
+  constexpr int operand_bytes() const { return is_fp8() ? 1 : 2; }
+  constexpr int block_k() const { return kBlockBytes / operand_bytes(); }
 };
 
 // clang-format off
@@ -43,19 +57,30 @@ constexpr TileConfig kTileConfigs[] = {
     {7, 96, 6, 96, 2},
     {8, 80, 7, 80, 2},
     {9, 64, 8, 64, 2},
+    {10, 64, 7, 64, 2, Arithmetic::kPromoted},
+    {11, 128, 5, 64, 3, Arithmetic::kPromoted},
+    {12, 160, 5, 32, 5, Arithmetic::kPromoted},
+    {13, 128, 5, 64, 4, Arithmetic::kFast},
+    {14, 256, 4, 64, 2, Arithmetic::kFast},
+    {15, 256, 3, 64, 5, Arithmetic::kFast},
 };
 // clang-format on
 constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
 
-constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockK * kElementBytes; }
-constexpr int staging_bytes(const TileConfig& c) { return kBlockM * c.slab_n * c.slabs * kElementBytes; }
+constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * kBlockBytes; }
+constexpr int staging_bytes(const TileConfig& c) { return kBlockM * c.slab_n * c.slabs * kResultBytes; }
+
+// Block scales (of fp8 operands): one for each row of x and each kScaleBlock elements of K, one for each kScaleBlock x
+// kScaleBlock of the weight. Those of a tile's rows arrive with each stage.
+constexpr int kScaleBlock = 128;
+constexpr int scale_bytes(const TileConfig& c) { return c.promotes() ? kBlockM * 4 : 0; }
 
 // Contributions of peers are added to a tile through the same memory, in pieces. A piece is a few chunks of 16
 // columns of a half tile from every peer, so that one barrier covers all peers. A piece must fit for the
 // largest world size.
 constexpr int kChunkN = 16;
-constexpr int kChunkBytes = 64 * kChunkN * kElementBytes;
-constexpr int inbox_bytes(const TileConfig& c) { return 64 * c.slab_n * c.slabs * kElementBytes; }
+constexpr int kChunkBytes = 64 * kChunkN * kResultBytes;
+constexpr int inbox_bytes(const TileConfig& c) { return 64 * c.slab_n * c.slabs * kResultBytes; }
 constexpr int piece_chunks(const TileConfig& c) {
   return inbox_bytes(c) >= 2 * kMaxPeers * kChunkBytes ? 2 : 1;
 }
@@ -74,19 +99,37 @@ constexpr int num_barriers(const TileConfig& c) {
 constexpr int kSharesBytes = 16;  // what a thread that draws shares of a sum leaves for others (shares.cuh)
 // 1 KB aligns the ring for TMA. The last words are the tile queue and the flags for failed waits.
 constexpr int smem_bytes(const TileConfig& c) {
-  return 1024 + c.stages * stage_bytes(c) + staging_bytes(c) + 8 * num_barriers(c) + kSharesBytes +
-         4 * (kTileQueue + kNumMathWarpgroups);
+  return 1024 + c.stages * (stage_bytes(c) + scale_bytes(c)) + staging_bytes(c) + 8 * num_barriers(c) +
+         kSharesBytes + 4 * (kTileQueue + kNumMathWarpgroups);
 }
 
-// With the weight stored as [K, N] a B tile is made of 64-column swizzle panels.
-constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_n % 64 == 0; }
+// With the weight stored as [K, N] a B tile is made of 64-column swizzle panels. wgmma takes fp8 along K only.
+constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_n % 64 == 0 && !c.is_fp8(); }
+
+// Few fp8 tiles are compiled: those of 64 and 128 columns that promote serve problems with few tiles, also if they may
+// be fast (docs/design/fp8.md#instances).
+constexpr bool is_chosen_fp8(const TileConfig& c) { return c.promotes() && c.block_n <= 128; }
 
 // Wider tiles do not split K (docs/design/cost-model.md#split-k).
-constexpr bool supports_split(const TileConfig& c) { return c.block_n <= 160; }
+constexpr bool supports_split(const TileConfig& c) {
+  return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 160;
+}
 
 // Tiles for ranks that exchange rows (gemm_ar/exchange_store.cuh): the slabs must hold a whole tile. Wider tiles
 // are for more rows than this path serves.
-constexpr bool supports_exchange(const TileConfig& c) { return c.block_n <= 128; }
+constexpr bool supports_exchange(const TileConfig& c) {
+  return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 128;
+}
+
+// Tiles that are sent to other ranks. The slabs should hold a whole tile, or the math warps wait for the link.
+constexpr bool holds_tile(const TileConfig& c) { return c.slab_n * c.slabs >= c.block_n; }
+constexpr bool supports_sending(const TileConfig& c) {
+  return !c.is_fp8() || (holds_tile(c) && c.block_n >= 128);
+}
+// The last tile differs from the one before only in its slabs.
+constexpr bool supports_keeping(const TileConfig& c) {
+  return !c.is_fp8() || c.block_n < 256 || !holds_tile(c);
+}
 
 // Shared memory that a launch no longer needs for its tiles.
 struct SpareMemory {

@@ -1,5 +1,5 @@
-// wgmma of 64 x kN x 16 with fp32 accumulators and both operands in shared memory. Wraps CUTLASS's MMA atoms:
-// adds the shared-memory descriptors, and the call on an array of accumulators.
+// wgmma of 64 x kN over 32 bytes of K, with fp32 accumulators and both operands in shared memory. Wraps CUTLASS's MMA
+// atoms: adds the shared-memory descriptors, and the call on an array of accumulators.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,12 @@ namespace flux::gemm {
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
-template <class Element, int kN, Major kMajorA, Major kMajorB>
+// Pairs of fp8 operands: A and B. Both lie along K.
+struct E4M3xE4M3 {};
+struct E5M2xE4M3 {};
+struct E4M3xE5M2 {};
+
+template <class Operands, int kN, Major kMajorA, Major kMajorB>
 struct WgmmaAtom;
 
 #define FLUX_WGMMA_ATOM(n)                                                           \
@@ -27,6 +32,18 @@ struct WgmmaAtom;
   template <Major kMajorA, Major kMajorB>                                            \
   struct WgmmaAtom<__half, n, kMajorA, kMajorB> {                                    \
     using Type = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kMajorA, kMajorB>;   \
+  };                                                                                 \
+  template <>                                                                        \
+  struct WgmmaAtom<E4M3xE4M3, n, Major::K, Major::K> {                               \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<>;              \
+  };                                                                                 \
+  template <>                                                                        \
+  struct WgmmaAtom<E5M2xE4M3, n, Major::K, Major::K> {                               \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E5M2E4M3_SS_TN<>;              \
+  };                                                                                 \
+  template <>                                                                        \
+  struct WgmmaAtom<E4M3xE5M2, n, Major::K, Major::K> {                               \
+    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E5M2_SS_TN<>;              \
   };
 FLUX_WGMMA_ATOM(8)
 FLUX_WGMMA_ATOM(16)
@@ -42,7 +59,8 @@ FLUX_WGMMA_ATOM(224)
 FLUX_WGMMA_ATOM(256)
 #undef FLUX_WGMMA_ATOM
 
-template <class Element, int kN, Major kMajorA, Major kMajorB>
+// Operands: the type of both, or a pair of fp8 types.
+template <class Operands, int kN, Major kMajorA, Major kMajorB>
 struct Wgmma {
   static constexpr int kAccumulators = kN / 2;  // fp32 registers of each of the 128 threads
 
@@ -54,7 +72,7 @@ struct Wgmma {
   template <size_t... kI>
   FLUX_DEVICE static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators], ScaleOut scale,
                                std::index_sequence<kI...>) {
-    WgmmaAtom<Element, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
+    WgmmaAtom<Operands, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
   }
 };
 

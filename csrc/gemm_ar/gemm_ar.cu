@@ -84,9 +84,13 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
                                out,       extras.sum_out};
   const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
                                  1,        num_sms,  false,    /*all_reduced=*/true};
-  const gemm::Choice choice = gemm::select(problem, args.config);
+  const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
   gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr};
   plan_sums(args, choice, num_sms, params);
+  if (args.is_fp8() && choice.sums_in_launch) {
+    gemm_ar_fp8(args, choice, params, num_sms, stream);
+    return;
+  }
   if (choice.swaps_ab()) {
     gemm::launch_swap_ab<gemm::ExchangeOutput>(args, choice, num_sms, params, stream);
     return;
@@ -122,6 +126,7 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
 void prepare() {
   gemm::swap_ab_kernels<gemm::ExchangeOutput>();
   prepare_tiles();
+  prepare_fp8();
   prepare_sum();
 }
 

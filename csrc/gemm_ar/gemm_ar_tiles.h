@@ -12,4 +12,9 @@ void gemm_ar_in_tiles(const gemm::GemmArgs& args, const gemm::Choice& choice,
                       const gemm::ExchangeParams& exchange, int num_sms, cudaStream_t stream);
 void prepare_tiles();
 
+// Of fp8 operands, in all tiles that sum in the launch; likewise.
+void gemm_ar_fp8(const gemm::GemmArgs& args, const gemm::Choice& choice, const gemm::ExchangeParams& exchange,
+                 int num_sms, cudaStream_t stream);
+void prepare_fp8();
+
 }  // namespace flux::gemm_ar

@@ -1,5 +1,6 @@
 #include "gemm/launch.cuh"
 #include "gemm_rs/gemm_rs.h"
+#include "gemm_rs/gemm_rs_fp8.h"
 #include "gemm_rs/store.cuh"
 #include "runtime/copy_queue.h"
 
@@ -37,7 +38,7 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const gemm::Problem problem = {args.m(),        args.n(), args.k(), args.transpose_weight,
                                  symm.world_size, num_sms};
-  const gemm::Choice choice = gemm::select(problem, args.config);
+  const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
   const Layout layout = make_layout(args.m(), args.n(), symm.world_size, gemm::kTileConfigs[choice.config]);
   FLUX_CHECK(args.m() % symm.world_size == 0, args.m(), symm.world_size);
   FLUX_CHECK(layout.slot_bytes() <= symm.slot_bytes, layout.slot_bytes(), symm.slot_bytes);
@@ -49,14 +50,22 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   FLUX_CHECK(!copied || chunks.count * (symm.world_size - 1) <= runtime::kMaxStagedChunks, chunks.count);
   const int rows_per_shard = args.m() / symm.world_size;
   const gemm::TileOrder order = make_order(layout, symm.rank, choice.cluster, choice.group_m, copied);
-  const Pace pace = make_pace(order, (args.k() + gemm::kBlockK - 1) / gemm::kBlockK, num_sms);
+  const Pace pace =
+      make_pace(order, gemm::ceil_div(args.k(), gemm::kTileConfigs[choice.config].block_k()), num_sms);
   const SlotStore::Params store = {
       symm,           layout,   pace,      transport.copy_epoch, chunks, transport.staging,
       rows_per_shard, args.n(), rounds_own};
-  gemm::launch<SlotStore>(args, choice, order, rows_per_shard, num_sms, store, stream);
+  if (args.is_fp8()) {
+    launch_fp8(args, choice, order, rows_per_shard, num_sms, store, stream);
+  } else {
+    gemm::launch<SlotStore>(args, choice, order, rows_per_shard, num_sms, store, stream);
+  }
   if (copied) send_staged(symm, layout, chunks, transport, stream);
 }
 
-void prepare() { gemm::gemm_kernels<SlotStore>(); }
+void prepare() {
+  gemm::gemm_kernels<SlotStore>();
+  prepare_fp8();
+}
 
 }  // namespace flux::gemm_rs

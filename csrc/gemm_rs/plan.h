@@ -42,15 +42,15 @@ struct Chunks {
 // The number of chunks that copy engines send to each peer, or 0 if storers send the tiles. Storers are faster
 // as long as the transfer fits into the time of the GEMM, because no tile waits for its chunk to be complete
 // (docs/design/gemm-rs.md#copy-engines).
-inline int copy_chunks(int m, int n, int k, int world_size) {
+inline int copy_chunks(int m, int n, int k, int world_size, int operand_bytes = 2) {
   constexpr double kLinkBytesPerUs = 340e3;
-  constexpr double kFlopsPerUs = 750e6;
+  constexpr double kFlopsPerUs = 750e6;  // of 16-bit operands; of fp8 twice as many
   constexpr double kShare = 0.6;  // storers keep up with transfers of up to this share of the GEMM's time
   constexpr int64_t kMinBytes = 32 << 20;
   constexpr int kChunks = 4;
-  const int64_t slot_bytes = static_cast<int64_t>(m / world_size) * n * gemm::kElementBytes;
+  const int64_t slot_bytes = static_cast<int64_t>(m / world_size) * n * gemm::kResultBytes;
   const double wire_us = static_cast<double>(slot_bytes) * (world_size - 1) / kLinkBytesPerUs;
-  const double gemm_us = 2.0 * m * n * k / kFlopsPerUs;
+  const double gemm_us = 2.0 * m * n * k * operand_bytes / (2 * kFlopsPerUs);
   return slot_bytes < kMinBytes || wire_us < kShare * gemm_us ? 0 : kChunks;
 }
 
@@ -79,7 +79,7 @@ inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
 FLUX_HD Layout make_layout(int m, int n, int world_size, const gemm::TileConfig& config) {
   const int rows = m / world_size;
   return {(rows + gemm::kBlockM - 1) / gemm::kBlockM, (n + config.block_n - 1) / config.block_n,
-          gemm::kBlockM * config.block_n * gemm::kElementBytes, world_size};
+          gemm::kBlockM * config.block_n * gemm::kResultBytes, world_size};
 }
 
 FLUX_HD gemm::TileOrder make_order(const Layout& layout, int rank, gemm::Cluster cluster, int group_m,

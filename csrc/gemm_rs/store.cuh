@@ -9,12 +9,13 @@
 
 #include "gemm/epilogue.cuh"
 #include "gemm/named_barriers.h"
+#include "gemm/policy.h"
 #include "gemm_rs/plan.h"
 #include "runtime/device/sync.cuh"
 
 namespace flux::gemm_rs {
 
-struct SlotStore {
+struct SlotStore : gemm::LocalScales {
   struct Params {
     runtime::SymmBuffer symm;
     Layout layout;
@@ -202,7 +203,7 @@ struct SlotStore {
   // The chunks of a tile that contain data, for one warpgroup. Data beyond the edges of the shard does not travel.
   FLUX_DEVICE static int chunks_of(const Params& p, const gemm::Tile& tile, int warpgroup) {
     if (tile.m * gemm::kBlockM + warpgroup * 64 >= p.rows_per_shard) return 0;
-    const int block_n = p.layout.tile_bytes / (gemm::kBlockM * gemm::kElementBytes);
+    const int block_n = p.layout.tile_bytes / (gemm::kBlockM * gemm::kResultBytes);
     const int columns = min(block_n, p.n - tile.n * block_n);
     return (columns + gemm::kChunkN - 1) / gemm::kChunkN;
   }

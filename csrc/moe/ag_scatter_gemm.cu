@@ -17,7 +17,7 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
                                      layout,
                                      order,
                                      static_cast<const char*>(args.x.data),
-                                     k * gemm::kElementBytes,
+                                     k * gemm::kResultBytes,
                                      routing.rows,
                                      routing.sent,
                                      routing.firsts,

@@ -51,7 +51,7 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
   FLUX_CHECK(products.columns % kVector == 0 && products.row_stride % kVector == 0, products.columns,
              products.row_stride);
   if (tokens == 0 || products.columns == 0) return;
-  const Products params = {static_cast<const char*>(products.data), products.row_stride * gemm::kElementBytes,
+  const Products params = {static_cast<const char*>(products.data), products.row_stride * gemm::kResultBytes,
                            positions, weights, top_k};
   const auto kernel =
       dtype == runtime::DType::kBFloat16 ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;

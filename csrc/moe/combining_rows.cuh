@@ -142,7 +142,7 @@ struct CombiningRows {
   FLUX_DEVICE static char* slot_row(const Params& p, const Call& call, int owner, int source, int row) {
     const int64_t index =
         static_cast<int64_t>(runtime::slot_index(source, owner)) * p.layout.max_tokens + row;
-    return p.symm.slots(owner, call.epoch) + index * p.n * gemm::kElementBytes;
+    return p.symm.slots(owner, call.epoch) + index * p.n * gemm::kResultBytes;
   }
 
   // Tiles never wait, so this wait ends as soon as they are computed.
@@ -254,7 +254,7 @@ struct CombiningRows {
       if (asked.vector < vectors) {
         const Batch batch = batch_at(asked);
         auto& to = copies[asked.slot];
-        const int64_t offset = static_cast<int64_t>(batch.column) * gemm::kElementBytes;
+        const int64_t offset = static_cast<int64_t>(batch.column) * gemm::kResultBytes;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (i >= batch.choices) break;
@@ -300,7 +300,7 @@ struct CombiningRows {
     char* const slots = slot_row(p, call, unit.peer, p.symm.rank, unit.block * p.block_rows);
     const auto visit = [&](int row, int column, const float (&sum)[kVector], const uint4*) {
       const int64_t at = static_cast<int64_t>(row) * p.n + column;
-      *reinterpret_cast<uint4*>(slots + at * gemm::kElementBytes) = gemm::round<Element>(sum);
+      *reinterpret_cast<uint4*>(slots + at * gemm::kResultBytes) = gemm::round<Element>(sum);
     };
     for_each_sum<Element>(p, call, block, copies, unit, rows, thread, visit);
   }
@@ -309,7 +309,7 @@ struct CombiningRows {
   FLUX_DEVICE static void sum(const Params& p, const Call& call, const Block& block, Copies& copies,
                               const CommUnit& unit, int rows, bool whole, int thread) {
     char* const out = static_cast<char*>(p.out) +
-                      static_cast<int64_t>(unit.block) * p.block_rows * p.n * gemm::kElementBytes;
+                      static_cast<int64_t>(unit.block) * p.block_rows * p.n * gemm::kResultBytes;
     const auto visit = [&](int row, int column, const float (&own)[kVector], const uint4* parts) {
       float total[kVector] = {};
 #pragma unroll 1
@@ -330,7 +330,7 @@ struct CombiningRows {
       const int64_t at = static_cast<int64_t>(row) * p.n + column;
       // If a wait timed out, the host will raise an error; until then the result is NaN, not a partial sum.
       const uint4 result = whole ? gemm::round<Element>(total) : uint4{~0u, ~0u, ~0u, ~0u};
-      *reinterpret_cast<uint4*>(out + at * gemm::kElementBytes) = result;
+      *reinterpret_cast<uint4*>(out + at * gemm::kResultBytes) = result;
     };
     for_each_sum<Element>(p, call, block, copies, unit, rows, thread, visit);
   }

@@ -19,9 +19,8 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   check_room(layout, symm, n, static_cast<int64_t>(blocks) * chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
-  const Products products = {static_cast<const char*>(args.out),
-                             static_cast<int64_t>(n) * gemm::kElementBytes, routing.positions,
-                             combine.weights, layout.top_k};
+  const Products products = {static_cast<const char*>(args.out), static_cast<int64_t>(n) * gemm::kResultBytes,
+                             routing.positions, combine.weights, layout.top_k};
   const CombiningRows::Params rows = {symm,
                                       layout,
                                       products,

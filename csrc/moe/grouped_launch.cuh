@@ -50,7 +50,7 @@ inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, cons
 // Checks that the workspace has room for slot rows of `columns` elements, and for `signals` signals of each source.
 inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int columns, int64_t signals) {
   const int64_t peers = symm.world_size - 1;
-  const int64_t slot_bytes = peers * layout.max_tokens * columns * gemm::kElementBytes;
+  const int64_t slot_bytes = peers * layout.max_tokens * columns * gemm::kResultBytes;
   FLUX_CHECK(slot_bytes <= symm.slot_bytes, slot_bytes, symm.slot_bytes);
   FLUX_CHECK(peers * signals * 4 <= symm.signal_bytes, symm.signal_bytes);
 }
@@ -73,9 +73,9 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
 
   GroupedParams<Rows> params;
-  params.weight = runtime::make_tensor_map(args.weight, args.dtype, gemm::kBlockK, tile.block_n / 2);
+  params.weight = runtime::make_tensor_map(args.weight, args.dtype, tile.block_k(), tile.block_n / 2);
   if constexpr (Rows::kInOrder) {
-    params.x = runtime::make_tensor_map(args.x, args.dtype, gemm::kBlockK, gemm::kBlockM);
+    params.x = runtime::make_tensor_map(args.x, args.dtype, tile.block_k(), gemm::kBlockM);
   }
   params.offsets = schedule.offsets;
   params.tiles = schedule.tiles;

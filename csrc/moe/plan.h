@@ -276,17 +276,18 @@ struct CommOrder {
 // rows an expert the GEMM is bound by reading its weights, which seven eighths of the SMs do equally fast. The rates of
 // an SM are fitted to sweeps over this number (docs/design/moe.md#layer-1-chunks-communication-ctas).
 inline int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k,
-                              int world_size, int num_sms) {
+                              int world_size, int num_sms, int operand_bytes = 2) {
   constexpr double kFlopsPerSmUs = 4.5e6;
   constexpr double kReadBytesPerSmUs = 3.3e4;
   constexpr double kSumBytesPerSmUs = 3.0e4;
-  const double flops = 2.0 * expected_rows * n * k;
-  const double weights = static_cast<double>(experts) * n * k * gemm::kElementBytes;
+  const double flops =
+      2.0 * expected_rows * n * k * operand_bytes / 2;  // of fp8, an SM multiplies twice as many
+  const double weights = static_cast<double>(experts) * n * k * operand_bytes;
   const double compute_us = flops / kFlopsPerSmUs, read_us = weights / kReadBytesPerSmUs;
   const double gemm_us = std::max(compute_us, read_us);
   // Each row is read once; the sums for all ranks are written once and read once.
   const double sums = static_cast<double>(own_tokens) * world_size * 2;
-  const double comm_us = (expected_rows + sums) * n * gemm::kElementBytes / kSumBytesPerSmUs;
+  const double comm_us = (expected_rows + sums) * n * gemm::kResultBytes / kSumBytesPerSmUs;
   const int ctas = static_cast<int>(num_sms * comm_us / (gemm_us + comm_us) + 0.5);
   return std::clamp(ctas, read_us > compute_us ? std::max(1, num_sms / 8) : 1, std::max(1, num_sms / 2));
 }

@@ -108,7 +108,7 @@ FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job,
                                    uint32_t staged, int first_row, int column) {
   constexpr int kPanelRowBytes = 128;
   constexpr int kVector = 8;
-  const int64_t row_bytes = static_cast<int64_t>(p.out_columns) * gemm::kElementBytes;
+  const int64_t row_bytes = static_cast<int64_t>(p.out_columns) * gemm::kResultBytes;
   const int out_column = job.first_column + column, num_rows = job.num_rows - first_row;
   const int num_columns = min(tile_columns - column, p.out_columns - out_column);
   char* const dst = static_cast<char*>(p.out) + (job.first_row + first_row) * row_bytes;
@@ -121,7 +121,7 @@ FLUX_DEVICE void store_staged_rows(const GroupedParams<Rows>& p, const Job& job,
     for (int row = lane / 8; row < kRows; row += 4) {
       const float4 v = ptx::load_shared_floats(src + row * kPanelRowBytes + (piece ^ row % 8) * 16);
       if (row < num_rows && in_slab < num_columns) {
-        char* const to = dst + row * row_bytes + (out_column + in_slab) * gemm::kElementBytes;
+        char* const to = dst + row * row_bytes + (out_column + in_slab) * gemm::kResultBytes;
         *reinterpret_cast<float4*>(to) = v;
       }
     }
@@ -143,7 +143,6 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
 template <class Element, int kConfig, class Rows>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
     sm90_grouped_gemm(const __grid_constant__ GroupedParams<Rows> params) {
-  using gemm::kBlockK;
   using gemm::kBlockM;
   constexpr gemm::TileConfig kTile = gemm::kTileConfigs[kConfig];
   constexpr int kBlockN = kTile.block_n;
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   // After this barrier all threads have read the epoch.
   __syncthreads();
 
-  const int k_blocks = (params.k + kBlockK - 1) / kBlockK;
+  const int k_blocks = ceil_div(params.k, kTile.block_k());
   const int num_tile_rows = *params.num_tile_rows;
   // Columns of the result that a tile computes.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         const int ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
         const int second_column =
             params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // offset from the first
-        constexpr uint32_t kBBytes = kBlockN * kBlockK * gemm::kElementBytes;
+        constexpr uint32_t kBBytes = kBlockN * gemm::kBlockBytes;
         typename Shared::Stages ring;
         JobReader jobs;
         for (Job job = jobs.read(queue); job.num_rows > 0; job = jobs.read(queue)) {
@@ -196,10 +195,10 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             ptx::mbarrier_arrive_expect_tx(full, Rows::kInOrder ? Shared::kABytes + kBBytes : kBBytes);
             if constexpr (Rows::kInOrder) {
               // Rows after the expert's last one are loaded too, and dropped at the end.
-              ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kBlockK, job.first_row);
+              ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kTile.block_k(), job.first_row);
             }
-            ptx::tma_load_2d(&params.weight, b, full, kb * kBlockK, job.weight_row);
-            ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kBlockK,
+            ptx::tma_load_2d(&params.weight, b, full, kb * kTile.block_k(), job.weight_row);
+            ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kTile.block_k(),
                              job.weight_row + second_column);
           }
         }
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       constexpr int kEach = kBlockM / 2 / 4;
       const int piece = ptx::lane() % 8, row_in_four = ptx::lane() / 8;
       const int first_row = (warp - 2) * (kBlockM / 2) + row_in_four;
-      const int row_bytes = params.k * gemm::kElementBytes;
+      const int row_bytes = params.k * kTile.operand_bytes();
       const Sources sources = Rows::sources(params.rows, call);
       const char* const first = sources.first + piece * 16;
       const char* const second = sources.second + piece * 16;

@@ -32,7 +32,7 @@ inline int choose_grouped_config(int64_t num_rows, int experts, int columns, int
     const int block_n = gemm::kTileConfigs[config].block_n;
     const double waves = std::ceil(tile_rows * gemm::ceil_div(columns, block_n) / num_sms);
     const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n));
-    const double time_us = waves * (gemm::ceil_div(k, gemm::kBlockK) * block_us + 0.5);
+    const double time_us = waves * (gemm::ceil_div(k, gemm::kTileConfigs[config].block_k()) * block_us + 0.5);
     if (time_us < best_us) {
       best = config;
       best_us = time_us;

@@ -48,6 +48,14 @@ void CopyQueue::copy(void* dst, const void* src, int64_t bytes) {
   FLUX_CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, queue_.stream));
 }
 
+void CopyQueue::copy_rows(void* dst, int64_t dst_pitch, const void* src, int64_t src_pitch, int64_t bytes,
+                          int rows) {
+  if (rows == 1) return copy(dst, src, bytes);
+  submit();
+  FLUX_CUDA_CHECK(
+      cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, bytes, rows, cudaMemcpyDefault, queue_.stream));
+}
+
 void CopyQueue::write(uint32_t* address, uint32_t value) {
   CUstreamBatchMemOpParams& word = next_word();
   word.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;

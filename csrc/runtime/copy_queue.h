@@ -21,6 +21,8 @@ class CopyQueue {
   // Later work of this queue waits for the work that is on `stream` now.
   void follow(cudaStream_t stream);
   void copy(void* dst, const void* src, int64_t bytes);
+  // Rows of `bytes` each; pitches are the bytes from one to the next.
+  void copy_rows(void* dst, int64_t dst_pitch, const void* src, int64_t src_pitch, int64_t bytes, int rows);
   // Writes the word after all earlier copies are visible, to this GPU and to others.
   void write(uint32_t* address, uint32_t value);
   // As write, but later work of this queue does not wait for it.

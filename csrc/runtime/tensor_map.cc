@@ -6,21 +6,25 @@
 namespace flux::runtime {
 namespace {
 
-CUtensorMap encode(const Matrix& matrix, DType dtype, int box_columns, int box_rows, int dimensions,
-                   int64_t shards) {
+CUtensorMapDataType type_of(DType dtype) {
+  if (is_fp8(dtype)) return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (dtype == DType::kFloat32) return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  return dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+CUtensorMapSwizzle swizzle_of(int row_bytes) {
+  FLUX_CHECK(row_bytes == 128 || row_bytes == 64 || row_bytes == 32, row_bytes);
+  return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                           : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
+CUtensorMap encode(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
+                   int box_rows, int dimensions, int64_t shards) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode_tiled = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
 
-  constexpr int kElementBytes = 2;
-  const CUtensorMapDataType type =
-      dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const int row_bytes = box_columns * kElementBytes;
-  const CUtensorMapSwizzle swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                       : CU_TENSOR_MAP_SWIZZLE_32B;
-  FLUX_CHECK(row_bytes == 128 || row_bytes == 64 || row_bytes == 32, box_columns);
-
-  const int64_t rows = matrix.rows / shards, row_stride = matrix.row_stride * kElementBytes;
+  const int64_t rows = matrix.rows / shards, row_stride = matrix.row_stride * element_bytes(dtype);
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(shards)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride),
@@ -28,9 +32,10 @@ CUtensorMap encode(const Matrix& matrix, DType dtype, int box_columns, int box_r
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult status = encode_tiled(&map, type, dimensions, const_cast<void*>(matrix.data), sizes, strides,
-                                       box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode_tiled(&map, type_of(dtype), dimensions, const_cast<void*>(matrix.data), sizes, strides, box,
+                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), "matrix", matrix.data, matrix.rows,
              matrix.columns, matrix.row_stride, "box", box_columns, box_rows, "shards", shards);
   return map;
@@ -39,12 +44,19 @@ CUtensorMap encode(const Matrix& matrix, DType dtype, int box_columns, int box_r
 }  // namespace
 
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows) {
-  return encode(matrix, dtype, box_columns, box_rows, /*dimensions=*/2, /*shards=*/1);
+  return encode(matrix, dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns, box_rows,
+                /*dimensions=*/2, /*shards=*/1);
+}
+
+CUtensorMap make_vector_map(const Matrix& vectors, int box_columns) {
+  return encode(vectors, DType::kFloat32, CU_TENSOR_MAP_SWIZZLE_NONE, box_columns, /*box_rows=*/1,
+                /*dimensions=*/2, /*shards=*/1);
 }
 
 CUtensorMap make_sharded_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows,
                                     int shards) {
-  return encode(matrix, dtype, box_columns, box_rows, /*dimensions=*/3, shards);
+  return encode(matrix, dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns, box_rows,
+                /*dimensions=*/3, shards);
 }
 
 }  // namespace flux::runtime

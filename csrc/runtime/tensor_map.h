@@ -1,4 +1,4 @@
-// TMA descriptors of row-major matrices of 16-bit elements.
+// TMA descriptors of row-major matrices.
 #pragma once
 
 #include <cuda.h>
@@ -7,7 +7,9 @@
 
 namespace flux::runtime {
 
-enum class DType { kBFloat16, kFloat16 };
+enum class DType { kBFloat16, kFloat16, kFloat32, kE4M3, kE5M2 };
+constexpr bool is_fp8(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2; }
+constexpr int element_bytes(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
 
 struct Matrix {
   const void* data;
@@ -15,9 +17,12 @@ struct Matrix {
   int64_t row_stride;  // in elements; the last dimension is contiguous
 };
 
-// A box of box_columns x box_rows is stored in shared memory row by row, with the swizzle of the row's size:
-// box_columns * 2 = 32, 64 or 128 bytes. Elements outside the matrix are read as zero and not written.
+// A box of box_columns x box_rows is stored in shared memory row by row, with the swizzle of the row's size: 32, 64 or
+// 128 bytes. Elements outside the matrix are read as zero and not written.
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows);
+
+// Tensor map of fp32 vectors, one in each row of the matrix. A box is a part of one of them, not swizzled.
+CUtensorMap make_vector_map(const Matrix& vectors, int box_columns);
 
 // Tensor map of a matrix whose rows are `shards` shards of equal height. The shard is the third coordinate, so a box
 // does not cross from one shard into the next.

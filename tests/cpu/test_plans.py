@@ -226,6 +226,64 @@ def test_a_tile_that_is_given_gets_a_cluster_that_has_a_kernel() -> None:
     assert split > 0, "no case of this test would split K"
 
 
+FP8_TILES = {tile.id: tile for tile in core.tile_configs(1)}
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_fp8_problems_get_fp8_tiles_that_promote_unless_they_may_be_fast(
+    block_scales: bool, fast: bool
+) -> None:
+    operands = {"operand_bytes": 1, "block_scales": block_scales, "fast": fast}
+    wide = []
+    for m in (1, 16, 17, 100, 256, 300, 2048, 8192):
+        for n, k in ((8, 16), (4096, 7168), (7168, 2048), (576, 7168)):
+            for select in (core.select_gemm, core.select_gemm_ar):
+                choice = select(m, n, k, False, 132, **operands)
+                assert choice.split > 0 or choice.config in FP8_TILES
+            for world_size in (2, 8):
+                for select in (core.select_gemm_rs, core.select_ag_gemm):
+                    choice = select(m * world_size, n, k, False, world_size, 132, **operands)
+                    tile = FP8_TILES[choice.config]
+                    wide.append(tile.block_n)
+                    assert tile.promotes or (fast and not block_scales)
+    assert (256 in wide) == (fast and not block_scales)
+
+
+def test_tiles_serve_only_their_operands() -> None:
+    for tile in core.tile_configs(1):
+        with pytest.raises(ValueError, match="config"):
+            core.select_gemm(512, 512, 512, False, 132, tile.id)
+        fits = tile.promotes
+        for block_scales in (False, True) if fits else ():
+            core.select_gemm(512, 512, 512, False, 132, 11, operand_bytes=1, block_scales=block_scales)
+        if not fits:
+            with pytest.raises(ValueError, match="config"):
+                core.select_gemm(512, 512, 512, False, 132, tile.id, operand_bytes=1)
+    with pytest.raises(ValueError, match="config"):
+        core.select_gemm(512, 512, 512, False, 132, 0, operand_bytes=1)
+    with pytest.raises(ValueError, match="transpose_weight"):
+        core.select_gemm(512, 512, 512, True, 132, operand_bytes=1)
+    with pytest.raises(ValueError, match="operand_bytes"):
+        core.select_gemm(512, 512, 512, False, 132, operand_bytes=4)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 128, 300])
+@pytest.mark.parametrize("columns", [1, 5])
+def test_scales_travel_behind_their_rows(rows: int, columns: int) -> None:
+    """Scales lie behind all slots, padded as TMA wants them; a block has one piece more."""
+    k, world_size = 640, 4
+    layout = core.ag_gemm_layout(rows * world_size, k, world_size, scale_columns=columns)
+    assert layout.row_bytes == k and layout.scale_columns == columns
+    padded = -(-rows // 4) * 4 * 4 * columns
+    offsets = [layout.scale_offset(slot) for slot in range(world_size - 1)]
+    assert offsets == [(world_size - 1) * rows * k + slot * padded for slot in range(world_size - 1)]
+    assert layout.slot_bytes == (world_size - 1) * (rows * k + padded)
+    assert all(offset % 16 == 0 for offset in offsets)
+    plain = core.ag_gemm_layout(rows * world_size, k // 2, world_size)
+    assert plain.slot_bytes == (world_size - 1) * rows * k and plain.scale_columns == 0
+
+
 def test_tiles_for_few_rows_are_those_that_were_measured_to_be_the_best() -> None:
     measured = json.loads((TUNING / "2026-11-23-few-rows-1xH200.json").read_text())["shapes"]
     losses, long_k, against_cublas = [], {}, []
@@ -259,7 +317,7 @@ def test_selection_prefers_a_model_and_names_its_candidates() -> None:
                 times = [time_us for _, time_us in choice.candidates]
                 assert times == sorted(times)
                 assert choice.time_us == pytest.approx(times[0])
-                tile = core.tile_configs()[choice.config]
+                tile = core.tile_config(choice.config)
                 assert tile.supports_transposed_weight or not transpose_weight
                 assert tile.smem_bytes <= 232448
 

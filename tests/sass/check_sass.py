@@ -51,8 +51,10 @@ class Kernel:
 
     @property
     def readable_name(self) -> str:
-        """Without the number that a compilation gives to what only its file can see."""
-        return re.sub(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+_cu)_[0-9a-f]{8}_?\d*", r"\1 ", self.name)
+        """Without the number that a compilation gives to what only its file can see, and without the types of
+        a template's parameters."""
+        name = re.sub(r"EEvN.*", "EE", self.name)
+        return re.sub(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+_cu)_[0-9a-f]{8}_?\d*", r"\1 ", name)
 
     @property
     def is_gemm(self) -> bool:

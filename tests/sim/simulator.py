@@ -31,28 +31,44 @@ _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
 _RUNTIME = ["runtime/tensor_map.cc", "runtime/device.cc", "runtime/copy_queue.cc"]
 _GEMM = ["gemm/gemm.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu", "gemm/select.cc"]
+_GEMM += ["gemm/gemm_fp8.cu"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A case file, the kernels that it runs, and the names of its cases."""
+    """A case file, the kernels that it runs, the names of its cases, and files that share code of cases."""
 
     name: str
     kernels: tuple[str, ...]
     cases: tuple[str, ...]
+    helpers: tuple[str, ...] = ()
 
 
 _RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "norm_bits")
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
+_GATHER += ["ag_gemm/ag_gemm_fp8.cu"]
 _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatter_gemm.cu"]
 _MOE += ["moe/gemm_gather_rs.cu", "gemm/select.cc"]
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
+_RANKS += ["gemm_rs/gemm_rs_fp8.cu", "gemm_ar/gemm_ar_fp8.cu"]
 
 PROGRAMS = {
     program.name: program
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
         Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), _RANKS_CASES),
+        Program(
+            "fp8_gemm",
+            (*_GEMM, *_RUNTIME),
+            ("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"),
+            helpers=("fp8",),
+        ),
+        Program(
+            "fp8_ranks",
+            (*dict.fromkeys((*_RANKS, *_GATHER, *_GEMM)), *_RUNTIME),
+            ("fp8_gemm_rs", "fp8_gemm_ar", "fp8_ag_gemm"),
+            helpers=("fp8",),
+        ),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
         Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
         Program(
@@ -134,7 +150,7 @@ def build(name: str, root: Path = ROOT, changed: Collection[str] = ()) -> Path:
     # Last: its thread-local array ends the block (engine/shared_memory.cc).
     engine.sort(key=lambda path: path.endswith("shared_memory.cc"))
     wanted = [(f"csrc/{kernel}", _KERNEL, root if kernel in changed else ROOT) for kernel in kernels]
-    wanted += [(f"tests/sim/cases/{case}.cc", _CASE, ROOT) for case in ("case", name)]
+    wanted += [(f"tests/sim/cases/{case}.cc", _CASE, ROOT) for case in ("case", *program.helpers, name)]
     wanted += [(source, _ENGINE, ROOT) for source in engine]
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(lambda each: _object(*each), wanted))

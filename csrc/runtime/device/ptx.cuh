@@ -300,6 +300,11 @@ FLUX_DEVICE uint32_t load_shared(uint32_t address) {
   return value;
 }
 
+FLUX_DEVICE float2 load_shared_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
 FLUX_DEVICE uint4 load_shared_v4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -117,7 +117,7 @@ def _make_plan(
         if device == "cuda":
             # Count waves on the SMs without communication: an additional wave costs the time of a tile.
             tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas))
-            block_n = core.tile_configs()[tile].block_n
+            block_n = core.tile_config(tile).block_n
         chunks = tuple(core.moe_column_chunks(n, block_n))
         columns = n
         blocks = core.MoeLayout.blocks_of(max_tokens, core.MoeLayout.block_rows(max_tokens))

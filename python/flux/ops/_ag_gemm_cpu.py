@@ -51,7 +51,7 @@ def _compute(
     wide = wide_type(plan.dtype)
     wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
     wide_bias = None if bias is None else bias.to(wide)
-    config = core.tile_configs()[plan.config]
+    config = core.tile_config(plan.config)
     block_m, block_n = config.block_m, config.block_n
     order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
     for source, m_tile, n_tile in order:

@@ -330,7 +330,7 @@ def _fused_cpu(
     wide_x, of_rows = x.to(wide), None if scales is None else _scales.of_elements(scales.x, plan.m)
     wide_w = WideWeight(weight, plan.transpose_weight, None if scales is None else scales.w)
     wide_bias = None if bias is None else bias.to(wide)
-    config = core.tile_configs()[plan.config]
+    config = core.tile_config(plan.config)
     block_m, block_n = config.block_m, config.block_n
     layout = core.gemm_rs_layout(plan.m, plan.n, p, plan.config)
 

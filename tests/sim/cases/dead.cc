@@ -173,7 +173,7 @@ Op ag_gemm(const Setup& setup) {
     flux::ag_gemm::ag_gemm(products.args(call, rank, at(outs, call, rank), dtype, config), symm, {0, 0},
                            false, nullptr);
     flux::ag_gemm::collect(at(products.xs, call, rank).matrix(), at(gathered, call, rank).matrix(), symm, 0,
-                           nullptr);
+                           {}, nullptr);
   };
   return op;
 }

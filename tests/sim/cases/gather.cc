@@ -187,7 +187,7 @@ void ag_gemm(uint64_t seed) {
       }
       if (collects) {
         flux::ag_gemm::collect(x, mine.gathered[static_cast<size_t>(call)].matrix(), symm,
-                               way.of_call(call).copy_epoch, nullptr);
+                               way.of_call(call).copy_epoch, {}, nullptr);
       }
       mine.overwrite(call);
     }

@@ -298,6 +298,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   sim::stream_of(stream).ops.push_back(std::move(op));
   return cudaSuccess;
 }
+cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (width > dst_pitch || width > src_pitch) return cudaErrorInvalidValue;
+  for (size_t row = 0; row < height; ++row) {
+    cudaMemcpyAsync(static_cast<char*>(dst) + row * dst_pitch,
+                    static_cast<const char*>(src) + row * src_pitch, width, kind, stream);
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   sim::check_global(dst, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
   sim::check_global(src, static_cast<int64_t>(bytes), "cudaMemcpyAsync", sim::kNowhere);
@@ -359,7 +368,7 @@ cudaError_t sim_max_active_clusters(int* count, const cudaLaunchConfig_t& config
   return cudaSuccess;
 }
 
-CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t* element_strides, CUtensorMapInterleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
@@ -367,7 +376,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
   result.magic = sim::TensorMap::kMagic;
   result.base = static_cast<uint8_t*>(address);
   result.rank = static_cast<uint8_t>(rank);
-  result.element_bytes = 2;
+  result.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8     ? 1
+                         : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
+                                                                   : 2;
   result.swizzle_bits = static_cast<uint8_t>(swizzle);  // 32, 64, 128 bytes: 1, 2, 3
   bool good = rank >= 1 && rank <= 3 && reinterpret_cast<uintptr_t>(address) % 16 == 0;
   for (cuuint32_t i = 0; i < 3; ++i) {

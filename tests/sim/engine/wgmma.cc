@@ -1,6 +1,7 @@
-// The tensor core: 64 x N x 16 steps of a warpgroup, operands by shared-memory descriptors. Nothing but the program
+// The tensor core: 64 x N steps of a warpgroup over 32 bytes of K, operands by shared-memory descriptors. Nothing but the program
 // keeps the four warps together. So each warp's 16 rows are an operation of their own: from the moment that its lanes
 // have issued it, in the order of issue, with operands as they are when it runs.
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -10,11 +11,13 @@
 namespace sim {
 namespace {
 
-constexpr int kM = 16, kK = 16;  // of a warp
+constexpr int kM = 16, kMaxK = 32;  // of a warp
 constexpr int kMaxN = 256;
 
-float widen(uint16_t bits, Element element) {
-  if (element == Element::kBFloat16) return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+int bytes_of(Element element) { return element == Element::kE4M3 || element == Element::kE5M2 ? 1 : 2; }
+int steps_of(Element element) { return 32 / bytes_of(element); }
+
+float widen_half(uint16_t bits) {
   static const auto table = [] {
     std::vector<float> values(65536);
     for (uint32_t i = 0; i < 65536; ++i) {
@@ -29,52 +32,71 @@ float widen(uint16_t bits, Element element) {
   return table[bits];
 }
 
-// An operand with the 128-byte swizzle. K-major: rows of 128 bytes along K, eight of them in 1 KB. MN-major: rows of
-// 128 bytes along M or N, one for each k, eight of them in 1 KB.
+// The element at `bytes`. An e5m2 is the upper half of an fp16.
+float widen(const uint8_t* bytes, Element element) {
+  if (element == Element::kE5M2) return widen_half(static_cast<uint16_t>(*bytes << 8));
+  if (element == Element::kE4M3) {
+    const int exponent = *bytes >> 3 & 15, mantissa = *bytes & 7;
+    float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                : std::ldexp(static_cast<float>(mantissa + 8), exponent - 10);
+    if ((*bytes & 0x7F) == 0x7F) value = NAN;
+    return *bytes >> 7 != 0 ? -value : value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, bytes, sizeof(bits));
+  return element == Element::kBFloat16 ? std::bit_cast<float>(static_cast<uint32_t>(bits) << 16)
+                                       : widen_half(bits);
+}
+
+// An operand with the 128-byte swizzle. K-major: rows of 128 bytes along K, eight of them in 1 KB. MN-major, of 16-bit
+// elements only: rows of 128 bytes along M or N, one for each k, eight of them in 1 KB.
 struct Operand {
   uint32_t start, leading, stride;
+  Element element;
   bool mn_major;
 
-  Operand(uint64_t descriptor, bool mn_major)
+  Operand(uint64_t descriptor, Element element, bool mn_major)
       : start(static_cast<uint32_t>(descriptor & 0x3FFF) << 4),
         leading(static_cast<uint32_t>(descriptor >> 16 & 0x3FFF) << 4),
         stride(static_cast<uint32_t>(descriptor >> 32 & 0x3FFF) << 4),
+        element(element),
         mn_major(mn_major) {}
 
   uint32_t address(int mn, int k) const {
     const uint32_t offset =
         mn_major ? static_cast<uint32_t>(mn / 64) * leading + static_cast<uint32_t>(mn % 64 * 2) +
                        static_cast<uint32_t>(k / 8) * stride + static_cast<uint32_t>(k % 8 * 128)
-                 : static_cast<uint32_t>(mn / 8) * stride + static_cast<uint32_t>(mn % 8 * 128 + k * 2);
+                 : static_cast<uint32_t>(mn / 8) * stride +
+                       static_cast<uint32_t>(mn % 8 * 128 + k * bytes_of(element));
     const uint32_t at = start + offset;
     return at ^ (at >> 7 & 7) << 4;
   }
 };
 
-// values[k][mn - first], read in pieces of eight elements.
-void read_operand(Cta& cta, const Operand& operand, int first, int rows, Element element, const Fiber& issuer,
+// values[k][mn - first], read in pieces of 16 bytes.
+void read_operand(Cta& cta, const Operand& operand, int first, int rows, const Fiber& issuer,
                   float (*values)[kMaxN]) {
-  const int outer = operand.mn_major ? kK : rows, inner = operand.mn_major ? rows : kK;
+  const int bytes = bytes_of(operand.element), steps = steps_of(operand.element), in_piece = 16 / bytes;
+  const int outer = operand.mn_major ? steps : rows, inner = operand.mn_major ? rows : steps;
   for (int i = 0; i < outer; ++i) {
-    for (int j = 0; j < inner; j += 8) {
+    for (int j = 0; j < inner; j += in_piece) {
       const uint32_t at = operand.mn_major ? operand.address(first + j, i) : operand.address(first + i, j);
       // Stale rows beyond an edge may be read. No fence is asked for behind cp.async, as in all kernels that feed wgmma
       // with it; the barrier that counts the copies is.
       async_read(cta, at, 16, issuer, /*written_only=*/false, "wgmma", kNowhere, /*sees_copies=*/true);
-      uint16_t piece[8];
-      std::memcpy(piece, checked(cta, at, 16, "wgmma operand", kNowhere), sizeof(piece));
-      for (int e = 0; e < 8; ++e) {
-        (operand.mn_major ? values[i][j + e] : values[j + e][i]) = widen(piece[e], element);
+      const uint8_t* const piece = checked(cta, at, 16, "wgmma operand", kNowhere);
+      for (int e = 0; e < in_piece; ++e) {
+        (operand.mn_major ? values[i][j + e] : values[j + e][i]) = widen(piece + e * bytes, operand.element);
       }
     }
   }
 }
 
 __attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const float (*b)[kMaxN], int n,
-                                              float (*sums)[kMaxN]) {
+                                              int steps, float (*sums)[kMaxN]) {
   for (int m = 0; m < kM; ++m) {
     float* const row = sums[m];
-    for (int k = 0; k < kK; ++k) {
+    for (int k = 0; k < steps; ++k) {
       const float factor = a[k][m];
       const float* const other = b[k];
       for (int i = 0; i < n; ++i) row[i] += factor * other[i];
@@ -82,12 +104,52 @@ __attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const flo
   }
 }
 
+// Hopper's sum of 8-bit products: the products of a step and the accumulator are shifted to the largest exponent among
+// them, and truncated to 13 bits below its leading one, before they are added (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+constexpr int kFp8Bits = 13;
+__attribute__((optimize("O3"))) void multiply_fp8(const float (*a)[kMaxN], const float (*b)[kMaxN], int n,
+                                                  float (*sums)[kMaxN]) {
+  static float largest[kMaxN], plain[kMaxN], to_units[kMaxN];
+  static int32_t units[kMaxN];
+  constexpr int kBias = 127, kMantissa = 23;
+  for (int m = 0; m < kM; ++m) {
+    float* const row = sums[m];
+    for (int i = 0; i < n; ++i) {
+      plain[i] = row[i];
+      largest[i] = std::fabs(row[i]);
+    }
+    for (int k = 0; k < kMaxK; ++k) {
+      const float factor = a[k][m];
+      const float* const other = b[k];
+      for (int i = 0; i < n; ++i) {
+        const float product = factor * other[i], size = std::fabs(product);
+        plain[i] += product;
+        largest[i] = largest[i] > size ? largest[i] : size;
+      }
+    }
+    for (int i = 0; i < n; ++i) {
+      const int exponent = static_cast<int>(std::bit_cast<uint32_t>(largest[i]) >> kMantissa);
+      const int scale = std::clamp(2 * kBias + kFp8Bits - exponent, 1, 2 * kBias);
+      to_units[i] = std::bit_cast<float>(scale << kMantissa);
+      units[i] = static_cast<int32_t>(std::isfinite(plain[i]) ? row[i] * to_units[i] : 0.0f);
+    }
+    for (int k = 0; k < kMaxK; ++k) {
+      const float factor = a[k][m];
+      const float* const other = b[k];
+      for (int i = 0; i < n; ++i) units[i] += static_cast<int32_t>(factor * other[i] * to_units[i]);
+    }
+    for (int i = 0; i < n; ++i) {
+      row[i] = std::isfinite(plain[i]) ? static_cast<float>(units[i]) / to_units[i] : plain[i];
+    }
+  }
+}
+
 void run(Cta& cta, int number, WgmmaOp& op) {
-  static float a[kK][kMaxN], b[kK][kMaxN], sums[kM][kMaxN];
+  static float a[kMaxK][kMaxN], b[kMaxK][kMaxN], sums[kM][kMaxN];
   const Fiber& issuer = cta.fibers[static_cast<size_t>(number) * 32];
   const int n = op.shape.n;
-  read_operand(cta, Operand(op.a, op.shape.a_mn_major), number % 4 * kM, kM, op.shape.element, issuer, a);
-  read_operand(cta, Operand(op.b, op.shape.b_mn_major), 0, n, op.shape.element, issuer, b);
+  read_operand(cta, Operand(op.a, op.shape.a, op.shape.a_mn_major), number % 4 * kM, kM, issuer, a);
+  read_operand(cta, Operand(op.b, op.shape.b, op.shape.b_mn_major), 0, n, issuer, b);
   // Lane t has, in each block of eight columns, two neighbours of row t / 4, and of the row eight below.
   const auto for_each = [&](auto use) {
     for (int t = 0; t < 32; ++t) {
@@ -98,7 +160,12 @@ void run(Cta& cta, int number, WgmmaOp& op) {
     }
   };
   for_each([&](const float& mine, float& sum) { sum = op.accumulate ? mine : 0.0f; });
-  multiply(a, b, n, sums);
+  const int steps = steps_of(op.shape.a);
+  if (steps == kMaxK) {
+    multiply_fp8(a, b, n, sums);
+  } else {
+    multiply(a, b, n, steps, sums);
+  }
   for_each([](float& mine, const float& sum) { mine = sum; });
 }
 

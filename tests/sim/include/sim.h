@@ -60,10 +60,10 @@ void copy_async_wait(int pending, const Where& where);
 void fence_proxy(const Where& where);
 
 // --- wgmma ---
-enum class Element { kBFloat16, kFloat16 };
+enum class Element { kBFloat16, kFloat16, kE4M3, kE5M2 };
 struct WgmmaShape {
   int n;
-  Element element;
+  Element a, b;
   bool a_mn_major, b_mn_major;
 };
 void wgmma_fence();

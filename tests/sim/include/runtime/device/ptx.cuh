@@ -157,6 +157,11 @@ inline uint32_t load_shared(uint32_t address, FLUX_SIM_HERE) {
   sim::load_shared(address, &value, sizeof(value), where);
   return value;
 }
+inline float2 load_shared_pair(uint32_t address, FLUX_SIM_HERE) {
+  float2 v;
+  sim::load_shared(address, &v, sizeof(v), where);
+  return v;
+}
 inline uint4 load_shared_v4(uint32_t address, FLUX_SIM_HERE) {
   uint4 v;
   sim::load_shared(address, &v, sizeof(v), where);

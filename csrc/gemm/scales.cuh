@@ -1,0 +1,192 @@
+// Scales of fp8 operands: those of blocks, which are applied when a k-block is promoted, and those of rows and columns,
+// which are applied to the finished sum (docs/design/fp8.md#scales).
+#pragma once
+
+#include "gemm/epilogue.cuh"
+#include "runtime/device/ptx.cuh"
+
+namespace flux::gemm {
+
+struct ScaleParams {
+  // Without block scales: of row i of x at x[i * x_step], and of column j of the result at weight[j * weight_step].
+  // A step of 0: one scale for all.
+  // With block scales: x by `x_blocks`, and weight[j / kScaleBlock][k_block].
+  const float *x, *weight;
+  int x_step, weight_step;
+  bool blocks;
+  bool e5m2;             // the type of x; the weight is always e4m3
+  CUtensorMap x_blocks;  // [k / kScaleBlock, m]
+  // A result in fp32, which math warps write directly: a quad of lanes fills sectors. Null: 16 bits, through slabs.
+  float* sums;
+  int64_t sums_stride;
+};
+
+// The row in a warpgroup's half tile of this thread's first accumulators; those of the row eight below come next.
+FLUX_DEVICE int first_row_of_thread() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+// Columns that share a scale of the weight, if a tile can begin within a block of them.
+constexpr int kScalePart = 32;
+template <int kBlockN>
+constexpr int kScaleParts = kScaleBlock % kBlockN == 0 ? 1 : kBlockN / kScalePart;
+
+// Promotes the k-blocks of a half tile: 64 rows of x and kBlockN columns. A tile has columns of at most two blocks of the
+// weight's scales. Without block scales all scales are one.
+template <int kBlockN, class Smem>
+struct TilePromotion {
+  static constexpr bool kPromotes = true, kReadsLate = false;
+  static constexpr int kAccumulators = kBlockN / 2, kParts = kScaleParts<kBlockN>;
+  static_assert(kBlockN <= 2 * kScaleBlock - kScalePart);
+
+  float (&sums)[kAccumulators];
+  const Smem& smem;
+  int row;              // of the tile, of this thread's first accumulators
+  const float* weight;  // scales of the tile's first columns; null: no block scales
+  int to_second;        // from there to those of the columns behind the boundary
+  int boundary;         // in parts of kScalePart columns
+  int last_block;       // of this CTA
+
+  struct Row {
+    float first, second;
+  };
+  struct Column {
+    float first, second;
+  };
+  FLUX_DEVICE Row read(int stage, int) const {
+    if (weight == nullptr) return {1.0f, 1.0f};
+    const uint32_t scales = smem.scales(stage) + row * 4;
+    return {__uint_as_float(ptx::load_shared(scales)), __uint_as_float(ptx::load_shared(scales + 8 * 4))};
+  }
+  FLUX_DEVICE Column load(int k_block) const {
+    if (weight == nullptr) return {1.0f, 1.0f};
+    const float* const at = weight + min(k_block, last_block);
+    const float first = __ldg(at);
+    return {first, kParts > 1 ? __ldg(at + to_second) : first};
+  }
+  FLUX_DEVICE void add(const float (&product)[kAccumulators], const Row& x, const Column& w) const {
+    constexpr int kEach = kAccumulators / kParts;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float column = kParts == 1 || part < boundary ? w.first : w.second;
+      const float factors[2] = {x.first * column, x.second * column};
+#pragma unroll
+      for (int i = part * kEach; i < (part + 1) * kEach; ++i) sums[i] += product[i] * factors[i / 2 % 2];
+    }
+  }
+};
+
+// Where the block scales of a tile's columns are. `k_blocks`: of the whole problem.
+struct ColumnScales {
+  const float* first;
+  int to_second, boundary;
+
+  FLUX_DEVICE ColumnScales(const ScaleParams& s, int first_column, int n, int k_blocks) {
+    const int block = first_column / kScaleBlock, last = (n - 1) / kScaleBlock;
+    first = s.blocks ? s.weight + static_cast<int64_t>(block) * k_blocks : nullptr;
+    to_second = block < last ? k_blocks : 0;
+    boundary = (kScaleBlock - first_column % kScaleBlock) / kScalePart;
+  }
+};
+
+// Promotes the k-blocks of a swap-AB tile: kSwapAbN columns and kRows rows of x, where adjacent accumulators are of
+// adjacent rows. Their scales are too many to be held during the wgmmas.
+template <int kRows, int kBlocks, int kScaleBytes>
+struct SwapAbPromotion {
+  static constexpr bool kPromotes = true, kReadsLate = true;
+  static constexpr int kAccumulators = kRows / 2;
+
+  float (&sums)[kAccumulators];
+  uint32_t scales;      // of this thread's first row, in the first stage
+  const float* weight;  // null: no block scales
+  int last_block;
+
+  using Row = uint32_t;  // address
+  using Column = float;
+  FLUX_DEVICE Row read(int stage, int block) const {
+    return scales + (stage * kBlocks + block) * kScaleBytes;
+  }
+  FLUX_DEVICE Column load(int k_block) const {
+    return weight == nullptr ? 1.0f : __ldg(weight + min(k_block, last_block));
+  }
+  FLUX_DEVICE void add(const float (&product)[kAccumulators], Row x, Column w) const {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; i += 4) {
+      const float2 pair = weight == nullptr ? float2{1.0f, 1.0f} : ptx::load_shared_pair(x + i * 8);
+      const float factors[2] = {pair.x * w, pair.y * w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i + j] += product[i + j] * factors[j % 2];
+    }
+  }
+};
+
+// Applies the scales of rows and columns to the sums of a half tile. `x`: the scale of its first row; it has `rows` rows.
+template <int kAccumulators>
+FLUX_DEVICE void scale_sums(const ScaleParams& s, const float* x, int rows, int first_column, int n,
+                            float (&d)[kAccumulators]) {
+  if (s.blocks) return;
+  float of_rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row_of_thread() + half * 8;
+    of_rows[half] = row < rows ? x[row * s.x_step] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kAccumulators; i += 4) {
+    const int column = first_column + i * 2 + threadIdx.x % 4 * 2;
+    if (column >= n) break;
+    const float left = __ldg(s.weight + column * s.weight_step);
+    const float right = __ldg(s.weight + (column + 1) * s.weight_step);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      d[i + half * 2] *= of_rows[half] * left;
+      d[i + half * 2 + 1] *= of_rows[half] * right;
+    }
+  }
+}
+
+// The same for a swap-AB tile. This thread's accumulators are of the columns `column` and column + 8, and of pairs of
+// rows that are eight apart; the first is row `row` of `m`.
+template <int kAccumulators>
+FLUX_DEVICE void scale_swapped_sums(const ScaleParams& s, int row, int m, int column, int n,
+                                    float (&d)[kAccumulators]) {
+  if (s.blocks) return;
+  float of_columns[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    of_columns[half] = column + half * 8 < n ? __ldg(s.weight + (column + half * 8) * s.weight_step) : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    const int at = row + i / 4 * 8 + i % 2;
+    d[i] *= (at < m ? __ldg(s.x + at * s.x_step) : 0.0f) * of_columns[i / 2 % 2];
+  }
+}
+
+// Writes sums of a half tile in fp32. `row`: its first one in the result; it has `rows` rows.
+template <int kSums>
+FLUX_DEVICE void store_sums(const ScaleParams& s, int row, int rows, int first_column, int end_column,
+                            const float (&sums)[kSums]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int in_tile = first_row_of_thread() + half * 8;
+    if (in_tile >= rows) break;
+    float* const out = s.sums + static_cast<int64_t>(row + in_tile) * s.sums_stride;
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      const int column = first_column + i * 2 + static_cast<int>(threadIdx.x) % 4 * 2;
+      if (column >= end_column) break;
+      *reinterpret_cast<float2*>(out + column) = {sums[i + half * 2], sums[i + half * 2 + 1]};
+    }
+  }
+}
+
+template <int kAccumulators>
+FLUX_DEVICE void store_swapped_sums(const ScaleParams& s, int row, int end_row, int column, int n,
+                                    const float (&d)[kAccumulators]) {
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) {
+    const int at = row + i / 4 * 8 + i % 2, to = column + i / 2 % 2 * 8;
+    if (at < end_row && to < n) s.sums[at * s.sums_stride + to] = d[i];
+  }
+}
+
+}  // namespace flux::gemm

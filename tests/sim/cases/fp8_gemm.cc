@@ -1,0 +1,203 @@
+// The plain GEMM of fp8 operands: ordinary tiles, split K, swap-AB; and that sums are promoted.
+#include "cuda_runtime_api.h"
+#include "fp8.h"
+#include "gemm/select.h"
+#include "gemm/swap_ab.h"
+
+namespace {
+
+using cases::DType;
+using cases::Floats;
+using cases::Fp8Values;
+using cases::Random;
+using cases::ScaleKinds;
+using cases::ScaleValues;
+using cases::Values;
+using flux::gemm::Cluster;
+using flux::gemm::TileConfig;
+
+struct Shape {
+  int m, n, k;
+};
+
+void start(uint64_t seed, int resident) {
+  sim::MachineConfig machine;
+  machine.resident = resident;
+  machine.policy = sim::policy_of(seed);
+  sim::reset_machine(machine);
+}
+
+// Two calls behind each other on one stream, with other rows of x and their scales.
+void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, int num_sms, int resident,
+         const std::string& name) {
+  start(seed, resident);
+  const ScaleKinds kinds = cases::draw_kinds(random, promotes && shape.k % cases::kScaleBlock == 0);
+  const DType x_dtype = promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3;
+  const DType dtype = random.below(3) == 0   ? DType::kFloat16
+                      : random.below(3) == 0 ? DType::kFloat32
+                                             : DType::kBFloat16;
+  const bool with_bias = random.below(2) == 0, fast = !promotes || (!kinds.blocks() && random.below(2) == 0);
+  cases::describe(name + ", " + std::to_string(shape.m) + " x " + std::to_string(shape.n) + " x " +
+                  std::to_string(shape.k) + ", " + kinds.name() + (x_dtype == DType::kE5M2 ? "e5m2, " : "") +
+                  (dtype == DType::kFloat16   ? "fp16"
+                   : dtype == DType::kFloat32 ? "fp32"
+                                              : "bf16") +
+                  (with_bias ? ", bias" : "") + (fast ? ", fast, " : ", ") + std::to_string(num_sms) +
+                  " SMs, " + std::to_string(resident) + " resident");
+
+  const auto weight =
+      Fp8Values(0, "weight", shape.n, shape.k, random.below(2) * 16).fill(random, DType::kE4M3);
+  const ScaleValues weight_scales(random, 0, "weight's scales", kinds.weight, shape.n, shape.k, true, 2);
+  Values bias(0, "bias", 1, shape.n);
+  Floats wide_bias(0, "bias", 1, shape.n);
+  bias.fill(random, dtype == DType::kFloat32 ? DType::kBFloat16 : dtype);
+  for (int i = 0; i < shape.n; ++i)
+    wide_bias.data[i] = static_cast<float>(bias.values[static_cast<size_t>(i)]);
+  const void* const bias_data = dtype == DType::kFloat32 ? static_cast<void*>(wide_bias.data) : bias.data;
+  std::vector<Fp8Values> xs;
+  std::vector<ScaleValues> x_scales;
+  std::vector<Values> outs;
+  std::vector<Floats> sums;
+  for (int call = 0; call < 2; ++call) {
+    xs.push_back(Fp8Values(0, "x", shape.m, shape.k, random.below(2) * 16).fill(random, x_dtype));
+    x_scales.emplace_back(random, 0, "x's scales", kinds.x, shape.m, shape.k, false, 1);
+    const int padding = random.below(2) * 8;
+    outs.emplace_back(0, "out", shape.m, shape.n, padding);
+    sums.emplace_back(0, "out", shape.m, shape.n, padding);
+    const flux::gemm::GemmArgs args = {xs.back().matrix(),
+                                       weight.matrix(),
+                                       /*transpose_weight=*/false,
+                                       dtype == DType::kFloat32 ? sums.back().matrix() : outs.back().matrix(),
+                                       with_bias ? bias_data : nullptr,
+                                       dtype,
+                                       config,
+                                       num_sms,
+                                       scales_of(x_scales.back(), weight_scales, x_dtype, fast)};
+    flux::gemm::gemm(args, nullptr);
+  }
+  cudaDeviceSynchronize();
+  for (size_t call = 0; call < 2; ++call) {
+    std::vector<int> expected = multiply(xs[call], x_scales[call], weight, weight_scales);
+    for (size_t i = 0; with_bias && i < expected.size(); ++i) {
+      expected[i] += bias.values[i % static_cast<size_t>(shape.n)];
+    }
+    const char* const what = call == 0 ? "out" : "second out";
+    if (dtype == DType::kFloat32) {
+      expect(sums[call], expected, what);
+    } else {
+      expect(outs[call], expected, dtype, what);
+    }
+  }
+}
+
+// A number that is often a multiple of `tile`, or some steps beside it.
+int extent(Random& random, int tile, int most_tiles, int step) {
+  const int whole = tile * random.between(1, most_tiles);
+  return std::max(step, random.below(2) == 0 ? whole : whole - step * random.below(tile / step));
+}
+
+int draw_tile(Random& random, bool (*wanted)(const TileConfig&)) {
+  for (;;) {
+    const int config = random.below(flux::gemm::kNumTileConfigs);
+    const TileConfig& tile = flux::gemm::kTileConfigs[config];
+    if (tile.is_fp8() && wanted(tile)) return config;
+  }
+}
+
+void ordinary(uint64_t seed) {
+  Random random(seed);
+  const int config = draw_tile(random, flux::gemm::supports_keeping);
+  const TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
+  const int size = cluster == Cluster::kNone ? 1 : 2;
+  const Shape shape = {std::max(1, extent(random, 128, 3, 8) - random.below(8)),
+                       extent(random, tile.block_n, 2, 8), extent(random, 128, 4, 16)};
+  const int num_sms = random.one_of({2, 3, 4, 8}), resident = std::max(size, random.one_of({1, 2, 3, 8}));
+  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  run(seed, random, shape, packed, tile.promotes(), num_sms, resident,
+      flux::gemm::config_name(config, cluster));
+}
+
+void split_k(uint64_t seed) {
+  Random random(seed);
+  const int config = draw_tile(random, flux::gemm::supports_split);
+  const TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
+  const int size = cluster == Cluster::kSplit2 ? 2 : 3;
+  const Shape shape = {std::max(1, extent(random, 128, 2, 8) - random.below(8)),
+                       extent(random, tile.block_n, 2, 8), 128 * (size - 1) + extent(random, 128, 4, 16)};
+  const int resident = std::max(size, random.one_of({2, 3, 4, 8}));
+  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 2));
+  run(seed, random, shape, packed, true, 8, resident, flux::gemm::config_name(config, cluster));
+}
+
+void swap_ab(uint64_t seed) {
+  Random random(seed);
+  int config = random.below(flux::gemm::kNumSwapAbConfigs);
+  while (!flux::gemm::kSwapAbConfigs[config].is_fp8) config = random.below(flux::gemm::kNumSwapAbConfigs);
+  const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
+  const int sharers = random.below(4) == 0 ? 2 : 1, split = sharers == 2 ? 1 : 1 << random.below(4);
+  const int stage_k = 128 * tile.k_blocks;
+  const Shape shape = {random.between(1, tile.rows * 2), extent(random, 64, 4, 8),
+                       stage_k * (split - 1) + extent(random, 128, 4, 16)};
+  const int num_sms = std::max(split * sharers, random.one_of({2, 4, 8}));
+  const int resident = std::max(split * sharers, random.one_of({1, 2, 8}));
+  const int packed = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + config, split, sharers);
+  run(seed, random, shape, packed, true, num_sms, resident,
+      flux::gemm::swap_ab_name(flux::gemm::kFirstSwapAb + config, split, sharers));
+}
+
+// The first k-block is 2^14, each later one adds one, and the last takes 2^14 away again. The tensor core keeps 13 bits, so
+// it loses every one that it adds to 2^14 itself: only promoted sums are right.
+void promotion(uint64_t seed) {
+  Random random(seed);
+  constexpr int kLarge = 128;  // its square is 2^14
+  const bool swaps = random.below(2) == 0, fast = !swaps && random.below(3) == 0;
+  const int config =
+      swaps ? flux::gemm::kFirstSwapAb + flux::gemm::kNumSwapAbConfigs - 1 - random.below(4)
+            : draw_tile(
+                  random, fast ? [](const TileConfig& c) { return !c.promotes() && supports_keeping(c); }
+                               : [](const TileConfig& c) { return c.promotes(); });
+  const int ones = random.between(1, 4), k_blocks = ones + 2, m = random.between(1, 40),
+            n = 8 * random.between(1, 20);
+  const bool blocks = !fast && random.below(2) == 0;
+  start(seed, 8);
+  cases::describe("tile " + std::to_string(config) + (fast ? ", fast" : "") +
+                  (blocks ? ", block scales, " : ", ") + std::to_string(m) + " x " + std::to_string(n) +
+                  ", " + std::to_string(ones) + " ones");
+  const int k = k_blocks * cases::kScaleBlock;
+  Fp8Values x(0, "x", m, k), weight(0, "weight", n, k);
+  const auto fill = [&](Fp8Values& matrix, bool is_x) {
+    for (int row = 0; row < matrix.rows; ++row) {
+      for (int column = 0; column < k; ++column) matrix.set(row, column, 0, DType::kE4M3);
+      for (int block = 0; block < k_blocks; ++block) {
+        const bool first = block == 0, last = block == k_blocks - 1;
+        matrix.set(row, block * cases::kScaleBlock, first || last ? (last && is_x ? -kLarge : kLarge) : 1,
+                   DType::kE4M3);
+      }
+    }
+  };
+  fill(x, true);
+  fill(weight, false);
+  const auto kind = blocks ? ScaleValues::Kind::kBlocks : ScaleValues::Kind::kTensor;
+  const ScaleValues x_scales(random, 0, "x's scales", kind, m, k, false, 0);
+  const ScaleValues weight_scales(random, 0, "weight's scales", kind, n, k, true, 0);
+  const Floats out(0, "out", m, n);
+  const int packed = flux::gemm::pack_choice(config, 1, 1);
+  flux::gemm::gemm({x.matrix(), weight.matrix(), false, out.matrix(), nullptr, DType::kFloat32, packed, 8,
+                    scales_of(x_scales, weight_scales, DType::kE4M3, fast)},
+                   nullptr);
+  cudaDeviceSynchronize();
+  // What is fast must lose them here, or this case could not see that a promoted sum was not.
+  expect(out, std::vector<int>(static_cast<size_t>(m) * static_cast<size_t>(n), fast ? 0 : ones), "out");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv,
+                          {{"fp8_ordinary", ordinary},
+                           {"fp8_split_k", split_k},
+                           {"fp8_swap_ab", swap_ab},
+                           {"fp8_promotion", promotion}});
+}

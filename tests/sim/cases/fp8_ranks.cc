@@ -1,0 +1,395 @@
+// GEMM+ReduceScatter, GEMM+AllReduce and AllGather+GEMM of fp8 operands on two to eight ranks.
+#include <algorithm>
+
+#include "ag_gemm/ag_gemm.h"
+#include "cuda_runtime_api.h"
+#include "fp8.h"
+#include "gemm/select.h"
+#include "gemm/swap_ab.h"
+#include "gemm_ar/gemm_ar.h"
+#include "gemm_rs/gemm_rs.h"
+#include "gemm_rs/plan.h"
+#include "ranks.h"
+
+namespace {
+
+using cases::DType;
+using cases::Floats;
+using cases::Fp8Values;
+using cases::Random;
+using cases::Ranks;
+using cases::ScaleKinds;
+using cases::ScaleValues;
+using cases::start;
+using cases::Values;
+using cases::words;
+using flux::gemm::Cluster;
+using flux::gemm::TileConfig;
+using Mode = flux::runtime::Exchange::Mode;
+
+constexpr int kCalls = 3;  // each of the two buffers is used again
+
+// The operands of a problem on all ranks, and what all ranks agree on.
+struct Problem {
+  ScaleKinds kinds;
+  DType x_dtype, dtype;
+  bool fast;
+
+  Problem(Random& random, bool promotes, int k)
+      : kinds(cases::draw_kinds(random, promotes && k % cases::kScaleBlock == 0)),
+        x_dtype(promotes && random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3),
+        dtype(static_cast<DType>(random.below(2))),
+        fast(!promotes || (!kinds.blocks() && random.below(2) == 0)) {}
+  std::string name() const { return kinds.name() + std::string(x_dtype == DType::kE5M2 ? "e5m2, " : ""); }
+};
+
+// What each rank multiplies. Sums of ranks are exact if x, the weight and scales are small enough.
+struct Product {
+  Fp8Values weight;
+  ScaleValues weight_scales;
+  Values bias;
+  std::vector<Fp8Values> xs;  // of each call
+  std::vector<ScaleValues> x_scales;
+
+  Product(Random& random, int rank, const Problem& problem, int m, int n, int k, int most)
+      : weight(Fp8Values(rank, "weight", n, k).fill(random, DType::kE4M3, 1)),
+        weight_scales(random, rank, "weight's scales", problem.kinds.weight, n, k, true, most),
+        bias(rank, "bias", 1, n) {
+    bias.fill(random, problem.dtype);
+    for (int call = 0; call < kCalls; ++call) {
+      xs.push_back(Fp8Values(rank, "x", m, k).fill(random, problem.x_dtype, most));
+      x_scales.emplace_back(random, rank, "x's scales", problem.kinds.x, m, k, false, 1);
+    }
+  }
+  std::vector<int> of(int call) const {
+    const auto at = static_cast<size_t>(call);
+    return multiply(xs[at], x_scales[at], weight, weight_scales);
+  }
+  flux::gemm::GemmArgs args(const Problem& problem, int call, const flux::runtime::Matrix& out, DType dtype,
+                            const void* bias_data, int config, int num_sms) const {
+    const auto at = static_cast<size_t>(call);
+    return {xs[at].matrix(),
+            weight.matrix(),
+            false,
+            out,
+            bias_data,
+            dtype,
+            config,
+            num_sms,
+            scales_of(x_scales[at], weight_scales, problem.x_dtype, problem.fast)};
+  }
+};
+
+std::string name_of(int call, int rank) {
+  return "call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out";
+}
+
+int draw_tile(Random& random, bool (*wanted)(const TileConfig&)) {
+  for (;;) {
+    const int config = random.below(flux::gemm::kNumTileConfigs);
+    const TileConfig& tile = flux::gemm::kTileConfigs[config];
+    if (tile.is_fp8() && wanted(tile)) return config;
+  }
+}
+
+int draw_k(Random& random, int most_blocks) {
+  const int whole = 128 * random.between(1, most_blocks);
+  return random.below(3) == 0 ? whole - 16 * random.below(8) : whole;
+}
+
+// What is sent is rounded, what stays is not.
+void gemm_rs(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
+  const bool many = world_size > 4;  // ranks: everything else is small
+  const int config = draw_tile(random, flux::gemm::supports_sending);
+  const TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM});
+  const int size = cluster == Cluster::kNone ? 1 : 2;
+  const int rows = many ? 8 : random.one_of({7, 8, 100, 128, 136, 256}), m = rows * world_size;
+  const int n = std::max(8, tile.block_n * (many ? 1 : random.between(1, 2)) - 8 * random.below(8));
+  const int k = draw_k(random, many ? 2 : 3), num_sms = many ? 2 : random.one_of({2, 4, 8});
+  const bool copied = random.below(3) == 0, rounds_own = random.below(2) == 0;
+  const Problem problem(random, tile.promotes(), k);
+  start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
+  cases::describe(flux::gemm::config_name(config, cluster) + (copied ? ", copied, " : ", ") + problem.name() +
+                  (rounds_own ? "own rounded, " : "") + words(world_size, m, n, k, problem.dtype));
+
+  const auto layout = flux::gemm_rs::make_layout(m, n, world_size, tile);
+  const Ranks ranks(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
+  std::vector<Product> products;
+  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  for (int rank = 0; rank < world_size; ++rank) {
+    products.emplace_back(random, rank, problem, m, n, k, /*most=*/2);
+    for (int call = 0; call < kCalls; ++call)
+      outs[static_cast<size_t>(rank)].emplace_back(rank, "out", rows, n);
+  }
+  const int chunks = std::min(layout.tiles_per_slot(), random.between(1, 3));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    const Product& product = products[static_cast<size_t>(rank)];
+    for (int call = 0; call < kCalls; ++call) {
+      flux::gemm_rs::Transport transport = {};
+      if (copied) {
+        transport = {static_cast<uint32_t>(call + 1), chunks,
+                     static_cast<char*>(sim::allocate(layout.slot_bytes(), rank, "staging"))};
+      }
+      const auto out = outs[static_cast<size_t>(rank)][static_cast<size_t>(call)].matrix();
+      flux::gemm_rs::gemm_rs(
+          product.args(problem, call, out, problem.dtype, product.bias.data,
+                       flux::gemm::pack_choice(config, static_cast<int>(cluster), 1), num_sms),
+          ranks.symm[static_cast<size_t>(rank)], transport, rounds_own, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    std::vector<std::vector<int>> exact, sent;
+    for (const Product& each : products) {
+      exact.push_back(each.of(call));
+      sent.push_back(exact.back());
+      for (int& value : sent.back()) {
+        value = static_cast<int>(
+            cases::widened(cases::rounded(static_cast<float>(value), problem.dtype), problem.dtype));
+      }
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      const Values& bias = products[static_cast<size_t>(rank)].bias;
+      std::vector<int> expected(static_cast<size_t>(rows) * static_cast<size_t>(n));
+      const size_t first = static_cast<size_t>(rank) * expected.size();
+      for (size_t i = 0; i < expected.size(); ++i) {
+        expected[i] = bias.values[i % static_cast<size_t>(n)];
+        for (size_t source = 0; source < products.size(); ++source) {
+          const bool own = static_cast<int>(source) == rank && !rounds_own;
+          expected[i] += (own ? exact : sent)[source][first + i];
+        }
+      }
+      expect(outs[static_cast<size_t>(rank)][static_cast<size_t>(call)], expected, problem.dtype,
+             name_of(call, rank).c_str());
+    }
+  }
+}
+
+void gemm_ar(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
+  const bool many = world_size > 4;  // ranks: everything else is small
+  const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
+  const bool swaps = random.below(2) == 0, adds = random.below(2) == 0;
+  const int n = 64 * random.between(1, many ? 1 : 5) - 8 * random.below(3), k = draw_k(random, many ? 2 : 4);
+  int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
+  bool promotes = true;
+  if (swaps) {
+    int id = random.below(flux::gemm::kNumSwapAbConfigs);
+    while (!flux::gemm::kSwapAbConfigs[id].is_fp8) id = random.below(flux::gemm::kNumSwapAbConfigs);
+    m = std::min(m, 2 * flux::gemm::kSwapAbConfigs[id].rows);
+    const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
+    const bool pairs = !many && random.below(4) == 0;
+    const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
+    size = pairs ? 2 : split;
+    config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
+  } else {
+    // Tiles that sum in the launch, and tiles that need a second one.
+    const int id = draw_tile(random, flux::gemm::supports_keeping);
+    const TileConfig& tile = flux::gemm::kTileConfigs[id];
+    promotes = tile.promotes();
+    Cluster cluster =
+        supports_exchange(tile) ? random.one_of({Cluster::kNone, Cluster::kPairM}) : Cluster::kPairN;
+    if (supports_exchange(tile) && k > 256 && random.below(3) == 0)
+      cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
+    size = cluster == Cluster::kNone ? 1 : cluster == Cluster::kSplit3 ? 3 : 2;
+    if (!many) m = random.one_of({m, 128, 128 + m});
+    config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 1);
+  }
+  const Problem problem(random, promotes, k);
+  const int num_sms = many ? 2 : random.one_of({4, 8});
+  start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
+  cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
+                  (mode == Mode::kOneShot ? ", one-shot, " : ", two-shot, ") + problem.name() +
+                  (adds ? "residual, " : "") + std::to_string(num_sms) + " SMs, " +
+                  words(world_size, m, n, k, problem.dtype));
+
+  const int whole = (m + world_size - 1) / world_size * world_size;
+  const Ranks ranks(world_size,
+                    {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096});
+  std::vector<Product> products;
+  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  // Sums of up to eight ranks are exact in 16 bits.
+  for (int rank = 0; rank < world_size; ++rank)
+    products.emplace_back(random, rank, problem, m, n, k, /*most=*/1);
+  Values residual(0, "residual", m, n);
+  residual.fill(random, problem.dtype, 8);
+  const Values& bias = products[0].bias;
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    for (int call = 0; call < kCalls; ++call) {
+      const Values& out = outs[static_cast<size_t>(rank)].emplace_back(rank, "out", m, n);
+      const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, nullptr, 0.0f, nullptr};
+      flux::gemm_ar::gemm_ar(products[static_cast<size_t>(rank)].args(
+                                 problem, call, out.matrix(), problem.dtype, bias.data, config, num_sms),
+                             extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  ranks.expect_no_timeout();
+  ranks.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    std::vector<int> expected(static_cast<size_t>(m) * static_cast<size_t>(n));
+    for (const Product& each : products) {
+      const std::vector<int> part = each.of(call);
+      for (size_t i = 0; i < part.size(); ++i) {
+        expected[i] += static_cast<int>(
+            cases::widened(cases::rounded(static_cast<float>(part[i]), problem.dtype), problem.dtype));
+      }
+    }
+    for (size_t i = 0; i < expected.size(); ++i) {
+      expected[i] += bias.values[i % static_cast<size_t>(n)] + (adds ? residual.values[i] : 0);
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      expect(outs[static_cast<size_t>(rank)][static_cast<size_t>(call)], expected, problem.dtype,
+             name_of(call, rank).c_str());
+    }
+  }
+}
+
+void ag_gemm(uint64_t seed) {
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
+  const bool many = world_size > 4;  // ranks: everything else is small
+  const int config = draw_tile(random, flux::gemm::supports_keeping);
+  const TileConfig& tile = flux::gemm::kTileConfigs[config];
+  const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
+  const int size = cluster == Cluster::kNone ? 1 : 2;
+  const int rows = many ? random.one_of({7, 8}) : random.one_of({1, 8, 37, 128, 136, 200, 300}),
+            m = rows * world_size;
+  const int n = std::max(8, tile.block_n * (many ? 1 : random.between(1, 2)) - 8 * random.below(8));
+  const int k = draw_k(random, many ? 2 : 3), num_sms = many ? 2 : random.one_of({2, 4, 8});
+  const bool copied = random.below(3) == 0, collects = !many && random.below(2) == 0;
+  const int chunk_rows = 128 * random.between(1, 2), num_weights = !many && random.below(4) == 0 ? 2 : 1;
+  const Problem problem(random, tile.promotes(), k);
+  const bool wide = random.below(3) == 0;  // an fp32 result
+  start(seed, world_size, std::max(size, random.one_of({1, 2, 8})), random);
+  cases::describe(flux::gemm::config_name(config, cluster) +
+                  (copied ? ", chunks of " + std::to_string(chunk_rows) + ", " : ", ") + problem.name() +
+                  (num_weights > 1 ? "two weights, " : "") + (collects ? "collected, " : "") +
+                  (wide ? "fp32, " : "") + std::to_string(num_sms) + " SMs, " +
+                  words(world_size, m, n, k, problem.dtype));
+
+  const int scale_columns = problem.kinds.blocks() ? k / cases::kScaleBlock : 1;
+  // Rows are contiguous.
+  const int row_bytes = (k + 15) / 16 * 16;
+  const auto layout = flux::ag_gemm::make_layout(m, row_bytes, world_size, scale_columns);
+  const Ranks region(world_size, {layout.num_signals() * 4, layout.slot_bytes(), 0});
+  std::vector<Product> products;  // x of one weight, and the other's weight
+  std::vector<Product> others;
+  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  std::vector<std::vector<Floats>> wides(static_cast<size_t>(world_size)),
+      scales(static_cast<size_t>(world_size));
+  std::vector<std::vector<Fp8Values>> gathered(static_cast<size_t>(world_size));
+  const int scale_rows = (m + 3) / 4 * 4;
+  for (int rank = 0; rank < world_size; ++rank) {
+    products.emplace_back(random, rank, problem, rows, n, k, /*most=*/2);
+    others.emplace_back(random, rank, problem, rows, n, k, /*most=*/2);
+  }
+  const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  for (int rank = 0; rank < world_size; ++rank) {
+    cudaSetDevice(rank);
+    const auto at = static_cast<size_t>(rank);
+    Product& mine = products[at];
+    const Floats wide_bias(rank, "bias", 1, n);
+    for (int i = 0; i < n; ++i)
+      wide_bias.data[i] = static_cast<float>(mine.bias.values[static_cast<size_t>(i)]);
+    const Fp8Values garbage(rank, "garbage", rows, k);
+    for (int call = 0; call < kCalls; ++call) {
+      const flux::ag_gemm::Transport transport =
+          copied ? flux::ag_gemm::Transport{static_cast<uint32_t>(call + 1), chunk_rows}
+                 : flux::ag_gemm::Transport{};
+      for (int i = 0; i < num_weights; ++i) {
+        const auto out = outs[at].emplace_back(rank, "out", m, n, random.below(2) * 8).matrix();
+        const auto sums = wides[at].emplace_back(rank, "out", m, n, random.below(2) * 8).matrix();
+        flux::gemm::GemmArgs args =
+            mine.args(problem, call, wide ? sums : out, wide ? DType::kFloat32 : problem.dtype,
+                      wide ? static_cast<const void*>(wide_bias.data) : mine.bias.data, packed, num_sms);
+        if (i > 0) {
+          args.weight = others[at].weight.matrix();
+          args.scales.weight = others[at].weight_scales.data;
+        }
+        flux::ag_gemm::ag_gemm(args, region.symm[at], transport, /*reuse=*/i > 0, nullptr);
+      }
+      const Fp8Values& x = mine.xs[static_cast<size_t>(call)];
+      const ScaleValues& x_scales = mine.x_scales[static_cast<size_t>(call)];
+      if (collects) {
+        const Fp8Values& rows_of_all = gathered[at].emplace_back(rank, "gathered", m, k);
+        const Floats& scales_of_all =
+            scales[at].emplace_back(rank, "gathered scales", scale_columns, scale_rows);
+        const bool blocks = problem.kinds.blocks();
+        const int step = x_scales.kind == ScaleValues::Kind::kTensor ? 0 : 1;
+        const auto in_words = [&](const Fp8Values& matrix) -> flux::runtime::Matrix {
+          return {matrix.data, matrix.rows, matrix.stride / 2, matrix.stride / 2};
+        };
+        flux::ag_gemm::collect(
+            in_words(x), in_words(rows_of_all), region.symm[at], transport.copy_epoch,
+            {{x_scales.data, blocks ? 1 : step, x_scales.k_step}, scale_columns, scales_of_all.data},
+            nullptr);
+      }
+      // The stream overwrites x and its scales behind each call.
+      cudaMemcpyAsync(x.data, garbage.data, static_cast<size_t>(rows) * static_cast<size_t>(x.stride),
+                      cudaMemcpyDefault, nullptr);
+      cudaMemcpyAsync(x_scales.data, garbage.data, 4, cudaMemcpyDefault, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  region.expect_no_timeout();
+  region.expect_rest(kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      const auto at = static_cast<size_t>(rank), in_call = static_cast<size_t>(call);
+      for (int i = 0; i < num_weights; ++i) {
+        const Product& own = i > 0 ? others[at] : products[at];
+        std::vector<int> expected;
+        for (const Product& each : products) {
+          const std::vector<int> part =
+              multiply(each.xs[in_call], each.x_scales[in_call], own.weight, own.weight_scales);
+          expected.insert(expected.end(), part.begin(), part.end());
+        }
+        for (size_t e = 0; e < expected.size(); ++e) {
+          expected[e] += products[at].bias.values[e % static_cast<size_t>(n)];
+        }
+        const size_t index = in_call * static_cast<size_t>(num_weights) + static_cast<size_t>(i);
+        if (wide) {
+          expect(wides[at][index], expected, name_of(call, rank).c_str());
+        } else {
+          expect(outs[at][index], expected, problem.dtype, name_of(call, rank).c_str());
+        }
+      }
+      if (!collects) continue;
+      std::vector<int> factors(static_cast<size_t>(scale_columns) * static_cast<size_t>(scale_rows));
+      for (int row = 0; row < m; ++row) {
+        const Product& source = products[static_cast<size_t>(row / rows)];
+        const Fp8Values& all = gathered[at][in_call];
+        for (int column = 0; column < k; ++column) {
+          const int value = source.xs[in_call].at(row % rows, column);
+          if (all.data[static_cast<int64_t>(row) * all.stride + column] ==
+              cases::fp8_of(value, problem.x_dtype))
+            continue;
+          sim::report("gathered row " + std::to_string(row) + " on rank " + std::to_string(rank), nullptr);
+        }
+        for (int column = 0; column < scale_columns; ++column) {
+          const float scale = scales[at][in_call].data[column * scale_rows + row];
+          if (scale == std::ldexp(1.0f, source.x_scales[in_call].exponent(row % rows, column))) continue;
+          sim::report("gathered scale " + std::to_string(row) + ", " + std::to_string(column) + " on rank " +
+                          std::to_string(rank) + " is " + std::to_string(scale),
+                      nullptr);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv,
+                          {{"fp8_gemm_rs", gemm_rs}, {"fp8_gemm_ar", gemm_ar}, {"fp8_ag_gemm", ag_gemm}});
+}
