@@ -158,7 +158,7 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
         late_blocks = max(0.0, (tiles - (waves - 1) * sms) / columns - blocks)
         late_us = across * late_blocks / ((ranks - 1) * blocks)
     # Nothing is sent before the first wave, or computed after the last arrival: few waves overlap little.
-    return max(choice.time_us + late_us, across + choice.time_us / waves)
+    return float(max(choice.time_us + late_us, across + choice.time_us / waves))
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
