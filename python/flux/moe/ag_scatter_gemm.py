@@ -219,7 +219,7 @@ def _launch(
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
     with workspace.enter(plan) as (symm_buffer, _):
         options = (*sizes, activation_id, out, symm_buffer, -1, 0)
-        _kernel(x, weight, routing[:10], *options, **_scales.for_kernel(scales))
+        _kernel(x, weight, routing[:10], *options, **_scales.for_kernel(x, scales))
 
 
 def in_parts(

@@ -205,7 +205,7 @@ def launch(
     arguments = (x, weight, routing[:10], routing[10], routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as (symm_buffer, _):
         options = (symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
-        _kernel(*arguments, *options, **_scales.for_kernel(scales))
+        _kernel(*arguments, *options, **_scales.for_kernel(x, scales))
     return out
 
 

@@ -41,6 +41,10 @@ class Scaling(NamedTuple):
         fast = ", fast accumulation" if self.fast else ""
         return f"{self.kind} scales, result {str(self.out_dtype).removeprefix('torch.')}{fast}"
 
+    def stays_in_tensor_cores(self, x_dtype: torch.dtype) -> bool:
+        """Whether kernels do not promote partial sums. There are fast tiles for e4m3 only."""
+        return self.fast and x_dtype == torch.float8_e4m3fn
+
     def columns(self, k: int) -> int:
         """Scales of a row of x with k elements."""
         return -(-k // BLOCK) if self.kind == "block" else 1
@@ -252,11 +256,12 @@ def canonical(
     return weight.t() if transpose_weight else weight, False, scales
 
 
-def for_kernel(scales: Scales | None) -> dict[str, Any]:
+def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     """What a kernel gets besides the operands, from canonical scales."""
     if scales is None:
         return {}
-    return {"scale_x": scales.x, "scale_w": scales.w, "fast": scales.accumulate == "fast"}
+    fast = scales.accumulate == "fast" and x.dtype == torch.float8_e4m3fn  # as the plan's
+    return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 
 def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:

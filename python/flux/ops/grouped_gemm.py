@@ -293,7 +293,7 @@ def launch(
         schedule,
         config,
         num_sms,
-        **_scales.for_kernel(scales),
+        **_scales.for_kernel(x, scales),
     )
 
 
