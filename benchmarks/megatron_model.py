@@ -251,9 +251,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
     for name, make in candidates(settings, device).items():
         try:
             model = make()
-            if (
-                models
-            ):  # of one state: specs name the same parameters, except those of a norm in a linear layer
+            if models:
+                # Specs name the same parameters, except those of a norm in a linear layer, which are ones.
                 with contextlib.suppress(RuntimeError):
                     model.load_state_dict(models["stock"].state_dict())
             loss = loss_of(model, settings, device)
