@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import flux
 from flux.ops import (
+    _scales,
     ag_gemm,
     all_gather,
     all_reduce,
@@ -92,8 +93,40 @@ def good_scaled_calls(p: int) -> list[Good]:
             Good(op, function, of, rows | {"out": torch.zeros(count, N).half()}),
             Good(op, function, of, block),
         ]
+    ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
+    routing = flux.moe.route(ids, scores, 4)
+    how = {"scale_x": 1 + integers(M, 1).abs(), "out_dtype": torch.float32, "accumulate": "promoted"}
+    tokens = {"x": integers(M, K).to(FP8[0])} | how
+    hidden = integers(len(routing.rows), N).to(FP8[1])
+    of_hidden = how | {"x": hidden, "scale_x": 1 + integers(len(hidden), 1).abs()}
+    experts = {"weight": integers(4, N, K, odd=3).to(FP8[0]), "scale_w": 1 + integers(4, N).abs()}
+    w2 = {"weight": integers(4, K, N, odd=1).to(FP8[0]), "scale_w": 1 + integers(4, K).abs()}
+    offsets = torch.tensor([0, 3, 3, 5, M], dtype=torch.int32)
+
+    def grouped_reference(**rest: Any) -> Any:
+        names = ("x", "weight", "offsets", "rows", "activation", *_scales.NAMES)
+        return grouped_gemm.reference(*(rest[name] for name in names))
+
     return [
         *calls,
+        Good(
+            "grouped_gemm",
+            flux.grouped_gemm,
+            grouped_reference,
+            tokens | experts | {"offsets": offsets, "rows": torch.arange(M).flip(0), "activation": "silu"},
+        ),
+        Good(
+            "moe.ag_scatter_gemm",
+            flux.moe.ag_scatter_gemm,
+            flux.moe.ag_scatter_gemm,
+            tokens | experts | {"routing": routing, "activation": None},
+        ),
+        Good(
+            "moe.gemm_gather_rs",
+            flux.moe.gemm_gather_rs,
+            flux.moe.gemm_gather_rs,
+            of_hidden | w2 | {"routing": routing},
+        ),
         Good(
             "quantize",
             flux.quantize,

@@ -12,13 +12,19 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from fp8_layouts import LAYOUTS
+from fp8_moe import ScaledMoe
 
 import flux
+from flux.ops._tensors import taken
 from flux.testing import ScaledCase, spawn
+from flux.testing.data import EXACT_LIMIT
+from flux.testing.moe_data import random_case
+from flux.testing.scaled_data import exact_product
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -90,7 +96,49 @@ def gemm_rs(call: Case) -> str:
     return differs("sum", result, case.total()[call.rank * rows :][:rows])
 
 
-OPS: dict[str, Callable[[Case], str]] = {f.__name__: f for f in (gemm, gemm_rs)}
+def grouped_gemm(call: Case) -> str:
+    experts, kind = call.dice.randint(1, 5), call.dice.choice(("tensor", "row", "block"))
+    m, n, k, seed = call.size(200), call.size(150), call.size(300), 10 * call.number
+    out_dtype = call.dice.choice(OUT)
+    data = [ScaledCase(m, n, k, 1, kind, E4M3, out_dtype, seed=seed + e) for e in range(experts)]
+    x, scale_x = data[0].x(0)
+    weights, scales = zip(*(each.weight(0) for each in data), strict=True)
+    weight = torch.stack([each.view(torch.uint8) for each in weights]).view(E4M3)
+    scale_w = torch.cat(scales) if kind == "tensor" else torch.stack(scales)
+    cuts = [0, *sorted(call.dice.randint(0, m) for _ in range(experts - 1)), m]
+    g = torch.Generator().manual_seed(call.number)
+    rows = torch.randperm(m, generator=g) if call.dice.random() < 0.5 else None
+    offsets = torch.tensor(cuts, dtype=torch.int32)
+    how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
+    result = flux.grouped_gemm(x, weight, offsets, rows=rows, **how)
+    order = torch.arange(m) if rows is None else rows
+    of_all = torch.stack([exact_product(x, scale_x, w, s) for w, s in zip(weights, scales, strict=True)])
+    parts = [
+        of_all[e][order[first:last]] for e, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False))
+    ]
+    return differs("products", result, torch.cat(parts).to(out_dtype))
+
+
+def moe(call: Case) -> str:
+    kind, x_dtype = call.dice.choice(("tensor", "row", "block")), call.dice.choice((E4M3, E5M2))
+    case = ScaledMoe(random_case(call.number, call.p), kind, x_dtype, call.dice.choice(OUT))
+    if case.out_dtype != torch.float32 and case.needs > EXACT_LIMIT[case.out_dtype]:
+        case = replace(case, out_dtype=torch.float32)
+    routing = case.route(call.rank)
+    how: dict[str, Any] = {"out_dtype": case.out_dtype}
+    (x, scale_x), (w, scale_w) = case.x(call.rank), case.w1(call.rank)
+    rows = flux.moe.ag_scatter_gemm(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
+    order = case.order(call.rank, routing)
+    told = differs("layer 0", rows[: len(order)], case.layer0(call.rank)[order])
+    (x, scale_x), (w, scale_w) = case.hidden(call.rank, len(rows)), case.w2(call.rank)
+    x[: len(order)] = taken(x, order)
+    if scale_x.dim() == 2:
+        scale_x[: len(order)] = scale_x[order]
+    result = flux.moe.gemm_gather_rs(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
+    return told or differs("layer 1", result, case.layer1(call.rank))
+
+
+OPS: dict[str, Callable[[Case], str]] = {f.__name__: f for f in (gemm, gemm_rs, grouped_gemm, moe)}
 
 
 def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:
@@ -100,14 +148,15 @@ def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:
 
 
 def campaign(op: str, first: int, count: int, timeout_s: float = 1200.0) -> list[str]:
-    """Cases of an operator on 1 to 4 processes, fused and not."""
-    shares = [(1, "auto", 0.1), (2, "auto", 0.3), (3, "auto", 0.25), (4, "auto", 0.25), (2, "off", 0.1)]
+    """Cases of an operator on 1 to 4 processes, fused and not, and on two nodes of two processes."""
+    shares = [(1, "auto", 0.1), (2, "auto", 0.3), (3, "auto", 0.2), (4, "auto", 0.2), (2, "off", 0.1)]
     wrong: list[str] = []
-    for part, (p, fused, share) in enumerate(shares):
-        env = {"FLUX_FUSED": fused, "OMP_NUM_THREADS": "1"}
+    for part, (p, fused, share) in enumerate([*shares, (4, "nodes", 0.1)]):
+        env = {"FLUX_FUSED": "off" if fused == "off" else "auto", "OMP_NUM_THREADS": "1"}
         number = first + 100_000 * part
         cases = max(1, round(share * count))
-        told = spawn(sweep, p, op, number, cases, backend="gloo", env=env, timeout_s=timeout_s)
+        nodes: dict[str, Any] = {"ranks_per_node": 2} if fused == "nodes" else {}
+        told = spawn(sweep, p, op, number, cases, backend="gloo", env=env, timeout_s=timeout_s, **nodes)
         wrong += [line for lines in told for line in lines]
     return wrong
 

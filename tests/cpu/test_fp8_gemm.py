@@ -4,6 +4,8 @@ torch sees the operator.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,11 @@ from cases import opcheck
 from fp8_layouts import LAYOUTS
 
 import flux
+from flux import _native
 from flux.ops import _scaled_mm, _scales
 from flux.ops import gemm as ops
+from flux.ops._plan import PlanInput
+from flux.ops.plan import planned
 from flux.testing import ScaledCase, scaled_bound
 from flux.testing.scaled_data import exact_product
 
@@ -370,3 +375,29 @@ def test_explain() -> None:
     with pytest.raises(ValueError, match="explain: accumulate: expected"):
         flux.explain("gemm", 8, 160, 256, E4M3, scales="row", accumulate="never")
     assert _scaled_mm.why_not_torchs(16, 32, _scales.Scales(SX, SW, torch.float16, "promoted")) is not None
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_rs", "ag_gemm", "gemm_ar"])
+@pytest.mark.parametrize("x_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+def test_plans_for_gpus_have_tiles_for_fp8(op: str, x_dtype: torch.dtype, accumulate: str) -> None:
+    fast = accumulate == "fast"
+    for m, kind, invariant in itertools.product((8, 256, 4096), ("row", "block"), (False, True)):
+        if fast and kind == "block":
+            continue
+        scaling = _scales.Scaling(kind, torch.bfloat16, fast)
+        p = 1 if op == "gemm" else 4
+        problem = PlanInput("cuda", m, 8192, 4096, x_dtype, False, p, num_sms=132, scaling=scaling)
+        with flux.batch_invariant() if invariant else contextlib.nullcontext():
+            plan = planned(op, problem)
+        assert plan.fused, plan
+        if plan.way == "fused":
+            if plan.config >= _native.core.FIRST_SWAP_AB:
+                continue  # ids of swap-AB tiles are not those of tile_config
+            tile = _native.core.tile_config(plan.config)
+            assert tile.operand_bytes == 1, plan
+            assert tile.promotes or (fast and x_dtype == E4M3), plan
+    case = ScaledCase(8, 160, 256, 1, "row", x_dtype)
+    x, _, scale_x, scale_w, _ = case.inputs(0)
+    scales = _scales.Scales(scale_x, scale_w, torch.bfloat16, accumulate).canonical(160, 256)
+    assert _scales.for_kernel(x, scales)["fast"] == (fast and x_dtype == E4M3)

@@ -5,7 +5,7 @@ are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -28,16 +28,28 @@ from flux.moe.routing import (
     same_routing,
     tokens_of_rows,
 )
-from flux.ops import _check, _gate, grouped_gemm
+from flux.ops import _check, _gate, _scales, grouped_gemm
+from flux.ops import _records as records
 from flux.ops import all_gather as gather
 from flux.ops._library import dispatch, library
-from flux.ops._tensors import readable, wide_type
+from flux.ops._product import WideWeight
+from flux.ops._records import Records
+from flux.ops._scales import Scales
+from flux.ops._tensors import readable
 
 _OP = "moe.ag_scatter_gemm"
 
 
 def ag_scatter_gemm(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, *, activation: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    *,
+    activation: str | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Literal["promoted", "fast"] = "promoted",
 ) -> torch.Tensor:
     """activation(tokens of all ranks, sorted by expert, · weight[e]ᵀ), for the experts of this rank. A
     collective of the routing's group.
@@ -45,18 +57,24 @@ def ag_scatter_gemm(
     Accumulated in fp32 and rounded once; results are bitwise repeatable.
 
     Args:
-        x: [tokens, H], this rank's, as many as topk_ids had; bfloat16, float16, float32 or float64.
+        x: [tokens, H], this rank's, as many as topk_ids had; bfloat16, float16, float32 or float64; with
+            scales fp8, as in flux.gemm.
         weight: [E / ep_size, N, H], the experts of this rank's slice, of each its part of the rows; dtype and
-            device of x.
+            device of x, with scales float8_e4m3fn.
         routing: of flux.moe.route.
         activation: "silu", "gelu", "swiglu" (silu of the first N/2 columns times the last N/2), or None.
+        scale_x: of x: one entry, [tokens, 1] or [tokens, H / 128], as in flux.gemm; they travel with tokens.
+        scale_w: of the weights, as in flux.grouped_gemm: one entry, [E / ep_size], [E / ep_size, N], or with
+            block scales [E / ep_size, N / 128, H / 128].
+        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
 
     Returns:
         [rows, N] (for "swiglu" N/2 columns), a fresh tensor with the largest number of rows that there could
         be. What the rows from routing.offsets[-1] on hold is not specified.
 
     Raises:
-        ValueError: an argument does not fit; or, where the ranks notice, they made different calls.
+        ValueError: an argument does not fit, or needs a gradient in a call with scales; or, where the ranks
+            notice, they made different calls.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
 
     Example::
@@ -70,17 +88,21 @@ def ag_scatter_gemm(
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert rows.shape == (6 * p, 16)
     """
-    direct = may_skip_layer_dispatch(x, weight, routing)
-    if not direct:
-        _gate.check(_OP, x=x, weight=weight, activation=activation)
+    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
+    if not direct or scaling:
+        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+        _gate.check(_OP, x=x, weight=weight, activation=activation, **of_scales)
         check_routing(_OP, routing, x.device)
+    if scaling:
+        _scales.no_backward(_OP, x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
     check_experts(_OP, routing, weight)
     if x.dim() == 2 and x.shape[0] != routing.num_tokens:
         _check.fail(_OP, "x", f"{routing.num_tokens} tokens, as topk_ids had", f"shape {list(x.shape)}")
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
     fn = _eager if direct else _op
     arguments = (x, weight, routing[:11], *sizes, activation, routing.group_name)
-    return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments))
+    return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments, None, scaling))
 
 
 def _fake(
@@ -92,9 +114,11 @@ def _fake(
     max_tokens: int,
     activation: str | None,
     group_name: str,
+    *scaling: Any,
 ) -> torch.Tensor:
-    columns = grouped_gemm.expert_weight(_OP, x, weight, activation)
-    return x.new_empty(routing[2].shape[0], columns)
+    scales = _scales.given(_OP, *scaling)
+    columns = grouped_gemm.expert_weight(_OP, x, weight, activation, scales)
+    return x.new_empty(routing[2].shape[0], columns, dtype=_scales.result_dtype(x, scales))
 
 
 def _eager(
@@ -106,19 +130,24 @@ def _eager(
     max_tokens: int,
     activation: str | None,
     group_name: str,
+    *scaling: Any,
 ) -> torch.Tensor:
-    columns = grouped_gemm.expert_weight(_OP, x, weight, activation)
+    scales = _scales.given(_OP, *scaling)
+    columns = grouped_gemm.expert_weight(_OP, x, weight, activation, scales)
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
     group = process_group(group_name)
     if group.size() > 1:
-        arguments = (x, weight, told, activation, columns, group)
+        arguments = (x, weight, told, activation, columns, group, scales)
         return registry.in_turn(group, x.device, _among_ranks, *arguments)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if not x.is_cuda:
-        out = x.new_zeros(layout.max_rows, columns)
-        _Tiles(layout, told, weight, activation, out).compute(lambda expert, step: None, {0: x})
+        out = x.new_zeros(layout.max_rows, columns, dtype=_scales.result_dtype(x, scales))
+        tiles = _Tiles(layout, told, weight, activation, out, scales, records_of(x, scales))
+        tiles.compute(lambda expert, step: None, {0: packed(x, scales)})
         return out
-    return in_parts(x, weight, told, activation)
+    return in_parts(x, weight, told, activation, scales)
 
 
 def _among_ranks(
@@ -128,22 +157,25 @@ def _among_ranks(
     activation: str | None,
     columns: int,
     group: ProcessGroup,
+    scales: Scales | None,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, _OP)
     if isinstance(workspace, NodesWorkspace):
-        return _on_nodes(x, weight, routing, activation, workspace)
+        return _on_nodes(x, weight, routing, activation, workspace, scales)
     layout = layout_of(routing[:11], routing.num_experts, routing.ep_size, routing.max_tokens, group)
-    plan = plan_of(workspace, _OP, weight, routing)
+    plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
+    dtype = plan.result_dtype
     with workspace.calling(plan, {"activation": activation, **same_routing(routing)}) as epoch:
         if not plan.fused:
-            return in_parts(x, weight, routing, activation)
+            return in_parts(x, weight, routing, activation, scales)
         if isinstance(workspace, CudaWorkspace):
-            out = x.new_empty(layout.max_rows, columns)
-            _launch(x, weight, routing, layout, activation, out, plan, workspace)
+            out = x.new_empty(layout.max_rows, columns, dtype=dtype)
+            _launch(x, weight, routing, layout, activation, out, plan, workspace, scales)
             return out
-        out = x.new_zeros(layout.max_rows, columns)
-        arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, x)
-        _Tiles(layout, routing, weight, activation, out).compute(arrivals.wait, arrivals.sources)
+        out = x.new_zeros(layout.max_rows, columns, dtype=dtype)
+        arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, packed(x, scales))
+        tiles = _Tiles(layout, routing, weight, activation, out, scales, records_of(x, scales))
+        tiles.compute(arrivals.wait, arrivals.sources)
         return out
 
 
@@ -153,19 +185,22 @@ def _on_nodes(
     routing: Routing,
     activation: str | None,
     workspace: NodesWorkspace,
+    scales: Scales | None,
 ) -> torch.Tensor:
     """The layer on several nodes: tokens cross first, then it runs inside each."""
-    plan = plan_of(workspace, _OP, weight, routing)
+    plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
     with workspace.calling(plan, {"activation": activation, **same_routing(routing)}):
         if not two_level.serves(workspace, routing.ep_size):
-            return in_parts(x, weight, routing, activation)
+            return in_parts(x, weight, routing, activation, scales)
         sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
         of = two_level.OfGroup(workspace, routing[:11], sizes)
-        if not two_level.runs_fused(workspace, _OP, weight, of):
-            return in_parts(x, weight, routing, activation)
-        tokens = two_level.bring_tokens(workspace, of, x)
+        if not two_level.runs_fused(workspace, _OP, weight, of, plan):
+            return in_parts(x, weight, routing, activation, scales)
+        tokens, form = two_level.bring_tokens(workspace, of, packed(x, scales)), records_of(x, scales)
+        if form is not None and scales is not None:
+            tokens, scales = form.rows(tokens), scales._replace(x=form.scales(tokens))
         workspace.inside("the layer inside the node")
-        return _eager(tokens, weight, *of.arguments, activation, of.name)
+        return _eager(tokens, weight, *of.arguments, activation, of.name, *(scales or ()))
 
 
 def _launch(
@@ -177,31 +212,58 @@ def _launch(
     out: torch.Tensor,
     plan: MoePlan,
     workspace: CudaWorkspace,
+    scales: Scales | None,
 ) -> None:
     x, weight = readable(x), readable(weight)  # before the launch: copies may run out of memory
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(x, weight, routing[:10], *sizes, activation_id, out, symm_buffer, -1, 0)
+        options = (*sizes, activation_id, out, symm_buffer, -1, 0)
+        _kernel(x, weight, routing[:10], *options, **_scales.for_kernel(x, scales))
 
 
-def in_parts(x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None) -> torch.Tensor:
+def in_parts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    activation: str | None,
+    scales: Scales | None = None,
+) -> torch.Tensor:
     """All-gather, then a grouped GEMM; without synchronising with the GPU."""
     group = process_group(routing.group_name)
     limit = routing.max_tokens
-    gathered = x.new_empty(group.size() * limit, x.shape[1])
-    if gathered.shape[0]:
-        padded = x
-        if x.shape[0] < limit:
-            padded = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
-        if group.size() == 1:
-            gathered = padded
-        elif x.is_cuda:
-            gathered = gather.all_gather(padded, group=group)
-        else:
-            gather.unfused(padded, group, gathered)
     tokens = tokens_of_rows(routing) if limit else routing.rows
-    return grouped_gemm.grouped_gemm(gathered, weight, routing.offsets, rows=tokens, activation=activation)
+    how: dict[str, Any] = {"rows": tokens, "activation": activation}
+    if scales is not None:
+        of_rows = _gathered(_scales.of_elements(scales.x, x.shape[0]), limit, group)
+        how |= dict(zip(_scales.NAMES, scales._replace(x=of_rows), strict=True))
+    return grouped_gemm.grouped_gemm(_gathered(x, limit, group), weight, routing.offsets, **how)
+
+
+def _gathered(x: torch.Tensor, limit: int, group: ProcessGroup) -> torch.Tensor:
+    """The rows of all ranks, of each padded to `limit` rows."""
+    padded = x
+    if x.shape[0] < limit:
+        padded = x.new_zeros(limit, x.shape[1])
+        padded[: x.shape[0]] = x
+    if group.size() == 1 or limit == 0:
+        return padded
+    if x.is_cuda:
+        return gather.all_gather(padded, group=group)
+    gathered = x.new_empty(group.size() * limit, x.shape[1])
+    gather.unfused(padded, group, gathered)
+    return gathered
+
+
+def records_of(x: torch.Tensor, scales: Scales | None) -> Records | None:
+    """The form of rows with scales, if there are some."""
+    return None if scales is None else records.records_of(x.shape[1], x.dtype, scales.scaling(x.shape[1]))
+
+
+def packed(x: torch.Tensor, scales: Scales | None) -> torch.Tensor:
+    """The rows that are sent: x, or with scales both as bytes."""
+    form = records_of(x, scales)
+    return x if form is None or scales is None else form.pack(x, scales.x)
 
 
 class _Arrivals:
@@ -222,6 +284,7 @@ class _Arrivals:
         self._plan = plan
         self._layout = layout
         self._epoch = epoch
+        self._columns, self._dtype = x.shape[1], x.dtype
         self._order = _native.core.MoeSendOrder(layout)
         self._ends: list[int] = self._order.ends
         self._arrived = 0  # signals of each peer that have arrived
@@ -254,8 +317,8 @@ class _Arrivals:
             self._arrived = signal + 1
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:
-        """The slot of a source on an owner [max_tokens, k]."""
-        limit, k, dtype = self._layout.max_tokens, self._plan.k, self._plan.dtype
+        """The slot of a source on an owner [max_tokens, columns of x]."""
+        limit, k, dtype = self._layout.max_tokens, self._columns, self._dtype
         offset = self._layout.slot_index(source, owner) * limit * k * dtype.itemsize
         return self._workspace.slot(owner, self._epoch, offset, limit * k, dtype).view(limit, k)
 
@@ -270,6 +333,8 @@ class _Tiles:
         weight: torch.Tensor,
         activation: str | None,
         out: torch.Tensor,
+        scales: Scales | None,
+        records: Records | None,
     ) -> None:
         self._layout = layout
         self._offsets = routing.offsets.tolist()
@@ -278,7 +343,11 @@ class _Tiles:
         self._routing = routing  # keeps the schedule alive
         self._activation = activation
         self._out = out
-        self._weight = weight.to(wide_type(weight.dtype))
+        self._records = records
+        of_experts = [None if scales is None else scales.of_expert(e) for e in range(weight.shape[0])]
+        self._weights = [
+            WideWeight(mine, scale=scale) for mine, scale in zip(weight, of_experts, strict=True)
+        ]
 
     def compute(self, wait: Callable[[int, int], None], sources: dict[int, torch.Tensor]) -> None:
         """Computes all tiles. Calls wait(expert, step) before it reads an expert's rows up to that step."""
@@ -290,22 +359,26 @@ class _Tiles:
             slot_rows = self._rows[rows]
             last = int(slot_rows[-1])
             wait(expert, self._layout.step_of(last // limit))
-            tokens = torch.empty(len(slot_rows), self._weight.shape[2], dtype=self._weight.dtype)
+            tokens = sources[self._layout.rank].new_empty(len(slot_rows), sources[self._layout.rank].shape[1])
             for source, area in sources.items():
                 mine = slot_rows // limit == source
-                tokens[mine] = area[slot_rows[mine] % limit].to(tokens.dtype)
+                tokens[mine] = area[slot_rows[mine] % limit]
             here = slice(n_tile * BLOCK_N, min((n_tile + 1) * BLOCK_N, columns))
             self._out[rows, here] = grouped_gemm.activate(
-                tokens @ self._columns(expert, here).t(), self._activation
+                self._product(tokens, expert, here), self._activation
             )
 
-    def _columns(self, expert: int, columns: slice) -> torch.Tensor:
-        """The rows of the weight for some columns of the result; for swiglu twice as many."""
-        weight = self._weight[expert]
+    def _product(self, tokens: torch.Tensor, expert: int, columns: slice) -> torch.Tensor:
+        """The products for some columns of the result; for swiglu twice as many."""
+        scale = None
+        if self._records is not None:
+            tokens, scale = self._records.rows(tokens), self._records.scales(tokens)
+        weight = self._weights[expert]
+        products = weight.times(tokens, columns, scale)
         if self._activation != "swiglu":
-            return weight[columns]
+            return products
         up = slice(self._out.shape[1] + columns.start, self._out.shape[1] + columns.stop)
-        return torch.cat([weight[columns], weight[up]])
+        return torch.cat([products, weight.times(tokens, up, scale)], 1)
 
 
 for _device in ("CPU", "CUDA"):

@@ -22,6 +22,7 @@ from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
 from flux.ops._tensors import wide_type
 from flux.ops.all_gather import all_gather
+from flux.ops.autograd import no_scales, none_for_rest
 from flux.ops.grouped_gemm import grouped_gemm
 from flux.ops.wgrad import wgrad_accum
 
@@ -84,7 +85,8 @@ def weights_of_rows(routing: Routing, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, offsets, rows, ctx.activation = inputs
+    x, weight, offsets, rows, ctx.activation, scale_x, *_ = inputs
+    no_scales("grouped_gemm", scale_x)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.tokens = x.shape[0]
     # The product before the activation is not saved, but recomputed in the backward pass.
@@ -109,11 +111,12 @@ def _grouped_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_weight = None
     if needs_weight:
         grad_weight = expert_grads(grad, x if rows is None else x.index_select(0, rows), offsets)
-    return grad_x, grad_weight, None, None, None
+    return none_for_rest(ctx, grad_x, grad_weight)
 
 
 def _ag_scatter_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, routing, num_experts, ep_size, max_tokens, ctx.activation, group_name = inputs
+    x, weight, routing, num_experts, ep_size, max_tokens, ctx.activation, group_name, scale_x, *_ = inputs
+    no_scales("moe.ag_scatter_gemm", scale_x)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.sizes = (num_experts, ep_size, max_tokens, x.shape[0], group_name)
     again = ctx.activation is not None
@@ -128,7 +131,7 @@ def _ag_scatter_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     of_weights = expert_grads if needs_weight else None
     grads = layer0_grads(grad, x, weight, routing, ctx.activation, needs_x, of_weights)
-    return *grads, [None] * TENSORS, None, None, None, None, None
+    return none_for_rest(ctx, *grads, [None] * TENSORS)
 
 
 def layer0_grads(
@@ -158,7 +161,8 @@ def layer0_grads(
 
 
 def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, routing, *sizes = inputs
+    x, weight, routing, *sizes, scale_x, _, _, _ = inputs
+    no_scales("moe.gemm_gather_rs", scale_x)
     ctx.sizes = sizes
     # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
     needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -176,7 +180,7 @@ def _gemm_gather_rs_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grad_x, grad_weight, grad_scores = layer1_grads(
         grad, x, weight, routing, needs_x, needs_routing[-1], of_weights
     )
-    return grad_x, grad_weight, [*[None] * (TENSORS - 1), grad_scores], *[None] * 5
+    return none_for_rest(ctx, grad_x, grad_weight, [*[None] * (TENSORS - 1), grad_scores])
 
 
 def layer1_grads(

@@ -6,7 +6,7 @@ rows of the finished chunk are weighted, summed over the experts of a token, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -29,29 +29,45 @@ from flux.moe.routing import (
     plan_of,
     same_routing,
 )
-from flux.ops import _check, _gate, grouped_gemm
+from flux.ops import _check, _gate, _scales, grouped_gemm
 from flux.ops._library import dispatch, library
+from flux.ops._product import WideWeight
+from flux.ops._scales import Scales
 from flux.ops._tensors import readable, wide_type
 
 _OP = "moe.gemm_gather_rs"
 
 
-def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+def gemm_gather_rs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    *,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Literal["promoted", "fast"] = "promoted",
+) -> torch.Tensor:
     """Each token's rows · weight[e]ᵀ, times its routing weights, summed over its experts and over ranks; each
     rank gets its own tokens. A collective of the routing's group.
 
-    Products are accumulated in fp32 and rounded to x's dtype, the rows of a token summed in fp32. What ranks
-    send each other is rounded; the sum over ranks is taken in fp32, in rank order, and rounded once. Results
-    are bitwise repeatable.
+    Products are accumulated in fp32 and rounded to the result's dtype, the rows of a token summed in fp32.
+    What ranks send each other is rounded; the sum over ranks is taken in fp32, in rank order, and rounded
+    once. Results are bitwise repeatable.
 
     Args:
-        x: [rows, I], as flux.moe.ag_scatter_gemm returns it; bfloat16, float16, float32 or float64.
+        x: [rows, I], as flux.moe.ag_scatter_gemm returns it; bfloat16, float16, float32 or float64; with
+            scales fp8, as in flux.gemm.
         weight: [E / ep_size, N, I], the experts of this rank's slice, of each its part of the columns; dtype
-            and device of x.
+            and device of x, with scales float8_e4m3fn.
         routing: of flux.moe.route, the one that x was made with.
+        scale_x: of x: one entry, [rows, 1] or [rows, I / 128], as in flux.gemm.
+        scale_w: of the weights, as in flux.grouped_gemm: one entry, [E / ep_size], [E / ep_size, N], or with
+            block scales [E / ep_size, N / 128, I / 128].
+        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
 
     Returns:
-        [tokens, N] in x's dtype, a fresh tensor.
+        [tokens, N] in x's dtype, with scales in `out_dtype`, a fresh tensor.
 
     Raises:
         ValueError, CommTimeoutError, RuntimeError: as flux.moe.ag_scatter_gemm.
@@ -67,10 +83,15 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
         rows = ag_scatter_gemm(x, w1, routing, activation="swiglu")
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
-    direct = may_skip_layer_dispatch(x, weight, routing)
-    if not direct:
-        _gate.check(_OP, x=x, weight=weight)
+    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
+    if not direct or scaling:
+        of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+        _gate.check(_OP, x=x, weight=weight, **of_scales)
         check_routing(_OP, routing, x.device)
+    if scaling:
+        tensors = {"x": x, "weight": weight, "routing": routing.weights}
+        _scales.no_backward(_OP, **tensors, scale_x=scale_x, scale_w=scale_w)
     check_experts(_OP, routing, weight)
     if x.dim() == 2 and x.shape[0] != routing.rows.shape[0]:
         what = f"{routing.rows.shape[0]} rows, as ag_scatter_gemm returns them"
@@ -78,7 +99,7 @@ def gemm_gather_rs(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> t
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
     fn = _eager if direct else _op
     arguments = (x, weight, routing[:11], *sizes, routing.group_name)
-    return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments))
+    return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments, None, scaling))
 
 
 def _fake(
@@ -90,8 +111,11 @@ def _fake(
     max_tokens: int,
     num_tokens: int,
     group_name: str,
+    *scaling: Any,
 ) -> torch.Tensor:
-    return x.new_empty(num_tokens, grouped_gemm.expert_weight(_OP, x, weight, None))
+    scales = _scales.given(_OP, *scaling)
+    columns = grouped_gemm.expert_weight(_OP, x, weight, None, scales)
+    return x.new_empty(num_tokens, columns, dtype=_scales.result_dtype(x, scales))
 
 
 def _eager(
@@ -103,84 +127,106 @@ def _eager(
     max_tokens: int,
     num_tokens: int,
     group_name: str,
+    *scaling: Any,
 ) -> torch.Tensor:
-    grouped_gemm.expert_weight(_OP, x, weight, None)
+    scales = _scales.given(_OP, *scaling)
+    grouped_gemm.expert_weight(_OP, x, weight, None, scales)
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     group = process_group(group_name)
     if group.size() == 1:
-        return in_parts(x, weight, told)
-    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, group)
+        return in_parts(x, weight, told, scales)
+    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, group, scales)
 
 
 def _among_ranks(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, group: ProcessGroup
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    group: ProcessGroup,
+    scales: Scales | None,
 ) -> torch.Tensor:
     n = weight.shape[1]
     workspace = registry.get(group, x.device, _OP)
     if isinstance(workspace, NodesWorkspace):
-        return _on_nodes(x, weight, routing, workspace)
+        return _on_nodes(x, weight, routing, workspace, scales)
     layout = layout_of(routing[:11], routing.num_experts, routing.ep_size, routing.max_tokens, group)
-    plan = plan_of(workspace, _OP, weight, routing)
+    plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
     with workspace.calling(plan, same_routing(routing)) as epoch:
         if not plan.fused:
-            return in_parts(x, weight, routing)
+            return in_parts(x, weight, routing, scales)
         if isinstance(workspace, CudaWorkspace):
-            return launch(x, weight, routing, plan, workspace)
-        out = x.new_empty(routing.num_tokens, n)
-        _Exchange(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, x, weight, out).run()
+            return launch(x, weight, routing, plan, workspace, scales)
+        out = x.new_empty(routing.num_tokens, n, dtype=plan.result_dtype)
+        shared = cast(CpuWorkspace, workspace)
+        _Exchange(shared, plan, layout, routing, epoch, x, weight, out, scales).run()
         return out
 
 
 def _on_nodes(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, workspace: NodesWorkspace
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    workspace: NodesWorkspace,
+    scales: Scales | None,
 ) -> torch.Tensor:
     """The layer on several nodes: inside each, then sums of nodes cross to the tokens' owners."""
-    plan = plan_of(workspace, _OP, weight, routing)
+    plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
     with workspace.calling(plan, same_routing(routing)):
         if not two_level.serves(workspace, routing.ep_size):
-            return in_parts(x, weight, routing)
+            return in_parts(x, weight, routing, scales)
         sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
         of = two_level.OfGroup(workspace, routing[:11], sizes)
-        if not two_level.runs_fused(workspace, _OP, weight, of):
-            return two_level.mark_lost(of, in_parts(x, weight, routing))
+        if not two_level.runs_fused(workspace, _OP, weight, of, plan):
+            return two_level.mark_lost(of, in_parts(x, weight, routing, scales))
         workspace.inside("the layer inside the node")
-        made = _eager(x, weight, *of.arguments, of.crowd.size, of.name)
+        made = _eager(x, weight, *of.arguments, of.crowd.size, of.name, *(scales or ()))
         return two_level.bring_sums(workspace, of, made, routing.num_tokens)
 
 
 def launch(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, plan: MoePlan, workspace: CudaWorkspace
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    plan: MoePlan,
+    workspace: CudaWorkspace,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Launches the kernel."""
-    rows, n = x.shape[0], weight.shape[1]
+    rows, n, dtype = x.shape[0], weight.shape[1], plan.result_dtype
     # Allocations may run out of memory, so they come before the call is opened.
     x, weight, products, out = (
         readable(x),
         readable(weight),
-        x.new_empty(rows, n),
-        x.new_empty(routing.num_tokens, n),
+        x.new_empty(rows, n, dtype=dtype),
+        x.new_empty(routing.num_tokens, n, dtype=dtype),
     )
     arguments = (x, weight, routing[:10], routing[10], routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(*arguments, symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
+        options = (symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
+        _kernel(*arguments, *options, **_scales.for_kernel(x, scales))
     return out
 
 
-def in_parts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+def in_parts(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, scales: Scales | None = None
+) -> torch.Tensor:
     """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU."""
-    group = process_group(routing.group_name)
+    group, dtype = process_group(routing.group_name), _scales.result_dtype(x, scales)
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:
-        return x.new_zeros(routing.num_tokens, n)
-    product = grouped_gemm.grouped_gemm(x, weight, routing.offsets)
+        return x.new_zeros(routing.num_tokens, n, dtype=dtype)
+    how: dict[str, Any] = {} if scales is None else dict(zip(_scales.NAMES, scales, strict=True))
+    product = grouped_gemm.grouped_gemm(x, weight, routing.offsets, **how)
     partial = weighted_sum(product, routing.positions, routing.weights)
     if group.size() == 1:
-        return partial[0, : routing.num_tokens].to(x.dtype, copy=True)
+        return partial[0, : routing.num_tokens].to(dtype, copy=True)
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
-    partial = partial.to(x.dtype) if x.is_cuda else partial
+    partial = partial.to(dtype) if x.is_cuda else partial
     total = partial.new_empty(limit, n)
     reduce_scatter()(total, partial.view(-1, n), group=group)
-    return total[: routing.num_tokens].to(x.dtype, copy=True)
+    return total[: routing.num_tokens].to(dtype, copy=True)
 
 
 class _Exchange:
@@ -196,6 +242,7 @@ class _Exchange:
         x: torch.Tensor,
         weight: torch.Tensor,
         out: torch.Tensor,
+        scales: Scales | None,
     ) -> None:
         self._workspace = workspace
         self._plan = plan
@@ -203,9 +250,14 @@ class _Exchange:
         self._routing = routing
         self._epoch = epoch
         self._x = x
-        self._weight = weight.to(wide_type(weight.dtype))
+        self._scales = scales
+        of_experts = [None if scales is None else scales.of_expert(e) for e in range(weight.shape[0])]
+        self._weights = [
+            WideWeight(mine, scale=scale) for mine, scale in zip(weight, of_experts, strict=True)
+        ]
+        self._wide = wide_type(weight.dtype)
         self._out = out
-        self._products = x.new_zeros(layout.max_rows, plan.n)
+        self._products = x.new_zeros(layout.max_rows, plan.n, dtype=plan.result_dtype)
         self._received = routing.received.tolist()
         self._offsets = routing.offsets.tolist()
         self._block_rows: int = layout.block_rows(layout.max_tokens)
@@ -237,7 +289,8 @@ class _Exchange:
             begin = self._offsets[expert] + m_tile * BLOCK_M
             rows = slice(begin, min(begin + BLOCK_M, self._offsets[expert + 1]))
             columns = slice((first + n_tile) * BLOCK_N, (first + n_tile + 1) * BLOCK_N)
-            tile = self._x[rows].to(self._weight.dtype) @ self._weight[expert, columns].t()
+            scale = None if self._scales is None else self._scales.x_of(rows)
+            tile = self._weights[expert].times(self._x[rows], columns, scale)
             self._products[rows, columns] = tile.to(self._products.dtype)
 
     def _partial(self, source: int, tokens: torch.Tensor, columns: slice) -> torch.Tensor:
@@ -258,7 +311,7 @@ class _Exchange:
             tokens = self._routing.incoming[peer, rows].long().clamp(min=0)
             columns = self._columns(chunk)
             self._slot(peer, layout.rank)[rows, columns] = self._partial(peer, tokens, columns).to(
-                self._plan.dtype
+                self._plan.result_dtype
             )
         signal = chunk * self._blocks + block
         self._workspace.signal(peer, layout.slot_index(layout.rank, peer), signal, self._epoch)
@@ -270,7 +323,7 @@ class _Exchange:
         tokens = torch.arange(len(self._out))[block * self._block_rows : (block + 1) * self._block_rows]
         if block > 0 and len(tokens) == 0:
             return
-        total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=self._weight.dtype)
+        total = torch.zeros(len(tokens), columns.stop - columns.start, dtype=self._wide)
         for source in range(layout.world_size):
             if source == rank:
                 total += self._partial(rank, tokens, columns)
@@ -290,7 +343,7 @@ class _Exchange:
 
     def _slot(self, owner: int, source: int) -> torch.Tensor:
         """The slot of a source on an owner [max_tokens, n]."""
-        limit, n, dtype = self._layout.max_tokens, self._plan.n, self._plan.dtype
+        limit, n, dtype = self._layout.max_tokens, self._plan.n, self._plan.result_dtype
         offset = self._layout.slot_index(source, owner) * limit * n * dtype.itemsize
         return self._workspace.slot(owner, self._epoch, offset, limit * n, dtype).view(limit, n)
 

@@ -8,6 +8,7 @@ import torch
 
 from flux import _native
 from flux.comm.workspace import Workspace, round_up
+from flux.ops._records import records_of
 from flux.ops._scales import Scaling
 from flux.ops.plan import can_run_fused, problem_of
 from flux.tuning.facts import Tuning, choose
@@ -60,6 +61,11 @@ class MoePlan:
     tile: int = 0
     communication_ctas: int = 0
 
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """As in flux.Plan."""
+        return self.dtype if self.scaling is None else self.scaling.out_dtype
+
 
 def plan_layer(
     workspace: Workspace,
@@ -71,9 +77,10 @@ def plan_layer(
     top_k: int,
     ep_size: int,
     experts: int,
+    scaling: Scaling | None = None,
 ) -> MoePlan:
     """The plan of layer 0 or 1 on a workspace, made once for each problem."""
-    key = (op, max_tokens, n, k, dtype, top_k, ep_size, experts)
+    key = (op, max_tokens, n, k, dtype, top_k, ep_size, experts, scaling)
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = _make_plan(workspace, *key)
@@ -91,23 +98,30 @@ def _make_plan(
     top_k: int,
     ep_size: int,
     experts: int,
+    scaling: Scaling | None,
 ) -> MoePlan:
     p = workspace.world_size
     m = p * max_tokens
     device = workspace.device.type
-    fused, reason = can_run_fused(op, problem_of(workspace, m, n, k, dtype))
+    problem = problem_of(workspace, m, n, k, dtype, scaling=scaling)
+    fused, reason = can_run_fused(op, problem)
+    itemsize = problem.result_dtype.itemsize
     if fused and workspace.topology is not None:
         fused, reason = False, "slices of experts span nodes: ep_size is no multiple of their number"
     named = facts_op(op, experts * ep_size, top_k, ep_size)
+    if scaling is not None:
+        named += f", {scaling.kind} scales"
     if fused and (found := choose_parts(workspace.tuning, named, p, dtype.itemsize, m, n, k)):
         fused, reason = False, found
     facts = (op, m, n, k, dtype, p, ep_size, fused, reason)
     if not fused:
-        return MoePlan(*facts)
+        return MoePlan(*facts, scaling=scaling)
     core, tile, ctas = _native.core, 0, 0
     if op == "moe.ag_scatter_gemm":
         chunks: tuple[tuple[int, int], ...] = ((0, -(-n // BLOCK_N)),)
         columns = k  # columns of the rows that ranks exchange
+        if scaling is not None:
+            columns, itemsize = records_of(k, dtype, scaling).row_bytes, 1
         layout = core.MoeLayout(p, 0, ep_size, experts * ep_size, top_k, max_tokens)
         signals = core.MoeSendOrder(layout).signals
     else:
@@ -126,7 +140,8 @@ def _make_plan(
     return MoePlan(
         *facts,
         signal_bytes=round_up(4 * (p - 1) * signals),
-        slot_bytes=round_up(slots.slot_bytes * dtype.itemsize // 2),  # `slots` counts in 2-byte elements
+        slot_bytes=round_up(slots.slot_bytes * itemsize // 2),  # `slots` counts in 2-byte elements
+        scaling=scaling,
         chunks=chunks,
         tile=tile,
         communication_ctas=ctas,

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from flux import _native
 from flux.comm.group import process_group
-from flux.ops._tensors import wide_type
-from flux.ops.grouped_gemm import activate
+from flux.ops import _scales
+from flux.ops._tensors import taken, wide_type
+from flux.ops.grouped_gemm import activate, expert_product
 
 __all__ = ["moe_mlp"]
 
@@ -154,40 +155,57 @@ def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
     return slot_rows // limit * limit + tokens
 
 
-def ag_scatter_gemm(x: Tensor, weight: Tensor, routing: Any, activation: str | None = None) -> Tensor:
-    """flux.moe.ag_scatter_gemm by torch; rows after the last are zero."""
-    group = process_group(routing.group_name)
-    p, limit = group.size(), routing.max_tokens
-    padded = x.new_zeros(limit, x.shape[1])
-    padded[: x.shape[0]] = x
-    gathered = [torch.empty_like(padded) for _ in range(p)]
-    dist.all_gather(gathered, padded, group=group)
-    everybody = torch.cat(gathered).to(wide_type(x.dtype))
+def ag_scatter_gemm(
+    x: Tensor, weight: Tensor, routing: Any, activation: str | None = None, *scaling: Any
+) -> Tensor:
+    """flux.moe.ag_scatter_gemm by torch; rows after the last are zero. scaling: as in ops.gemm.reference."""
+    group, scales = process_group(routing.group_name), _scales.given("moe.ag_scatter_gemm", *scaling)
+    everybody = _of_all_ranks(x, routing.max_tokens, group)
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
+        of_rows = _of_all_ranks(_scales.of_elements(scales.x, x.shape[0]), routing.max_tokens, group)
+        scales = scales._replace(x=of_rows)
     bounds = routing.offsets.tolist()
     columns = weight.shape[1] // 2 if activation == "swiglu" else weight.shape[1]
-    out = x.new_zeros(routing.rows.shape[0], columns)
-    tokens = tokens_of_rows(routing.rows, routing.incoming) if limit else routing.rows
+    out = x.new_zeros(routing.rows.shape[0], columns, dtype=_scales.result_dtype(x, scales))
+    tokens = tokens_of_rows(routing.rows, routing.incoming) if routing.max_tokens else routing.rows
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        product = everybody[tokens[first:last]] @ weight[expert].to(everybody.dtype).t()
+        mine = tokens[first:last].long()
+        product = expert_product(taken(everybody, mine), weight[expert], expert, scales, mine)
         out[first:last] = activate(product, activation)
     return out
 
 
-def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any) -> Tensor:
-    """flux.moe.gemm_gather_rs by torch: fp32 sums of fp32 products, in rank order, rounded once."""
-    group = process_group(routing.group_name)
+def _of_all_ranks(x: Tensor, limit: int, group: Any) -> Tensor:
+    """The rows of all ranks, of each padded to `limit`."""
+    padded = x.new_zeros(limit, x.shape[1])
+    padded[: x.shape[0]] = x
+    plain = padded.view(torch.uint8) if x.dtype.itemsize == 1 else padded
+    gathered = [torch.empty_like(plain) for _ in range(group.size())]
+    dist.all_gather(gathered, plain, group=group)
+    return torch.cat(gathered).view(x.dtype)
+
+
+def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Tensor:
+    """flux.moe.gemm_gather_rs by torch: fp32 sums of fp32 products, in rank order, rounded once. scaling: as
+    in ops.gemm.reference.
+    """
+    group, scales = process_group(routing.group_name), _scales.given("moe.gemm_gather_rs", *scaling)
     limit, wide = routing.max_tokens, wide_type(x.dtype)
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
     bounds = routing.offsets.tolist()
     product = torch.zeros(x.shape[0], weight.shape[1], dtype=wide, device=x.device)
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        product[first:last] = x[first:last].to(wide) @ weight[expert].to(wide).t()
+        mine = slice(first, last)
+        product[mine] = expert_product(x[mine], weight[expert], expert, scales, mine)
     partial = weighted_sum(product, routing.positions, routing.weights)
     everybody = [torch.empty_like(partial) for _ in range(group.size())]
     dist.all_gather(everybody, partial, group=group)
     total = torch.zeros_like(partial[group.rank()])
     for other in everybody:
         total += other[group.rank()]
-    return total[: min(limit, routing.num_tokens)].to(x.dtype)
+    return total[: min(limit, routing.num_tokens)].to(_scales.result_dtype(x, scales))
 
 
 def weighted_sum(product: Tensor, positions: Tensor, weights: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from flux.moe.plan import BLOCK_M, MoePlan, plan_layer
 from flux.ops import _arguments, _check, _gate
 from flux.ops import all_gather as gather
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
+from flux.ops._scales import Scales
 from flux.ops.plan import problem_of
 from flux.ops.plan_gemm import plan_all_gather
 
@@ -165,11 +166,19 @@ def layout_of(
     return make_layout(group, num_experts, ep_size, routing[_POSITIONS].shape[2], max_tokens)
 
 
-def plan_of(workspace: Workspace, op: str, weight: torch.Tensor, routing: Routing) -> MoePlan:
-    """The plan of a layer with a weight [experts, n, k]."""
+def plan_of(
+    workspace: Workspace,
+    op: str,
+    weight: torch.Tensor,
+    routing: Routing,
+    x_dtype: torch.dtype | None = None,
+    scales: Scales | None = None,
+) -> MoePlan:
+    """The plan of a layer with a weight [experts, n, k]. x_dtype: None: the weight's."""
     experts, n, k = weight.shape
-    top_k = routing.positions.shape[2]
-    return plan_layer(workspace, op, routing.max_tokens, n, k, weight.dtype, top_k, routing.ep_size, experts)
+    top_k, limit, dtype = routing.positions.shape[2], routing.max_tokens, x_dtype or weight.dtype
+    scaling = None if scales is None else scales.scaling(k)
+    return plan_layer(workspace, op, limit, n, k, dtype, top_k, routing.ep_size, experts, scaling)
 
 
 def same_routing(routing: Routing) -> Same:
@@ -180,11 +189,13 @@ def same_routing(routing: Routing) -> Same:
     return {"experts": routing.num_experts, "top_k": top_k, "routing weights": routing.weights}
 
 
-def may_skip_layer_dispatch(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> bool:
+def may_skip_layer_dispatch(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, *scales: torch.Tensor | None
+) -> bool:
     """Whether a layer may bypass torch's dispatcher: see flux.ops._library.may_skip_dispatch."""
     return (
         isinstance(routing, Routing)
-        and may_skip_dispatch(x, weight, routing.rows, routing.weights)
+        and may_skip_dispatch(x, weight, routing.rows, routing.weights, *scales)
         and not needs_grad(x, weight, routing.weights)
     )
 

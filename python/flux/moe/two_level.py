@@ -391,14 +391,17 @@ def check_max_node_tokens(value: int | None, limit: int) -> int | None:
     return value
 
 
-def runs_fused(workspace: NodesWorkspace, op: str, weight: Tensor, of: OfGroup) -> bool:
-    """Whether a node's ranks run a layer with a weight [experts, n, k] fused; if not, nobody does."""
+def runs_fused(workspace: NodesWorkspace, op: str, weight: Tensor, of: OfGroup, whole: MoePlan) -> bool:
+    """Whether a node's ranks run a layer with a weight [experts, n, k] fused; if not, nobody does. whole: the
+    plan of the whole group.
+    """
     if workspace.inner is None:
         return True
     tensors, num_experts, ep_size, size = of.arguments
     experts, n, k = weight.shape
     top_k = tensors[3].shape[-1]
-    plan: MoePlan = plan_layer(workspace.inner, op, size, n, k, weight.dtype, top_k, ep_size, experts)
+    sizes = (size, n, k, whole.dtype, top_k, ep_size, experts, whole.scaling)
+    plan: MoePlan = plan_layer(workspace.inner, op, *sizes)
     return plan.fused
 
 

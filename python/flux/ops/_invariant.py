@@ -25,13 +25,14 @@ def select(op: str, problem: PlanInput) -> Any:
     """The tile shape and raster of a GEMM: the cost model's choice, or one tile shape for any m."""
     core, config = _native.core, -1
     shape, transposed, sms = (problem.m, problem.n, problem.k), problem.transpose_weight, problem.sms
-    ranks = {"world_size": problem.world_size} if op in ("gemm_rs", "ag_gemm") else {}
+    how: dict[str, Any] = {"world_size": problem.world_size} if op in ("gemm_rs", "ag_gemm") else {}
+    how |= problem.operands
     if active():
         typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
-        tile = typical(_TYPICAL_ROWS, *shape[1:], transposed, _TYPICAL_RANKS, sms).config
+        tile = typical(_TYPICAL_ROWS, *shape[1:], transposed, _TYPICAL_RANKS, sms, **problem.operands).config
         config = tile | _NO_CLUSTER
     choose = getattr(core, f"select_{op}")
-    return choose(*shape, transposed, num_sms=sms, config=config, **ranks)
+    return choose(*shape, transposed, num_sms=sms, config=config, **how)
 
 
 def require(plan: Plan) -> None:

@@ -71,7 +71,8 @@ library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) 
 
 # Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
 library.define(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, str? activation) -> Tensor",
+    f"grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, str? activation, {_SCALES}) "
+    "-> Tensor",
     tags=_TAGS,
 )
 library.define(
@@ -87,8 +88,10 @@ library.define(
 # Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
 library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
 _MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
-library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
+library.define(
+    f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name, {_SCALES}) -> Tensor", tags=_TAGS
+)
+library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
 
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
 # the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the

@@ -189,6 +189,14 @@ class PlanInput:
         return self.dtype if self.scaling is None else self.scaling.out_dtype
 
     @property
+    def operands(self) -> dict[str, Any]:
+        """What the cost model is told of fp8 operands."""
+        if self.scaling is None:
+            return {}
+        fast = self.scaling.stays_in_tensor_cores(self.dtype)
+        return {"operand_bytes": 1, "block_scales": self.scaling.kind == "block", "fast": fast}
+
+    @property
     def on_gpu(self) -> bool:
         return self.device_type == "cuda"
 

@@ -17,6 +17,7 @@ from flux.ops._fail import fail
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128  # of K, and of the columns of a weight
+NAMES = ("scale_x", "scale_w", "out_dtype", "accumulate")  # of arguments, in the order of Scales
 _SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
 _COLUMN_ALIGNMENT = 4  # fp32 entries of 16 bytes, which TMA loads
 
@@ -39,6 +40,10 @@ class Scaling(NamedTuple):
     def __str__(self) -> str:
         fast = ", fast accumulation" if self.fast else ""
         return f"{self.kind} scales, result {str(self.out_dtype).removeprefix('torch.')}{fast}"
+
+    def stays_in_tensor_cores(self, x_dtype: torch.dtype) -> bool:
+        """Whether kernels do not promote partial sums. There are fast tiles for e4m3 only."""
+        return self.fast and x_dtype == torch.float8_e4m3fn
 
     def columns(self, k: int) -> int:
         """Scales of a row of x with k elements."""
@@ -73,15 +78,14 @@ class Scales(NamedTuple):
 
     def check(self, op: str, x: Tensor, weight: Tensor, transpose_weight: bool, which: str = "") -> None:
         """Checks fp8 operands x [..., k] and weight [n, k] (or [k, n]) that fit, and their scales."""
-        if x.dtype not in FP8:
-            fail(op, "x", "dtype float8_e4m3fn or float8_e5m2 with scales", x.dtype)
-        if weight.dtype != torch.float8_e4m3fn:
-            fail(op, "weight" + which, "dtype float8_e4m3fn with scales", weight.dtype)
         n, k = weight.shape[::-1] if transpose_weight else weight.shape
-        check_how(op, self.out_dtype, self.accumulate)
-        by_block = check_of_rows(op, self.x, x, self.accumulate)
-        check_k_major(op, weight, transpose_weight, which)
-        _check_type(op, "scale_w" + which, self.w, x)
+        by_block = self._check_operands(op, x, weight, which)
+        strides = weight.stride()[::-1] if transpose_weight else weight.stride()
+        if strides[-1] != 1 and k > 1 and weight.numel() > 0:
+            expected = "[n, k] with stride(1) == 1, or [k, n] with transpose_weight=True and stride(0) == 1"
+            fail(
+                op, "weight" + which, expected, f"shape {list(weight.shape)}, strides {list(weight.stride())}"
+            )
         blocks, shape = [-(-n // BLOCK), -(-k // BLOCK)], list(self.w.shape)
         if transpose_weight:
             blocks.reverse()
@@ -95,7 +99,34 @@ class Scales(NamedTuple):
             )
             fail(op, "scale_w" + which, expected, f"shape {shape}")
 
-    def canonical(self, n: int, k: int, transpose_weight: bool) -> Scales:
+    def check_experts(self, op: str, x: Tensor, weight: Tensor) -> None:
+        """As check, of rows x [m, k] and weights [experts, n, k]."""
+        experts, n, k = weight.shape
+        by_block = self._check_operands(op, x, weight)
+        if weight.stride(2) != 1 and k > 1 and weight.numel() > 0:
+            fail(op, "weight", "[experts, n, k] with stride(2) == 1", f"strides {list(weight.stride())}")
+        blocks, shape = [experts, -(-n // BLOCK), -(-k // BLOCK)], list(self.w.shape)
+        if shape == blocks and (by_block or -(-k // BLOCK) == 1):
+            return
+        if by_block:
+            fail(op, "scale_w", f"shape {blocks}, one entry for each 128 by 128 block", shape)
+        known = ([experts], [experts, 1], [experts, 1, 1], [experts, n], [experts, 1, n], [experts, n, 1])
+        if self.w.numel() != 1 and shape not in known:
+            expected = f"one entry, [{experts}], [{experts}, {n}], or with block scales {blocks}"
+            fail(op, "scale_w", expected, f"shape {shape}")
+
+    def _check_operands(self, op: str, x: Tensor, weight: Tensor, which: str = "") -> bool:
+        """Checks types, options and scale_x; returns whether scales are those of blocks."""
+        if x.dtype not in FP8:
+            fail(op, "x", "dtype float8_e4m3fn or float8_e5m2 with scales", x.dtype)
+        if weight.dtype != torch.float8_e4m3fn:
+            fail(op, "weight" + which, "dtype float8_e4m3fn with scales", weight.dtype)
+        check_how(op, self.out_dtype, self.accumulate)
+        by_block = check_of_rows(op, self.x, x, self.accumulate)
+        _check_type(op, "scale_w" + which, self.w, x)
+        return by_block
+
+    def canonical(self, n: int, k: int, transpose_weight: bool = False) -> Scales:
         """The same scales in the kernels' layout, for x [m, k] and a weight [n, k]. Copies what is laid out
         otherwise.
         """
@@ -106,6 +137,31 @@ class Scales(NamedTuple):
         if w.shape[0] not in (1, n):  # blocks of 128 columns, of a weight that has one block of K
             w = w.repeat_interleave(BLOCK)[:n]
         return self._replace(x=_fp32(self.x).reshape(-1).contiguous(), w=w.contiguous())
+
+    def canonical_experts(self, experts: int, n: int, k: int) -> Scales:
+        """As canonical, of weights [experts, n, k]: w is [experts], [experts, n], or for blocks [experts,
+        blocks of N, blocks of K].
+        """
+        w = _fp32(self.w)
+        if is_by_block(self.x, k):
+            return self._replace(x=column_major(self.x), w=w.contiguous())
+        if w.numel() == 1:
+            w = w.reshape(1).expand(experts)
+        elif w.numel() == experts:
+            w = w.reshape(experts)
+        elif w.numel() == experts * n:
+            w = w.reshape(experts, n)
+        else:
+            w = w.reshape(experts, -1).repeat_interleave(BLOCK, 1)[:, :n]
+        return self._replace(x=_fp32(self.x).reshape(-1).contiguous(), w=w.contiguous())
+
+    def of_expert(self, expert: int) -> Tensor:
+        """The canonical scales of one expert's weight, from those of all."""
+        return self.w[expert : expert + 1] if self.w.dim() == 1 else self.w[expert]
+
+    def x_of(self, rows: slice | Tensor) -> Tensor:
+        """The canonical scales of some rows of x, from those of all."""
+        return self.x if self.x.dim() == 1 and self.x.shape[0] == 1 else self.x[rows]
 
 
 def check_how(op: str, out_dtype: torch.dtype, accumulate: str) -> None:
@@ -136,15 +192,6 @@ def check_of_rows(op: str, scale: Tensor, x: Tensor, accumulate: str = "promoted
     return False
 
 
-def check_k_major(op: str, weight: Tensor, transpose_weight: bool, which: str = "") -> None:
-    """Checks that the k of an fp8 weight lies in one piece: tensor cores read no other layout."""
-    n_stride, k_stride = weight.stride()[::-1] if transpose_weight else weight.stride()
-    k = weight.shape[0] if transpose_weight else weight.shape[1]
-    if k_stride != 1 and k > 1 and weight.numel() > 0:
-        expected = "[n, k] with stride(1) == 1, or [k, n] with transpose_weight=True and stride(0) == 1"
-        fail(op, "weight" + which, expected, f"shape {list(weight.shape)}, strides {list(weight.stride())}")
-
-
 def _check_type(op: str, name: str, scale: Tensor, x: Tensor) -> None:
     if scale.dtype not in _SCALE_TYPES:
         fail(op, name, "dtype float32 or float8_e8m0fnu", scale.dtype)
@@ -154,7 +201,7 @@ def _check_type(op: str, name: str, scale: Tensor, x: Tensor) -> None:
 
 def named(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any) -> dict[str, Any]:
     """Arguments of a public function by name, for the check of their types."""
-    return {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype, "accumulate": accumulate}
+    return dict(zip(NAMES, (scale_x, scale_w, out_dtype, accumulate), strict=True))
 
 
 def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
@@ -209,11 +256,12 @@ def canonical(
     return weight.t() if transpose_weight else weight, False, scales
 
 
-def for_kernel(scales: Scales | None) -> dict[str, Any]:
+def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     """What a kernel gets besides the operands, from canonical scales."""
     if scales is None:
         return {}
-    return {"scale_x": scales.x, "scale_w": scales.w, "fast": scales.accumulate == "fast"}
+    fast = scales.accumulate == "fast" and x.dtype == torch.float8_e4m3fn  # as the plan's
+    return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 
 def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:

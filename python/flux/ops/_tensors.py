@@ -37,6 +37,13 @@ def readable_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else readable(tensor)
 
 
+def taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of x. torch has no index_select of fp8 types."""
+    if x.dtype.itemsize > 1:
+        return x.index_select(0, rows)
+    return x.view(torch.uint8).index_select(0, rows).view(x.dtype)
+
+
 def writable(out: torch.Tensor) -> torch.Tensor:
     """The contiguous tensor itself if kernels can write it in place, else a new one to copy from."""
     return out if out.data_ptr() % 16 == 0 else torch.empty_like(out)

@@ -59,9 +59,11 @@ def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """all_gather with torch only."""
     pg = resolve_group(group, "all_gather")
     _check.all_gather_args("all_gather", x, pg.size())
-    gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(pg.size())]
-    dist.all_gather(gathered, x.contiguous(), group=pg)
-    return torch.cat(gathered)
+    x = x.contiguous()
+    plain = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+    gathered = [torch.empty_like(plain) for _ in range(pg.size())]
+    dist.all_gather(gathered, plain, group=pg)
+    return torch.cat(gathered).view(x.dtype)
 
 
 def _fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -128,8 +130,12 @@ def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     """out = the rows of all ranks, with torch."""
-    if out.numel() > 0:
-        torch_all_gather()(out, x.contiguous(), group=group)
+    if out.numel() == 0:
+        return
+    x = x.contiguous()
+    if x.dtype.itemsize == 1:  # not all backends know fp8
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    torch_all_gather()(out, x, group=group)
 
 
 def torch_all_gather() -> Callable[..., object]:

@@ -224,7 +224,7 @@ def launch(
         transpose_weight,
         plan.choice,
         _sms(x.device) - _left_free if _left_free else 0,
-        **_scales.for_kernel(scales),
+        **_scales.for_kernel(x, scales),
     )
     if target is not out2:
         out2.copy_(target)

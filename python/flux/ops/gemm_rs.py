@@ -308,7 +308,7 @@ def fused_cuda(
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
     with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (symm_buffer, epoch):
         options = (symm_buffer, plan.choice, plan.num_sms, epoch, plan.chunks, staging, plan.batch_invariant)
-        _kernel(*operands, *options, **_scales.for_kernel(scales))
+        _kernel(*operands, *options, **_scales.for_kernel(x, scales))
     if target is not out:
         out.copy_(target)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from flux import _native
 from flux._log import say_once
 from flux.comm import cuda
-from flux.ops import _check, _gate, _invariant
+from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library
-from flux.ops._tensors import readable, wide_type
+from flux.ops._product import WideWeight
+from flux.ops._scales import Scales
+from flux.ops._tensors import readable, taken
+from flux.ops.plan import PlanInput, can_run_fused
+from flux.ops.quantize import dequantized
 
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/sm90_grouped_gemm.cuh
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -24,6 +28,10 @@ def grouped_gemm(
     *,
     rows: torch.Tensor | None = None,
     activation: str | None = None,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Literal["promoted", "fast"] = "promoted",
 ) -> torch.Tensor:
     """activation(x[rows] · weight[e]ᵀ) for the rows of each expert e, accumulated in fp32 and rounded once.
 
@@ -31,22 +39,26 @@ def grouped_gemm(
     torch has no grouped GEMM for.
 
     Args:
-        x: [M, K], bfloat16, float16, float32 or float64.
-        weight: [E, N, K], each expert's as in nn.Linear; dtype and device of x.
+        x: [M, K], bfloat16, float16, float32 or float64; with scales fp8, as in flux.gemm.
+        weight: [E, N, K], each expert's as in nn.Linear; dtype and device of x. With scales float8_e4m3fn,
+            K in one piece.
         offsets: int32 [E + 1]. Rows offsets[e] to offsets[e + 1] are expert e's; the first entry is 0, none
             is smaller than the one before, and the last is at most R. Checked on CPUs only.
         rows: int32 or int64 [R]: result row i is made of x[rows[i]]. None: of x[i]. Checked on CPUs only, for
             the rows of experts.
         activation: "silu", "gelu" (the exact one), "swiglu" (silu of the first N/2 columns times the last
             N/2), or None.
+        scale_x: of x: one entry, [M, 1], or [M, K / 128], as in flux.gemm.
+        scale_w: of the weights: one entry, [E], [E, N], or with block scales [E, N / 128, K / 128].
+        out_dtype, accumulate: as in flux.gemm.
 
     Returns:
-        [R, N] (without `rows` [M, N]; for "swiglu" N/2 columns) in x's dtype, a fresh tensor. What its rows
-        from offsets[E] on hold is not specified.
+        [R, N] (without `rows` [M, N]; for "swiglu" N/2 columns) in x's dtype, with scales in `out_dtype`, a
+        fresh tensor. What its rows from offsets[E] on hold is not specified.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: an argument does not fit.
+        ValueError: an argument does not fit, or needs a gradient in a call with scales.
 
     Example::
 
@@ -55,8 +67,13 @@ def grouped_gemm(
         out = flux.grouped_gemm(x, weight, offsets, activation="silu")
         assert out.shape == (6, 32)
     """
-    _gate.check("grouped_gemm", x=x, weight=weight, offsets=offsets, rows=rows, activation=activation)
-    result: torch.Tensor = _op(x, weight, offsets, rows, activation)
+    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+    others = {"offsets": offsets, "rows": rows, "activation": activation}
+    _gate.check("grouped_gemm", x=x, weight=weight, **others, **of_scales)
+    if scaling:
+        _scales.no_backward("grouped_gemm", x=x, weight=weight, scale_x=scale_x, scale_w=scale_w)
+    result: torch.Tensor = _op(x, weight, offsets, rows, activation, *scaling)
     return result
 
 
@@ -66,18 +83,38 @@ def reference(
     offsets: torch.Tensor,
     rows: torch.Tensor | None = None,
     activation: str | None = None,
+    *scaling: Any,
 ) -> torch.Tensor:
     """grouped_gemm with torch only, expert by expert; rows without an expert are zero. Reads the offsets on
-    the host.
+    the host. scaling: as in gemm.reference.
     """
-    shape = _checked(x, weight, offsets, rows, activation)
-    wide = wide_type(x.dtype)
-    out = x.new_zeros(shape)
+    scales = _scales.given("grouped_gemm", *scaling)
+    shape = _checked(x, weight, offsets, rows, activation, scales)
+    out = x.new_zeros(shape, dtype=_scales.result_dtype(x, scales))
     bounds = _checked_bounds(x, offsets, rows)
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        mine = x[first:last] if rows is None else x[rows[first:last].long()]
-        out[first:last] = activate(mine.to(wide) @ weight[expert].to(wide).t(), activation)
+        mine = slice(first, last) if rows is None else rows[first:last].long()
+        some = x[mine] if isinstance(mine, slice) else taken(x, mine)
+        of_expert = expert_product(some, weight[expert], expert, scales, mine)
+        out[first:last] = activate(of_expert, activation)
     return out
+
+
+def expert_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert: int,
+    scales: Scales | None,
+    rows: slice | torch.Tensor = slice(None),
+) -> torch.Tensor:
+    """Rows x [m, k] times the weight [n, k] of their expert, in the wide type. scales: canonical, of all rows
+    and experts; rows: which of them these are.
+    """
+    if scales is None:
+        return WideWeight(weight).times(x)
+    return WideWeight(weight, scale=scales.of_expert(expert)).times(x, scale=scales.x_of(rows))
 
 
 def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
@@ -109,7 +146,9 @@ def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:
     return torch.nn.functional.gelu(product) if activation == "gelu" else product
 
 
-def expert_weight(op: str, x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> int:
+def expert_weight(
+    op: str, x: torch.Tensor, weight: torch.Tensor, activation: str | None, scales: Scales | None = None
+) -> int:
     """Checks x [M, K], weight [E, N, K] and the activation; returns the columns of the result."""
     _invariant.refuse(op)
     if x.dim() != 2:
@@ -123,10 +162,12 @@ def expert_weight(op: str, x: torch.Tensor, weight: torch.Tensor, activation: st
             f"[experts, n, k] with k = {x.shape[1]}, the last dimension of x",
             f"shape {list(weight.shape)}",
         )
-    if x.dtype not in _check.FLOATING:
-        _check.fail(op, "x", "dtype bfloat16, float16, float32 or float64", x.dtype)
-    if weight.dtype != x.dtype:
-        _check.fail(op, "weight", f"dtype {x.dtype}, that of x", weight.dtype)
+    if scales is not None:
+        scales.check_experts(op, x, weight)
+    else:
+        _check.floating(op, x, with_scales=True)
+        if weight.dtype != x.dtype:
+            _check.fail(op, "weight", f"dtype {x.dtype}, that of x", weight.dtype)
     if weight.device != x.device:
         _check.fail(op, "weight", f"device {x.device}, that of x", weight.device)
     if activation is not None and activation not in ACTIVATIONS:
@@ -145,9 +186,10 @@ def _checked(
     offsets: torch.Tensor,
     rows: torch.Tensor | None,
     activation: str | None,
+    scales: Scales | None = None,
 ) -> list[int]:
     op = "grouped_gemm"
-    columns = expert_weight(op, x, weight, activation)
+    columns = expert_weight(op, x, weight, activation, scales)
     experts = weight.shape[0]
     if list(offsets.shape) != [experts + 1]:
         _check.fail(op, "offsets", f"shape [{experts + 1}], one more than experts", list(offsets.shape))
@@ -172,8 +214,11 @@ def _fake(
     offsets: torch.Tensor,
     rows: torch.Tensor | None,
     activation: str | None,
+    *scaling: Any,
 ) -> torch.Tensor:
-    return x.new_empty(_checked(x, weight, offsets, rows, activation))
+    scales = _scales.given("grouped_gemm", *scaling)
+    shape = _checked(x, weight, offsets, rows, activation, scales)
+    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
 
 
 def _cuda(
@@ -182,22 +227,36 @@ def _cuda(
     offsets: torch.Tensor,
     rows: torch.Tensor | None,
     activation: str | None,
+    *scaling: Any,
 ) -> torch.Tensor:
-    shape = _checked(x, weight, offsets, rows, activation)
+    scales = _scales.given("grouped_gemm", *scaling)
+    shape, dtype = _checked(x, weight, offsets, rows, activation, scales), _scales.result_dtype(x, scales)
     if 0 in shape or x.shape[1] == 0:
-        return x.new_zeros(shape)
-    if _why_not(x, shape[1]) is None:
-        out = x.new_empty(shape)
-        launch(x, weight, offsets, rows, activation, out)
+        return x.new_zeros(shape, dtype=dtype)
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
+    if why_not(x, weight.shape[1], shape[1], scales) is None:
+        out = x.new_empty(shape, dtype=dtype)
+        launch(x, weight, offsets, rows, activation, out, scales=scales)
         return out
     if rows is not None:
         # Entries after the last expert's rows may be invalid.
-        x = x.index_select(0, rows.clamp(min=0))
+        rows = rows.clamp(min=0)
+        x = taken(x, rows)
+        scales = None if scales is None else scales._replace(x=scales.x_of(rows))
+    if scales is not None:
+        return unfused_scaled(x, weight, offsets, activation, scales)
     return unfused(x, weight, offsets, activation)
 
 
-def _why_not(x: torch.Tensor, columns: int) -> str | None:
-    """Why the kernel does not support the arguments, or None."""
+def why_not(x: torch.Tensor, n: int, columns: int, scales: Scales | None) -> str | None:
+    """Why the kernel does not support the arguments, or None. columns: of the result, n: of the products."""
+    if scales is not None:
+        problem = PlanInput("cuda", 1, columns, x.shape[1], x.dtype, scaling=scales.scaling(x.shape[1]))
+        fused, reason = can_run_fused("grouped_gemm", problem)
+        if fused and scales.x.dim() == 2 and columns < n and columns % _scales.BLOCK:
+            return f"halves of {columns} columns share a block's scale"
+        return cuda.why_not(x.device) if fused else reason
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel takes bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
     if x.shape[1] % 8 or columns % 8:
@@ -219,6 +278,7 @@ def launch(
     out: torch.Tensor,
     config: int = -1,
     num_sms: int = 0,
+    scales: Scales | None = None,
 ) -> None:
     """Runs checked arguments in the kernel. config: id of a tile shape; -1: the cost model chooses."""
     words = schedule_words(out.shape[0], weight.shape[0])
@@ -233,6 +293,7 @@ def launch(
         schedule,
         config,
         num_sms,
+        **_scales.for_kernel(x, scales),
     )
 
 
@@ -252,6 +313,33 @@ def unfused(
         "and multiples of 8"
     )
     return reference(x, weight, offsets, None, activation)
+
+
+def unfused_scaled(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, activation: str | None, scales: Scales
+) -> torch.Tensor:
+    """unfused of fp8 operands, with canonical scales."""
+    experts, n, k = weight.shape
+    by_block = scales.x.dim() == 2
+    if scales.out_dtype == torch.bfloat16 and not (n % 16 or k % 16):
+        if by_block:
+            say_once("grouped GEMMs of block-scaled fp8 run through torch, with operands cast to bfloat16")
+            values = dequantized(x, scales.x, "group128"), dequantized(weight, scales.w, "block128")
+            x, weight = (value.to(torch.bfloat16) for value in values)
+            return unfused(x, weight, offsets, activation)
+        say_once("grouped GEMMs of fp8 run through torch: there is no kernel for them yet")
+        of_x = scales.x.expand(x.shape[0]).contiguous()
+        of_w = (scales.w if scales.w.dim() == 2 else scales.w[:, None].expand(experts, n)).contiguous()
+        operands = (x.contiguous(), weight.transpose(1, 2), of_x, of_w)
+        product: torch.Tensor = torch._scaled_grouped_mm(
+            *operands, offs=offsets[1:], out_dtype=torch.bfloat16, use_fast_accum=scales.accumulate == "fast"
+        )
+        return product if activation is None else activate(product.float(), activation).bfloat16()
+    say_once(
+        f"grouped GEMM of fp8 to {str(scales.out_dtype).removeprefix('torch.')}, n, k = {n}, {k}, runs "
+        "expert by expert and synchronises with the host: torch's gives bfloat16 and takes multiples of 16"
+    )
+    return reference(x, weight, offsets, None, activation, *scales)
 
 
 def torch_grouped_mm() -> Any:

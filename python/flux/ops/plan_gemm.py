@@ -40,7 +40,8 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
     choice = _invariant.select("gemm_rs", problem)
     signal_bytes, slot_bytes = gemm_rs_room(m, n, p, choice.config, problem.result_dtype)
     facts = {**chosen(choice, reason), "signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
-    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p) if problem.on_gpu else 0
+    operand_bytes = 2 if problem.scaling is None else 1
+    chunks = _native.core.gemm_rs_copy_chunks(m, n, k, p, operand_bytes) if problem.on_gpu else 0
     if chunks:
         transport = f"copy engines, {chunks} chunks for each peer; in CUDA graphs {problem.transport}"
         facts |= {"transport": transport, "copied": True, "chunks": chunks}

@@ -132,7 +132,7 @@ def _inside_fused(op: str, problem: PlanInput) -> str | None:
 def _gemm_us(problem: PlanInput, sms: int) -> float:
     """A plain GEMM of a problem's sizes."""
     sizes = (problem.m, problem.n, problem.k, problem.transpose_weight)
-    return float(_native.core.select_gemm(*sizes, num_sms=sms).time_us)
+    return float(_native.core.select_gemm(*sizes, num_sms=sms, **problem.operands).time_us)
 
 
 def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
@@ -143,8 +143,8 @@ def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     if ranks == 1:
         return _gemm_us(replace(problem, m=rows), sms)
     sizes = (rows, problem.n, problem.k, problem.transpose_weight)
-    choice = getattr(core, f"select_{op}")(*sizes, world_size=ranks, num_sms=sms)
-    config = core.tile_configs()[choice.config]
+    choice = getattr(core, f"select_{op}")(*sizes, world_size=ranks, num_sms=sms, **problem.operands)
+    config = core.tile_config(choice.config)
     blocks, columns = -(-rows // ranks // config.block_m), -(-problem.n // config.block_n)
     tiles = ranks * blocks * columns
     waves = -(-tiles // sms)

@@ -2,7 +2,7 @@
 
 Every rank's x has, in each row and block of K, an odd number of entries that are 1 or -1, every entry of its
 weight is 1 or -1, and scales are powers of two: so each block's product is odd, and its contribution an odd
-number times 1, 2, 4 or 8. Why no wrong scale can pass a comparison for equality:
+number times a small power of two. Why no wrong scale can pass a comparison for equality:
 
 - A contribution that is left out, added twice, doubled or halved (its scale of another row, column, block or
   rank, missing or applied twice, where that differs) changes the element by a nonzero number.
@@ -80,7 +80,7 @@ class ScaledCase:
         room = (EXACT_LIMIT[self.out_dtype] - _MAX_BIAS) // self.contributions
         if room < 2:
             raise ValueError(f"{self.contributions} contributions are not exact in {self.out_dtype}")
-        most = min(room.bit_length() - 1, 3)
+        most = min(room.bit_length() - 1, 4 if self.scales == "tensor" else 3)
         return most - most // 2, most // 2
 
     @property
@@ -122,7 +122,8 @@ class ScaledCase:
         return weight.to(torch.float8_e4m3fn), self._powers(shape, self.exponents[1], g)
 
     def _powers(self, shape: tuple[int, ...], most: int, g: torch.Generator) -> torch.Tensor:
-        return torch.ldexp(torch.ones(shape), torch.randint(most + 1, shape, generator=g))
+        least = min(most, 1) if self.scales == "tensor" else 0  # where it is the only one, not 1
+        return torch.ldexp(torch.ones(shape), torch.randint(least, most + 1, shape, generator=g))
 
     def _bias(self) -> torch.Tensor | None:
         if not self.bias:

@@ -1,0 +1,260 @@
+"""Grouped GEMM and both expert layers with fp8 operands on CPU processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers, by_name, opcheck, run_scenarios
+from fp8_moe import ScaledMoe
+from fp8_random import differs
+
+import flux
+from flux.moe import reference
+from flux.ops import _scales
+from flux.ops import grouped_gemm as grouped
+from flux.ops.quantize import dequantized
+from flux.testing.moe_data import MoeCase
+
+Tensor = torch.Tensor
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ["tensor", "row", "block"]
+
+
+def layouts(p: int) -> list[ScaledMoe]:
+    """Small ones, with experts and tokens distributed in every way."""
+    found = []
+    for i, kind in enumerate(KINDS * 2):
+        for ep_size in [e for e in range(1, p + 1) if p % e == 0]:
+            tokens = tuple(7 + 30 * r for r in range(p))
+            moe = MoeCase(tokens, 260, 272, 4 * ep_size, 2, ep_size, skew="skewed", seed=i)
+            found.append(ScaledMoe(moe, kind, E5M2 if i % 2 else E4M3, torch.float32))
+    return found
+
+
+def both(case: ScaledMoe, rank: int) -> list[str]:
+    """What is wrong with either layer, and with its reference."""
+    routing = case.route(rank)
+    (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+    how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+    rows, count = flux.moe.ag_scatter_gemm(x, w, routing, **how), int(routing.offsets[-1])
+    again = reference.ag_scatter_gemm(x, w, routing, None, *how.values(), "promoted")
+    expected = case.layer0(rank)
+    told = [differs("layer 0", rows[:count], expected), differs("its reference", again[:count], expected)]
+    (x, scale_x), (w, scale_w) = case.hidden(rank, len(rows)), case.w2(rank)
+    how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+    result, expected = flux.moe.gemm_gather_rs(x, w, routing, **how), case.layer1(rank)
+    again = reference.gemm_gather_rs(x, w, routing, *how.values(), "promoted")
+    return [*told, differs("layer 1", result, expected), differs("its reference", again, expected)]
+
+
+def exact(rank: int, p: int) -> None:
+    for case in layouts(p):
+        assert both(case, rank) == [""] * 4, case
+
+
+DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
+    "scale_x dropped": lambda s: s._replace(x=torch.ones_like(s.x)),
+    "scale_w dropped": lambda s: s._replace(w=torch.ones_like(s.w)),
+    "scale_x doubled": lambda s: s._replace(x=s.x * s.x),
+    "rows swapped": lambda s: s._replace(x=s.x.roll(1, 0)),
+    "experts swapped": lambda s: s._replace(w=s.w.roll(1, 0)),
+}
+
+
+def defects(rank: int, p: int) -> None:
+    """Wrong scales on the last rank are seen by some rank."""
+    whole = _scales.Scales.canonical_experts
+    for name, change in DEFECTS.items():
+        for kind in KINDS:
+            if kind == "tensor" and name == "rows swapped":
+                continue  # they have one scale
+
+            def planted(self: _scales.Scales, *sizes: int, change: Any = change) -> _scales.Scales:
+                made = whole(self, *sizes)
+                return change(made) if rank == p - 1 else made
+
+            seen = 0
+            for case in layouts(p):
+                if case.kind != kind:
+                    continue
+                routing = case.route(rank)
+                (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+                how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+                with mock.patch.object(_scales.Scales, "canonical_experts", planted):
+                    rows = flux.moe.ag_scatter_gemm(x, w, routing, **how)
+                seen += not torch.equal(rows[: int(routing.offsets[-1])], case.layer0(rank))
+            found = torch.tensor([seen])
+            dist.all_reduce(found)
+            assert int(found) > 0, (name, kind)
+
+
+def activations(rank: int, p: int) -> None:
+    """Activations are of the scaled sums."""
+    case = ScaledMoe(MoeCase((20,) * p, 200, 256, 4, 2, seed=3), "block", E4M3, torch.float32)
+    routing = case.route(rank)
+    (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+    count = int(routing.offsets[-1])
+    for activation in grouped.ACTIVATIONS:
+        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32}
+        rows = flux.moe.ag_scatter_gemm(x, w, routing, activation=activation, **how)
+        expected = grouped.activate(case.layer0(rank), activation)
+        torch.testing.assert_close(rows[:count], expected)
+
+
+def torch_sees(rank: int, p: int) -> None:
+    case = layouts(p)[2]
+    routing = case.route(rank)
+    sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
+    (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+    how = (scale_x, scale_w, torch.float16, "promoted")
+    name = dist.group.WORLD.group_name
+    opcheck(torch.ops.flux.moe_ag_scatter_gemm.default, (x, w, [*routing[:11]], *sizes, None, name, *how))
+    (h, scale_h), (w2, scale_w2) = case.hidden(rank, len(routing.rows)), case.w2(rank)
+    rest = (*sizes, routing.num_tokens, name, scale_h, scale_w2, torch.float16, "promoted")
+    opcheck(torch.ops.flux.moe_gemm_gather_rs.default, (h, w2, [*routing[:11]], *rest))
+    with pytest.raises(
+        ValueError, match="moe.gemm_gather_rs: scale_x: expected a tensor that needs no gradient"
+    ):
+        scale = torch.ones(1, requires_grad=True)
+        flux.moe.gemm_gather_rs(h, w2, routing, scale_x=scale, scale_w=scale_w2)
+
+
+def disagreements(rank: int, p: int) -> None:
+    if p == 1:
+        return
+    case = next(c for c in layouts(p) if c.kind == "row" and c.moe.ep_size == 1)
+    block = replace(case, kind="block")
+    routing = case.route(rank)
+    for other in (block, replace(case, out_dtype=torch.float16)):
+        mine = other if rank == p - 1 else case
+        (x, scale_x), (w, scale_w) = mine.x(rank), mine.w1(rank)
+        with pytest.raises(ValueError, match="moe.ag_scatter_gemm: expected the same call on all ranks"):
+            flux.moe.ag_scatter_gemm(
+                x, w, routing, scale_x=scale_x, scale_w=scale_w, out_dtype=mine.out_dtype
+            )
+    assert both(case, rank) == [""] * 4
+
+
+SCENARIOS = by_name(exact, defects, activations, torch_sees, disagreements)
+
+
+def run(rank: int, p: int) -> dict[str, str]:
+    return run_scenarios(SCENARIOS, rank, p)
+
+
+answers = Answers(run, timeout_s=400)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fp8_experts(world_size: int, scenario: str) -> None:
+    told = answers.of(world_size, scenario)
+    assert told == [""] * world_size, "\n".join(told)
+
+
+def experts(kind: str, out_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of a grouped GEMM, and its exact result."""
+    case = ScaledMoe(MoeCase((40,), 256, 160, 4, 2, seed=2), kind, E4M3, out_dtype)
+    (x, scale_x), (w, scale_w) = case.x(0), case.w1(0)
+    rows = case.moe.rows(0)
+    counts = torch.bincount(rows[:, 0], minlength=4)
+    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    how = {"x": x, "weight": w, "offsets": offsets, "rows": rows[:, 2].int()}
+    return how | {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}, case.layer0(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_gemm_layouts_of_scales(kind: str) -> None:
+    how, expected = experts(kind)
+    scale_x, scale_w = how["scale_x"], how["scale_w"]
+    others: list[dict[str, Any]] = [{}, {"scale_w": scale_w.to(torch.float8_e8m0fnu)}]
+    if kind == "tensor":
+        others += [
+            {"scale_w": scale_w[:, None]},
+            {"scale_w": scale_w[:, None, None]},
+            {"scale_x": scale_x[0]},
+        ]
+        others += [{"scale_w": scale_w[:, None].expand(4, 160)}, {"scale_x": scale_x.expand(40)}]
+    if kind == "row":
+        others += [{"scale_w": scale_w[:, None]}, {"scale_w": scale_w[..., None]}, {"scale_x": scale_x[:, 0]}]
+    if kind == "block":
+        others += [
+            {"scale_x": _scales.column_major(scale_x)},
+            {"scale_w": scale_w.transpose(1, 2).contiguous().transpose(1, 2)},
+        ]
+    for other in others:
+        assert not differs("products", flux.grouped_gemm(**(how | other)), expected), other
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"scale_w": None}, "scale_w: expected a tensor"),
+        ({"scale_x": None}, "scale_x: expected a tensor"),
+        ({"scale_x": torch.ones(40, 3)}, r"scale_x: expected one entry, \[40, 1\] or \[40, 2\]"),
+        ({"scale_w": torch.ones(4, 2, 3)}, r"scale_w: expected shape \[4, 2, 2\]"),
+        ({"scale_w": torch.ones(4, 160)}, r"scale_w: expected shape \[4, 2, 2\]"),
+        ({"scale_x": torch.ones(1)}, r"scale_w: expected one entry, \[4\], \[4, 160\]"),
+        ({"out_dtype": torch.int8}, "out_dtype: expected bfloat16"),
+        ({"accumulate": "fast"}, "accumulate: expected 'promoted' with block scales"),
+        (
+            {"weight": torch.ones(4, 256, 160).to(E4M3).transpose(1, 2)},
+            r"weight: expected .* stride\(2\) == 1",
+        ),
+        ({"weight": torch.ones(4, 160, 256).to(E5M2)}, "weight: expected dtype float8_e4m3fn"),
+        ({"x": torch.ones(40, 256)}, "x: expected dtype float8_e4m3fn or float8_e5m2"),
+    ],
+)
+def test_grouped_gemm_bad_arguments(change: dict[str, Any], told: str) -> None:
+    how, _ = experts("block")
+    with pytest.raises(ValueError, match="grouped_gemm: " + told):
+        flux.grouped_gemm(**(how | change))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_gemm_in_torch(kind: str) -> None:
+    how, _ = experts(kind)
+    names = ("x", "weight", "offsets", "rows")
+    scaling = (how["scale_x"], how["scale_w"], torch.bfloat16, "promoted")
+    opcheck(torch.ops.flux.grouped_gemm.default, (*(how[name] for name in names), "silu", *scaling))
+    compiled = torch.compile(flux.grouped_gemm, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**how), flux.grouped_gemm(**how))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_gemm_on_gpus_without_a_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's grouped products, which CPUs lack, get the right operands."""
+    how, expected = experts(kind, torch.bfloat16)
+    x, rows = how["x"], how["rows"]
+    scales = _scales.Scales(how["scale_x"], how["scale_w"], torch.bfloat16, "promoted").canonical_experts(
+        4, 160, 256
+    )
+    offsets = how["offsets"]
+
+    def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        return flux.grouped_gemm(a, b.transpose(1, 2), torch.cat([torch.zeros(1), offs]).int())
+
+    def scaled_grouped_mm(
+        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, offs: Tensor, **how: Any
+    ) -> Tensor:
+        assert of_a.shape == (a.shape[0],) and of_b.shape == (4, 160) and how["out_dtype"] == torch.bfloat16
+        values = (
+            dequantized(a, of_a[:, None], "token"),
+            dequantized(b.transpose(1, 2), of_b[..., None], "token"),
+        )
+        return grouped_mm(values[0].bfloat16(), values[1].bfloat16().transpose(1, 2), offs)
+
+    monkeypatch.setattr(grouped, "torch_grouped_mm", lambda: grouped_mm)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm, raising=False)
+    taken, of_rows = x.view(torch.uint8)[rows.long()].view(E4M3), scales.x_of(rows.long())
+    result = grouped.unfused_scaled(taken, how["weight"], offsets, None, scales._replace(x=of_rows))
+    assert not differs("products", result, expected)
+    fp16 = scales._replace(x=of_rows, out_dtype=torch.float16)
+    result = grouped.unfused_scaled(taken, how["weight"], offsets, None, fp16)
+    assert not differs("products", result, expected.half())
