@@ -90,6 +90,75 @@ _MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size,
 library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
 library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
 
+# scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
+# the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the
+# weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The dtype of `out` is that of the result.
+_SCALES = f"Tensor? scale_x=None, Tensor? scale_w=None, {_HOW}"
+
+library.define(
+    "quantize(Tensor x, str quant, Tensor? scale, bool ue8m0, ScalarType dtype) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+library.define(f"gemm({_X}, bool transpose_weight, {_SCALES}) -> Tensor", tags=_TAGS)
+library.define(f"gemm_out({_X}, bool transpose_weight, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS)
+library.define(f"gemm_rs({_X}, bool transpose_weight, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
+library.define(
+    f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS
+)
+
+library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[]", tags=_TAGS)
+library.define(
+    f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
+)
+# gemm_rs, and a concurrent all_gather of `rows`.
+library.define(
+    "gemm_rs_with_gather(Tensor x, Tensor weight, bool transpose_weight, Tensor rows, str group_name) -> "
+    "(Tensor, Tensor)",
+    tags=_TAGS,
+)
+library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
+library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+
+_AR = f"{_X}, bool transpose_weight, Tensor? residual"
+library.define(f"gemm_ar({_AR}, str group_name) -> Tensor", tags=_TAGS)
+library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+# Returns the normalised sum and the sum.
+library.define(
+    f"gemm_ar_norm({_AR}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
+)
+_SUM = "Tensor x, Tensor? residual"
+library.define(f"all_reduce({_SUM}, str group_name) -> Tensor", tags=_TAGS)
+library.define(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+library.define(
+    f"all_reduce_norm({_SUM}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
+)
+library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
+library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+
+# Gradients of weights: see wgrad.py.
+library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
+
+# Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
+library.define(
+    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, str? activation) -> Tensor",
+    tags=_TAGS,
+)
+library.define(
+    "moe_route(Tensor topk_ids, Tensor topk_weights, int num_experts, int ep_size, int max_tokens, "
+    "str group_name, int? max_node_tokens) -> Tensor[]",
+    tags=_TAGS,
+)
+library.define(
+    "moe_tokens_of_rows(Tensor rows, Tensor incoming, int num_experts, int ep_size, int max_tokens, "
+    "str group_name) -> Tensor",
+    tags=_TAGS,
+)
+# Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
+library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
+_MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
+library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
+library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
+
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of the
 # weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the weight
 # [n / 128, k / 128]. fast: sums may stay in the tensor cores. The dtype of `out` is that of the result.
