@@ -92,7 +92,7 @@ library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> T
 
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
 # the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the
-# weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The dtype of `out` is that of the result.
+# weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The result has the dtype of `out`.
 _SCALES = f"Tensor? scale_x=None, Tensor? scale_w=None, {_HOW}"
 
 library.define(
