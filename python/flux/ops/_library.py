@@ -92,160 +92,21 @@ library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> T
 
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
 # the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the
-# weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The result has the dtype of `out`.
-_SCALES = f"Tensor? scale_x=None, Tensor? scale_w=None, {_HOW}"
-
-library.define(
-    "quantize(Tensor x, str quant, Tensor? scale, bool ue8m0, ScalarType dtype) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-library.define(f"gemm({_X}, bool transpose_weight, {_SCALES}) -> Tensor", tags=_TAGS)
-library.define(f"gemm_out({_X}, bool transpose_weight, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS)
-library.define(f"gemm_rs({_X}, bool transpose_weight, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
-library.define(
-    f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS
-)
-
-library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[]", tags=_TAGS)
-library.define(
-    f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
-)
-# gemm_rs, and a concurrent all_gather of `rows`.
-library.define(
-    "gemm_rs_with_gather(Tensor x, Tensor weight, bool transpose_weight, Tensor rows, str group_name) -> "
-    "(Tensor, Tensor)",
-    tags=_TAGS,
-)
-library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
-library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-
-_AR = f"{_X}, bool transpose_weight, Tensor? residual"
-library.define(f"gemm_ar({_AR}, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-# Returns the normalised sum and the sum.
-library.define(
-    f"gemm_ar_norm({_AR}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
-)
-_SUM = "Tensor x, Tensor? residual"
-library.define(f"all_reduce({_SUM}, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-library.define(
-    f"all_reduce_norm({_SUM}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
-)
-library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
-library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-
-# Gradients of weights: see wgrad.py.
-library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
-
-# Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
-library.define(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, str? activation) -> Tensor",
-    tags=_TAGS,
-)
-library.define(
-    "moe_route(Tensor topk_ids, Tensor topk_weights, int num_experts, int ep_size, int max_tokens, "
-    "str group_name, int? max_node_tokens) -> Tensor[]",
-    tags=_TAGS,
-)
-library.define(
-    "moe_tokens_of_rows(Tensor rows, Tensor incoming, int num_experts, int ep_size, int max_tokens, "
-    "str group_name) -> Tensor",
-    tags=_TAGS,
-)
-# Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
-library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
-_MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
-library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
-
-# scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of the
-# weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the weight
-# [n / 128, k / 128]. fast: sums may stay in the tensor cores. The dtype of `out` is that of the result.
-_SCALES = f"Tensor? scale_x=None, Tensor? scale_w=None, {_HOW}"
-
-library.define(
-    "quantize(Tensor x, str quant, Tensor? scale, bool ue8m0, ScalarType dtype) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-library.define(f"gemm({_X}, bool transpose_weight, {_SCALES}) -> Tensor", tags=_TAGS)
-library.define(f"gemm_out({_X}, bool transpose_weight, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS)
-library.define(f"gemm_rs({_X}, bool transpose_weight, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
-library.define(
-    f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS
-)
-
-library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[]", tags=_TAGS)
-library.define(
-    f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
-)
-# gemm_rs, and a concurrent all_gather of `rows`.
-library.define(
-    "gemm_rs_with_gather(Tensor x, Tensor weight, bool transpose_weight, Tensor rows, str group_name) -> "
-    "(Tensor, Tensor)",
-    tags=_TAGS,
-)
-library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
-library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-
-_AR = f"{_X}, bool transpose_weight, Tensor? residual"
-library.define(f"gemm_ar({_AR}, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-# Returns the normalised sum and the sum.
-library.define(
-    f"gemm_ar_norm({_AR}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
-)
-_SUM = "Tensor x, Tensor? residual"
-library.define(f"all_reduce({_SUM}, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-library.define(
-    f"all_reduce_norm({_SUM}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
-)
-library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
-library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-
-# Gradients of weights: see wgrad.py.
-library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
-
-# Mixture of experts (flux/moe). routing: the tensors of a flux.moe.Routing.
-library.define(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, str? activation) -> Tensor",
-    tags=_TAGS,
-)
-library.define(
-    "moe_route(Tensor topk_ids, Tensor topk_weights, int num_experts, int ep_size, int max_tokens, "
-    "str group_name, int? max_node_tokens) -> Tensor[]",
-    tags=_TAGS,
-)
-library.define(
-    "moe_tokens_of_rows(Tensor rows, Tensor incoming, int num_experts, int ep_size, int max_tokens, "
-    "str group_name) -> Tensor",
-    tags=_TAGS,
-)
-# Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
-library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
-_MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
-library.define(f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name) -> Tensor", tags=_TAGS)
-
-# scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and each row of the
-# weight; or block scales: of x [m, k / 128] with its columns one after the other, padded to a multiple of four rows; of
-# the weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The dtype of `out` is that of the result.
-_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
+# weight [n / 128, k / 128]. Of experts: [e], [e, n] or [e, n / 128, k / 128]. fast: sums may stay in the
+# tensor cores. The result has the dtype of `out`.
+_FP8 = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
 # config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
 # device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
-library.define(
-    f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_SCALES}) -> ()"
-)
+library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_FP8}) -> ()")
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_SCALES}) -> ()"
+    f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_FP8}) -> ()"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
 # residual_out the sum.
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_SCALES}) -> ()"
+    f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_FP8}) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(
@@ -256,7 +117,7 @@ library.define(
 # launch has gathered by another weight. _collect copies these rows to a tensor of the user.
 library.define(
     f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int copy_epoch, int chunk_rows, bool reuse, {_SCALES}) -> ()"
+    f"int copy_epoch, int chunk_rows, bool reuse, {_FP8}) -> ()"
 )
 # begun: _begin_all_gather has already enqueued the copies; other kernels may have been launched since.
 library.define(
@@ -271,7 +132,7 @@ library.define(
 # activation: 0 for none, else 1 + index in grouped_gemm.ACTIVATIONS. schedule: int32 scratch memory.
 library.define(
     "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
-    "Tensor(b!) schedule, int config, int num_sms) -> ()"
+    f"Tensor(b!) schedule, int config, int num_sms, {_FP8}) -> ()"
 )
 # ids, weights: of this rank. arrays, all_weights: results (flux.moe.Routing). symm_buffer 0: no exchange.
 library.define(
@@ -281,12 +142,13 @@ library.define(
 # arrays: as for _moe_route. products: scratch memory for the result of the GEMM.
 library.define(
     "_moe_ag_scatter_gemm(Tensor x, Tensor weight, Tensor[] arrays, int ep_size, int num_experts, int top_k, "
-    "int max_tokens, int activation, Tensor(a!) out, int symm_buffer, int config, int num_sms) -> ()"
+    "int max_tokens, int activation, Tensor(a!) out, int symm_buffer, int config, int num_sms, "
+    f"{_FP8}) -> ()"
 )
 library.define(
     "_moe_gemm_gather_rs(Tensor x, Tensor weight, Tensor[] arrays, Tensor weights, int ep_size, "
     "int num_experts, Tensor(a!) products, Tensor(b!) out, int symm_buffer, int config, "
-    "int tiles_per_chunk, int communication_ctas, int num_sms) -> ()"
+    f"int tiles_per_chunk, int communication_ctas, int num_sms, {_FP8}) -> ()"
 )
 library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, Tensor(a!) out) -> ()")
 # Loads every kernel.
