@@ -272,7 +272,7 @@ def test_copies_begin_before_gemm_rs_and_end_after_it(
     workspace = make()
     x, weight = (torch.zeros(size, 512, dtype=torch.bfloat16) for size in (256, 64))
     rows, few = (torch.zeros(count, 4096, dtype=torch.bfloat16) for count in (1024, 1023))
-    plans = beside._plans_beside(workspace, 256, 64, 512, x, False, rows)
+    plans = beside._plans_beside(workspace, 256, 64, 512, x.dtype, False, rows)
     assert plans is not None
     for number in (1, 2):
         out = torch.empty(128, 64, dtype=torch.bfloat16)
@@ -285,10 +285,16 @@ def test_copies_begin_before_gemm_rs_and_end_after_it(
         assert (kernel[5], kernel[8], kernel[10]) == (workspace._address, 0, None) and begin[1] != kernel[5]
         assert begin[0].data_ptr() == finish[0].data_ptr() == rows.data_ptr()
         assert gathered.shape == (2048, 4096) and finish[1].data_ptr() == gathered.data_ptr()
-    assert beside._plans_beside(workspace, 256, 64, 512, x, False, few) is None, "SMs send them"
-    assert beside._plans_beside(workspace, 256, 63, 512, x, False, rows) is None, "gemm_rs runs unfused"
+    assert beside._plans_beside(workspace, 256, 64, 512, x.dtype, False, few) is None, "SMs send them"
+    assert beside._plans_beside(workspace, 256, 63, 512, x.dtype, False, rows) is None, "gemm_rs runs unfused"
+    # What "auto" of column_linear's save_gathered asks: of 64 columns of all weights, and of 63.
+    asked = [beside._backward_beside(workspace, *call) for call in ((rows, 64), (few, 64), (rows, 63))]
+    assert asked == [True, False, False]
     machine.capturing = True
-    assert beside._plans_beside(workspace, 256, 64, 512, x, False, rows) is None, "a graph holds no copies"
+    assert beside._plans_beside(workspace, 256, 64, 512, x.dtype, False, rows) is None, (
+        "a graph holds no copies"
+    )
+    assert not beside._backward_beside(workspace, rows, 64)
 
 
 def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:

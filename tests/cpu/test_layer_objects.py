@@ -322,7 +322,11 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
             TypeError,
             "sequence_parallel: .* got str 'no'",
         ),
-        (lambda: column_linear(x, [w], save_gathered=1), TypeError, "save_gathered: expected True or False"),
+        (
+            lambda: column_linear(x, [w], save_gathered=1),
+            TypeError,
+            "save_gathered: expected True, False or 'auto'",
+        ),
         (lambda: column_linear(x, [w], group=3), ValueError, "column_linear: group: .* got int"),
         (lambda: row_linear(x, [w]), TypeError, "row_linear: weight: expected a tensor, got list"),
         (
@@ -416,8 +420,8 @@ def wrong_calls(p: int) -> list[tuple[Callable[[], Any], type[Exception], str]]:
         (lambda: ParallelMLP(8, 24, init="normal"), TypeError, "ParallelMLP: init: .* got str 'normal'"),
         (
             lambda: ParallelMLP(8, 24, save_gathered="x"),
-            TypeError,
-            "ParallelMLP: save_gathered: .* got str 'x'",
+            ValueError,
+            "ParallelMLP: save_gathered: expected True, False or 'auto', got 'x'",
         ),
         (lambda: ParallelMLP(8, 24, seqence_parallel=True), TypeError, "unexpected keyword argument"),
         (lambda: ParallelMLP(8, 24, group=w), ValueError, "ParallelMLP: group: .* got Tensor"),

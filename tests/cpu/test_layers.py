@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flux.layers import (
     ColumnParallelLinear,
+    DeferredGrads,
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
@@ -121,7 +122,7 @@ def check(plain: PlainBlock, block: Block, sequence_parallel: bool, rank: int, p
 
 
 def gradients(rank: int, p: int) -> None:
-    for save_gathered in (False, True):
+    for save_gathered in (False, True, "auto"):
         for plain, block, sequence_parallel in models(rank, p, save_gathered=save_gathered):
             check(plain, block, sequence_parallel, rank, p)
 
@@ -165,6 +166,8 @@ def what_travels(rank: int, p: int) -> None:
     for sequence_parallel, save_gathered, expected in (
         (True, False, "ag_gemm gemm_rs | ag_gemm gemm_rs_with_gather"),
         (True, True, "ag_gemm gemm_rs | ag_gemm gemm_rs"),
+        # Nothing is gathered beside a GEMM on CPUs.
+        (True, "auto", "ag_gemm gemm_rs | ag_gemm gemm_rs"),
         (False, False, "gemm gemm gemm_ar | gemm gemm_ar"),
     ):
         mlp = ParallelMLP(HIDDEN, FFN, sequence_parallel=sequence_parallel, save_gathered=save_gathered)
@@ -228,6 +231,62 @@ def accumulation(rank: int, p: int) -> None:
                     assert weight.grad is not None and not weight.grad.any()
                 else:
                     assert weight.grad is None
+
+
+def deferred(rank: int, p: int) -> None:
+    """Gradients of weights of two micro-batches, later and in order: bit by bit those of autograd."""
+    g = torch.Generator().manual_seed(rank)
+    column, row = (torch.randn(shape, generator=g) for shape in ((6, 8), (5, 6)))
+    bias = torch.randn(5, generator=torch.Generator().manual_seed(9))
+    batches = [torch.randn(2 * p, 8, generator=g) for _ in range(2)]
+
+    def gradients(
+        later: tuple[DeferredGrads, DeferredGrads] | None, sequence_parallel: bool, main: bool
+    ) -> list[Any]:
+        leaves = [t.clone().requires_grad_() for t in (column, row, bias)]
+        for weight in leaves[:2] if main else ():
+            weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        common: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_fusion": main,
+        }
+        first, second = later or (None, None)
+        found: list[Any] = []
+        for batch in batches:
+            x = batch.clone().requires_grad_()
+            (hidden,) = column_linear(x, [leaves[0]], deferred=first, **common)
+            out = row_linear(hidden, leaves[1], leaves[2], deferred=second, **common)
+            (out.sin() * batch[0, 0]).sum().backward()
+            found.append(x.grad)
+        if later is not None:
+            assert leaves[0].grad is None and leaves[1].grad is None and leaves[2].grad is not None
+            assert not any(getattr(weight, "main_grad", row.new_zeros(1)).any() for weight in leaves[:2])
+            for queue in later:
+                assert len(queue) == 2
+                queue.compute()
+                assert len(queue) == 1
+                queue.compute()
+                with pytest.raises(RuntimeError, match="DeferredGrads.compute: expected a call .*got none"):
+                    queue.compute()
+        return found + [getattr(leaf, "main_grad", leaf.grad) for leaf in leaves]
+
+    for sequence_parallel in (True, False):
+        for main in (False, True):
+            expected = gradients(None, sequence_parallel, main)
+            found = gradients((DeferredGrads(), DeferredGrads()), sequence_parallel, main)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    later = DeferredGrads()
+    x = batches[0].clone().requires_grad_()
+    frozen, trained = column.clone(), column.clone().requires_grad_()
+    column_linear(x, [frozen], deferred=later)[0].sum().backward()
+    assert not later, "a frozen weight has no gradient"
+    column_linear(x, [frozen, trained], deferred=later)[1].sum().backward()
+    later.compute()
+    assert trained.grad is not None and frozen.grad is None
+    with pytest.raises(ValueError, match="column_linear: deferred: expected weights that are leaves, got"):
+        column_linear(x, [trained * 2], deferred=later)
+    with pytest.raises(TypeError, match="row_linear: deferred: expected None or DeferredGrads, got bool"):
+        row_linear(x, column.t(), deferred=True)  # type: ignore[arg-type]
 
 
 def main_grad_of_16_bits(rank: int, p: int) -> None:
@@ -306,6 +365,7 @@ SCENARIOS = (
     what_travels,
     nothing_is_copied,
     accumulation,
+    deferred,
     main_grad_of_16_bits,
     changed_in_place,
     state,

@@ -4,14 +4,18 @@ of stock Megatron.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from flux.ops import autograd
 from flux.testing import spawn
 from megatron_models import (
     KINDS,
@@ -61,6 +65,8 @@ def assert_alike(got: Any, expected: Any) -> None:
 
 
 def equal_to_stock(rank: int, world_size: int) -> None:
+    from flux.integrations.megatron import save_gathered_inputs
+
     for name, options in MODELS.items():
         stock, ours = pair(make_config(**options))
         linears = [n for n in flux_layers(ours) if n.endswith(("qkv", "proj", "fc1", "fc2"))]
@@ -72,6 +78,12 @@ def equal_to_stock(rank: int, world_size: int) -> None:
         assert our_grads.keys() == grads.keys() and len(grads) >= 11
         assert_alike(our_loss, loss)
         assert_alike(our_grads, grads)
+        save_gathered_inputs(ours)
+        with mock.patch.object(autograd, "gemm_rs_with_gather") as gathers_again:
+            assert_alike(train(ours), (loss, grads))
+        assert not gathers_again.called, "on CPUs nothing is gathered beside a GEMM"
+    with pytest.raises(ValueError, match="save_gathered_inputs: save: expected True, False or 'auto'"):
+        save_gathered_inputs(ours, "no")
 
 
 def mixture_of_experts(rank: int, world_size: int) -> None:
@@ -108,26 +120,59 @@ def gradient_accumulation(rank: int, world_size: int) -> None:
 
 
 def delayed_gradients(rank: int, world_size: int) -> None:
-    """delay_wgrad_compute: gradients of weights are complete before backward_dw, and a line says so."""
-    from flux.integrations.megatron.linear import FluxLinear
+    """delay_wgrad_compute: Megatron's data parallelism gets gradients of weights from backward_dw, as its
+    schedules call it: of attention and MLP, after each micro-batch or later.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from flux.integrations.megatron import accumulate_into_main_grad, convert_model
+
+    def gradients(model: Any, delays: bool, overlaps: bool, late: bool) -> dict[str, torch.Tensor]:
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=False,
+            overlap_grad_reduce=overlaps,
+            delay_wgrad_compute=delays,
+        )
+        wrapped = DistributedDataParallel(config, options, model)
+        linears = [layer for layer in model.modules() if getattr(layer, "flux_deferred", None) is not None]
+        assert len(linears) == (8 if delays else 0)
+
+        def backward_dw() -> None:
+            before = [layer.weight.main_grad.clone() for layer in linears]
+            for layer in reversed(model.decoder.layers):
+                layer.mlp.backward_dw()
+                layer.self_attention.backward_dw()
+            assert not any(
+                torch.equal(layer.weight.main_grad, grad) for layer, grad in zip(linears, before, strict=True)
+            )
+
+        for seed in (0, 1):
+            with wrapped.no_sync() if seed == 0 else contextlib.nullcontext():
+                forward(wrapped, seed).backward()
+                assert all(layer.weight.grad is None for layer in linears)
+                assert seed or not any(layer.weight.main_grad.any() for layer in linears)
+                if delays and not late:
+                    backward_dw()
+        for _ in range(2 if late else 0):
+            backward_dw()
+        assert not any(len(layer.flux_deferred) for layer in linears)
+        finalize_model_grads([wrapped])
+        return {name: p.main_grad.clone() for name, p in model.named_parameters()}
 
     told = Told()
-    config = make_config(sequence_parallel=True)
-    config.delay_wgrad_compute = True  # Megatron accepts it only with experts
-    stock, ours = pair(config)
-    found = train(ours)
-    assert_alike(found, train(stock))
-    linears = [layer for layer in ours.modules() if isinstance(layer, FluxLinear)]
-    before = [layer.weight.grad.clone() for layer in linears]
-    for layer in linears:
-        layer.backward_dw()
-    assert len(linears) == 8 and all(
-        torch.equal(layer.weight.grad, grad) for layer, grad in zip(linears, before, strict=True)
-    )
-    assert sorted(m.split(" ", 3)[1] for m in told.messages if "delay_wgrad_compute" in m) == [
-        "FluxColumnParallelLinear",
-        "FluxRowParallelLinear",
-    ]
+    logging.getLogger("flux").setLevel(logging.INFO)
+    for options in ({"sequence_parallel": True, "add_bias_linear": True}, {}):
+        config = make_config(**options)
+        expected = gradients(pair(config)[0], False, False, False)
+        config.delay_wgrad_compute = True  # its constructor accepts it only with experts
+        for by_flux, overlaps, late in ((False, False, True), (True, False, False), (True, True, False)):
+            ours = pair(config)[1]
+            convert_model(ours)  # the output layer, of which nobody calls backward_dw
+            accumulate_into_main_grad(ours, by_flux)
+            assert_alike(gradients(ours, True, overlaps, late), expected)
+    assert ["FluxColumnParallelLinear" in m for m in told.messages if "delay_wgrad_compute" in m] == [True]
 
 
 def accepts_the_option_without_apex(rank: int, world_size: int) -> None:
@@ -144,7 +189,7 @@ def accepts_the_option_without_apex(rank: int, world_size: int) -> None:
     assert bias is None
     y.sum().backward()
     assert column.weight.grad is None and row.weight.grad is None
-    row.backward_dw()
+    row.backward_dw()  # nothing was delayed
 
 
 def checkpoints(rank: int, world_size: int) -> None:

@@ -136,6 +136,40 @@ def data_parallelism(rank: int, world_size: int, layout: dict[str, Any]) -> None
     assert_alike(grads[2], grads[0])
 
 
+def delayed_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """delay_wgrad_compute: backward_dw computes gradients of experts, and calls data parallelism's hooks."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    config, grads = make_moe_config(layout, moe_shared_expert_intermediate_size=16), []
+    models = [moe_pair(config, rank)[0]]
+    config.delay_wgrad_compute = True  # its constructor wants a schedule that runs on GPUs only
+    models += [moe_pair(config, rank)[1] for _ in range(2)]
+    for number, model in enumerate(models):
+        accumulate_into_main_grad(model, number == 2)
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=False, delay_wgrad_compute=number > 0
+        )
+        wrapped = DistributedDataParallel(config, options, model)
+        with Calls() as calls:
+            for seed in (rank, 2 + rank):
+                forward(wrapped, seed).backward()
+        assert ("ag_scatter_gemm" in calls.names) == (number > 0)
+        of_experts = [p for n, p in model.named_parameters() if ".local_experts." in n]
+        assert all(p.main_grad.any() != (number > 0) and p.grad is None for p in of_experts)
+        for _ in range(2 if number else 0):
+            for layer in model.decoder.layers:
+                layer.mlp.backward_dw(routed_experts=False, shared_experts=True)
+                layer.mlp.backward_dw()
+                layer.self_attention.backward_dw()
+        finalize_model_grads([wrapped])
+        grads.append({name: p.main_grad for name, p in model.named_parameters()})
+    assert_alike(grads[1], grads[0])
+    assert_alike(grads[2], grads[0])
+
+
 def uneven_tokens(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """variable_seq_lengths. Stock gets as many tokens on all ranks, and a loss without the surplus."""
     uneven = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
@@ -177,7 +211,6 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
         ("moe_apply_probs_on_input", True, "probabilities are applied before"),
         ("moe_token_dispatcher_type", "flex", "dispatcher is flex"),
         ("moe_router_topk", 17, "more than 16 experts"),
-        ("delay_wgrad_compute", True, "gradients of its weights are deferred"),
         ("fp8", "hybrid", "fp8"),
     ):
         before = getattr(layer.config, option)
@@ -221,8 +254,15 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
 
 SCENARIOS = {
     "TP 2": (equal_to_stock,),
-    "EP 2": (equal_to_stock, alltoall_becomes_flux, data_parallelism, uneven_tokens, falls_back),
-    "TP 2, EP 2": (equal_to_stock, uneven_tokens),
+    "EP 2": (
+        equal_to_stock,
+        alltoall_becomes_flux,
+        data_parallelism,
+        delayed_gradients,
+        uneven_tokens,
+        falls_back,
+    ),
+    "TP 2, EP 2": (equal_to_stock, delayed_gradients, uneven_tokens),
 }
 NAMES = [(LAYOUTS[layout][0], f"{layout}: {s.__name__}") for layout, part in SCENARIOS.items() for s in part]
 # Importing Megatron takes most of the time: one set of processes per world size runs all layouts.

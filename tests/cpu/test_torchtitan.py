@@ -6,8 +6,10 @@ With torchtitan installed, its own functions run; else stand-ins that make the s
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -184,3 +186,36 @@ def compiled_block(rank: int, p: int) -> tuple[int, int, bool]:
 def test_compile_option_runs_on_flux() -> None:
     # Forward one gather, backward one scatter; the gradient of the weight takes what the gather returned.
     assert spawn(compiled_block, 2, backend="gloo", timeout_s=240) == [(1, 1, True)] * 2
+
+
+def whole_model(rank: int, p: int) -> str:
+    """torchtitan's Llama, stock and on flux: the same losses and gradients in 20 steps."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    from torchtitan_tp import Trainee
+
+    stock = Trainee(rank, p, False)
+    expected = [stock.step(number) for number in range(20)]
+    async_tp.install()
+    ours = Trainee(rank, p, True)
+    with (
+        mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
+        mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
+    ):
+        for number, wanted in enumerate(expected):
+            found = ours.step(number)
+            assert found.keys() == wanted.keys() and all(grad.any() for grad in found.values())
+            # fp32 and the optimizer's steps: a sum in another order grows by a few units each.
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6 * (1 + number))
+    # Of each of two layers, attention and MLP: x, its gradient and the weight's are gathered.
+    assert (ag.call_count, rs.call_count) == (20 * 2 * 2 * 3, 20 * 2 * 2 * 2)
+    assert expected[-1]["loss"] < 0.9 * expected[0]["loss"]
+    return ""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("triton") is None,
+    reason="needs torchtitan and triton, which are not installed",
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_torchtitans_model_trains_as_stock(world_size: int) -> None:
+    assert spawn(whole_model, world_size, backend="gloo", timeout_s=300) == [""] * world_size

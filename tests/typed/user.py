@@ -16,6 +16,7 @@ import flux
 from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
 from flux.layers import (
     ColumnParallelLinear,
+    DeferredGrads,
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
@@ -145,6 +146,11 @@ def train(mesh: DeviceMesh) -> Tensor:
     x, weight = torch.ones(ROWS, HIDDEN), torch.ones(FFN, HIDDEN)
     gate, up = column_linear(x, [weight, weight], [None, torch.ones(FFN)], group=mesh)
     out: Tensor = row_linear(gate * up, weight.t().contiguous(), group=mesh, sequence_parallel=False)
+    later, leaf = DeferredGrads(), weight.clone().requires_grad_()
+    (kept,) = column_linear(x, [leaf], group=mesh, save_gathered="auto", deferred=later)
+    torch.autograd.backward(kept.sum())
+    for _ in range(len(later)):
+        later.compute()
     return loss.detach() + out.sum()
 
 

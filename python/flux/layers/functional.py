@@ -7,9 +7,11 @@ one gradient, which they hold alike too: the loss counts once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,9 +27,51 @@ from flux.ops.autograd import (
 from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
+from flux.ops.gemm_rs_with_gather import gathers_beside
 from flux.ops.wgrad import weight_grad, wgrad_accum
 
 Tensor = torch.Tensor
+SaveGathered = bool | Literal["auto"]
+
+
+class DeferredGrads:
+    """Gradients of weights that backward passes leave for later, oldest first; `len` is how many calls wait.
+
+    With an object of this class, the backward pass of column_linear and row_linear computes and communicates
+    what the layers before it need; each `compute` does the GEMMs of one call. Schedules of pipelines fill
+    waiting times with these (arXiv 2401.10241). The operands stay in memory until then.
+
+    Raises:
+        RuntimeError: `compute` was called, and no call waits.
+
+    Example::
+
+        from flux.layers import DeferredGrads, column_linear
+
+        x, weight = torch.ones(8, 64, requires_grad=True), torch.ones(32, 64, requires_grad=True)
+        later = DeferredGrads()
+        column_linear(x, [weight], deferred=later)[0].sum().backward()
+        assert x.grad is not None and weight.grad is None and len(later) == 1
+        later.compute()
+        assert weight.grad.shape == weight.shape
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def defer(self, compute: Callable[[], None]) -> None:
+        """Adds what computes and stores the gradients of one call."""
+        self._waiting.append(compute)
+
+    def compute(self) -> None:
+        """Computes the gradients of the oldest call, and adds them to its weights' `grad` or `main_grad`."""
+        if not self._waiting:
+            raise RuntimeError("DeferredGrads.compute: expected a call whose gradients wait, got none")
+        with torch.no_grad():
+            self._waiting.popleft()()
 
 
 def column_linear(
@@ -37,8 +81,9 @@ def column_linear(
     *,
     group: GroupLike = None,
     sequence_parallel: bool = True,
-    save_gathered: bool = False,
+    save_gathered: SaveGathered = False,
     gradient_accumulation_fusion: bool = False,
+    deferred: DeferredGrads | None = None,
 ) -> list[Tensor]:
     """x · weightᵀ + bias for each weight; each rank has N/p output features. A collective.
 
@@ -49,18 +94,20 @@ def column_linear(
         biases: None, or one for each weight, which may be None: [N/p].
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         sequence_parallel: gather x, and scatter its gradient. Else the gradient of x is summed over ranks.
-        save_gathered: keep the gathered x for the backward pass, p times the memory of x. Else it is gathered
-            again.
+        save_gathered: keep the gathered x for the backward pass, p times the memory of x. False: gather it
+            again. "auto": gather it again if the plan does so beside a GEMM, else keep it.
         gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one,
             by flux.wgrad_accum, and give autograd none.
+        deferred: leave gradients of weights to its `compute`. The weights must be leaves, such as parameters.
 
     Returns:
         [M, ..., N/p] for each weight, in x's dtype.
 
     Raises:
         TypeError: `weights` or `biases` is no sequence of tensors, or another argument of another type.
-        ValueError: there is no weight, `biases` has another length than `weights`, or shapes, dtypes or
-            devices do not fit. Both are raised before anything is exchanged.
+        ValueError: there is no weight, `biases` has another length than `weights`, a weight whose gradient is
+            deferred is no leaf, or shapes, dtypes or devices do not fit. Both are raised before anything is
+            exchanged.
         CommTimeoutError, RuntimeError: as flux.ag_gemm.
 
     Example::
@@ -79,13 +126,15 @@ def column_linear(
         if len(biases) != len(weights):
             _check.fail(op, "biases", f"{len(weights)} entries, one for each weight", f"{len(biases)}")
     _arguments.flag(op, "sequence_parallel", sequence_parallel)
-    _arguments.flag(op, "save_gathered", save_gathered)
+    _arguments.flag_or_auto(op, "save_gathered", save_gathered)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    _check_deferred(op, deferred, weights)
     name = group_name(group, op)
     if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
         _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
     many = biases if biases is not None and any(bias is not None for bias in biases) else ()
-    settings = (name, sequence_parallel, save_gathered, gradient_accumulation_fusion, len(weights))
+    how = (gradient_accumulation_fusion, deferred)
+    settings = (name, sequence_parallel, save_gathered, how, len(weights))
     return list(_apply_column(x, *settings, *weights, *many))
 
 
@@ -97,6 +146,7 @@ def row_linear(
     group: GroupLike = None,
     sequence_parallel: bool = True,
     gradient_accumulation_fusion: bool = False,
+    deferred: DeferredGrads | None = None,
 ) -> Tensor:
     """Sum over ranks of x · weightᵀ, plus bias once; each rank has K/p columns of x and weight. A collective.
 
@@ -104,7 +154,7 @@ def row_linear(
         x: [M, ..., K/p], bfloat16, float16, float32 or float64.
         weight: [N, K/p], dtype and device of x.
         bias: [N], the same on all ranks; so is its gradient.
-        group, gradient_accumulation_fusion: as in column_linear.
+        group, gradient_accumulation_fusion, deferred: as in column_linear.
         sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
 
     Returns:
@@ -112,7 +162,8 @@ def row_linear(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: shapes, dtypes or devices do not fit. Both are raised before anything is exchanged.
+        ValueError: shapes, dtypes or devices do not fit, or a weight whose gradient is deferred is no leaf.
+            Both are raised before anything is exchanged.
         CommTimeoutError, RuntimeError: as flux.gemm_rs.
 
     Example::
@@ -129,11 +180,27 @@ def row_linear(
     _arguments.optional_tensor(op, "bias", bias)
     _arguments.flag(op, "sequence_parallel", sequence_parallel)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    _check_deferred(op, deferred, [weight])
     name = group_name(group, op)
     if not autocast.enabled(x.device):
         _check.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
-    result: Tensor = _apply_row(x, weight, bias, name, sequence_parallel, gradient_accumulation_fusion)
+    result: Tensor = _apply_row(
+        x, weight, bias, name, sequence_parallel, (gradient_accumulation_fusion, deferred)
+    )
     return result
+
+
+def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> None:
+    if deferred is None:
+        return
+    if not isinstance(deferred, DeferredGrads):
+        raise TypeError(f"{op}: deferred: expected None or DeferredGrads, got {type(deferred).__name__}")
+    if any(weight.requires_grad and not weight.is_leaf for weight in weights):
+        _check.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
+
+
+# Whether gradients go into main_grad, and where they wait, None: nowhere.
+How = tuple[bool, DeferredGrads | None]
 
 
 class _Column(torch.autograd.Function):
@@ -143,17 +210,20 @@ class _Column(torch.autograd.Function):
         x: Tensor,
         name: str,
         sequence_parallel: bool,
-        save_gathered: bool,
-        fusion: bool,
+        save_gathered: SaveGathered,
+        how: How,
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.parameters = [collecting(weight, fusion) for weight in tensors[:count]]
+        ctx.weight_grads = WeightGrads(tensors[:count], ctx.needs_input_grad[6:], *how)
         # Cast here, because the backward pass needs the operands of the GEMM.
         x, *operands = autocast.cast_if_enabled(x, *tensors)
         weights, biases = operands[:count], operands[count:]
         needs_weight = any(ctx.needs_input_grad[6 : 6 + count])
-        ctx.gathered = sequence_parallel and save_gathered and needs_weight
+        if save_gathered == "auto" and sequence_parallel and needs_weight:
+            # Without a gradient of x there is no GEMM to gather beside.
+            save_gathered = not (ctx.needs_input_grad[0] and gathers_beside(x, weights, name))
+        ctx.gathered = sequence_parallel and bool(save_gathered) and needs_weight
         rows = x
         if ctx.gathered:
             results, rows = ag_gemm(x, weights, biases or None, group=name, return_gathered=True)
@@ -179,10 +249,7 @@ class _Column(torch.autograd.Function):
             rows = gathered if gathers else rows
         elif needs_x:
             grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
-        grad_weights = [
-            _weight_grad(grad, rows, parameter) if needed else None
-            for grad, parameter, needed in zip(grads, ctx.parameters, needs, strict=False)
-        ]
+        grad_weights = ctx.weight_grads(grads, rows)
         grad_biases = [
             bias_grad(grad) if needed else None for grad, needed in zip(grads, needs[count:], strict=False)
         ]
@@ -198,9 +265,9 @@ class _Row(torch.autograd.Function):
         bias: Tensor | None,
         name: str,
         sequence_parallel: bool,
-        fusion: bool,
+        how: How,
     ) -> Tensor:
-        ctx.parameter = collecting(weight, fusion)
+        ctx.weight_grads = WeightGrads([weight], ctx.needs_input_grad[1:], *how)
         x, weight, bias = autocast.cast_if_enabled(x, weight, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.name, ctx.sequence_parallel = name, sequence_parallel
@@ -223,7 +290,7 @@ class _Row(torch.autograd.Function):
             grad_x = gemm(grad, weight, transpose_weight=True)
         return (
             grad_x,
-            _weight_grad(rows, x, ctx.parameter) if needs_weight and rows is not None else None,
+            *ctx.weight_grads([rows], x),
             bias_grad(rows) if needs_bias and rows is not None else None,
             None,
             None,
@@ -238,6 +305,50 @@ _apply_row: Any = _Row.apply
 def collecting(weight: Tensor, fusion: bool) -> Tensor | None:
     """The weight, if its gradients are to be added to its main_grad."""
     return weight if fusion and getattr(weight, "main_grad", None) is not None else None
+
+
+class WeightGrads:
+    """How a backward pass makes the gradients of a call's weights: for autograd, in main_grad, or later.
+
+    Args:
+        needs: which weights need a gradient; may have more entries.
+        fusion: add to main_grad of a weight that has one.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], needs: Sequence[bool], fusion: bool, deferred: DeferredGrads | None
+    ) -> None:
+        self.needs, self.deferred = needs[: len(weights)], deferred
+        self.main = [collecting(weight, fusion) for weight in weights]
+        # Not kept otherwise: autograd knows the weights, and dynamo the fewer objects the better.
+        self.leaves = list(weights) if deferred is not None else []
+
+    def __call__(self, grads: Sequence[Tensor | None], x: Tensor | None) -> list[Tensor | None]:
+        """What autograd gets for each weight. grads: [..., N] of each result; x: [..., K]."""
+        if x is None or not any(self.needs):
+            return [None] * len(self.main)
+        if self.deferred is None:
+            return self._made(grads, x)
+        self.deferred.defer(partial(self._store, grads, x))
+        return [None] * len(self.main)
+
+    def _made(self, grads: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
+        return [
+            _weight_grad(grad, x, parameter) if needed and grad is not None else None
+            for grad, parameter, needed in zip(grads, self.main, self.needs, strict=True)
+        ]
+
+    def _store(self, grads: Sequence[Tensor | None], x: Tensor) -> None:
+        for weight, grad in zip(self.leaves, self._made(grads, x), strict=True):
+            store_grad(weight, grad)
+
+
+def store_grad(weight: Tensor, grad: Tensor | None) -> None:
+    """Adds a gradient to a weight's `grad`, as autograd does. None: there is none, or main_grad has it."""
+    if grad is None:
+        return
+    grad = grad.to(weight.dtype)
+    weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from flux._sharded import Init, ShardedModule, fill
 from flux.comm.group import GroupLike
-from flux.layers.functional import column_linear, row_linear
+from flux.layers.functional import SaveGathered, column_linear, row_linear
 from flux.ops import _arguments, _check
 
 
@@ -142,13 +142,13 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         group: GroupLike = None,
         sequence_parallel: bool = True,
-        save_gathered: bool = False,
+        save_gathered: SaveGathered = False,
         gradient_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _arguments.flag(type(self).__name__, "save_gathered", save_gathered)
+        _arguments.flag_or_auto(type(self).__name__, "save_gathered", save_gathered)
         super().__init__(
             in_features,
             out_features,

@@ -10,7 +10,7 @@ from torch import nn
 
 from flux._sharded import Init
 from flux.comm.group import GroupLike, group_name, world_size
-from flux.layers.functional import column_linear
+from flux.layers.functional import SaveGathered, column_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, check_options
 from flux.ops import _arguments
 from flux.ops.autograd import concatenated
@@ -55,7 +55,7 @@ class ParallelMLP(nn.Module):
         bias: bool = False,
         group: GroupLike = None,
         sequence_parallel: bool = True,
-        save_gathered: bool = False,
+        save_gathered: SaveGathered = False,
         gradient_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
@@ -63,7 +63,7 @@ class ParallelMLP(nn.Module):
     ) -> None:
         op = type(self).__name__
         check_options(op, bias, sequence_parallel, gradient_accumulation_fusion, init, device, dtype)
-        _arguments.flag(op, "save_gathered", save_gathered)
+        _arguments.flag_or_auto(op, "save_gathered", save_gathered)
         hidden_size = _arguments.size(op, "hidden_size", hidden_size)
         ffn_size = _arguments.size(op, "ffn_size", ffn_size)
         name = group_name(group, op)

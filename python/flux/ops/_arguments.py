@@ -58,6 +58,14 @@ def flag(op: str, argument: str, value: object) -> None:
         wrong_type(op, argument, "True or False", value)
 
 
+def flag_or_auto(op: str, argument: str, value: object) -> None:
+    if isinstance(value, str):
+        if value != "auto":
+            _check.fail(op, argument, "True, False or 'auto'", repr(value))
+    elif not isinstance(value, bool):
+        wrong_type(op, argument, "True, False or 'auto'", value)
+
+
 def string(op: str, argument: str, value: object) -> None:
     if not isinstance(value, str):
         wrong_type(op, argument, "a string", value)

@@ -4,6 +4,7 @@ AllGather+GEMM needs for the gradients of x and of the weight. The GEMM is not s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -85,7 +86,7 @@ def _both(
     m, n, k = sizes
     if x.is_cuda and group.size() > 1:
         workspace = cast(CudaWorkspace, registry.get(group, x.device, "gemm_rs"))
-        plans = _plans_beside(workspace, m, n, k, x, transpose_weight, rows)
+        plans = _plans_beside(workspace, m, n, k, x.dtype, transpose_weight, rows)
         if plans is not None:
             product = x.new_empty(*shape)
             out = product.view(-1, n)
@@ -96,17 +97,35 @@ def _both(
     return product, gather.call(rows, group)
 
 
+def gathers_beside(rows: torch.Tensor, weights: Sequence[torch.Tensor], group_name: str) -> bool:
+    """Whether the backward pass of flux.ag_gemm(rows, weights) gathers the rows beside its GEMM: then keeping
+    them gathered would save no time. Equal on all ranks.
+    """
+    group = process_group(group_name)
+    if not rows.is_cuda or group.size() == 1 or torch.compiler.is_compiling():
+        return False
+    workspace = registry.get(group, rows.device, "gemm_rs")
+    return _backward_beside(workspace, rows, sum(weight.shape[0] for weight in weights))
+
+
+def _backward_beside(workspace: Workspace, rows: torch.Tensor, n: int) -> bool:
+    # The gradient [m, n] times the weights [n, k], which are read transposed.
+    k = rows.shape[-1]
+    m = rows.numel() // max(k, 1) * workspace.world_size
+    return _plans_beside(workspace, m, k, n, rows.dtype, True, rows) is not None
+
+
 def _plans_beside(
     workspace: Workspace,
     m: int,
     n: int,
     k: int,
-    x: torch.Tensor,
+    dtype: torch.dtype,
     transpose_weight: bool,
     rows: torch.Tensor,
 ) -> tuple[Plan, Plan] | None:
     """Plans of both, if copy engines can gather while SMs send tiles; else None. Equal on all ranks."""
-    scattering = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight)
+    scattering = workspace_plan(workspace, "gemm_rs", m, n, k, dtype, transpose_weight)
     gathering = gather.gather_plan(workspace, rows)
     if not (scattering.way == gathering.way == "fused" and gathering.copied_now()):
         return None

@@ -1,7 +1,7 @@
 """Megatron-Core on flux: its tensor-parallel layers with fused communication, by one line in the spec.
 
-Written for megatron-core 0.16; needs neither Transformer Engine nor Apex, and works beside both. See
-docs/megatron.md.
+Tested with megatron-core 0.16.1 and 0.19.2; needs neither Transformer Engine nor Apex, and works beside both.
+See docs/megatron.md.
 """
 
 try:
@@ -15,6 +15,7 @@ from flux.integrations.megatron.linear import (
     FluxColumnParallelLinear,
     FluxRowParallelLinear,
     accumulate_into_main_grad,
+    save_gathered_inputs,
 )
 from flux.integrations.megatron.model import convert_model, coverage, on_flux
 from flux.integrations.megatron.moe import FluxMoELayer
@@ -40,4 +41,5 @@ __all__ = [
     "get_flux_layer_spec",
     "gpt_layer_spec",
     "on_flux",
+    "save_gathered_inputs",
 ]

@@ -10,35 +10,48 @@ from typing import Any
 
 import torch
 
-from flux.layers.functional import collecting, placeholder
+from flux.layers.functional import DeferredGrads, collecting, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
-from flux.moe.autograd import TENSORS, add_expert_grads, expert_grads, layer0_grads, layer1_grads
+from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
 from flux.moe.routing import Routing
 from flux.ops import autocast
 
 Tensor = torch.Tensor
 
 
-def expert_layer(number: int, x: Tensor, weights: Sequence[Tensor], routing: Routing, fusion: bool) -> Tensor:
+def expert_layer(
+    number: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routing: Routing,
+    fusion: bool,
+    deferred: DeferredGrads | None = None,
+) -> Tensor:
     """flux.moe.ag_scatter_gemm (number 0) or gemm_gather_rs (number 1) with one weight for each expert.
 
     Args:
         fusion: add the gradients of weights to their `main_grad`, if all have one.
+        deferred: leave the gradients of weights to its `compute`.
     """
-    result: Tensor = _apply(number, fusion, routing, x, routing.weights, *weights)
+    result: Tensor = _apply(number, (fusion, deferred), routing, x, routing.weights, *weights)
     return result
+
+
+How = tuple[bool, DeferredGrads | None]
 
 
 class _Layer(torch.autograd.Function):
     # Weights are stacked for each pass and not kept: a copy of all layers' experts would be their size again.
     @staticmethod
     def forward(
-        ctx: Any, number: int, fusion: bool, routing: Routing, x: Tensor, scores: Tensor, *weights: Tensor
+        ctx: Any, number: int, how: How, routing: Routing, x: Tensor, scores: Tensor, *weights: Tensor
     ) -> Tensor:
+        fusion, deferred = how
         needs = ctx.needs_input_grad[5:]
         ctx.parameters = [
             collecting(weight, fusion and needed) for weight, needed in zip(weights, needs, strict=True)
         ]
+        ctx.deferred, ctx.leaves = deferred, () if deferred is None else weights
         x, *weights = autocast.cast_if_enabled(x, *weights)  # type: ignore[assignment]
         ctx.number, ctx.sizes = number, routing[TENSORS:]
         ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
@@ -51,7 +64,9 @@ class _Layer(torch.autograd.Function):
         routing = Routing._make([*saved[:TENSORS], *ctx.sizes])
         weight = torch.stack(saved[TENSORS:])
         needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
-        of_weights = partial(_of_weights, ctx.parameters) if any(needs) else None
+        of_weights: OfWeights | None = partial(_of_weights, ctx.parameters) if any(needs) else None
+        if of_weights is not None and ctx.deferred is not None:
+            of_weights = partial(_defer, ctx.deferred, ctx.leaves, needs, of_weights)
         of_scores: Tensor | None = None
         if ctx.number:
             of_x, made, of_scores = layer1_grads(grad, x, weight, routing, needs_x, needs_scores, of_weights)
@@ -63,6 +78,24 @@ class _Layer(torch.autograd.Function):
 
 
 _apply: Any = _Layer.apply
+
+
+def _defer(
+    deferred: DeferredGrads,
+    leaves: Sequence[Tensor],
+    needs: Sequence[bool],
+    of_weights: OfWeights,
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+) -> list[None]:
+    def compute() -> None:
+        for leaf, needed, made in zip(leaves, needs, of_weights(grad, x, offsets), strict=True):
+            if needed:
+                store_grad(leaf, made)
+
+    deferred.defer(compute)
+    return [None] * len(leaves)
 
 
 def _of_weights(

@@ -5,6 +5,8 @@ initialisation, checkpoints and everything that flux does not do are Megatron's.
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from flux._log import say_once
-from flux.layers import column_linear, row_linear
-from flux.ops import autocast
+from flux.layers import DeferredGrads, column_linear, row_linear
+from flux.layers.functional import SaveGathered
+from flux.ops import _arguments, autocast
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -45,6 +48,35 @@ def accumulate_into_main_grad(model: torch.nn.Module, enabled: bool = True) -> N
             module.flux_accumulates = enabled  # type: ignore[assignment]
 
 
+def save_gathered_inputs(model: torch.nn.Module, save: SaveGathered = "auto") -> None:
+    """Chooses whether flux's column-parallel layers of a built model keep the x that they gathered.
+
+    As built, they gather x again in the backward pass, as Megatron's do, which saves memory.
+
+    Args:
+        model: in which flux's layers are looked for.
+        save: True: keep it, p times the memory of x. False: gather it again. "auto": gather it again if the
+            plan does so beside a GEMM, else keep it; outside of CUDA graphs it does so for shards of 8 MiB
+            and more.
+
+    Raises:
+        TypeError, ValueError: `save` is none of these.
+
+    Example::
+
+        from flux.integrations.megatron import FluxColumnParallelLinear, save_gathered_inputs
+
+        layer = FluxColumnParallelLinear(
+            32, 8 * p, config=config, init_method=config.init_method, bias=False, gather_output=False
+        )
+        save_gathered_inputs(layer, "auto")
+    """
+    _arguments.flag_or_auto("save_gathered_inputs", "save", save)
+    for module in model.modules():
+        if isinstance(module, FluxColumnParallelLinear):
+            module.flux_saves_gathered = save
+
+
 def collects(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
     """Whether a layer's gradients of a weight go into its main_grad."""
     # Megatron-FSDP allocates its buffers during the backward pass, and expects them to be overwritten.
@@ -62,6 +94,7 @@ class FluxLinear(torch.nn.Module):
     input_is_parallel: bool
     skip_bias_add: bool
     flux_accumulates: bool
+    flux_deferred: DeferredGrads | None
 
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
         refuse_low_precision(type(self).__name__, config)
@@ -70,7 +103,7 @@ class FluxLinear(torch.nn.Module):
         quiet.gradient_accumulation_fusion = False
         super().__init__(*args, config=quiet, **options)
         self.config = config
-        tell_of_delay(type(self).__name__, config)
+        self._delay(getattr(config, "delay_wgrad_compute", False))
         self.flux_accumulates = config.gradient_accumulation_fusion
         self.gradient_accumulation_fusion = (
             config.gradient_accumulation_fusion and megatron_layers._grad_accum_fusion_available
@@ -99,8 +132,30 @@ class FluxLinear(torch.nn.Module):
             return f"x is {x.dtype} and the weight {weight.dtype}"
         return None
 
+    def _delay(self, is_delayed: bool) -> None:
+        """Whether backward_dw computes gradients of the weight."""
+        self.flux_deferred = DeferredGrads() if is_delayed else None
+        self._flux_hooks: list[Callable[[], None]] = []
+        if is_delayed and self.weight is not None:
+            # Tells Megatron's data parallelism to register its hook here, not with autograd.
+            self.weight.skip_backward_post_hook = True
+
+    def _deferred_for(self, weight: torch.Tensor) -> DeferredGrads | None:
+        # Nobody calls backward_dw for a weight of another layer.
+        return self.flux_deferred if weight is self.weight else None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Megatron's data parallelism: what backward_dw calls when the weight's gradient is complete."""
+        self._flux_hooks.append(hook)
+
     def backward_dw(self) -> None:
-        """The weight's gradient is never delayed: there is nothing to do."""
+        """The gradient of the weight, of the oldest backward pass that left it (delay_wgrad_compute)."""
+        if self.flux_deferred is None:
+            return
+        if self.flux_deferred:  # else Megatron's own code has computed it
+            self.flux_deferred.compute()
+        for hook in self._flux_hooks:
+            hook()
 
 
 def refuse_low_precision(name: str, config: Any) -> None:
@@ -131,6 +186,8 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
         assert product.shape[-1] == 8
     """
 
+    flux_saves_gathered: SaveGathered = False
+
     def why_never(self) -> str | None:
         if self.grad_output_buffer is not None and self.config.defer_embedding_wgrad_compute:
             return "the gradient of its weight is deferred"
@@ -149,7 +206,9 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
             [options["bias"]],
             group=options["tp_group"],
             sequence_parallel=options["sequence_parallel"],
+            save_gathered=self.flux_saves_gathered,
             gradient_accumulation_fusion=collects(self, weight),
+            deferred=self._deferred_for(weight),
         )[0]
 
 
@@ -194,6 +253,7 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
             group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             gradient_accumulation_fusion=collects(self, self.weight),
+            deferred=self.flux_deferred,
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -205,19 +265,18 @@ def adopt(layer: torch.nn.Module, cls: type[FluxLinear]) -> None:
     """Makes a layer of Megatron's class one of flux's, whose base that class is, in place."""
     refuse_low_precision(cls.__name__, layer.config)
     layer.__class__ = cls
-    tell_of_delay(cls.__name__, layer.config)
+    assert isinstance(layer, FluxLinear)
+    # As stock layers: Megatron calls backward_dw of some of them only, not of the output layer.
+    layer._delay(False)
     layer.flux_accumulates = layer.gradient_accumulation_fusion
+    if getattr(layer.config, "delay_wgrad_compute", False):
+        say_once(
+            f"flux: convert_model: {cls.__name__} computes gradients of weights in the backward pass, as the "
+            "layer did before, also with delay_wgrad_compute; convert_spec makes layers that delay them",
+            logging.INFO,
+        )
 
 
 def tell(layer: str, reason: str) -> None:
     """Logs, once for each layer class and reason."""
     say_once(f"flux: {layer} runs in Megatron's own code: {reason}")
-
-
-def tell_of_delay(layer: str, config: Any) -> None:
-    """Logs, once for each layer class, that delay_wgrad_compute has no effect, if it is asked for."""
-    if getattr(config, "delay_wgrad_compute", False):
-        say_once(
-            f"flux: {layer} does not delay gradients of weights (delay_wgrad_compute): they are computed in "
-            "the backward pass, and backward_dw does nothing"
-        )

@@ -15,7 +15,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from flux.integrations.megatron.experts import expert_layer
-from flux.integrations.megatron.linear import DTYPES, collects, tell
+from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, tell
+from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
 
@@ -64,6 +65,11 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         self.flux_group = groups.tp_ep
         self.flux_unfit = self._reason(groups)
         self.flux_accumulates = self.config.gradient_accumulation_fusion
+        # Of fc1 and fc2; only if the experts are flux's, whose backward_dw completes the gradients.
+        delays = all(
+            isinstance(layer, FluxLinear) and layer.flux_deferred is not None for layer in self._linears()
+        )
+        self._deferred = tuple(DeferredGrads() if delays else None for _ in range(2))
         self._flux_runs = False
         self._dispatchers = {False: self.token_dispatcher}
         if self.flux_unfit is None:
@@ -92,7 +98,6 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             "shared experts overlap with its dispatcher": config.moe_shared_expert_overlap,
             "its communication overlaps with another batch": config.overlap_moe_expert_parallel_comm,
             "its token dispatcher is flex": config.moe_token_dispatcher_type == "flex",
-            "gradients of its weights are deferred": getattr(config, "delay_wgrad_compute", False),
             f"its tokens choose more than {MAX_TOP_K} experts": config.moe_router_topk > MAX_TOP_K,
             "the ranks of its group are in another order": (
                 groups.tp_ep.rank() != groups.ep.rank() * groups.expt_tp.size() + groups.expt_tp.rank()
@@ -146,9 +151,24 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             for name in ("linear_fc1", "linear_fc2")
         )
         fusion = all(collects(self, weight) for weight in (*w1, *w2))
-        rows = self._activate(expert_layer(0, hidden_states, w1, routing, fusion))
+        first, second = self._deferred
+        rows = self._activate(expert_layer(0, hidden_states, w1, routing, fusion, first))
         # Megatron multiplies by the probabilities before the second product: the same, it is linear.
-        return expert_layer(1, rows, w2, routing, fusion), None
+        return expert_layer(1, rows, w2, routing, fusion, second), None
+
+    def backward_dw(self, *args: Any, **options: Any) -> None:
+        """Gradients of weights that the oldest backward pass left (delay_wgrad_compute)."""
+        # Megatron-Core 0.15 has no arguments; later ones choose routed_experts, shared_experts or both.
+        if args[0] if args else options.get("routed_experts", True):
+            for deferred in reversed(self._deferred):
+                if deferred:
+                    deferred.compute()
+        # Hooks of data parallelism are the experts' own.
+        super().backward_dw(*args, **options)
+
+    def _linears(self) -> list[torch.nn.Module]:
+        experts = getattr(self.experts, "local_experts", ())
+        return [getattr(expert, name) for expert in experts for name in ("linear_fc1", "linear_fc2")]
 
     def _most_tokens(self, x: Tensor) -> int | None:
         """What no rank exceeds; None if all have as many as this one. Read on the host."""
