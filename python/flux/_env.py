@@ -111,6 +111,14 @@ VARIABLES: tuple[Variable, ...] = (
         str,
     ),
     Variable(
+        "FLUX_NODES",
+        "auto",
+        "How calls of groups with several nodes run: auto (by the model), two-level (where possible), or "
+        "flat (through torch). The same on all ranks. Read when a group is first used.",
+        "run",
+        _one_of("auto", "two-level", "flat"),
+    ),
+    Variable(
         "FLUX_RAIL",
         "auto",
         "Engine of exchanges between nodes: auto (process groups: NCCL, on CPUs gloo), or symm (shared "

@@ -126,7 +126,7 @@ def reduce_scatter(group: Group, draw: random.Random, seed: int) -> bool:
     return torch.equal(got, want[group.rank() * rows :][:rows])
 
 
-def moe(group: Group, draw: random.Random, seed: int) -> bool:
+def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bool:
     """Routing and both layers. Half of the cases have a bound for what crosses, which is large enough; one in
     six has slices of experts that span nodes.
     """
@@ -137,9 +137,9 @@ def moe(group: Group, draw: random.Random, seed: int) -> bool:
     case = random_case(draw.randrange(1 << 20), p, _DTYPES)
     whole = [ep for ep in range(nodes, p + 1, nodes) if p % ep == 0]
     spanning = [ep for ep in range(1, p + 1) if p % ep == 0 and ep % nodes]
-    ep_size = draw.choice(spanning if draw.random() < 0.17 else whole)
+    ep_size = draw.choice(spanning if draw.random() < spans else whole)
     experts = ep_size * max(1, case.num_experts // case.ep_size)
-    case = replace(case, ep_size=ep_size, num_experts=experts, seed=seed)
+    case = replace(case, ep_size=ep_size, num_experts=experts, seed=seed, ranks_per_node=topology.ranks)
     if 2 * case.top_k * (p // ep_size) > EXACT_LIMIT[case.dtype]:
         case = replace(case, top_k=2)
     share = None
@@ -160,16 +160,15 @@ def moe(group: Group, draw: random.Random, seed: int) -> bool:
     )
     shares = routing.incoming.shape[1] != case.max_tokens
     SEEN["moe " + ("spanning nodes" if ep_size % nodes else "shares" if shares else "all tokens")] += 1
-    order = moe_order(case, rank, topology.ranks, nodes, routing)
-    count = len(order)
+    case = replace(case, own_last=shares)
+    count = len(case.rows(rank))
     x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)
     rows = flux.moe.ag_scatter_gemm(x, w1, routing)
     hidden = case.hidden_rows(rank, routing.rows.shape[0])
-    hidden[:count] = hidden[:count][order]
     out = flux.moe.gemm_gather_rs(hidden, w2, routing)
     offsets = torch.bincount(case.rows(rank)[:, 0], minlength=experts).view(ep_size, -1)[case.slice_of(rank)]
     return (
-        torch.equal(rows[:count], case.layer0(rank)[order])
+        torch.equal(rows[:count], case.layer0(rank))
         and torch.equal(out, case.layer1(rank))
         and routing.offsets.tolist() == [0, *offsets.cumsum(0).tolist()]
     )
@@ -180,21 +179,6 @@ def _most(case: MoeCase, source: int, ranks: int, nodes: int) -> int:
     ids = case.routing(source)[0]
     found = [((ids >= 0) & (ids * nodes // case.num_experts == node)).any(1).sum() for node in range(nodes)]
     return max(int(count) for node, count in enumerate(found) if node != source // ranks)
-
-
-def moe_order(case: MoeCase, rank: int, ranks: int, nodes: int, routing: flux.moe.Routing) -> torch.Tensor:
-    """Where the rows of a routing on several nodes are among those of the whole group's: by expert, source in
-    its node, node, token. With a bound for what crosses, the own node's tokens come last.
-    """
-    expert, source, token = case.rows(rank).unbind(1)
-    if case.ep_size % nodes:
-        return torch.arange(len(expert))
-    node = source // ranks
-    if routing.incoming.shape[1] != case.max_tokens:
-        node = torch.where(node == rank // ranks, nodes, node)
-    step = (rank - source) % ranks
-    keys = ((expert * ranks + step) * (nodes + 1) + node) * (case.max_tokens + 1) + token
-    return keys.argsort()
 
 
 CHECKS: dict[str, Check] = {

@@ -276,6 +276,7 @@ def unfused(rank: int, world_size: int) -> str:
     [
         (3, {}, "different numbers of ranks: 3 ('0'), 1 ('1')"),
         (2, {"FLUX_FUSED": "off"}, "rank 0: FLUX_FUSED=off"),
+        (2, {"FLUX_NODES": "flat"}, "2 nodes x 2: FLUX_NODES=flat"),
     ],
 )
 def test_why_a_group_runs_unfused(ranks_per_node: int, env: dict[str, str], reason: str) -> None:

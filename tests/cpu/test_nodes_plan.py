@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flux.comm.topology import Links, Topology, of_nodes
 from flux.ops import levels
 from flux.ops.plan import Plan, PlanInput, planned
 from flux.ops.plan_nodes import sent_by_scatter
+from flux.tuning.facts import Tuning
 
 NODES = [2, 3, 4, 8, 16, 32, 64]
 
@@ -201,6 +203,19 @@ def test_explanation_has_every_threshold() -> None:
         "considered blocks ",
     ):
         assert line in told
+
+
+def test_the_way_can_be_said() -> None:
+    lost = problem(8192, 8192, 56, 64)
+    assert not planned("gemm_rs", lost).fused
+    assert planned("gemm_rs", replace(lost, nodes_way="two-level")).fused
+    gained = problem(8192, 12288, 3072, 2)
+    flat = planned("gemm_rs", replace(gained, nodes_way="flat"))
+    assert not flat.fused and flat.reason == "2 nodes x 8: FLUX_NODES=flat"
+    for schedule in ("blocks", "one launch"):
+        found = planned("gemm_rs", replace(gained, tuning=Tuning(forced=schedule)))
+        assert found.levels is not None and found.levels.schedule == schedule
+    assert not planned("gemm_rs", replace(gained, tuning=Tuning(forced="torch"))).fused
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ class Record:
 
     def ranks(self, row: Row) -> str:
         """How many ranks a row ran on, as titles say it."""
+        nodes = self.settings.get("nodes", 1)
+        if nodes > 1:
+            return f"{nodes} nodes x {self.settings['world'] // nodes}, emulated"
         if self.device == "cpu":
             return f"{self.settings.get('world', row.tp)} processes"
         # For mixtures of experts, the variant names the parallelism.

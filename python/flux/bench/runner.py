@@ -16,7 +16,7 @@ import flux
 from flux import _env
 from flux.bench import machine
 from flux.bench.cases import OPS, OpSpec
-from flux.bench.cases.common import Context
+from flux.bench.cases.common import Context, collectives
 from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S, Row, Timing, derive, passed
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
@@ -29,7 +29,7 @@ class Settings:
     """Everything that decides what is measured.
 
     world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers; ways: in
-    which flux runs beside its plan.
+    which flux runs beside its plan; nodes: on which the ranks are emulated.
     """
 
     problems: tuple[Problem, ...]
@@ -47,6 +47,7 @@ class Settings:
     skipped: tuple[str, ...] = ()
     timeout_s: float = 3600.0
     ways: tuple[str, ...] = ("parts",)
+    nodes: int = 1
 
     def public(self) -> dict[str, Any]:
         """The settings that a result file records."""
@@ -83,7 +84,14 @@ def run(settings: Settings, by: Callable[..., Any] | None = None, *more: Any, **
         # Megatron requires it for its overlap, so measure with this setting.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     of_ranks = spawn(
-        by, settings.world, settings, *more, timeout_s=settings.timeout_s, backend=backend, env=env
+        by,
+        settings.world,
+        settings,
+        *more,
+        timeout_s=settings.timeout_s,
+        backend=backend,
+        env=env,
+        ranks_per_node=settings.world // settings.nodes if settings.nodes > 1 else None,
     )
     return of_ranks[0]
 
@@ -159,11 +167,16 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     prepared = prepare(problem, context)
     row.plan, row.notes = prepared.plan, prepared.notes
     roles = {c.role for c in prepared.candidates}
+    if settings.nodes > 1:
+        each = settings.world // settings.nodes
+        row.notes.append(f"emulated: {settings.nodes} nodes x {each} on one machine, whose links are others")
     if not row.ok:
         roles -= {"flux", "config"}
     if settings.alone:
         roles &= {"flux", "config", "gemm"}
     candidates = [c for c in prepared.candidates if c.role in roles]
+    if settings.nodes > 1:  # other peers use symmetric memory, which nodes do not share
+        candidates = [c for c in candidates if c.role != "peer" or c.name == collectives(context)]
     if not candidates:
         return row
     _time(row, spec, candidates, timer, settings)

@@ -27,6 +27,7 @@ from flux.cli.estimate import estimate
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
 from flux.comm.workspace import MAX_WORLD_SIZE
+from flux.ops.plan_nodes import SCHEDULES
 from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
@@ -98,6 +99,7 @@ def choose(
     imbalance: Sequence[str] = (),
     ep: Sequence[int] = (),
     layers: int | None = None,
+    nodes: int | None = None,
 ) -> Settings:
     """Settings from what the user said and what the machine has.
 
@@ -127,6 +129,7 @@ def choose(
             raise ValueError(f"bench: {option} expected {expected}, got {' '.join(ops) or 'no op'}")
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
     place = options.torchrun()
+    ops = _on_nodes(ops, nodes, world, cpu)
     if place is not None:
         if world is not None and world != place[1]:
             raise ValueError(f"bench: --world {world}, but torchrun started {place[1]} processes")
@@ -134,6 +137,7 @@ def choose(
     if world is None:
         # --tp without --world: as many processes as that, if the machine has them.
         world = min(tp or gpus, gpus) if gpus else tp or _CPU_PROCESSES
+        world -= world % (nodes or 1)
     if gpus and world > gpus:
         raise ValueError(
             f"bench: --world expected to be at most {gpus}, the GPUs of this machine, got {world}"
@@ -150,7 +154,7 @@ def choose(
     shapes = [
         op for op, spec in OPS.items() if spec.rows is None and not spec.by_name and (gpus or spec.collective)
     ]
-    asked, ops = bool(ops), ops or shapes
+    asked, ops = bool(ops) and not nodes, ops or shapes
     chosen = None
     if len(of_models) < len(ops):
         chosen = suites.load(suite or ("default" if gpus else "cpu")).select(models, m)
@@ -175,9 +179,30 @@ def choose(
         tp=tp,
         dtype=dtype or (chosen.dtype if chosen else "bfloat16" if gpus else "float32"),
         skipped=tuple(skipped),
+        nodes=nodes or 1,
+        ways=tuple(dict.fromkeys(s for of in SCHEDULES.values() for s in of)) if nodes else ("parts",),
         iters=20 if gpus else 5,
         rounds=7 if gpus else 5,
     )
+
+
+def _on_nodes(ops: list[str], nodes: int | None, world: int | None, cpu: bool) -> list[str]:
+    """The ops to measure on emulated nodes: those that were asked for, or all that have schedules for nodes.
+
+    Raises ValueError naming the option to mend.
+    """
+    if nodes is None:
+        return ops
+    if options.torchrun() is not None:
+        raise ValueError(
+            "bench: --nodes expected without torchrun, where FLUX_NODE says which node a rank is on"
+        )
+    options.check_nodes("bench", nodes, world, cpu)
+    possible = [op for op in OPS if op in SCHEDULES]
+    for op in ops:
+        if op not in possible:
+            raise ValueError(f"bench: --nodes expected with {', '.join(possible)}, got {op}")
+    return ops or possible
 
 
 def _somebody_to_ask() -> bool:
@@ -263,6 +288,14 @@ def command(
         typer.Option(
             metavar="STD",
             help="moe: standard deviation of the experts' loads, 0 to 1, or hot; may be repeated.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole(2, MAX_WORLD_SIZE),
+            metavar="N",
+            help="The ranks on so many nodes, emulated on this machine.",
         ),
     ] = None,
     layers: Annotated[
@@ -354,6 +387,7 @@ def command(
             imbalance=list(imbalance or []),
             ep=list(ep or []),
             layers=layers,
+            nodes=nodes,
         )
         on_gpus = settings.device == "cuda"
         for package in ("transformers", "accelerate"):

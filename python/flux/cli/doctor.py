@@ -16,6 +16,7 @@ from flux.bench.machine import now
 from flux.bench.record import write_json
 from flux.bench.report import make_console
 from flux.cli import findings, links, options, vllm
+from flux.cli import nodes as among_nodes
 from flux.cli.findings import Finding
 
 _NAME_WIDTH = 28
@@ -83,17 +84,37 @@ def command(
     tp: Annotated[
         int, typer.Option("--tp", metavar="N", parser=options.whole(), help="With --vllm: ranks.")
     ] = 2,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            metavar="N",
+            parser=options.whole(2),
+            help="Instead: the links between so many nodes, under torchrun on all of them; else emulated.",
+        ),
+    ] = None,
+    links_file: Annotated[
+        Path | None,
+        typer.Option("--links", metavar="FILE", help="With --nodes: write the rates, for FLUX_LINKS."),
+    ] = None,
 ) -> None:
     """Look at this machine: versions, native library, GPUs, links, memory, environment.
 
     Exit status 1 if something is wrong; each wrong thing comes with a line of advice.
     """
-    options.only_rank_0()
+    if nodes is None:
+        options.only_rank_0()
     with options.refusing():
         options.check_target("doctor: --json", json_file)
-        checks = examine(active=not quick) if model is None else vllm.examine(vllm.model(model), tp)
-    found = report(checks, make_console())
+        options.check_target("doctor: --links", links_file)
+        if links_file is not None and nodes is None:
+            raise ValueError("doctor: --links expected with --nodes")
+        if nodes is not None:
+            checks = among_nodes.examine(nodes, links_file)
+        else:
+            checks = examine(active=not quick) if model is None else vllm.examine(vllm.model(model), tp)
+    found = report(checks, make_console()) if options.speaks() else list(checks)
     ok = all(finding.state != "bad" for finding in found)
-    if json_file is not None:
+    if json_file is not None and options.speaks():
         write_json({"schema": 1, "date": now(), "ok": ok, "findings": [asdict(f) for f in found]}, json_file)
     raise typer.Exit(0 if ok else 1)

@@ -26,9 +26,17 @@ from flux.comm.workspace import MAX_WORLD_SIZE
 _STYLE = {"exact": "green", "wrong": "bold red", "timed out": "bold red", "skipped": "yellow"}
 
 
-def plan_runs(world: int | None, cpu: bool, timeout_s: float, say: Say) -> Iterator[Iterator[Outcome]]:
-    """Real ranks as far as there are GPUs, emulated ones on the first; without a GPU the CPU path."""
+def plan_runs(
+    world: int | None, cpu: bool, timeout_s: float, say: Say, nodes: int = 1
+) -> Iterator[Iterator[Outcome]]:
+    """Real ranks as far as there are GPUs, emulated ones on the first; without a GPU the CPU path. With
+    several nodes: only those.
+    """
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    if nodes > 1:
+        size = world or (gpus - gpus % nodes if gpus else 2 * nodes)
+        yield verify_cases.ranks(size, "cuda" if gpus else "cpu", timeout_s, say, nodes)
+        return
     if not gpus:
         yield verify_cases.gemm(torch.device("cpu"), say)
         for size in [world] if world else [2, 4]:
@@ -109,6 +117,14 @@ def command(
     timeout: Annotated[
         float, typer.Option(parser=real(1.0), metavar="SECONDS", help="For one number of ranks.")
     ] = 300.0,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole(1, MAX_WORLD_SIZE),
+            metavar="N",
+            help="Only ranks on so many nodes, emulated on this machine.",
+        ),
+    ] = None,
 ) -> None:
     """Compare every op with exact results: integers in which each rank's part is marked, nothing rounds.
 
@@ -118,10 +134,11 @@ def command(
     options.only_rank_0()
     with options.refusing():
         options.check_target("verify: --json", json_file)
+        options.check_nodes("verify", nodes, world, cpu)
     machine.disable_multicast()
     outcomes: list[Outcome] = []
     with _progress(make_console(stderr=True)) as say:
-        for run in plan_runs(world, cpu, timeout, say):
+        for run in plan_runs(world, cpu, timeout, say, nodes or 1):
             outcomes += run
     bad = failed(outcomes)
     if json_file is not None:

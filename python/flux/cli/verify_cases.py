@@ -188,13 +188,15 @@ def _emulated_call(
     return [*results, ranks.collect(xs, join=False, **copied)] if number % 2 else results
 
 
-def _where(world_size: int, device: str) -> str:
+def _where(world_size: int, device: str, nodes: int = 1) -> str:
+    if nodes > 1:
+        return f"{nodes} nodes x {world_size // nodes} emulated, {'GPUs' if device == 'cuda' else 'CPU'}"
     if device == "cuda":
         return f"{world_size} GPUs"
     return f"{world_size} process{'' if world_size == 1 else 'es'}, CPU"
 
 
-def run_rank(rank: int, world_size: int, device_type: str, log: str) -> list[Outcome]:
+def run_rank(rank: int, world_size: int, device_type: str, log: str, nodes: int = 1) -> list[Outcome]:
     """All cases on one rank of a real group. One that raises ends the list: ranks would part ways.
 
     log: file to which rank 0 writes what it begins and what came of it, for whoever waits.
@@ -202,7 +204,7 @@ def run_rank(rank: int, world_size: int, device_type: str, log: str) -> list[Out
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    where = _where(world_size, device_type)
+    where = _where(world_size, device_type, nodes)
     runs = [
         (op, name, partial(_rank_case, op, rank, case, device))
         for op in COLLECTIVES
@@ -210,7 +212,7 @@ def run_rank(rank: int, world_size: int, device_type: str, log: str) -> list[Out
     ]
     runs += [
         (_MOE, name, partial(verify_moe.rank_case, rank, experts, device))
-        for name, experts in verify_moe.named_cases(world_size)
+        for name, experts in verify_moe.named_cases(world_size, nodes)
     ]
     outcomes: list[Outcome] = []
     with verify_log.writer(log if rank == 0 else None) as write:
@@ -267,19 +269,30 @@ def _rank_call(
     return [flux.ag_gemm(x, weight, bias, transpose_weight=layout)]
 
 
-def ranks(world_size: int, device: str, timeout_s: float, say: Say = _quiet) -> Iterator[Outcome]:
-    """The collective ops between processes: GPUs, or the CPU path."""
+def ranks(
+    world_size: int, device: str, timeout_s: float, say: Say = _quiet, nodes: int = 1
+) -> Iterator[Outcome]:
+    """The collective ops between processes: GPUs, or the CPU path; on several nodes, emulated on this one."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     env = {
         **machine.NO_MULTICAST,
         "FLUX_TUNING": "off",
+        "FLUX_NODES": "two-level",
     }  # the kernels are to run, also where others are faster
-    starting = Outcome("all", "starting", _where(world_size, device), RUNNING)
+    starting = Outcome("all", "starting", _where(world_size, device, nodes), RUNNING)
     say(starting.label)
     with verify_log.followed(say) as log:
         try:
             results: list[list[Outcome]] = spawn(
-                run_rank, world_size, device, str(log), timeout_s=timeout_s, backend=backend, env=env
+                run_rank,
+                world_size,
+                device,
+                str(log),
+                *([nodes] if nodes > 1 else []),
+                timeout_s=timeout_s,
+                backend=backend,
+                env=env,
+                ranks_per_node=world_size // nodes if nodes > 1 else None,
             )
             outcomes = results[0]
         except RuntimeError as error:

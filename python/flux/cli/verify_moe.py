@@ -12,11 +12,13 @@ from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
 
 
-def named_cases(world_size: int) -> list[tuple[str, MoeCase]]:
-    p = world_size
+def named_cases(world_size: int, nodes: int = 1) -> list[tuple[str, MoeCase]]:
+    """Cases for ranks on so many nodes."""
+    p, several = world_size, nodes if nodes > 1 else 0
     even = (140,) * p
     uneven = tuple(20 + 60 * (rank % 3) for rank in range(p))
-    base = MoeCase(even, 264, 72, 2 * p, 3, 1, torch.bfloat16)
+    ranks = p // nodes if several else 0
+    base = MoeCase(even, 264, 72, 2 * p, 3, 1, torch.bfloat16, ranks_per_node=ranks)
     cases = [
         ("tensor parallel", base),
         ("expert parallel", replace(base, ep_size=p)),
@@ -27,6 +29,8 @@ def named_cases(world_size: int) -> list[tuple[str, MoeCase]]:
     ]
     if p % 2 == 0 and p > 2:
         cases.append(("tensor and expert parallel", replace(base, ep_size=2)))
+    if several and nodes < p:
+        cases.append(("expert parallel across nodes", replace(base, ep_size=nodes)))
     return cases
 
 

@@ -176,6 +176,7 @@ class Workspace(ABC):
         told = {
             "node": topology.node_id(),
             "links": topology.links().to_tell(),
+            "nodes": _env.get("FLUX_NODES"),
             "compare": _env.get("FLUX_DEBUG") == "compare",
             "tuning": store.to_tell(store.local(device)),
         }

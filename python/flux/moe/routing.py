@@ -109,11 +109,10 @@ def route(
         ep_size: into how many slices experts are cut. Slice e is held by the p / ep_size ranks from
             e * p / ep_size on, each with a part of the columns. 1: tensor parallelism; p: expert parallelism.
         max_tokens: what no rank exceeds; the same on all ranks. None: all ranks have as many as this one.
-        max_node_tokens: of a group with several nodes: how many tokens of a rank any other node needs at
-        most,
-            the same on all ranks. Only one copy of a token then crosses to each node that needs it, and not
-            all to all, if that saves more than a share of one node. Where there are more, CPUs raise
-            ValueError, and on GPUs the results of those tokens are NaN. None: all. Nothing on one node.
+        max_node_tokens: how many tokens of a rank any other node needs at most, in a group with several
+            nodes; the same on all ranks. If that is few enough, one copy of each token crosses to each node
+            that needs it, instead of all tokens to all nodes. Where there are more, CPUs raise ValueError,
+            and on GPUs the results of those tokens are NaN. None: any number.
 
     Returns:
         The Routing that flux.moe.ag_scatter_gemm and flux.moe.gemm_gather_rs take.

@@ -162,6 +162,7 @@ class PlanInput:
         scaling: as in `Plan`.
         left_free: SMs of the GPU beside num_sms, which are left to others.
         topology, engine, links: of a group with several nodes: the nodes, and what carries data between them.
+        nodes_way: "auto", "two-level" or "flat" (FLUX_NODES).
     """
 
     device_type: str
@@ -180,6 +181,7 @@ class PlanInput:
     topology: Topology | None = None
     engine: str = ""
     links: Links = Links()
+    nodes_way: str = "auto"
 
     @property
     def result_dtype(self) -> torch.dtype:

@@ -230,8 +230,13 @@ def problem_of(
     )
     if not isinstance(workspace, NodesWorkspace):
         return problem
-    found = workspace.topology, workspace.engine, workspace.links
-    return replace(problem, topology=found[0], engine=found[1], links=found[2])
+    return replace(
+        problem,
+        topology=workspace.topology,
+        engine=workspace.engine,
+        links=workspace.links,
+        nodes_way=workspace.way,
+    )
 
 
 def carried_by(workspace: Workspace, plan: Plan) -> Plan:

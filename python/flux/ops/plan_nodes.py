@@ -36,6 +36,14 @@ _FLAT = {
 }
 
 
+# By operator, the schedules between which plans choose.
+_BY_ROWS, _BY_SUMS = ("blocks", "one launch"), ("node sums", "shards", "composed")
+SCHEDULES = {
+    **dict.fromkeys(("gemm_rs", "ag_gemm", "all_gather", "reduce_scatter"), _BY_ROWS),
+    **dict.fromkeys(("gemm_ar", "all_reduce"), _BY_SUMS),
+}
+
+
 @dataclass(frozen=True)
 class _Way:
     """One schedule of a call: its name, parts, bytes that a rank sends to other nodes, and microseconds."""
@@ -59,11 +67,13 @@ def _pick(
     """The plan of the way that the model expects to be the soonest; on CPUs that with the name `cpu`."""
     topology = problem.topology
     assert topology is not None
-    possible = list(ways)
+    possible, forced = list(ways), problem.tuning.forced
+    wanted = [way for way in possible if way.schedule == forced] or possible
     if problem.on_gpu:
-        best = min(possible, key=lambda way: way.us)
+        best = min(wanted, key=lambda way: way.us)
     else:
-        best = next(way for way in possible if (way.schedule, way.parts) == (cpu, parts))
+        usual = [way for way in wanted if (way.schedule, way.parts) == (cpu, parts)]
+        best = (usual or wanted)[0]
     sms = NCCL_CTAS if problem.on_gpu else 0
     found = TwoLevel(
         topology,
@@ -78,8 +88,12 @@ def _pick(
     )
     told = [(way.schedule + (f" in {way.parts}" if way.parts > 1 else ""), way.us) for way in possible]
     candidates = tuple(sorted([*told, ("flat", flat_us)], key=lambda way: way[1])) if problem.on_gpu else ()
-    if problem.on_gpu and not problem.tuning.forced and best.us > levels.MARGIN * flat_us:
+    reason = ""
+    if problem.nodes_way == "flat" or forced == "torch":
+        reason = f"{topology}: {'FLUX_NODES=flat' if forced is None else 'to be measured'}"
+    elif problem.nodes_way == "auto" and forced is None and best.us > levels.MARGIN * flat_us > 0:
         reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
+    if reason:
         return problem.plan(op, False, reason, transport=_FLAT[op], candidates=candidates)
     facts = {"way": "two-level", "levels": found, "candidates": candidates, "config": 0}
     return problem.plan(op, True, found.reason, **facts)
@@ -115,28 +129,36 @@ def _inside_fused(op: str, problem: PlanInput) -> str | None:
     return None if plan.fused else plan.reason
 
 
-def _gemm_us(op: str, problem: PlanInput, sms: int, ranks: int) -> float:
-    """A GEMM of a problem's sizes; with `ranks` the operator's kernel."""
-    core = _native.core
+def _gemm_us(problem: PlanInput, sms: int) -> float:
+    """A plain GEMM of a problem's sizes."""
     sizes = (problem.m, problem.n, problem.k, problem.transpose_weight)
-    if ranks > 1 and op in ("gemm_rs", "ag_gemm"):
-        choice = getattr(core, f"select_{op}")(*sizes, world_size=ranks, num_sms=sms)
-    else:
-        choice = core.select_gemm(*sizes, num_sms=sms)
-    return float(choice.time_us)
+    return float(_native.core.select_gemm(*sizes, num_sms=sms).time_us)
 
 
 def _launch_us(op: str, problem: PlanInput, rows: int, free: bool) -> float:
     """A launch of gemm_rs or ag_gemm inside a node, of `rows` rows of the node's ranks together."""
-    topology, links = problem.topology, problem.links
+    topology, links, core = problem.topology, problem.links, _native.core
     assert topology is not None
-    sms = problem.sms - (NCCL_CTAS if free else 0)
-    gemm = _gemm_us(op, replace(problem, m=rows), sms, topology.ranks)
-    of_row = (
-        problem.n * problem.result_dtype.itemsize if op == "gemm_rs" else problem.k * problem.dtype.itemsize
-    )
-    across = rows * of_row * (topology.ranks - 1) // topology.ranks
-    return max(gemm, levels.inside_us(across, links))
+    ranks, sms = topology.ranks, problem.sms - (NCCL_CTAS if free else 0)
+    if ranks == 1:
+        return _gemm_us(replace(problem, m=rows), sms)
+    sizes = (rows, problem.n, problem.k, problem.transpose_weight)
+    choice = getattr(core, f"select_{op}")(*sizes, world_size=ranks, num_sms=sms)
+    config = core.tile_configs()[choice.config]
+    blocks, columns = -(-rows // ranks // config.block_m), -(-problem.n // config.block_n)
+    tiles = ranks * blocks * columns
+    waves = -(-tiles // sms)
+    of_row = problem.k * problem.dtype.itemsize
+    if op == "gemm_rs":
+        of_row = problem.n * problem.result_dtype.itemsize
+    across = levels.inside_us(rows * of_row * (ranks - 1) / ranks, links)
+    late_us = 0.0
+    if op == "ag_gemm":
+        # SMs without a tile of own rows start when rows arrive; those of the last wave end the launch.
+        late_blocks = max(0.0, (tiles - (waves - 1) * sms) / columns - blocks)
+        late_us = across * late_blocks / ((ranks - 1) * blocks)
+    # Nothing is sent before the first wave, or computed after the last arrival: few waves overlap little.
+    return float(max(choice.time_us + late_us, across + choice.time_us / waves))
 
 
 def plan_gemm_rs(problem: PlanInput) -> Plan:
@@ -179,7 +201,7 @@ def plan_gemm_rs(problem: PlanInput) -> Plan:
 
     flat = 0.0
     if problem.on_gpu:
-        flat = levels.flat_us(_gemm_us("gemm", problem, problem.sms, 1), m * n * itemsize, topology, links)
+        flat = levels.flat_us(_gemm_us(problem, problem.sms), m * n * itemsize, topology, links)
     by_blocks = shard >= CPU_BLOCK_ROWS
     parts = next((parts for parts in (4, 2) if shard % parts == 0 and shard >= parts * CPU_PART_ROWS), 1)
     return _pick("gemm_rs", problem, ways(), flat, "blocks" if by_blocks else "one launch", parts)
@@ -226,7 +248,7 @@ def _plan_gather(op: str, problem: PlanInput) -> Plan:
 
     flat = 0.0
     if problem.on_gpu:
-        gemm = _gemm_us("gemm", problem, problem.sms, 1) if op == "ag_gemm" else 0.0
+        gemm = _gemm_us(problem, problem.sms) if op == "ag_gemm" else 0.0
         flat = levels.flat_us(gemm, m * k * itemsize, topology, links)
     by_blocks = m // topology.world_size >= CPU_BLOCK_ROWS
     return _pick(op, problem, ways(), flat, "blocks" if by_blocks else "one launch")
@@ -327,7 +349,7 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
         return _refused("gemm_ar", problem, reason)
     m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.dtype.itemsize
     nbytes, row_bytes = m * n * itemsize, n * itemsize
-    gemm = _gemm_us("gemm", problem, problem.sms, 1) if problem.on_gpu else 0.0
+    gemm = _gemm_us(problem, problem.sms) if problem.on_gpu else 0.0
     ways = []
     if nbytes <= MAX_EXCHANGE_BYTES:
         us = gemm + levels.collective_us(2 * nbytes, topology, links)

@@ -35,6 +35,8 @@ class MoeCase:
         skew: "even", "skewed" (expert e is chosen about as often as 1/(e+1)), "half empty" (odd experts by
             nobody), "one expert" (expert 0 by every token), "one slice" (the first experts only).
         dropped: share of choices that are not routed (-1).
+        ranks_per_node: in a group with several nodes; 0: of one node. Changes the order of rows.
+        own_last: a bound for what crosses nodes saves tokens; then those of the own node come last.
     """
 
     tokens: tuple[int, ...]
@@ -47,6 +49,8 @@ class MoeCase:
     skew: str = "even"
     dropped: float = 0.0
     seed: int = 0
+    ranks_per_node: int = 0
+    own_last: bool = False
 
     @property
     def world_size(self) -> int:
@@ -132,7 +136,7 @@ class MoeCase:
 
     def rows(self, rank: int) -> torch.Tensor:
         """Expert of all, source and token [rows, 3] of each row of a rank, in order: by expert, then by step
-        of the source, then by token.
+        of the source, then by token; on several nodes see `_order_on_nodes`.
         """
         first = self.slice_of(rank) * self.local_experts
         found = []
@@ -142,7 +146,22 @@ class MoeCase:
             tokens, choice = ((ids >= first) & (ids < first + self.local_experts)).nonzero(as_tuple=True)
             found.append(torch.stack([ids[tokens, choice], torch.full_like(tokens, source), tokens], 1))
         rows = torch.cat(found)
-        return rows[rows[:, 0].argsort(stable=True)]
+        rows = rows[rows[:, 0].argsort(stable=True)]
+        return rows if self.ranks_per_node == 0 else rows[self._order_on_nodes(rank, rows)]
+
+    def _order_on_nodes(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
+        """By expert, step of the source inside its node, node, token. If slices of experts span nodes, as on
+        one node.
+        """
+        ranks = self.ranks_per_node
+        nodes = self.world_size // ranks
+        if self.ep_size % nodes:
+            return torch.arange(len(rows))
+        expert, source, token = rows.unbind(1)
+        node, step = source // ranks, (rank - source) % ranks
+        if self.own_last:
+            node = torch.where(node == rank // ranks, nodes, node)
+        return (((expert * ranks + step) * (nodes + 1) + node) * (self.max_tokens + 1) + token).argsort()
 
     def layer0(self, rank: int) -> torch.Tensor:
         """The exact result of layer 0 without activation, for the valid rows."""

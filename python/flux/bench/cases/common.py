@@ -18,6 +18,7 @@ from flux.bench.timing import Call, all_max
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.ops.plan import ways_of, workspace_plan
+from flux.ops.plan_nodes import SCHEDULES
 from flux.testing import GemmRsCase
 from flux.tuning.facts import Tuning
 
@@ -53,7 +54,8 @@ class Context:
         """What `make` gives for name, role and group of each way in which flux runs `op`: as planned, and as
         `twins` say.
         """
-        twins = [(in_way(way), "parts", g) for way, g in self.twins.items() if way in ways_of(op)]
+        ways = (*ways_of(op), *SCHEDULES.get(op, ()))
+        twins = [(in_way(way), "parts", g) for way, g in self.twins.items() if way in ways]
         return [make(*each) for each in [("flux", "flux", self.ranks), *twins]]
 
     def with_twins(self, ways: Sequence[str]) -> Context:
@@ -281,6 +283,8 @@ def plan_dict(plan: Any) -> dict[str, Any]:
     if plan.fused and plan.op in ("gemm_ar", "all_reduce"):
         way = {0: "one-shot", 1: "two-shot"}.get(plan.mode, "gemm_rs + all_gather")
         chosen = f"{plan.config_name} {way}".strip()
+    if plan.levels is not None:
+        chosen = plan.levels.reason
     return {
         "fused": bool(plan.fused),
         "way": plan.way,

@@ -59,6 +59,7 @@ class NodesWorkspace(Workspace):
         rail: the ranks with this one's number in their nodes.
         node, local: this node, and this rank's number in it.
         links: rates by which plans choose.
+        way: "auto", "two-level" or "flat" (FLUX_NODES).
     """
 
     topology: Topology
@@ -76,7 +77,7 @@ class NodesWorkspace(Workspace):
         assert found is not None
         self.topology = found
         self.node, self.local = found.node_of(group.rank()), found.local_of(group.rank())
-        self.links = _agreed_links(op, facts)
+        self.links, self.way = _agreed_links(op, facts), _agreed_way(op, facts)
         self.rail: Any = None  # a Rail, while the group can run fused
         self.node_group: Any = None
         self.inner: Workspace | None = None
@@ -130,7 +131,7 @@ class NodesWorkspace(Workspace):
         self.node_group = groups.part_of(self.group, self.topology.node_ranks(self.node), name)
         self._release_inner = release
         why_not = None
-        with self._naming(op):
+        with self.naming(op):
             self._waits_for(self.rank, "the first call inside the node")
             if self.topology.ranks > 1:
                 self.inner = get(self.node_group, self.device, op)
@@ -153,7 +154,7 @@ class NodesWorkspace(Workspace):
             if self.device.type == "cuda":
                 self._watch = Watch(self.timeout_s, self._someone_failed, self._give_up)
                 self.rail.on_start = self._watch.started
-            with self._naming(op):
+            with self.naming(op):
                 self._warm_up()
         except CommTimeoutError:
             raise
@@ -206,7 +207,7 @@ class NodesWorkspace(Workspace):
         self._refuse_capture(call.op)
         self._calls += 1
         self.turn.open()
-        with self._naming(call.op):
+        with self.naming(call.op):
             facts = call_facts(call, same, self.compares_contents)
             if self.device.type == "cpu":
                 self._compare_on_rails(call, same, facts)
@@ -267,7 +268,7 @@ class NodesWorkspace(Workspace):
         self._place = Place(rank, where)
 
     @contextmanager
-    def _naming(self, op: str) -> Iterator[None]:
+    def naming(self, op: str) -> Iterator[None]:
         """Turns timeouts inside the node and on the rail into one of the group, which names who is behind."""
         try:
             yield
@@ -280,18 +281,21 @@ class NodesWorkspace(Workspace):
             peer = self.topology.rank_of(self.node, error.peer)
             raise self._failed(op, peer, self._place.where, error.detail) from error
 
-    def _failed(self, op: str, peer: int, where: str, why: str) -> CommTimeoutError:
-        """Gives up: tells the other ranks, closes the rail, and finds out who is behind."""
+    def _failed(self, op: str, peer: int, where: str, why: str, waits: bool = True) -> CommTimeoutError:
+        """Gives up: tells the other ranks, closes the rail, and finds out who is behind. waits: for `peer`,
+        and not only because that has given up.
+        """
         if isinstance(self.failure, CommTimeoutError):
             return self.failure
         board = _Board(groups.store_of(self.group), self._meeting.place)
-        board.write(self.rank, Place(peer, where))
+        if waits:
+            board.write(self.rank, Place(peer, where))
         if self.rail is not None:
             self.rail.close()
         behind, seen = board.follow(self.rank, peer, where, min(_GRACE_S, self.timeout_s))
         node = self.topology.node_of(behind)
         detail = f"Behind is node {node}, rank {behind}, in {seen}."
-        if behind != peer:
+        if behind != peer and waits:
             detail += f" Rank {self.rank} itself waited for rank {peer} in {where}."
         if why:
             detail += f" ({why})"
@@ -310,9 +314,11 @@ class NodesWorkspace(Workspace):
     def _give_up(self, where: str) -> None:
         """What the watch of a GPU calls: a transfer is late, or another rank has given up."""
         peer = self._someone_failed()
-        if peer is None:
-            # The transfer is with all nodes of the rail: the next one stands for them.
-            peer = self.topology.rank_of((self.node + 1) % self.topology.nodes, self.local)
+        if peer is not None:
+            self._failed("check", peer, where, "", waits=False)
+            return
+        # The transfer is with all nodes of the rail: the next one stands for them.
+        peer = self.topology.rank_of((self.node + 1) % self.topology.nodes, self.local)
         self._failed("check", peer, where, "")
 
     def check(self) -> None:
@@ -322,13 +328,13 @@ class NodesWorkspace(Workspace):
         self.raise_if_failed()
         if self.rail is None:
             return
-        with self._naming("check"):
+        with self.naming("check"):
             self.inside("a call inside the node")
             if self.inner is not None:
                 self.inner.check()
         gave_up = self._someone_failed()
         if gave_up is not None:
-            raise self._failed("check", gave_up, "an exchange that it has given up", "")
+            raise self._failed("check", gave_up, "a call", "", waits=False)
 
     def release(self) -> None:
         failed = self.failure is not None or self.turn.broken_by is not None
@@ -404,6 +410,14 @@ def _agreed_links(op: str, facts: Sequence[dict[str, Any]]) -> Links:
                 f"on rank {rank}"
             )
     return told[0]
+
+
+def _agreed_way(op: str, facts: Sequence[dict[str, Any]]) -> str:
+    for rank, fact in enumerate(facts):
+        if fact["nodes"] != facts[0]["nodes"]:
+            told = f"{facts[0]['nodes']!r} on rank 0, {fact['nodes']!r} on rank {rank}"
+            raise Disagreement(f"{op}: FLUX_NODES: expected the same on all ranks, got {told}")
+    return str(facts[0]["nodes"])
 
 
 def _first(what: str, told: Sequence[dict[str, Any]], number: Callable[[int], int]) -> str | None:

@@ -1,0 +1,90 @@
+"""Pipeline parallelism x tensor parallelism with torch.distributed.pipelining: losses and gradients of
+torch's styles and of flux's, for two schedules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_dtensor_training import HIDDEN, Block
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flux
+from flux.integrations.dtensor import FluxRowwiseParallel, FluxSharedColwiseParallel
+from flux.layers import reduce_replicated_grads
+from flux.testing import spawn
+
+MICROBATCHES, STEPS = 4, 3
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+
+
+def build(mesh: DeviceMesh, on_flux: bool) -> nn.Module:
+    """The block of this rank's stage."""
+    torch.manual_seed(5 + mesh.get_local_rank("pp"))
+    block = Block()
+    plan: dict[str, Any] = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
+    plan["down"] = RowwiseParallel(output_layouts=Shard(1))
+    if on_flux:
+        plan = {
+            "": FluxSharedColwiseParallel("gate", "up", input_layouts=Shard(1)),
+            "down": FluxRowwiseParallel(output_layouts=Shard(1)),
+        }
+    return parallelize_module(block, mesh["tp"], plan)
+
+
+def train(mesh: DeviceMesh, schedule: str, on_flux: bool) -> list[dict[str, torch.Tensor]]:
+    """Of each step, the losses of micro-batches on the last stage, and the local part of every gradient."""
+    index, stages = mesh.get_local_rank("pp"), mesh["pp"].size()
+    block = build(mesh, on_flux)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    stage = PipelineStage(block, index, stages, torch.device("cpu"), group=mesh["pp"].get_group())
+    run = SCHEDULES[schedule](stage, MICROBATCHES, loss_fn=lambda y, target: (y - target).square().mean())
+    found = []
+    for step in range(STEPS):
+        g = torch.Generator().manual_seed(step)
+        batch = torch.randn(2, 2 * MICROBATCHES, 8, HIDDEN, generator=g)
+        x, target = batch.chunk(mesh["tp"].size(), dim=2)[mesh.get_local_rank("tp")].contiguous().unbind()
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        inputs = (x,) if index == 0 else ()
+        if index == stages - 1:
+            run.step(*inputs, target=target, losses=losses)
+        else:
+            run.step(*inputs)
+        reduce_replicated_grads(block, group=mesh["tp"])
+        result = {f"loss {i}": loss.detach() for i, loss in enumerate(losses)}
+        for name, p in block.named_parameters():
+            assert p.grad is not None, name
+            result[name] = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
+        optimizer.step()
+        found.append(result)
+    return found
+
+
+def compare(rank: int, p: int, schedule: str) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2, p // 2), mesh_dim_names=("pp", "tp"))
+    stock = train(mesh, schedule, False)
+    with (
+        mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
+        mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
+    ):
+        ours = train(mesh, schedule, True)
+    for expected, got in zip(stock, ours, strict=True):
+        assert got.keys() == expected.keys() and len(got) >= 5
+        assert ("loss 3" in got) == (mesh.get_local_rank("pp") == 1)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    return ag.call_count, rs.call_count
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines_train_as_with_torchs_styles(schedule: str) -> None:
+    calls = spawn(compare, 4, schedule, backend="gloo", timeout_s=120)
+    # The forward passes; torch may make one more to learn the shapes.
+    assert all(STEPS * MICROBATCHES <= n <= STEPS * MICROBATCHES + 1 for pair in calls for n in pair), calls

@@ -1,0 +1,150 @@
+"""`flux verify`, `bench` and `doctor` with several nodes, and ranks of two torchruns on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flux.cli import app, nodes, verify_cases
+from flux.comm import topology
+
+runner = CliRunner()
+
+
+def test_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_cases, "COLLECTIVES", ("gemm_rs", "all_reduce"))
+    path = tmp_path / "told.json"
+    done = runner.invoke(app, ["verify", "--nodes", "2", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    outcomes = json.loads(path.read_text())["outcomes"]
+    assert Counter(outcome["state"] for outcome in outcomes) == {"exact": len(outcomes)}
+    assert {outcome["where"] for outcome in outcomes} == {"2 nodes x 2 emulated, CPU"}
+    assert {outcome["op"] for outcome in outcomes} >= {"gemm_rs", "all_gather", "moe"}
+    assert any(outcome["case"] == "expert parallel across nodes" for outcome in outcomes)
+
+
+def test_bench_rows_say_that_they_are_emulated(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = [
+        "gemm_rs",
+        "all_reduce",
+        "--nodes",
+        "2",
+        "--n",
+        "64",
+        "--k",
+        "64",
+        "--m",
+        "64",
+        "--rounds",
+        "1",
+    ]
+    done = runner.invoke(app, ["bench", *arguments, "--iters", "1", "--json", str(path), "--yes"])
+    assert done.exit_code == 0, done.output
+    assert "2 nodes x 2, emulated" in done.output
+    told = json.loads(path.read_text())
+    assert told["settings"]["nodes"] == 2
+    scatter, reduce = told["rows"]
+    assert {"flux", "torch+gloo", "flux, blocks", "flux, one launch"} <= set(scatter["times"])
+    assert {"flux", "gloo", "flux, node sums", "flux, shards", "flux, composed"} <= set(reduce["times"])
+    for row in told["rows"]:
+        assert row["check"] == "exact" and row["plan"]["way"] == "two-level"
+        assert any(note.startswith("emulated: 2 nodes x 2 on one machine") for note in row["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["verify", "--nodes", "3", "--world", "4"], "--world expected a multiple of --nodes 3, got 4"),
+        (
+            ["bench", "gemm", "--nodes", "2"],
+            "--nodes expected with gemm_rs, ag_gemm, gemm_ar, all_reduce, got gemm",
+        ),
+        (["bench", "moe", "--nodes", "2"], "got moe"),
+        (["doctor", "--links", "x.json"], "--links expected with --nodes"),
+        (["bench", "--nodes", "1"], "--nodes"),
+    ],
+)
+def test_refused(arguments: list[str], told: str) -> None:
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 2
+    assert told in " ".join((done.output + done.stderr).split())
+
+
+def test_bench_under_torchrun_is_told_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    done = runner.invoke(app, ["bench", "--nodes", "2"])
+    assert done.exit_code == 2 and "where FLUX_NODE says" in " ".join((done.output + done.stderr).split())
+
+
+def test_doctor_measures_what_plans_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "links.json"
+    done = runner.invoke(app, ["doctor", "--nodes", "2", "--links", str(path)])
+    assert done.exit_code == 0, done.output
+    for line in ("2 nodes x 2, emulated on this machine", "works, by gloo", "between nodes", "inside a node"):
+        assert line in done.output
+    monkeypatch.setenv("FLUX_LINKS", str(path))
+    links = topology.links()
+    assert links.source.startswith("emulated on this machine, 2 nodes x 2, gloo")
+    assert 0 < links.nic_gb_per_s < 1e3 and 0 < links.latency_us < 1e6
+
+
+def test_doctor_says_why_there_are_no_nodes() -> None:
+    (finding,) = nodes.findings({"why_not": "all ranks are on one node"}, 2, None, "measured")
+    assert finding.state == "bad" and "FLUX_NODE" in (finding.advice or "")
+    (finding,) = nodes.findings({"nodes": 3, "ranks": 2}, 2, None, "measured")
+    assert finding.state == "bad" and finding.value == "3 nodes x 2, not 2 nodes"
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+
+import flux
+
+dist.init_process_group("gloo")
+rank, p = dist.get_rank(), dist.get_world_size()
+out = flux.gemm_rs(torch.ones(64 * p, 32), torch.ones(16, 32))
+assert (out == 32 * p).all()
+flux.check()
+if rank == 0:
+    print(flux.explain("gemm_rs", 64 * p, 16, 32, torch.float32))
+dist.destroy_process_group()
+"""
+
+
+def test_two_torchruns_on_one_machine_are_two_nodes(tmp_path: Path) -> None:
+    """The rehearsal of docs/nodes.md."""
+    script = tmp_path / "two_nodes.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    running = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(node), str(script)],
+            env={**os.environ, "FLUX_NODE": str(node), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert "runs       two-level: 2 nodes x 2, exchange by gloo" in told[0][0]
