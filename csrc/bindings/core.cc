@@ -351,7 +351,8 @@ void bind_selection(py::module_& m) {
 
   m.attr("MAX_EXTENT") = kMaxExtent;
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
-  m.attr("NUM_SWAP_AB") = gemm::kNumSwapAbConfigs;
+  m.attr("NUM_SWAP_AB") = std::count_if(std::begin(gemm::kSwapAbConfigs), std::end(gemm::kSwapAbConfigs),
+                                        [](const auto& tile) { return !tile.is_fp8; });
   m.def(
       "swap_ab_stage_blocks",
       [](int tile, int k) {

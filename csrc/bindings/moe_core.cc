@@ -127,17 +127,19 @@ std::vector<std::tuple<int, int, int>> comm_units(int world_size, int rank, int 
   return units_of(moe::CommOrder{world_size, rank, blocks, chunks});
 }
 
-int choose_tile(int64_t num_rows, int experts, int n, int k, int num_sms) {
+int choose_tile(int64_t num_rows, int experts, int n, int k, int num_sms, int operand_bytes) {
+  check_range("operand_bytes", operand_bytes, 1, 2);
   check_range("num_rows", num_rows, 0, kMaxChoices);
   check_range("experts", experts, 1, kMaxExperts);
   check_range("n", n, 1, kMaxExtent);
   check_range("k", k, 1, kMaxExtent);
   check_range("num_sms", num_sms, 1, kMaxSms);
-  return moe::choose_grouped_config(num_rows, experts, n, k, num_sms);
+  return moe::choose_grouped_config(num_rows, experts, n, k, num_sms, operand_bytes);
 }
 
 int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, int n, int k, int world_size,
-                       int num_sms) {
+                       int num_sms, int operand_bytes) {
+  check_range("operand_bytes", operand_bytes, 1, 2);
   check_range("expected_rows", expected_rows, 0, kMaxChoices);
   check_range("own_tokens", own_tokens, 0, kMaxChoices);
   check_range("experts", experts, 1, kMaxExperts);
@@ -145,7 +147,14 @@ int communication_ctas(int64_t expected_rows, int64_t own_tokens, int experts, i
   check_range("k", k, 1, kMaxExtent);
   check_world_size(world_size);
   check_range("num_sms", num_sms, 0, kMaxSms);  // CPUs have none
-  return moe::communication_ctas(expected_rows, own_tokens, experts, n, k, world_size, num_sms);
+  return moe::communication_ctas(expected_rows, own_tokens, experts, n, k, world_size, num_sms,
+                                 operand_bytes);
+}
+
+int slot_row_bytes(int k, int scale_columns) {
+  check_range("k", k, 1, kMaxExtent);
+  check_range("scale_columns", scale_columns, 1, kMaxExtent / gemm::kScaleBlock);
+  return moe::slot_row_bytes(k, scale_columns);
 }
 
 }  // namespace
@@ -201,12 +210,14 @@ void bind_moe(py::module_& m) {
   m.def("moe_column_chunks", &column_chunks, py::arg("n"), py::arg("block_n"),
         "[(first n_tile, number of n_tiles)] of layer 1.");
   m.def("moe_tile", &choose_tile, py::arg("num_rows"), py::arg("experts"), py::arg("n"), py::arg("k"),
-        py::arg("num_sms"), "Id of the tile shape of a grouped GEMM.");
+        py::arg("num_sms"), py::arg("operand_bytes") = 2, "Id of the tile shape of a grouped GEMM.");
+  m.def("moe_slot_row_bytes", &slot_row_bytes, py::arg("k"), py::arg("scale_columns"),
+        "Of a token of fp8 in a slot of layer 0, with its scales behind it.");
   m.def("moe_comm_units", &comm_units, py::arg("world_size"), py::arg("rank"), py::arg("blocks"),
         py::arg("chunks"), "[(chunk, peer, block)] in the order in which layer 1 sends and sums.");
   m.def("moe_communication_ctas", &communication_ctas, py::arg("expected_rows"), py::arg("own_tokens"),
         py::arg("experts"), py::arg("n"), py::arg("k"), py::arg("world_size"), py::arg("num_sms"),
-        "How many CTAs of layer 1 begin with communication.");
+        py::arg("operand_bytes") = 2, "How many CTAs of layer 1 begin with communication.");
 }
 
 }  // namespace flux::bindings

@@ -62,16 +62,23 @@ runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
 
 // The arguments that all grouped GEMMs share. x [m, k], weight [experts, n, k], out [num_rows, ...], all contiguous.
 moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const Tensor& out, int64_t config,
-                                  int64_t num_sms) {
+                                  int64_t num_sms, const std::optional<Tensor>& scale_x,
+                                  const std::optional<Tensor>& scale_w, bool fast) {
   moe::GroupedGemmArgs args = {};
   args.x = rows_of(x, x.size(1));
   args.weight = rows_of(weight, x.size(1));
   args.experts = static_cast<int>(weight.size(0));
   args.num_rows = static_cast<int>(out.size(0));
   args.out = out.data_ptr();
-  args.dtype = dtype_of(x);
+  args.dtype = dtype_of(out);
   args.config = static_cast<int>(config);
   args.num_sms = static_cast<int>(num_sms);
+  args.scales = scales_of(x, scale_x, scale_w, fast);
+  // One for each expert, for each row of its weight, or for each of its blocks.
+  if (args.is_fp8()) {
+    args.scales.weight_step = scale_w->dim() == 2 ? 1 : 0;
+    FLUX_CHECK(args.scales.blocks == (scale_w->dim() == 3), scale_w->dim());
+  }
   return args;
 }
 
@@ -84,9 +91,10 @@ moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t 
 
 // x [m, k], weight [experts, n, k], out [num_rows, n or n / 2], all contiguous.
 void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> rows, int64_t activation,
-                     Tensor out, Tensor schedule, int64_t config, int64_t num_sms) {
+                     Tensor out, Tensor schedule, int64_t config, int64_t num_sms,
+                     std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms);
+  moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.offsets = words(offsets);
   args.rows = rows.has_value() ? words(*rows) : nullptr;
   args.activation = static_cast<int>(activation);
@@ -98,11 +106,12 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
 // x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2], all contiguous.
 void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int64_t ep_size,
                         int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
-                        Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms) {
+                        Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms,
+                        std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
-  moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms);
+  moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
   moe::ag_scatter_gemm(args, layout, routing_arrays(arrays), symm, current_stream(x));
 }
@@ -111,11 +120,13 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
 // [max_rows, n], out [tokens, n], all contiguous.
 void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int64_t ep_size,
                        int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
-                       int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms) {
+                       int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms,
+                       std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  const moe::GroupedGemmArgs args = grouped_args(x, weight, products, config, num_sms);
+  const moe::GroupedGemmArgs args =
+      grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast);
   const moe::CombineArgs combine = {static_cast<const float*>(weights.data_ptr()), out.data_ptr(),
                                     static_cast<int>(out.size(0)), static_cast<int>(tiles_per_chunk),
                                     static_cast<int>(communication_ctas)};

@@ -29,20 +29,20 @@ constexpr int kScalePart = 32;
 template <int kBlockN>
 constexpr int kScaleParts = kScaleBlock % kBlockN == 0 ? 1 : kBlockN / kScalePart;
 
-// Promotes the k-blocks of a half tile: 64 rows of x and kBlockN columns. A tile has columns of at most two blocks of the
-// weight's scales. Without block scales all scales are one.
-template <int kBlockN, class Smem>
+// Promotes the k-blocks of a half tile: 64 rows of x and kBlockN columns, in kParts parts of the same width. A tile has
+// columns of at most two blocks of the weight's scales. Scales that are not of blocks are one here.
+template <int kBlockN, int kParts, class Smem>
 struct TilePromotion {
   static constexpr bool kPromotes = true, kReadsLate = false;
-  static constexpr int kAccumulators = kBlockN / 2, kParts = kScaleParts<kBlockN>;
-  static_assert(kBlockN <= 2 * kScaleBlock - kScalePart);
+  static constexpr int kAccumulators = kBlockN / 2;
 
   float (&sums)[kAccumulators];
   const Smem& smem;
+  bool has_rows;        // scales of x come with the stages
   int row;              // of the tile, of this thread's first accumulators
-  const float* weight;  // scales of the tile's first columns; null: no block scales
+  const float* weight;  // scales of the tile's first columns, or null
   int to_second;        // from there to those of the columns behind the boundary
-  int boundary;         // in parts of kScalePart columns
+  int boundary;         // the first part behind it
   int last_block;       // of this CTA
 
   struct Row {
@@ -52,7 +52,7 @@ struct TilePromotion {
     float first, second;
   };
   FLUX_DEVICE Row read(int stage, int) const {
-    if (weight == nullptr) return {1.0f, 1.0f};
+    if (!has_rows) return {1.0f, 1.0f};
     const uint32_t scales = smem.scales(stage) + row * 4;
     return {__uint_as_float(ptx::load_shared(scales)), __uint_as_float(ptx::load_shared(scales + 8 * 4))};
   }
@@ -81,7 +81,7 @@ struct ColumnScales {
 
   FLUX_DEVICE ColumnScales(const ScaleParams& s, int first_column, int n, int k_blocks) {
     const int block = first_column / kScaleBlock, last = (n - 1) / kScaleBlock;
-    first = s.blocks ? s.weight + static_cast<int64_t>(block) * k_blocks : nullptr;
+    first = s.weight + static_cast<int64_t>(block) * k_blocks;
     to_second = block < last ? k_blocks : 0;
     boundary = (kScaleBlock - first_column % kScaleBlock) / kScalePart;
   }

@@ -249,11 +249,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll
           for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
           const ColumnScales columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks);
-          const TilePromotion<kBlockN, Shared> promotion = {
+          const bool blocks = params.scales.blocks;
+          const TilePromotion<kBlockN, kScaleParts<kBlockN>, Shared> promotion = {
               d,
               smem,
+              blocks,
               warpgroup * 64 + first_row_of_thread(),
-              columns.first == nullptr ? nullptr : columns.first + part.first_block,
+              blocks ? columns.first + part.first_block : nullptr,
               columns.to_second,
               columns.boundary,
               part.num_blocks - 1};

@@ -57,7 +57,7 @@ constexpr TileConfig kTileConfigs[] = {
     {7, 96, 6, 96, 2},
     {8, 80, 7, 80, 2},
     {9, 64, 8, 64, 2},
-    {10, 64, 7, 64, 2, Arithmetic::kPromoted},
+    {10, 64, 7, 64, 3, Arithmetic::kPromoted},
     {11, 128, 5, 64, 3, Arithmetic::kPromoted},
     {12, 160, 5, 32, 5, Arithmetic::kPromoted},
     {13, 128, 5, 64, 4, Arithmetic::kFast},

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "moe/arriving_rows.cuh"
+#include "moe/fp8.h"
 #include "moe/grouped_launch.cuh"
 
 namespace flux::moe {
@@ -10,19 +11,25 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
   const int k = static_cast<int>(args.x.columns);
   check_layout(args, layout, symm);
   const SendOrder order = make_send_order(layout);
-  check_room(layout, symm, k, order.signals());
+  const int row_bytes = k * args.operand_bytes();
+  check_room(layout, symm, args.is_fp8() ? slot_row_bytes(k, args.scale_columns()) : row_bytes,
+             order.signals());
 
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
   const ArrivingRows::Params rows = {symm,
                                      layout,
                                      order,
                                      static_cast<const char*>(args.x.data),
-                                     k * gemm::kResultBytes,
+                                     row_bytes,
                                      routing.rows,
                                      routing.sent,
                                      routing.firsts,
                                      std::min(kPushers, num_sms)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
+  if (args.is_fp8()) {
+    ag_scatter_gemm_fp8(args, schedule, rows, stream);
+    return;
+  }
   launch_grouped<ArrivingRows>(args, schedule, layout.expected_rows(), rows, stream);
 }
 

@@ -44,6 +44,17 @@ struct ArrivingRows {
   }
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
+    // Called by a warp.
+    push_tokens(p, call, memory, p.row_bytes, [&](char* to, int token) {
+      runtime::copy_bytes<32, 16>(to, p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes,
+                                  ptx::lane());
+    });
+  }
+
+  // copy(to, token): copies a token to its slot row; slot rows have `slot_row_bytes`.
+  template <class Copy>
+  FLUX_DEVICE static void push_tokens(const Params& p, const Call& call, void* memory, int slot_row_bytes,
+                                      const Copy& copy) {
     constexpr int kMostTokens = kUnitRows * kMaxShares;  // maximum of SendOrder::part_tokens
     // `drawn` and `count` are double-buffered: the first warp starts the next unit before the others finish this one.
     struct Unit {
@@ -84,11 +95,9 @@ struct ArrivingRows {
         next = draw();
       } else if (threadIdx.x >= 32) {
         char* const slots = p.symm.slots(unit.peer, call.epoch) +
-                            static_cast<int64_t>(slot) * p.layout.max_tokens * p.row_bytes;
+                            static_cast<int64_t>(slot) * p.layout.max_tokens * slot_row_bytes;
         for (int i = threadIdx.x / 32 - 1; i < count[turn]; i += blockDim.x / 32 - 1) {
-          runtime::copy_bytes<32, 16>(slots + static_cast<int64_t>(slot_rows[i]) * p.row_bytes,
-                                      p.x + static_cast<int64_t>(tokens[i]) * p.row_bytes, p.row_bytes,
-                                      ptx::lane());
+          copy(slots + static_cast<int64_t>(slot_rows[i]) * slot_row_bytes, tokens[i]);
         }
       }
     }
@@ -124,6 +133,37 @@ struct ArrivingRows {
     const uint32_t source = slot < p.symm.rank ? slot : slot + 1;
     return sync::wait_signal(p.symm, p.symm.signal(p.symm.rank, slot, signal), call.epoch,
                              {runtime::kAgScatterGemm, source, static_cast<uint32_t>(signal)});
+  }
+};
+
+// The same of fp8 tokens, whose scales come with them: each has its own, if only because ranks may have others.
+struct ScaledArrivingRows : ArrivingRows {
+  struct Params : ArrivingRows::Params {
+    const float* scales;  // of own tokens: of token i in k-block b at scales[i * step + b * stride]
+    int step;
+    int64_t stride;
+    int columns;
+    int slot_row_bytes;
+  };
+
+  FLUX_DEVICE static int first_row_bytes(const Params& p) { return p.slot_row_bytes; }
+  FLUX_DEVICE static RowScales scales(const Params& p, const Call& call, int place) {
+    const int64_t many = p.columns > 1;
+    if (place < 0) return {p.scales + static_cast<int64_t>(~place) * p.step, many * p.stride};
+    const char* const row =
+        p.symm.slots(p.symm.rank, call.epoch) + static_cast<int64_t>(place) * p.slot_row_bytes;
+    return {reinterpret_cast<const float*>(row + p.row_bytes), many};
+  }
+
+  FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
+    push_tokens(p, call, memory, p.slot_row_bytes, [&](char* to, int token) {
+      runtime::copy_bytes<32, 16>(to, p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes,
+                                  ptx::lane());
+      auto* const scales = reinterpret_cast<float*>(to + p.row_bytes);
+      for (int column = ptx::lane(); column < p.columns; column += 32) {
+        scales[column] = p.scales[static_cast<int64_t>(token) * p.step + column * p.stride];
+      }
+    });
   }
 };
 

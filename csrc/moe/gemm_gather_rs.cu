@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "moe/combining_rows.cuh"
+#include "moe/fp8.h"
 #include "moe/grouped_launch.cuh"
 
 namespace flux::moe {
@@ -16,7 +17,7 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
   const int block_rows = Layout::block_rows(layout.max_tokens);
   const int blocks = Layout::blocks_of(layout.max_tokens, block_rows);
-  check_room(layout, symm, n, static_cast<int64_t>(blocks) * chunks.count());
+  check_room(layout, symm, n * gemm::kResultBytes, static_cast<int64_t>(blocks) * chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
   const Products products = {static_cast<const char*>(args.out), static_cast<int64_t>(n) * gemm::kResultBytes,
@@ -36,10 +37,17 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
                                       combine.num_tokens,
                                       std::min(combine.communication_ctas, num_sms - 1)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
+  if (args.is_fp8()) {
+    gemm_gather_rs_fp8(args, schedule, rows, combine.tiles_per_chunk, stream);
+    return;
+  }
   launch_grouped<CombiningRows>(args, schedule, layout.expected_rows(), rows, stream,
                                 combine.tiles_per_chunk);
 }
 
-void prepare_gemm_gather_rs() { grouped_kernels<CombiningRows>(); }
+void prepare_gemm_gather_rs() {
+  grouped_kernels<CombiningRows>();
+  prepare_layers_fp8();
+}
 
 }  // namespace flux::moe

@@ -1,38 +1,9 @@
+#include "moe/fp8.h"
 #include "moe/grouped_launch.cuh"
+#include "moe/local_rows.cuh"
 
 namespace flux::moe {
 namespace {
-
-struct LocalRows {
-  struct Call {};
-  struct Progress {};
-  static constexpr bool kArrive = false, kCombine = false;
-  template <class Params>
-  FLUX_DEVICE static Call begin(const Params&) {
-    return {};
-  }
-  template <class Params>
-  FLUX_DEVICE static uint32_t* tile_counter(const Params&) {
-    return nullptr;
-  }
-};
-
-// Rows policy: row i of the sorted rows is row i of x.
-struct OrderedRows : LocalRows {
-  struct Params {};
-  static constexpr bool kInOrder = true;
-};
-
-// Rows policy: row i of the sorted rows is row rows[i] of x.
-struct IndexedRows : LocalRows {
-  struct Params {
-    const char* x;
-    const int32_t* rows;
-  };
-  static constexpr bool kInOrder = false;
-  FLUX_DEVICE static Sources sources(const Params& p, const Call&) { return {p.x, nullptr}; }
-  FLUX_DEVICE static int place(const Params& p, int row) { return p.rows[row]; }
-};
 
 constexpr int kScheduleThreads = 256;
 
@@ -79,6 +50,10 @@ Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, i
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   const Schedule schedule =
       schedule_by_expert(args.offsets, args.experts, args.num_rows, args.schedule, stream);
+  if (args.is_fp8()) {
+    grouped_gemm_fp8(args, schedule, stream);
+    return;
+  }
   if (args.rows == nullptr) {
     launch_grouped<OrderedRows>(args, schedule, args.num_rows, {}, stream);
     return;
@@ -90,6 +65,7 @@ void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
 void prepare_grouped_gemm() {
   grouped_kernels<OrderedRows>();
   grouped_kernels<IndexedRows>();
+  prepare_grouped_gemm_fp8();
 }
 
 }  // namespace flux::moe

@@ -19,15 +19,17 @@ struct Schedule {
   const int32_t* num_tile_rows;
 };
 
-template <class Rows>
+// The instances for 16-bit or for fp8 operands.
+template <class Rows, bool kFp8>
 struct GroupedFamily {
-  using Params = GroupedParams<Rows>;
+  using Params = GroupedParamsFor<kFp8, Rows>;
   static constexpr int kThreads = kGroupedThreads, kTiles = gemm::kNumTileConfigs;
   static constexpr int smem_bytes(int tile) { return grouped_smem_bytes(gemm::kTileConfigs[tile]); }
 
   template <class Element, gemm::Major kMajorB, int kTile>
   static constexpr auto kernel() -> void (*)(Params) {
-    if constexpr (kMajorB == gemm::Major::MN || !is_grouped_config(kTile)) {
+    if constexpr (kMajorB == gemm::Major::MN || !is_grouped_config(kTile) ||
+                  gemm::kTileConfigs[kTile].is_fp8() != kFp8) {
       return nullptr;
     } else {
       return sm90_grouped_gemm<Element, kTile, Rows>;
@@ -35,9 +37,9 @@ struct GroupedFamily {
   }
 };
 
-template <class Rows>
-gemm::KernelTable<GroupedFamily<Rows>>& grouped_kernels() {
-  return gemm::KernelTable<GroupedFamily<Rows>>::on_current_device();
+template <class Rows, bool kFp8 = false>
+gemm::KernelTable<GroupedFamily<Rows, kFp8>>& grouped_kernels() {
+  return gemm::KernelTable<GroupedFamily<Rows, kFp8>>::on_current_device();
 }
 
 // Both layers: checks that the workspace and the weight match the layout.
@@ -47,16 +49,37 @@ inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, cons
   FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
 }
 
-// Checks that the workspace has room for slot rows of `columns` elements, and for `signals` signals of each source.
-inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int columns, int64_t signals) {
+// Checks that the workspace has room for slot rows, and for `signals` signals of each source.
+inline void check_room(const Layout& layout, const runtime::SymmBuffer& symm, int row_bytes,
+                       int64_t signals) {
   const int64_t peers = symm.world_size - 1;
-  const int64_t slot_bytes = peers * layout.max_tokens * columns * gemm::kResultBytes;
+  const int64_t slot_bytes = peers * layout.max_tokens * row_bytes;
   FLUX_CHECK(slot_bytes <= symm.slot_bytes, slot_bytes, symm.slot_bytes);
   FLUX_CHECK(peers * signals * 4 <= symm.signal_bytes, symm.signal_bytes);
 }
 
+// The scales of x that do not come with gathered rows are those of rows in order.
+inline GroupedScales grouped_scales(const GroupedGemmArgs& args, bool in_order) {
+  const gemm::Scales& s = args.scales;
+  GroupedScales scales = {};
+  scales.weight = s.weight;
+  scales.weight_step = s.weight_step;
+  scales.weight_rows = static_cast<int>(args.weight.rows);
+  scales.blocks = s.blocks;
+  scales.e5m2 = s.x_dtype == runtime::DType::kE5M2;
+  if (!in_order) return scales;
+  if (!s.blocks && s.x_step == 0) {
+    scales.x = s.x;
+  } else {
+    const int64_t stride = s.blocks ? s.x_stride : (args.x.rows + 3) / 4 * 4;
+    scales.x_scales =
+        runtime::make_vector_map({s.x, args.scale_columns(), args.x.rows, stride}, gemm::kBlockM);
+  }
+  return scales;
+}
+
 // expected_rows: the number of rows for which the tile shape is chosen.
-template <class Rows>
+template <class Rows, bool kFp8 = false>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
   const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
@@ -67,16 +90,23 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   FLUX_CHECK(args.x.row_stride == k && args.weight.row_stride == k, args.x.row_stride,
              args.weight.row_stride);
 
-  const int config =
-      args.config >= 0 ? args.config : choose_grouped_config(expected_rows, args.experts, n, k, num_sms);
+  const int config = args.config >= 0 ? args.config
+                                      : choose_grouped_config(expected_rows, args.experts, n, k, num_sms,
+                                                              args.operand_bytes());
   FLUX_CHECK(is_grouped_config(config), config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
+  FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8() == kFp8, kFp8, config);
+  // A gate and what it gates must not share a block of scales.
+  FLUX_CHECK(!(args.scales.blocks && swiglu) || columns % gemm::kScaleBlock == 0, columns);
 
-  GroupedParams<Rows> params;
-  params.weight = runtime::make_tensor_map(args.weight, args.dtype, tile.block_k(), tile.block_n / 2);
+  GroupedParamsFor<kFp8, Rows> params;
+  const auto weight_dtype = kFp8 ? runtime::DType::kE4M3 : args.dtype;
+  params.weight = runtime::make_tensor_map(args.weight, weight_dtype, tile.block_k(), tile.block_n / 2);
   if constexpr (Rows::kInOrder) {
-    params.x = runtime::make_tensor_map(args.x, args.dtype, tile.block_k(), gemm::kBlockM);
+    const auto x_dtype = kFp8 ? args.scales.x_dtype : args.dtype;
+    params.x = runtime::make_tensor_map(args.x, x_dtype, tile.block_k(), gemm::kBlockM);
   }
+  if constexpr (kFp8) params.scales = grouped_scales(args, Rows::kInOrder);
   params.offsets = schedule.offsets;
   params.tiles = schedule.tiles;
   params.num_tile_rows = schedule.num_tile_rows;
@@ -89,7 +119,7 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   params.out = args.out;
   params.rows = rows;
   runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream)
-      .run(grouped_kernels<Rows>().get(args.dtype, /*transpose_weight=*/false, config), params);
+      .run(grouped_kernels<Rows, kFp8>().get(args.dtype, /*transpose_weight=*/false, config), params);
 }
 
 }  // namespace flux::moe

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "gemm/gemm.h"
 #include "moe/routing.h"
 #include "runtime/symm_buffer.h"
 #include "runtime/tensor_map.h"
@@ -49,9 +50,17 @@ struct GroupedGemmArgs {
   void* out;       // [num_rows, n], or n / 2 columns for swiglu
   // Scratch memory of schedule_words(...) words; need not be initialised.
   int32_t* schedule;
-  runtime::DType dtype;
-  int config;   // id of a tile shape; -1: the cost model chooses
-  int num_sms;  // 0: all SMs
+  runtime::DType dtype;  // of the result, and of 16-bit operands
+  int config;            // id of a tile shape; -1: the cost model chooses
+  int num_sms;           // 0: all SMs
+  // Of fp8 operands. The weight's: one for each expert, or for each row of `weight`; blocks of each expert's weight.
+  gemm::Scales scales = {};
+
+  bool is_fp8() const { return scales.x != nullptr; }
+  int scale_columns() const {  // of a row of x
+    return !is_fp8() ? 0 : scales.blocks ? static_cast<int>(x.columns) / gemm::kScaleBlock : 1;
+  }
+  int operand_bytes() const { return is_fp8() ? 1 : 2; }
 };
 
 inline int schedule_words(int num_rows, int experts) { return 4 * (num_rows / gemm::kBlockM + experts) + 1; }

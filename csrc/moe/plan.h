@@ -170,6 +170,14 @@ struct Sources {
   const char *first, *second;
 };
 
+// fp8: the scales of a sorted row, of one k-block after the other. With a step of 0 all of them are the first.
+struct RowScales {
+  const float* first;
+  int64_t step;
+};
+// A row of fp8 in a slot of layer 0, and its scales behind it.
+FLUX_HD int slot_row_bytes(int k, int scale_columns) { return (k + 4 * scale_columns + 15) / 16 * 16; }
+
 // ---- tiles ------------------------------------------------------------------------------------------------
 //
 // Rows are sorted by (expert, step of their source, token), without padding. The first tile of an expert starts

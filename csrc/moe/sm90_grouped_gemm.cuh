@@ -17,6 +17,9 @@
 //   sources(params, call), place(params, row)
 //                                   if not kInOrder: two matrices, and the location of sorted row `row`: i for row i
 //                                   of the first matrix, ~i for row i of the second
+//   first_row_bytes(params), scales(params, call, place)
+//                                   fp8, if not kInOrder: from one row of the first matrix to the next; the scales of
+//                                   that row
 //   tile_counter(params)            counter from which CTAs draw their next tile, zero at launch; null: fixed stride
 //   kArrive                         some rows come from peers
 //   kCombine                        results are summed and sent as soon as a chunk of columns is complete
@@ -45,6 +48,7 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/mainloop.cuh"
 #include "gemm/smem.cuh"
+#include "moe/grouped_scales.cuh"
 #include "moe/job_queue.cuh"
 #include "moe/plan.h"
 
@@ -73,6 +77,19 @@ struct GroupedParams {
   Activation activation;
   void* out;  // [rows, out_columns]
   typename Rows::Params rows;
+};
+
+template <class Rows>
+struct ScaledGroupedParams : GroupedParams<Rows> {
+  GroupedScales scales;
+};
+
+template <bool kFp8, class Rows>
+using GroupedParamsFor = std::conditional_t<kFp8, ScaledGroupedParams<Rows>, GroupedParams<Rows>>;
+
+template <int kConfig, class Rows>
+struct GroupedKernel {
+  using Params = GroupedParamsFor<gemm::kTileConfigs[kConfig].is_fp8(), Rows>;
 };
 
 // The loader requests the next tile when this many k-blocks of the current tile remain to be loaded: about 4 us.
@@ -142,11 +159,14 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
 
 template <class Element, int kConfig, class Rows>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
-    sm90_grouped_gemm(const __grid_constant__ GroupedParams<Rows> params) {
+    sm90_grouped_gemm(const __grid_constant__ typename GroupedKernel<kConfig, Rows>::Params params) {
   using gemm::kBlockM;
   constexpr gemm::TileConfig kTile = gemm::kTileConfigs[kConfig];
+  constexpr bool kFp8 = kTile.is_fp8();
+  constexpr bool kReadsJobs = !Rows::kInOrder || kFp8;  // math warps need to know which tile it is
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / gemm::kChunkN;
+  static_assert(!kFp8 || kTile.promotes());
   static_assert(gemm::panel_n(kTile) == 64 && grouped_smem_bytes(kTile) <= gemm::kSmemLimit);
   using Shared = gemm::Smem<kConfig>;
 
@@ -162,7 +182,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   }
   if (threadIdx.x == 0) {
     constexpr int kGatherers = Rows::kInOrder ? 0 : 64;  // threads
-    constexpr int kStorers = Rows::kInOrder ? 32 : 0, kMath = Rows::kInOrder ? 4 : 128;
+    constexpr int kStorers = Rows::kInOrder ? 32 : 0, kMath = kReadsJobs ? 128 : 4;
     ptx::prefetch_tensor_map(&params.weight);
     smem.init(/*cluster_size=*/1, /*sharers=*/1, /*loaders=*/1 + kGatherers);
     queue.init(/*readers=*/1 + kGatherers + gemm::kNumMathWarpgroups * (kStorers + kMath));
@@ -172,6 +192,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 
   const int k_blocks = ceil_div(params.k, kTile.block_k());
   const int num_tile_rows = *params.num_tile_rows;
+  // From the first row of the weight that a tile needs to that of the second half of its columns.
+  const int second_half = params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;
   // Columns of the result that a tile computes.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
@@ -180,8 +202,6 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     if (warp == 0) {
       if (ptx::elect_one()) {
         const int ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
-        const int second_column =
-            params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;  // offset from the first
         constexpr uint32_t kBBytes = kBlockN * gemm::kBlockBytes;
         typename Shared::Stages ring;
         JobReader jobs;
@@ -192,14 +212,24 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             if (kb == ask_at) ptx::mbarrier_arrive(queue.wanted());
             ptx::mbarrier_wait(smem.empty(ring.index), ring.phase ^ 1);
             const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
-            ptx::mbarrier_arrive_expect_tx(full, Rows::kInOrder ? Shared::kABytes + kBBytes : kBBytes);
+            uint32_t bytes = Rows::kInOrder ? Shared::kABytes + kBBytes : kBBytes;
+            if constexpr (Rows::kInOrder && kFp8) {
+              if (params.scales.x == nullptr) bytes += Shared::kScaleBytes;
+            }
+            ptx::mbarrier_arrive_expect_tx(full, bytes);
+            if constexpr (Rows::kInOrder && kFp8) {
+              if (params.scales.x == nullptr) {
+                ptx::tma_load_2d(&params.scales.x_scales, smem.scales(ring.index), full, job.first_row,
+                                 params.scales.blocks ? kb : 0);
+              }
+            }
             if constexpr (Rows::kInOrder) {
               // Rows after the expert's last one are loaded too, and dropped at the end.
               ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kTile.block_k(), job.first_row);
             }
             ptx::tma_load_2d(&params.weight, b, full, kb * kTile.block_k(), job.weight_row);
             ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kTile.block_k(),
-                             job.weight_row + second_column);
+                             job.weight_row + second_half);
           }
         }
       }
@@ -252,6 +282,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       const int piece = ptx::lane() % 8, row_in_four = ptx::lane() / 8;
       const int first_row = (warp - 2) * (kBlockM / 2) + row_in_four;
       const int row_bytes = params.k * kTile.operand_bytes();
+      int first_row_bytes = row_bytes;
+      if constexpr (kFp8) first_row_bytes = Rows::first_row_bytes(params.rows);
       const Sources sources = Rows::sources(params.rows, call);
       const char* const first = sources.first + piece * 16;
       const char* const second = sources.second + piece * 16;
@@ -262,8 +294,17 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           const int place = jobs.place(queue, first_row + i * 4);
-          rows[i] = (place >= 0 ? first + static_cast<int64_t>(place) * row_bytes
+          rows[i] = (place >= 0 ? first + static_cast<int64_t>(place) * first_row_bytes
                                 : second + static_cast<int64_t>(~place) * row_bytes);
+        }
+        // A lane also loads the scales of two rows, of which all exist (see the scheduler).
+        [[maybe_unused]] RowScales scales[2];
+        const int scaled_row = (warp - 2) * (kBlockM / 2) + ptx::lane();
+        if constexpr (kFp8) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            scales[i] = Rows::scales(params.rows, call, jobs.place(queue, scaled_row + i * 32));
+          }
         }
         jobs.give_back(queue);
         for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
@@ -276,6 +317,13 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             // The index of the row within eight determines its swizzle.
             const uint32_t dst = a + i * 512 + (piece ^ (i % 2 * 4 + row_in_four)) * 16;
             if (first_row + i * 4 < job.num_rows) ptx::copy_async_16(dst, rows[i] + offset, valid);
+          }
+          if constexpr (kFp8) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              ptx::copy_async_4(smem.scales(ring.index) + (scaled_row + i * 32) * 4,
+                                scales[i].first + kb * scales[i].step);
+            }
           }
           ptx::mbarrier_arrive_after_copies(smem.full(ring.index));
         }
@@ -300,10 +348,10 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<kGroupedMathRegisters>();
-    using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, gemm::Major::K>;
+    constexpr int kAccumulators = kBlockN / 2;
     const int warpgroup = warp / 4 - 1;
     const int thread = threadIdx.x % 128;
-    float d[Mma::kAccumulators];
+    float d[kAccumulators];
     typename Shared::Stages ring;
     typename Shared::Slabs slabs;
     JobReader jobs;
@@ -319,20 +367,33 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     };
     for (;;) {
       [[maybe_unused]] Job job;
-      if constexpr (Rows::kInOrder) {
+      if constexpr (!kReadsJobs) {
         if (!jobs.more(queue)) break;
       } else {
         job = jobs.read(queue);
         jobs.give_back(queue);
         if (job.num_rows == 0) break;
       }
-      gemm::multiply<Mma, 32, 32, 1, /*kReleasesEarly=*/true>(ring, k_blocks, d, full, operands, release);
+      if constexpr (!kFp8) {
+        using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, gemm::Major::K>;
+        gemm::multiply<Mma, 32, 32, 1, /*kReleasesEarly=*/true>(ring, k_blocks, d, full, operands, release);
+      } else {
+        float products[kAccumulators];
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
+        const WeightRows at = {job.weight_row / params.n, job.weight_row % params.n, second_half};
+        const auto promotion =
+            grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks, warpgroup, smem, d);
+        gemm::multiply_fp8<gemm::Fp8Pairs<gemm::E4M3xE4M3, gemm::E5M2xE4M3>, kBlockN>(
+            params.scales.e5m2, ring, k_blocks, products, full, operands, release, promotion);
+        scale_grouped_sums(params.scales, at, params.n, d);
+      }
       activate(params.activation, d);
       if constexpr (Rows::kArrive) {
         // A wait timed out. The host will raise an error; until then the result is NaN, so that it is not used.
         if (ptx::load_shared(smem.failed(warpgroup)) != 0) {
 #pragma unroll
-          for (int i = 0; i < Mma::kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
+          for (int i = 0; i < kAccumulators; ++i) d[i] = __int_as_float(0x7FFFFFFF);
         }
       }
 #pragma unroll

@@ -48,7 +48,7 @@ _RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar",
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
 _GATHER += ["ag_gemm/ag_gemm_fp8.cu"]
 _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatter_gemm.cu"]
-_MOE += ["moe/gemm_gather_rs.cu", "gemm/select.cc"]
+_MOE += ["moe/gemm_gather_rs.cu", "moe/grouped_gemm_fp8.cu", "moe/layers_fp8.cu", "gemm/select.cc"]
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
 _RANKS += ["gemm_rs/gemm_rs_fp8.cu", "gemm_ar/gemm_ar_fp8.cu"]
 
@@ -71,6 +71,7 @@ PROGRAMS = {
         ),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
         Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
+        Program("fp8_moe", (*_MOE, *_RUNTIME), ("fp8_grouped_gemm", "fp8_moe_layers"), helpers=("fp8",)),
         Program(
             "dead",
             (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME),

@@ -186,6 +186,10 @@ FLUX_DEVICE void copy_async_16(uint32_t dst, const void* src, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same of four bytes.
+FLUX_DEVICE void copy_async_4(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 // Arrives on the mbarrier when all earlier cp.async copies of this thread are complete.
 FLUX_DEVICE void mbarrier_arrive_after_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");

@@ -95,22 +95,21 @@ library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name, {_SC
 
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
 # the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the
-# weight [n / 128, k / 128]. fast: sums may stay in the tensor cores. The result has the dtype of `out`.
-_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
+# weight [n / 128, k / 128]. Of experts: [e], [e, n] or [e, n / 128, k / 128]. fast: sums may stay in the
+# tensor cores. The result has the dtype of `out`.
+_FP8 = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
 # config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
 # device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
-library.define(
-    f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_SCALES}) -> ()"
-)
+library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_FP8}) -> ()")
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_SCALES}) -> ()"
+    f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_FP8}) -> ()"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
 # residual_out the sum.
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_SCALES}) -> ()"
+    f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_FP8}) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(
@@ -121,7 +120,7 @@ library.define(
 # launch has gathered by another weight. _collect copies these rows to a tensor of the user.
 library.define(
     f"_ag_gemm({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int copy_epoch, int chunk_rows, bool reuse, {_SCALES}) -> ()"
+    f"int copy_epoch, int chunk_rows, bool reuse, {_FP8}) -> ()"
 )
 # begun: _begin_all_gather has already enqueued the copies; other kernels may have been launched since.
 library.define(
@@ -136,7 +135,7 @@ library.define(
 # activation: 0 for none, else 1 + index in grouped_gemm.ACTIVATIONS. schedule: int32 scratch memory.
 library.define(
     "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
-    "Tensor(b!) schedule, int config, int num_sms) -> ()"
+    f"Tensor(b!) schedule, int config, int num_sms, {_FP8}) -> ()"
 )
 # ids, weights: of this rank. arrays, all_weights: results (flux.moe.Routing). symm_buffer 0: no exchange.
 library.define(
@@ -146,12 +145,13 @@ library.define(
 # arrays: as for _moe_route. products: scratch memory for the result of the GEMM.
 library.define(
     "_moe_ag_scatter_gemm(Tensor x, Tensor weight, Tensor[] arrays, int ep_size, int num_experts, int top_k, "
-    "int max_tokens, int activation, Tensor(a!) out, int symm_buffer, int config, int num_sms) -> ()"
+    "int max_tokens, int activation, Tensor(a!) out, int symm_buffer, int config, int num_sms, "
+    f"{_FP8}) -> ()"
 )
 library.define(
     "_moe_gemm_gather_rs(Tensor x, Tensor weight, Tensor[] arrays, Tensor weights, int ep_size, "
     "int num_experts, Tensor(a!) products, Tensor(b!) out, int symm_buffer, int config, "
-    "int tiles_per_chunk, int communication_ctas, int num_sms) -> ()"
+    f"int tiles_per_chunk, int communication_ctas, int num_sms, {_FP8}) -> ()"
 )
 library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, Tensor(a!) out) -> ()")
 # Loads every kernel.

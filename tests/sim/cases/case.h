@@ -8,6 +8,8 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "gemm/swap_ab.h"
+#include "gemm/tile_config.h"
 #include "machine.h"
 #include "runtime/tensor_map.h"
 
@@ -26,6 +28,18 @@ struct Random {
     return values.begin()[below(static_cast<int>(values.size()))];
   }
 };
+
+// Tiles for 16-bit operands come before those for fp8.
+constexpr int k16BitTiles = [] {
+  int count = 0;
+  for (const auto& tile : flux::gemm::kTileConfigs) count += !tile.is_fp8();
+  return count;
+}();
+constexpr int k16BitSwapAbTiles = [] {
+  int count = 0;
+  for (const auto& tile : flux::gemm::kSwapAbConfigs) count += !tile.is_fp8;
+  return count;
+}();
 
 inline uint16_t rounded(float value, DType dtype) {
   return dtype == DType::kBFloat16 ? __float2bfloat16_rn(value).bits : __float2half_rn(value).bits;

@@ -83,7 +83,7 @@ int extent(Random& random, int tile, int most_tiles) {
 
 void ordinary(uint64_t seed) {
   Random random(seed);
-  const int config = random.below(flux::gemm::kNumTileConfigs);
+  const int config = random.below(cases::k16BitTiles);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
@@ -98,9 +98,8 @@ void ordinary(uint64_t seed) {
 
 void split_k(uint64_t seed) {
   Random random(seed);
-  int config = random.below(flux::gemm::kNumTileConfigs);
-  while (!supports_split(flux::gemm::kTileConfigs[config]))
-    config = random.below(flux::gemm::kNumTileConfigs);
+  int config = random.below(cases::k16BitTiles);
+  while (!supports_split(flux::gemm::kTileConfigs[config])) config = random.below(cases::k16BitTiles);
   const flux::gemm::TileConfig& tile = flux::gemm::kTileConfigs[config];
   const bool transposed = supports_transposed_weight(tile) && random.below(2) == 0;
   const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
@@ -114,7 +113,7 @@ void split_k(uint64_t seed) {
 
 void swap_ab(uint64_t seed) {
   Random random(seed);
-  const int config = random.below(flux::gemm::kNumSwapAbConfigs);
+  const int config = random.below(cases::k16BitSwapAbTiles);
   const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
   const int sharers = random.below(4) == 0 ? 2 : 1, split = sharers == 2 ? 1 : 1 << random.below(4);
   const bool transposed = random.below(2) == 0;

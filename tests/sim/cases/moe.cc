@@ -1,18 +1,20 @@
 // Mixtures of experts: routing, grouped GEMM, both layers, and the sum over experts.
 #include <algorithm>
-#include <cmath>
 
 #include "cuda_runtime_api.h"
-#include "moe/sm90_grouped_gemm.cuh"
-#include "moe/tile_choice.h"
-#include "ranks.h"
-#include "routing.h"
+#include "experts.h"
 
 namespace {
 
+using cases::Activation;
 using cases::Choices;
+using cases::copied;
+using cases::divisor;
+using cases::draw_columns;
 using cases::DType;
+using cases::expect_rows;
 using cases::Layout;
+using cases::name_of;
 using cases::OwnTokens;
 using cases::Random;
 using cases::Ranks;
@@ -20,27 +22,7 @@ using cases::Routing;
 using cases::RoutingArrays;
 using cases::start;
 using cases::Values;
-using flux::moe::Activation;
-
-std::string words(const Choices& choices) {
-  const Layout& layout = choices.layout;
-  const int late = sim::machine.config.late_rank;
-  return std::to_string(layout.world_size) + " ranks, " + std::to_string(layout.ep_size) + " slices, " +
-         std::to_string(layout.num_experts) + " experts, top " + std::to_string(layout.top_k) + ", " +
-         std::to_string(layout.max_tokens) + " tokens, " + choices.name +
-         (late >= 0 ? ", rank " + std::to_string(late) + " late, " : ", ") +
-         std::to_string(sim::machine.config.resident) + " resident";
-}
-
-int divisor(Random& random, int number) {
-  int found = random.between(1, number);
-  while (number % found != 0) found = random.between(1, number);
-  return found;
-}
-
-std::string name_of(int call, int rank) {
-  return "call " + std::to_string(call) + ", rank " + std::to_string(rank);
-}
+using cases::words;
 
 void route(uint64_t seed) {
   constexpr int kCalls = 3;
@@ -89,43 +71,6 @@ void route(uint64_t seed) {
   }
 }
 
-// The activation of exact sums, as kernels compute it in fp32.
-std::vector<float> activated(const std::vector<int>& sums, int n, Activation activation) {
-  const auto silu = [](float x) { return x / (1.0f + std::exp(-x)); };
-  std::vector<float> result;
-  for (size_t row = 0; row < sums.size() / static_cast<size_t>(n); ++row) {
-    const int* const at = &sums[row * static_cast<size_t>(n)];
-    for (int i = 0; i < (activation == Activation::kSwiglu ? n / 2 : n); ++i) {
-      const auto x = static_cast<float>(at[i]);
-      if (activation == Activation::kSilu) {
-        result.push_back(silu(x));
-      } else if (activation == Activation::kGelu) {
-        result.push_back(0.5f * x * (1.0f + erff(x * 0.70710678f)));
-      } else if (activation == Activation::kSwiglu) {
-        result.push_back(silu(x) * static_cast<float>(at[n / 2 + i]));
-      } else {
-        result.push_back(x);
-      }
-    }
-  }
-  return result;
-}
-
-// Fails unless the first rows of `out` are these, rounded once, and all others are untouched.
-void expect_rows(const Values& out, const std::vector<float>& rows, DType dtype, const std::string& name) {
-  for (int64_t i = 0; i < static_cast<int64_t>(out.rows) * out.columns; ++i) {
-    const bool inside = i < static_cast<int64_t>(rows.size());
-    const uint16_t right = inside ? cases::rounded(rows[static_cast<size_t>(i)], dtype) : Values::kUntouched;
-    if (out.data[i] == right ||
-        (inside && cases::widened(out.data[i], dtype) == cases::widened(right, dtype)))
-      continue;
-    sim::report(name + "[" + std::to_string(i / out.columns) + "][" + std::to_string(i % out.columns) +
-                    "] is " + std::to_string(cases::widened(out.data[i], dtype)) + ", and not " +
-                    (inside ? std::to_string(rows[static_cast<size_t>(i)]) : "left alone"),
-                nullptr);
-  }
-}
-
 // One row of x times the weight of an expert [experts * n, k].
 void multiply_row(const int* x, const Values& weight, int expert, int n, std::vector<int>& to) {
   for (int column = 0; column < n; ++column) {
@@ -139,21 +84,6 @@ void multiply_row(const int* x, const Values& weight, int expert, int n, std::ve
 
 const int* row_of(const Values& x, int row) {
   return &x.values[static_cast<size_t>(row) * static_cast<size_t>(x.columns)];
-}
-
-// Columns of an expert's weight for about `tiles` tiles.
-int draw_columns(Random& random, int config, Activation activation, int tiles) {
-  const bool swiglu = activation == Activation::kSwiglu;
-  const int block_n = flux::gemm::kTileConfigs[config].block_n / (swiglu ? 2 : 1);
-  const int n = std::max(8, block_n * random.between(1, tiles) - 8 * random.below(block_n / 8));
-  return swiglu ? 2 * n : n;
-}
-
-int32_t* copied(const std::vector<int32_t>& values, int device, const char* name) {
-  auto* const words = static_cast<int32_t*>(
-      sim::allocate(std::max<int64_t>(1, static_cast<int64_t>(values.size())) * 4, device, name));
-  std::copy(values.begin(), values.end(), words);
-  return words;
 }
 
 void grouped_gemm(uint64_t seed) {
@@ -215,7 +145,7 @@ void grouped_gemm(uint64_t seed) {
         multiply_row(row_of(xs[call], rows[static_cast<size_t>(row)]), weight, expert, n, sums);
       }
     }
-    expect_rows(outs[call], activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
+    expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
 
@@ -450,12 +380,13 @@ void layers(uint64_t seed) {
         const auto hidden =
             sorted_product(choices, rank, routing, weights0[static_cast<size_t>(rank)], sizes.n0,
                            [&](int row) { return token_of(ranks, mine, routing, row); });
-        expect_rows(own.hidden, activated(hidden, sizes.n0, sizes.activation), dtype, name + ": hidden");
+        expect_rows(own.hidden, cases::activated(hidden, sizes.n0, sizes.activation), dtype,
+                    name + ": hidden");
       }
       if (!only_0) {
         const auto products = sorted_product(choices, rank, routing, weights1[static_cast<size_t>(rank)],
                                              sizes.n1, [&](int row) { return row_of(own.sorted, row); });
-        expect_rows(own.products, activated(products, sizes.n1, Activation::kNone), dtype,
+        expect_rows(own.products, cases::activated(products, sizes.n1, Activation::kNone), dtype,
                     name + ": products");
         expect_rows(own.out, layer_1(ranks, choices, rank, weights1, sizes, dtype), dtype, name + ": out");
       }

@@ -211,11 +211,12 @@ void bulk_wait(int pending, bool reads_only, const Where& where) {
 
 // --- cp.async ---
 
-void copy_async_16(uint32_t dst, const void* src, bool valid, const Where& where) {
+void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Where& where) {
   maybe_preempt();
-  aligned(dst, 16, "cp.async", where);
-  checked(here(), dst, 16, "cp.async", where);
-  if (valid) check_global(src, 16, "cp.async", where);
+  aligned(dst | reinterpret_cast<uintptr_t>(valid ? src : nullptr), static_cast<uint64_t>(bytes), "cp.async",
+          where);
+  checked(here(), dst, bytes, "cp.async", where);
+  if (valid) check_global(src, bytes, "cp.async", where);
   Fiber& fiber = self();
   const std::shared_ptr<CopyGroup> group = open_group(fiber.open_copies);
   ++group->writes;
@@ -224,12 +225,12 @@ void copy_async_16(uint32_t dst, const void* src, bool valid, const Where& where
   fiber.all_copies.push_back(counted);
   issue(false, [=, in_flight = InFlight(here()), done = fiber.copies_done, thread = fiber.thread] {
     Cta& cta = *in_flight.cta;
-    generic_write(cta, dst, 16, thread, where);
+    generic_write(cta, dst, bytes, thread, where);
     cta.granules[dst / 16].copied = true;
     if (valid) {
-      std::memcpy(cta.memory + dst, src, 16);
+      std::memcpy(cta.memory + dst, src, static_cast<size_t>(bytes));
     } else {
-      std::memset(cta.memory + dst, 0, 16);
+      std::memset(cta.memory + dst, 0, static_cast<size_t>(bytes));
     }
     --group->writes;
     --counted->writes;

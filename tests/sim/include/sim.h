@@ -54,7 +54,7 @@ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
 void bulk_commit();
 void bulk_wait(int pending, bool reads_only, const Where& where);
 void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where);
-void copy_async_16(uint32_t dst, const void* src, bool valid, const Where& where);
+void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Where& where);
 void copy_async_commit();
 void copy_async_wait(int pending, const Where& where);
 void fence_proxy(const Where& where);

@@ -84,7 +84,10 @@ inline void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int
   sim::tma_store(map, src, x, y, z, where);
 }
 inline void copy_async_16(uint32_t dst, const void* src, bool valid, FLUX_SIM_HERE) {
-  sim::copy_async_16(dst, src, valid, where);
+  sim::copy_async(dst, src, 16, valid, where);
+}
+inline void copy_async_4(uint32_t dst, const void* src, FLUX_SIM_HERE) {
+  sim::copy_async(dst, src, 4, /*valid=*/true, where);
 }
 inline void mbarrier_arrive_after_copies(uint32_t bar, FLUX_SIM_HERE) {
   sim::mbarrier_arrive_after_copies(bar, where);

@@ -1,0 +1,338 @@
+// Grouped GEMM and both layers of a mixture of experts with fp8 operands.
+#include <algorithm>
+
+#include "cuda_runtime_api.h"
+#include "experts.h"
+#include "fp8.h"
+
+namespace {
+
+using cases::Activation;
+using cases::Choices;
+using cases::copied;
+using cases::divisor;
+using cases::draw_columns;
+using cases::DType;
+using cases::expect_rows;
+using cases::Fp8Values;
+using cases::kScaleBlock;
+using cases::Layout;
+using cases::name_of;
+using cases::Random;
+using cases::Ranks;
+using cases::Routing;
+using cases::RoutingArrays;
+using cases::ScaleKinds;
+using cases::ScaleValues;
+using cases::start;
+using cases::Values;
+using flux::gemm::ceil_div;
+using Kind = ScaleValues::Kind;
+
+constexpr int kConfigs[] = {11, 10};
+
+// The weights of all experts, one after the other, and their scales: of each expert, each row, or each block.
+struct Experts {
+  int n;
+  Fp8Values weight;  // [experts * n, k]
+  Kind kind;
+  int blocks_n, blocks_k;
+  std::vector<int> exponents;
+  float* scales;
+
+  Experts(Random& random, int device, int experts, int n, int k, Kind kind)
+      : n(n),
+        weight(Fp8Values(device, "weight", experts * n, k).fill(random, DType::kE4M3, 1)),
+        kind(kind),
+        blocks_n(kind == Kind::kTensor ? 1
+                 : kind == Kind::kRows ? n
+                                       : ceil_div(n, kScaleBlock)),
+        blocks_k(kind == Kind::kBlocks ? k / kScaleBlock : 1) {
+    const int count = experts * blocks_n * blocks_k;
+    scales = static_cast<float*>(sim::allocate(count * 4, device, "weight's scales"));
+    for (int i = 0; i < count; ++i) {
+      exponents.push_back(random.between(0, 2));
+      scales[i] = std::ldexp(1.0f, exponents.back());
+    }
+  }
+  int exponent(int expert, int row, int k_block) const {
+    const int block = kind == Kind::kTensor ? 0 : kind == Kind::kRows ? row : row / kScaleBlock;
+    return exponents[static_cast<size_t>((expert * blocks_n + block) * blocks_k +
+                                         (kind == Kind::kBlocks ? k_block : 0))];
+  }
+  // Appends a row of x, times the weight of an expert.
+  void multiply(const Fp8Values& x, const ScaleValues& x_scales, int row, int expert,
+                std::vector<int>& to) const {
+    for (int column = 0; column < n; ++column) {
+      int sum = 0;
+      for (int first = 0; first < x.columns; first += kScaleBlock) {
+        int part = 0;
+        for (int i = first; i < std::min(x.columns, first + kScaleBlock); ++i) {
+          part += x.at(row, i) * weight.at(expert * n + column, i);
+        }
+        const int k_block = first / kScaleBlock;
+        sum += part << (x_scales.exponent(row, k_block) + exponent(expert, column, k_block));
+      }
+      to.push_back(sum);
+    }
+  }
+};
+
+// What fp8 adds to the arguments of a grouped GEMM.
+struct Operands {
+  ScaleKinds kinds;
+  DType x_dtype;
+
+  Operands(Random& random, bool may_be_blocks)
+      : kinds(cases::draw_kinds(random, may_be_blocks)),
+        x_dtype(random.below(3) == 0 ? DType::kE5M2 : DType::kE4M3) {}
+
+  void give(flux::moe::GroupedGemmArgs& args, const Fp8Values& x, const ScaleValues& x_scales,
+            const Experts& experts) const {
+    args.x = x.matrix();
+    args.weight = experts.weight.matrix();
+    args.scales.x = x_scales.data;
+    args.scales.weight = experts.scales;
+    args.scales.x_step = x_scales.kind == Kind::kRows;
+    args.scales.weight_step = experts.kind == Kind::kRows;
+    args.scales.blocks = kinds.blocks();
+    args.scales.x_stride = x_scales.k_step;
+    args.scales.x_dtype = x_dtype;
+  }
+};
+
+// A gate and what it gates have blocks of their own.
+int draw_n(Random& random, int config, Activation activation, int tiles, bool blocks) {
+  const int n = draw_columns(random, config, activation, tiles);
+  return blocks && activation == Activation::kSwiglu ? ceil_div(n / 2, kScaleBlock) * 2 * kScaleBlock : n;
+}
+
+int draw_k(Random& random, int most_blocks) {
+  const int whole = 128 * random.between(1, most_blocks);
+  return random.below(3) == 0 ? whole - 16 * random.below(8) : whole;
+}
+
+void grouped_gemm(uint64_t seed) {
+  Random random(seed);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int config = kConfigs[random.below(2)];
+  const auto activation = static_cast<Activation>(random.below(4));
+  const bool swiglu = activation == Activation::kSwiglu, indexed = random.below(2) == 0;
+  const int k = draw_k(random, 3), num_experts = random.between(1, 6), num_sms = random.one_of({1, 2, 4});
+  const Operands operands(random, k % kScaleBlock == 0);
+  const int n = draw_n(random, config, activation, 2, operands.kinds.blocks());
+  start(seed, 1, random.one_of({1, 2, 8}), random);
+
+  std::vector<int32_t> offsets = {0}, rows;
+  for (int expert = 0; expert < num_experts; ++expert) {
+    offsets.push_back(offsets.back() + random.one_of({0, 1, 40, 128, 129, 200}));
+  }
+  const int num_rows = offsets.back(), room = num_rows + random.below(3) * 50,
+            m = indexed ? 50 : std::max(1, num_rows);
+  for (int row = 0; row < num_rows; ++row) rows.push_back(indexed ? random.below(m) : row);
+  cases::describe(std::to_string(num_experts) + " experts, " + std::to_string(num_rows) + " rows" +
+                  (indexed ? ", indexed, " : ", ") + operands.kinds.name() +
+                  (operands.x_dtype == DType::kE5M2 ? "e5m2, " : "") + std::to_string(n) + " x " +
+                  std::to_string(k) + ", tile " + std::to_string(config) + ", activation " +
+                  std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
+                  std::to_string(sim::machine.config.resident) + " resident");
+  const Experts experts(random, 0, num_experts, n, k, operands.kinds.weight);
+  const int32_t* const device_offsets = copied(offsets, 0, "offsets");
+  const int32_t* const device_rows = copied(rows, 0, "rows");
+  std::vector<Fp8Values> xs;
+  std::vector<ScaleValues> x_scales;
+  std::vector<Values> outs;
+  for (int call = 0; call < 2; ++call) {
+    xs.push_back(Fp8Values(0, "x", m, k).fill(random, operands.x_dtype, 1));
+    x_scales.emplace_back(random, 0, "x's scales", operands.kinds.x, m, k, false, 1);
+    outs.emplace_back(0, "out", std::max(1, room), swiglu ? n / 2 : n);
+    flux::moe::GroupedGemmArgs args = {};
+    operands.give(args, xs.back(), x_scales.back(), experts);
+    args.offsets = device_offsets;
+    args.rows = indexed ? device_rows : nullptr;
+    args.experts = num_experts;
+    args.num_rows = room;
+    args.activation = static_cast<int>(activation);
+    args.out = outs.back().data;
+    args.schedule =
+        static_cast<int32_t*>(sim::allocate(flux::moe::schedule_words(room, num_experts) * 4, 0, "schedule"));
+    args.dtype = dtype;
+    args.config = random.below(4) == 0 ? -1 : config;
+    args.num_sms = num_sms;
+    flux::moe::grouped_gemm(args, nullptr);
+  }
+  cudaDeviceSynchronize();
+  for (size_t call = 0; call < 2; ++call) {
+    std::vector<int> sums;
+    for (int expert = 0; expert < num_experts; ++expert) {
+      for (auto row = static_cast<size_t>(offsets[static_cast<size_t>(expert)]);
+           row < static_cast<size_t>(offsets[static_cast<size_t>(expert) + 1]); ++row) {
+        experts.multiply(xs[call], x_scales[call], rows[row], expert, sums);
+      }
+    }
+    expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
+  }
+}
+
+// One rank's operands and results of one call of both layers.
+struct Layers {
+  Routing routing;
+  Fp8Values x, sorted;
+  ScaleValues x_scales, sorted_scales;
+  Values hidden, products, out;
+
+  Layers(Random& random, const Choices& choices, int rank, int k0, int columns0, int k1, int n1,
+         const Operands& operands0, const Operands& operands1)
+      : routing(choices.of(rank), rank),
+        x(Fp8Values(rank, "x", std::max(1, choices.tokens[static_cast<size_t>(rank)]), k0)
+              .fill(random, operands0.x_dtype, 1)),
+        sorted(
+            Fp8Values(rank, "sorted x", choices.of(rank).max_rows(), k1).fill(random, operands1.x_dtype, 1)),
+        x_scales(random, rank, "x's scales", operands0.kinds.x, x.rows, k0, false, 1),
+        sorted_scales(random, rank, "sorted x's scales", operands1.kinds.x, sorted.rows, k1, false, 1),
+        hidden(rank, "hidden", choices.of(rank).max_rows(), columns0),
+        products(rank, "products", choices.of(rank).max_rows(), n1),
+        out(rank, "out", choices.tokens[static_cast<size_t>(rank)], n1) {}
+};
+
+void layers(uint64_t seed) {
+  constexpr int kCalls = 2;
+  Random random(seed);
+  const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
+  const bool many = world_size > 4;
+  const int ep_size = random.below(2) == 0 ? world_size : divisor(random, world_size);
+  const int top_k = random.between(1, 4);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const Layout layout = {
+      world_size, 0,
+      ep_size,    ep_size * random.between(1, 4),
+      top_k,      many ? random.between(1, 12) : random.one_of({1, 7, 40, 64, 150}) / world_size + 1};
+  const int config0 = kConfigs[random.below(2)], config1 = kConfigs[random.below(2)];
+  const auto activation = static_cast<Activation>(random.below(4));
+  const int k0 = draw_k(random, many ? 1 : 3), k1 = draw_k(random, 2);
+  const Operands operands0(random, k0 % kScaleBlock == 0), operands1(random, k1 % kScaleBlock == 0);
+  const int n0 = draw_n(random, config0, activation, many ? 1 : 2, operands0.kinds.blocks());
+  const int n1 = draw_columns(random, config1, Activation::kNone, many ? 2 : 3);
+  const int num_sms = many ? 2 : random.one_of({2, 3, 4});
+  const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
+  const int least = std::min(comm_ctas, num_sms - 1) + 1;
+  start(seed, world_size, random.one_of({least, num_sms}), random);
+
+  std::vector<Choices> calls;
+  for (int call = 0; call < kCalls; ++call) calls.emplace_back(random, layout);
+  cases::describe(cases::words(calls[0]) + ", " + operands0.kinds.name() + std::to_string(n0) + " x " +
+                  std::to_string(k0) + " activation " + std::to_string(static_cast<int>(activation)) + ", " +
+                  operands1.kinds.name() + std::to_string(n1) + " x " + std::to_string(k1) + ", tiles " +
+                  std::to_string(config0) + " and " + std::to_string(config1) + ", " +
+                  std::to_string(num_sms) + " SMs, " + std::to_string(comm_ctas) +
+                  " communicate, chunks of " + std::to_string(tiles_per_chunk));
+
+  const int64_t peers = world_size - 1;
+  const int block_rows = Layout::block_rows(layout.max_tokens);
+  const flux::moe::ColumnChunks chunks = {flux::moe::ceil_div(n1, flux::gemm::kTileConfigs[config1].block_n),
+                                          tiles_per_chunk};
+  const int signals = std::max(make_send_order(layout).signals(),
+                               Layout::blocks_of(layout.max_tokens, block_rows) * chunks.count());
+  const int row_bytes = flux::moe::slot_row_bytes(k0, operands0.kinds.blocks() ? k0 / kScaleBlock : 1);
+  const Ranks region(world_size,
+                     {peers * signals * 4, peers * layout.max_tokens * std::max(row_bytes, n1 * 2), 0});
+  const int experts = layout.local_experts(), columns0 = activation == Activation::kSwiglu ? n0 / 2 : n0;
+  std::vector<Experts> weights0, weights1;
+  for (int rank = 0; rank < world_size; ++rank) {
+    weights0.emplace_back(random, rank, experts, n0, k0, operands0.kinds.weight);
+    weights1.emplace_back(random, rank, experts, n1, k1, operands1.kinds.weight);
+  }
+  std::vector<std::vector<Layers>> all(static_cast<size_t>(kCalls));
+  for (int call = 0; call < kCalls; ++call) {
+    const Choices& choices = calls[static_cast<size_t>(call)];
+    for (int rank = 0; rank < world_size; ++rank) {
+      cudaSetDevice(rank);
+      const auto at = static_cast<size_t>(rank);
+      const auto& symm = region.symm[at];
+      const Layout mine = choices.of(rank);
+      const Layers& own = all[static_cast<size_t>(call)].emplace_back(random, choices, rank, k0, columns0, k1,
+                                                                      n1, operands0, operands1);
+      own.routing.fill_on_host(choices, rank);
+      flux::moe::GroupedGemmArgs args = {};
+      operands0.give(args, own.x, own.x_scales, weights0[at]);
+      args.experts = experts;
+      args.num_rows = mine.max_rows();
+      args.activation = static_cast<int>(activation);
+      args.out = own.hidden.data;
+      args.dtype = dtype;
+      args.config = config0;
+      args.num_sms = num_sms;
+      flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
+      operands1.give(args, own.sorted, own.sorted_scales, weights1[at]);
+      args.activation = 0;
+      args.out = own.products.data;
+      args.config = config1;
+      const flux::moe::CombineArgs combine = {own.routing.weights, own.out.data, choices.tokens[at],
+                                              tiles_per_chunk, comm_ctas};
+      flux::moe::gemm_gather_rs(args, combine, mine, own.routing.out, symm, nullptr);
+    }
+  }
+  cudaDeviceSynchronize();
+  region.expect_no_timeout();
+  region.expect_rest(2 * kCalls);
+  for (int call = 0; call < kCalls; ++call) {
+    const Choices& choices = calls[static_cast<size_t>(call)];
+    const std::vector<Layers>& ranks = all[static_cast<size_t>(call)];
+    // Products of all sorted rows of each rank in layer 1.
+    std::vector<std::vector<int>> products(ranks.size());
+    for (int rank = 0; rank < world_size; ++rank) {
+      const auto at = static_cast<size_t>(rank);
+      const Layers& own = ranks[at];
+      const RoutingArrays& routing = own.routing.out;
+      std::vector<int> hidden;
+      for (int expert = 0; expert < experts; ++expert) {
+        for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
+          const int source = routing.rows[row] / layout.max_tokens,
+                    slot_row = routing.rows[row] % layout.max_tokens;
+          const int token =
+              source == rank ? slot_row : routing.incoming[source * layout.max_tokens + slot_row];
+          const Layers& from = ranks[static_cast<size_t>(source)];
+          weights0[at].multiply(from.x, from.x_scales, token, expert, hidden);
+          weights1[at].multiply(own.sorted, own.sorted_scales, row, expert, products[at]);
+        }
+      }
+      expect_rows(own.hidden, cases::activated(hidden, n0, activation), dtype,
+                  name_of(call, rank) + ": hidden");
+      expect_rows(own.products, cases::activated(products[at], n1, Activation::kNone), dtype,
+                  name_of(call, rank) + ": products");
+    }
+    // Sums of rounded products, in the order of ranks, rounded if sent.
+    for (int rank = 0; rank < world_size; ++rank) {
+      std::vector<float> sums;
+      for (int token = 0; token < choices.tokens[static_cast<size_t>(rank)]; ++token) {
+        std::vector<float> total(static_cast<size_t>(n1));
+        for (int owner = 0; owner < world_size; ++owner) {
+          const Layout of_owner = choices.of(owner);
+          std::vector<float> part(static_cast<size_t>(n1));
+          for (int j = 0; j < top_k; ++j) {
+            const auto at = static_cast<size_t>(choices.first(rank) + token * top_k + j);
+            if (of_owner.local_expert(choices.ids[at], of_owner.slice_of(owner)) < 0) continue;
+            const int position = ranks[static_cast<size_t>(owner)].routing.out.positions[at];
+            const int* const product = &products[static_cast<size_t>(owner)]
+                                                [static_cast<size_t>(position) * static_cast<size_t>(n1)];
+            for (size_t i = 0; i < part.size(); ++i) {
+              const uint16_t stored = cases::rounded(static_cast<float>(product[i]), dtype);
+              part[i] += choices.weights[at] * cases::widened(stored, dtype);
+            }
+          }
+          for (size_t i = 0; i < part.size(); ++i) {
+            total[i] += owner == rank ? part[i] : cases::widened(cases::rounded(part[i], dtype), dtype);
+          }
+        }
+        sums.insert(sums.end(), total.begin(), total.end());
+      }
+      expect_rows(ranks[static_cast<size_t>(rank)].out, sums, dtype, name_of(call, rank) + ": out");
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cases::run_cases(argc, argv, {{"fp8_grouped_gemm", grouped_gemm}, {"fp8_moe_layers", layers}});
+}
