@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import registry
+from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import MoeCase, random_case
@@ -137,7 +138,8 @@ def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bo
     case = random_case(draw.randrange(1 << 20), p, _DTYPES)
     whole = [ep for ep in range(nodes, p + 1, nodes) if p % ep == 0]
     spanning = [ep for ep in range(1, p + 1) if p % ep == 0 and ep % nodes]
-    ep_size = draw.choice(spanning if draw.random() < spans else whole)
+    few = p <= MAX_WORLD_SIZE  # layers of more ranks need slices inside nodes
+    ep_size = draw.choice(spanning if draw.random() < spans and few else whole)
     experts = ep_size * max(1, case.num_experts // case.ep_size)
     case = replace(case, ep_size=ep_size, num_experts=experts, seed=seed, ranks_per_node=topology.ranks)
     if 2 * case.top_k * (p // ep_size) > EXACT_LIMIT[case.dtype]:

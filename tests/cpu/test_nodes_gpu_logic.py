@@ -4,6 +4,7 @@ objects.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,24 +13,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flux
+from flux._native import core
+from flux.comm.group import Meeting
 from flux.comm.nodes.rail import NcclRail, NcclTransfer, Rail, shifts
 from flux.comm.nodes.watch import Watch
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.topology import Topology
+from flux.comm.topology import Links, Topology
 from flux.comm.workspace import Workspace
 from flux.ops import gemm, two_level
 from flux.ops.levels import TwoLevel
 from flux.ops.plan import Plan
 from flux.testing import spawn
+from flux.tuning import store
+from flux.tuning.facts import NO_FACTS
 
 _c10d: Any = dist.distributed_c10d
 
 
 def through_a_backend(rank: int, world_size: int) -> list[bool]:
     """The calls that NcclRail makes, by a backend that has the same ones."""
-    store = dist.PrefixStore("rail", _c10d._get_default_store())
+    kept = dist.PrefixStore("rail", _c10d._get_default_store())
     started: list[NcclTransfer] = []
-    rail = NcclRail(dist.ProcessGroupGloo(store, rank, world_size), world_size, rank)  # type: ignore[attr-defined]
+    rail = NcclRail(dist.ProcessGroupGloo(kept, rank, world_size), world_size, rank)  # type: ignore[attr-defined]
     rail.on_start = started.append
     told = []
     for step, (to, source) in enumerate(shifts(world_size, rank)):
@@ -345,3 +351,78 @@ def test_gpus_compare_calls_that_may_grow_a_workspace(monkeypatch: pytest.Monkey
     assert meets(workspace)(64, 64, 32, 128, 64) == ["64", "128"]
     workspace.compares_contents = True  # FLUX_DEBUG=compare
     assert meets(workspace)(64, 32) == ["64", "32"]
+
+
+class OnCpu:
+    """A workspace of GPUs, whose tensors are on the CPU and whose NCCL is gloo."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.aborted: list[bool] = []
+        self.poisoned: list[NcclTransfer] = []
+        backends: list[Any] = []
+
+        def make_backend(store: Any, nodes: int, node: int, timeout_s: float) -> Any:
+            backends.append(dist.ProcessGroupGloo(store, node, nodes))  # type: ignore[attr-defined]
+            return backends[-1]
+
+        NcclRail.make_backend = staticmethod(make_backend)  # type: ignore[method-assign]
+        NcclRail.close = lambda rail: self.aborted.append(True)  # type: ignore[method-assign]
+        NcclTransfer.poison = lambda transfer: self.poisoned.append(transfer)  # type: ignore[method-assign]
+        NodesWorkspace._warm_up = lambda workspace: None  # type: ignore[method-assign]
+        torch.cuda.is_current_stream_capturing = lambda: False
+        facts = {
+            **{"why_not": None, "backend": "cuda", "num_sms": 132, "compare": False, "nodes": "auto"},
+            **{"tuning": store.to_tell(NO_FACTS), "links": Links().to_tell()},
+        }
+        everybody = [{**facts, "node": str(node)} for node in range(world_size)]
+        meeting, turn = Meeting.of(group, "cuda"), core.CallTurn(())
+        meeting.begin("gemm_rs")
+        store.local = lambda device: NO_FACTS
+        device = torch.device("cuda", 0)
+        self.workspace = NodesWorkspace(group, device, "gemm_rs", meeting, turn, everybody)
+        self.workspace.join("gemm_rs", no_workspace, lambda group: None)
+        self.call = Plan("gemm_rs", 8, 8, 8, torch.bfloat16, world_size, False, True, "", "")
+
+
+def no_workspace(*_: Any) -> Any:
+    raise AssertionError("nodes of one rank have no workspace")
+
+
+def late_on_a_gpu(rank: int, world_size: int) -> list[str]:
+    """A deadline through rail, watch, board and workspace. Rank 1 does not come to the second exchange."""
+    gpu = OnCpu(rank, world_size)
+    workspace = gpu.workspace
+    assert workspace.engine == "NCCL" and workspace.why_not is None
+    other, receive = 1 - rank, torch.zeros(4)
+    with workspace.calling(gpu.call, {}):
+        workspace.wait(
+            workspace.rail.swap(torch.full((4,), 1.0 + rank), other, receive, other), "exchange 1 of 1"
+        )
+    assert (receive == 1 + other).all()
+    workspace.check()
+    dist.barrier()
+    if rank == 0:
+        with workspace.calling(gpu.call, {}):
+            workspace.rail.swap(torch.ones(4), other, receive, other)  # the host does not wait
+        late = time.monotonic()
+        while workspace.failure is None and time.monotonic() - late < 20:
+            time.sleep(0.05)
+        assert gpu.poisoned and gpu.aborted
+    dist.barrier()
+    told = []
+    for raises in (workspace.check, lambda: workspace.calling(gpu.call, {}).__enter__()):
+        try:
+            raises()
+            told.append("no error")
+        except flux.CommTimeoutError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_late_exchange_on_a_gpu_fails_on_all_ranks() -> None:
+    for rank, told in enumerate(spawn(late_on_a_gpu, 2, env={"FLUX_TIMEOUT_S": "1"})):
+        assert len(set(told)) == 1 and f"rank {rank} waited" in told[0], told
+        # Rank 0 saw nothing of rank 1; rank 1 learns that rank 0 has given up.
+        assert f"Behind is node {1 - rank}, rank {1 - rank}, in " in told[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flux
 from flux.comm import topology
 from flux.comm.topology import Links, Topology, of_nodes
 from flux.ops import levels
@@ -216,6 +217,13 @@ def test_the_way_can_be_said() -> None:
         found = planned("gemm_rs", replace(gained, tuning=Tuning(forced=schedule)))
         assert found.levels is not None and found.levels.schedule == schedule
     assert not planned("gemm_rs", replace(gained, tuning=Tuning(forced="torch"))).fused
+
+
+def test_batch_invariant_calls_do_not_change_their_way_with_rows() -> None:
+    for m in (1024, 8192):
+        assert not planned("gemm_rs", problem(m, 8192, 56, 64)).fused
+        with flux.batch_invariant():
+            assert planned("gemm_rs", problem(m, 8192, 56, 64)).way == "two-level"
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def _among_ranks(
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
-    if plan.fused and plan.mode < 0 and plan.batch_invariant:
+    if plan.fused and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
         for some in split_rows(m, n, x.dtype):
             part = None if residual is None else residual[some]
             _among_ranks(x[some], weight, bias, transpose_weight, part, None, 0.0, group, total[some])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flux import _native
+from flux import _invariance, _native
 from flux.comm.nodes.rail import NCCL_CTAS
 from flux.comm.topology import Topology
 from flux.comm.workspace import round_up
@@ -91,12 +91,17 @@ def _pick(
     reason = ""
     if problem.nodes_way == "flat" or forced == "torch":
         reason = f"{topology}: {'FLUX_NODES=flat' if forced is None else 'to be measured'}"
-    elif problem.nodes_way == "auto" and forced is None and best.us > levels.MARGIN * flat_us > 0:
+    elif _by_model(problem) and best.us > levels.MARGIN * flat_us > 0:
         reason = f"{topology}: flat {flat_us:.1f} us, two-level {best.us:.1f} us in the model, {found.links}"
     if reason:
         return problem.plan(op, False, reason, transport=_FLAT[op], candidates=candidates)
     facts = {"way": "two-level", "levels": found, "candidates": candidates, "config": 0}
     return problem.plan(op, True, found.reason, **facts)
+
+
+def _by_model(problem: PlanInput) -> bool:
+    """Whether the model decides between two-level and flat, which is not batch invariant."""
+    return problem.nodes_way == "auto" and problem.tuning.forced is None and not _invariance.active()
 
 
 def _refused(op: str, problem: PlanInput, reason: str) -> Plan:

@@ -256,7 +256,7 @@ class NcclTransfer:
 
     def __init__(self, work: Any, reached: Any, receive: Tensor) -> None:
         self._work = work
-        self._reached = reached  # the event behind which it starts
+        self._reached = reached  # the event behind which it starts; None: at once
         self._received = (receive.data_ptr(), receive.nbytes, receive.device)
 
     def wait(self) -> None:
@@ -264,7 +264,7 @@ class NcclTransfer:
 
     def has_started(self) -> bool:
         """Whether the stream has come as far as this transfer."""
-        return bool(self._reached.query())
+        return self._reached is None or bool(self._reached.query())
 
     def has_finished(self) -> bool:
         """Whether all its data has arrived, and left."""
