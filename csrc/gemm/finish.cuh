@@ -305,7 +305,7 @@ struct RowNorm {
       quantised_row(row)[i] = quantized<Element>(from[i], 1.0f / scale, false);
   }
 
-  // Called once, after all rows: leaves the parts of a scale of the whole tensor (quantize.h).
+  // Called once, after all rows: leaves the parts of a scale of the whole tensor (quantized.h).
   FLUX_DEVICE void leave_largest(const Shares& shares) {
     if (!f.quantized.needs_all()) return;
     const float all = take_largest();

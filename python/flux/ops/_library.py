@@ -108,7 +108,8 @@ library.define(
 # Of granularity 0 (one scale for all of x), 1 (one for each row), 2 (for 128 elements of a row) or 3 (for 128
 # x 128 of a matrix). scale: as flux.quantize returns it; with static_scale it is given, and not written.
 library.define(
-    "_quantize(Tensor x, Tensor(a!) q, Tensor(b!) scale, int granularity, bool ue8m0, bool static_scale) -> ()"
+    "_quantize(Tensor x, Tensor(a!) q, Tensor(b!) scale, int granularity, bool ue8m0, bool static_scale) "
+    "-> ()"
 )
 # With q: the normalised sum is quantised to e4m3, too. quant_scale: of granularity 0, the scale to use.
 _QUANTISED = (
