@@ -3,13 +3,16 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "ag_gemm/ag_gemm.h"
 #include "bindings/tensors.h"
 #include "gemm/gemm.h"
+#include "gemm/quantize.h"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
 #include "moe/moe.h"
@@ -85,33 +88,89 @@ void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                    current_stream(x));
 }
 
+// What a quantisation writes. Its scratch memory may be freed when its launches are enqueued: torch gives it only to
+// later work of the stream.
+struct Quantisation {
+  gemm::Quantized to;
+  std::optional<Tensor> scratch;
+
+  // given: the scale to use for a whole tensor, or null.
+  Quantisation(const Tensor& q, const Tensor& scale, int64_t granularity, bool ue8m0, const void* given) {
+    FLUX_CHECK(granularity >= 0 && granularity <= static_cast<int>(gemm::Granularity::kBlock), granularity);
+    FLUX_CHECK(runtime::is_fp8(dtype_of(q)) && dtype_of(scale) == runtime::DType::kFloat32, granularity);
+    FLUX_CHECK(given == nullptr || granularity == 0, granularity);
+    const int64_t rows = q.numel() / q.size(q.dim() - 1);
+    to.q = q.data_ptr();
+    to.scales = static_cast<float*>(scale.data_ptr());
+    to.given = static_cast<const float*>(given);
+    to.scale_stride = (rows + 3) / 4 * 4;
+    to.granularity = static_cast<gemm::Granularity>(granularity);
+    to.e5m2 = dtype_of(q) == runtime::DType::kE5M2;
+    to.ue8m0 = ue8m0;
+    if (!to.needs_all()) return;
+    const std::vector<int64_t> floats = {gemm::kPartsFloats};
+    scratch = torch::stable::new_empty(scale, floats);
+    to.parts = static_cast<float*>(scratch->data_ptr());
+  }
+};
+
+// x, q: [..., columns], contiguous. static_scale: `scale` is given, and not written.
+void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8m0, bool static_scale) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  FLUX_CHECK(x.is_contiguous() && q.is_contiguous() && x.numel() == q.numel(), x.numel(), q.numel());
+  const int64_t columns = x.size(x.dim() - 1), rows = x.numel() / columns;
+  const Quantisation quantisation(q, scale, granularity, ue8m0, static_scale ? scale.data_ptr() : nullptr);
+  gemm::quantize({x.data_ptr(), rows, columns, columns}, dtype_of(x), x.dim() > 1 ? x.size(x.dim() - 2) : 1,
+                 quantisation.to, current_stream(x));
+}
+
 gemm_ar::Extras extras_of(const std::optional<Tensor>& residual, const std::optional<Tensor>& norm_weight,
-                          double eps, const std::optional<Tensor>& sum_out) {
+                          double eps, const std::optional<Tensor>& sum_out,
+                          const std::optional<Quantisation>& quantisation) {
   return {residual.has_value() ? residual->data_ptr() : nullptr,
           norm_weight.has_value() ? norm_weight->data_ptr() : nullptr, static_cast<float>(eps),
-          sum_out.has_value() ? sum_out->data_ptr() : nullptr};
+          sum_out.has_value() ? sum_out->data_ptr() : nullptr,
+          quantisation.has_value() ? quantisation->to : gemm::Quantized()};
+}
+
+// Of the norm, [m, n].
+std::optional<Quantisation> quantisation_of(const std::optional<Tensor>& q,
+                                            const std::optional<Tensor>& q_scale, int64_t granularity,
+                                            bool ue8m0, const std::optional<Tensor>& quant_scale,
+                                            const Tensor& norm) {
+  FLUX_CHECK(q.has_value() == q_scale.has_value(), q.has_value());
+  if (!q.has_value()) return std::nullopt;
+  FLUX_CHECK(q->is_contiguous() && q->numel() == norm.numel(), q->numel());
+  return Quantisation(*q, *q_scale, granularity, ue8m0,
+                      quant_scale.has_value() ? quant_scale->data_ptr() : nullptr);
 }
 
 void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t mode,
                 std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
                 std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
-                std::optional<Tensor> scale_w, bool fast) {
+                std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
+                std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
+                std::optional<Tensor> quant_scale) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const auto quantisation = quantisation_of(q, q_scale, granularity, ue8m0, quant_scale, out);
   gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
                              scales_of(x, scale_x, scale_w, fast)),
-                   extras_of(residual, norm_weight, eps, residual_out), symm_buffer_at(symm_buffer),
-                   static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
+                   extras_of(residual, norm_weight, eps, residual_out, quantisation),
+                   symm_buffer_at(symm_buffer), static_cast<runtime::Exchange::Mode>(mode),
+                   current_stream(x));
 }
 
 void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode,
                    std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
-                   std::optional<Tensor> residual_out) {
+                   std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
+                   int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const auto quantisation = quantisation_of(q, q_scale, granularity, ue8m0, quant_scale, out);
   gemm_ar::all_reduce(matrix(x), matrix(out), dtype_of(x),
-                      extras_of(residual, norm_weight, eps, residual_out), symm_buffer_at(symm_buffer),
-                      static_cast<int>(num_sms), static_cast<runtime::Exchange::Mode>(mode),
-                      current_stream(x));
+                      extras_of(residual, norm_weight, eps, residual_out, quantisation),
+                      symm_buffer_at(symm_buffer), static_cast<int>(num_sms),
+                      static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
 }
 
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,
@@ -150,6 +209,7 @@ void prepare_op() {
   gemm_rs::prepare();
   ag_gemm::prepare();
   gemm_ar::prepare();
+  gemm::prepare_quantize();
   moe::prepare_route();
   moe::prepare_grouped_gemm();
   moe::prepare_ag_scatter_gemm();
@@ -169,6 +229,7 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_all_gather", TORCH_BOX(&flux::bindings::all_gather_op));
   m.impl("_begin_all_gather", TORCH_BOX(&flux::bindings::begin_all_gather_op));
   m.impl("_collect", TORCH_BOX(&flux::bindings::collect_op));
+  m.impl("_quantize", TORCH_BOX(&flux::bindings::quantize_op));
 }
 
 // No tensor argument to dispatch on.

@@ -1,12 +1,13 @@
 // The last phase of a launch whose ranks exchange vectors (runtime/exchange.h): sums the ranks' contributions, adds
-// bias and residual, applies RMSNorm, and writes the result. A CTA sums any vectors or rows, not only those that it
-// computed: the shares that it has drawn (shares.cuh).
+// bias and residual, applies RMSNorm, writes the result, and quantises it. A CTA sums any vectors or rows, not only those
+// that it computed: the shares that it has drawn (shares.cuh).
 #pragma once
 
 #include <algorithm>
 
 #include "gemm/epilogue.cuh"
 #include "gemm/named_barriers.h"
+#include "gemm/quantize.cuh"
 #include "gemm/shares.cuh"
 #include "runtime/device/exchange.cuh"
 
@@ -17,8 +18,9 @@ struct Finish {
   const void* residual;     // [m, n] or null: added to the sum
   const void* norm_weight;  // [n] or null: weight of the RMSNorm that is applied to the sum
   float eps;
-  void* out;      // the sum, or its norm
-  void* sum_out;  // the sum, where `out` is its norm
+  void* out;            // the sum, or its norm
+  void* sum_out;        // the sum, where `out` is its norm
+  Quantized quantized;  // of the norm, to e4m3
 };
 
 using runtime::Exchange;
@@ -44,19 +46,27 @@ FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
   for (int i = 0; i < Exchange::kVector; ++i) sum[i] += widened[i];
 }
 
+// How values of threads, or of CTAs, that are not negative become one.
+struct Sum {
+  FLUX_DEVICE float operator()(float a, float b) const { return a + b; }
+};
+struct Largest {
+  FLUX_DEVICE float operator()(float a, float b) const { return larger(a, b); }
+};
+
 // Called by kThreads threads; `thread` is the caller's index. `scratch` holds one float for each warp.
-template <int kThreads>
-FLUX_DEVICE float sum_over_cta(float value, int thread, float* scratch) {
+template <int kThreads, class Combine>
+FLUX_DEVICE float combine_over_cta(float value, int thread, float* scratch, Combine combine) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
+    value = combine(value, __shfl_xor_sync(0xFFFFFFFF, value, distance));
   }
-  ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the sums of the previous row
+  ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the values of the previous row
   if (thread % 32 == 0) scratch[thread / 32] = value;
   ptx::named_barrier_sync(kMathBarrier, kThreads);
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) total += scratch[i];
+  for (int i = 0; i < kThreads / 32; ++i) total = combine(total, scratch[i]);
   return total;
 }
 
@@ -78,8 +88,10 @@ inline int row_parts(int rows, int row_vectors, int threads, int ctas) {
   const int parts = std::min(std::min(ctas, Exchange::kMeetings / kMaxRowParts) / rows, kMaxRowParts);
   return std::max(1, std::min(parts, ceil_div(row_vectors, threads)));
 }
+// Parts consist of whole groups of a quantisation. Rounding up leaves the last part vectors, because row_parts makes no
+// more parts than a row has blocks of `threads` vectors.
 FLUX_DEVICE RowPart row_part(int index, int parts, int row_vectors) {
-  const int vectors = ceil_div(row_vectors, parts), first = index * vectors;
+  const int vectors = ceil_div(row_vectors, parts * kGroupVectors) * kGroupVectors, first = index * vectors;
   return {index, parts, first, min(vectors, row_vectors - first)};
 }
 
@@ -154,18 +166,19 @@ struct Summing {
   }
 
   // CTAs that share a row exchange values as ranks exchange vectors. `thread` of a CTA sends its part's value to part
-  // number `thread`.
-  FLUX_DEVICE void post(float value, int row, const RowPart& part, int thread) const {
+  // number `thread`. A row's parts meet at most twice.
+  FLUX_DEVICE void post(float value, int meeting, int row, const RowPart& part, int thread) const {
     if (thread >= part.parts) return;
-    ptx::store_relaxed_sys(here + x.meeting(row, part.parts, part.index, thread),
+    ptx::store_relaxed_sys(here + x.meeting(meeting, row, part.parts, part.index, thread),
                            {__float_as_uint(value), 0, 0, 0});
   }
 
-  // Adds the values of all parts of a row, in their order. `scratch` holds one float for each part.
-  template <int kThreads>
-  FLUX_DEVICE float collect(int row, const RowPart& part, int thread, float* scratch) const {
+  // Combines the values of all parts of a row, in their order. `scratch` holds one float for each part.
+  template <int kThreads, class Combine>
+  FLUX_DEVICE float collect(int meeting, int row, const RowPart& part, int thread, float* scratch,
+                            Combine combine) const {
     if (thread < part.parts) {
-      char* const address = here + x.meeting(row, part.parts, thread, part.index);
+      char* const address = here + x.meeting(meeting, row, part.parts, thread, part.index);
       // The other CTA waits for a peer for at most `timeout_ns`, and reports which peer has not delivered.
       const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
       exchange::put_back_absent(address);
@@ -174,7 +187,7 @@ struct Summing {
     ptx::named_barrier_sync(kMathBarrier, kThreads);
     float total = 0.0f;
 #pragma unroll 1
-    for (int i = 0; i < part.parts; ++i) total += scratch[i];
+    for (int i = 0; i < part.parts; ++i) total = combine(total, scratch[i]);
     return total;
   }
 
@@ -204,6 +217,7 @@ struct RowNorm {
   uint4* kept = nullptr;
   const uint4* weight;
   float squares = 0.0f;
+  float largest = 0.0f;  // absolute value of this thread's elements of the norm, since take_largest
 
   // Called by all threads before they take or write that part of a row.
   FLUX_DEVICE void select(const RowPart& part) {
@@ -239,27 +253,101 @@ struct RowNorm {
 
   // Returns the sum of squares over the vectors that all threads have taken, and starts a new sum.
   FLUX_DEVICE float take_squares() {
-    const float total = sum_over_cta<kThreads>(squares, thread, scratch);
+    const float total = combine_over_cta<kThreads>(squares, thread, scratch, Sum());
     squares = 0.0f;
     return total;
   }
+  // Likewise of the largest absolute value that they have written.
+  FLUX_DEVICE float take_largest() {
+    const float total = combine_over_cta<kThreads>(largest, thread, scratch, Largest());
+    largest = 0.0f;
+    return total;
+  }
 
+  // A scale for each row is known when all of the row is written.
+  FLUX_DEVICE bool scales_rows() const {
+    return f.quantized.q != nullptr && f.quantized.granularity == Granularity::kToken;
+  }
+
+  // Writes a row, and quantises it unless its scale is not yet known.
   FLUX_DEVICE void write(int row, float row_squares) {
     const float scale = rsqrtf(row_squares / (row_vectors * kVector) + f.eps);
     const uint4* const from = kept != nullptr ? kept : sums(row);
     ptx::copy_async_wait<0>();
-#pragma unroll 1
-    for (int i = thread; i < vectors; i += kThreads) {
+    const auto norm = [&](int i) {
       float values[kVector], weights[kVector];
       widen<Element>(from[i], values);
       widen<Element>(weight[i], weights);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) values[j] *= scale * weights[j];
-      row_of(f.out, row)[i] = round<Element>(values);
+      return round<Element>(values);
+    };
+    if (f.quantized.q != nullptr) {
+      write_quantised(row, norm);
+      return;
+    }
+#pragma unroll 1
+    for (int i = thread; i < vectors; i += kThreads) row_of(f.out, row)[i] = norm(i);
+  }
+  // The whole of a row, and all of its quantisation that depends on no other row.
+  FLUX_DEVICE void write_row(int row, float row_squares) {
+    write(row, row_squares);
+    if (scales_rows()) quantise(row, take_largest());
+  }
+
+  // Quantises what `write` has written of a row.
+  FLUX_DEVICE void quantise(int row, float row_largest) const {
+    const float scale = scale_of(row_largest, /*e5m2=*/false, f.quantized.ue8m0);
+    if (thread == 0 && index == 0) f.quantized.scales[row] = scale;
+    const uint4* const from = kept != nullptr ? kept : row_of(f.out, row);
+#pragma unroll 1
+    for (int i = thread; i < vectors; i += kThreads)
+      quantised_row(row)[i] = quantized<Element>(from[i], 1.0f / scale, false);
+  }
+
+  // Called once, after all rows: leaves the parts of a scale of the whole tensor (quantized.h).
+  FLUX_DEVICE void leave_largest(const Shares& shares) {
+    if (!f.quantized.needs_all()) return;
+    const float all = take_largest();
+    if (thread != 0) return;
+    for (int share = shares.first; share < shares.end; ++share) {
+      leave_part(f.quantized, share, share == shares.first ? all : 0.0f);
     }
   }
 
  private:
+  template <class Norm>
+  FLUX_DEVICE void write_quantised(int row, Norm norm) {
+    const Quantized& q = f.quantized;
+    const bool groups = q.granularity == Granularity::kGroup;
+    float inverse = q.given != nullptr ? 1.0f / *q.given : 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < vectors; begin += kThreads) {
+      const int i = begin + thread;
+      uint4 v = {0, 0, 0, 0};
+      if (i < vectors) {
+        v = norm(i);
+        row_of(f.out, row)[i] = v;
+        if (kept != nullptr) kept[i] = v;
+      }
+      float most = largest_of<Element>(v);
+      if (groups) {
+        most = largest_over_lanes<kGroupVectors>(most);
+        const float scale = scale_of(most, /*e5m2=*/false, q.ue8m0);
+        inverse = 1.0f / scale;
+        if (thread % kGroupVectors == 0 && i < vectors) {
+          q.scales[(first + i) / kGroupVectors * q.scale_stride + row] = scale;
+        }
+      } else if (q.given == nullptr) {
+        largest = larger(largest, most);
+        continue;
+      }
+      if (i < vectors) quantised_row(row)[i] = quantized<Element>(v, inverse, false);
+    }
+  }
+  FLUX_DEVICE uint2* quantised_row(int row) const {
+    return static_cast<uint2*>(f.quantized.q) + static_cast<int64_t>(row) * row_vectors + first;
+  }
   FLUX_DEVICE uint4* row_of(void* matrix, int row) const {
     return static_cast<uint4*>(matrix) + static_cast<int64_t>(row) * row_vectors + first;
   }
@@ -324,18 +412,31 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
       }
       const float squares = norm.take_squares();
       if (parts == 1) {
-        norm.write(row, squares);
+        norm.write_row(row, squares);
       } else {
-        s.post(squares, row, part, thread);
+        s.post(squares, 0, row, part, thread);
       }
     });
-    if (parts == 1) return;
-    // A CTA has sent the squares of all its parts before it waits for those of others.
-    for_each_part([&](int row, const RowPart& part) {
-      norm.select(part);
-      if (!one) ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the last values
-      norm.write(row, s.template collect<kThreads>(row, part, thread, norm.scratch_of_parts()));
-    });
+    // A CTA has sent the values of all its parts before it waits for those of others.
+    const auto for_each_met = [&](int meeting, auto combine, auto use) {
+      for_each_part([&](int row, const RowPart& part) {
+        norm.select(part);
+        if (!one) ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the last values
+        use(row, part,
+            s.template collect<kThreads>(meeting, row, part, thread, norm.scratch_of_parts(), combine));
+      });
+    };
+    if (parts > 1) {
+      for_each_met(0, Sum(), [&](int row, const RowPart& part, float squares) {
+        norm.write(row, squares);
+        if (norm.scales_rows()) s.post(norm.take_largest(), 1, row, part, thread);
+      });
+      if (norm.scales_rows()) {
+        for_each_met(1, Largest(),
+                     [&](int row, const RowPart&, float largest) { norm.quantise(row, largest); });
+      }
+    }
+    norm.leave_largest(shares);
     return;
   }
   const int count = x.m * row_vectors;

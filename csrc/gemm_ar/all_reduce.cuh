@@ -157,21 +157,29 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
     for_each_row(owner, [&](int row, int i) { use(row * row_vectors + i); }, [](int) {});
   });
 
+  const gemm::Finish& finish = params.exchange.finish;
   // A CTA without rows loads no norm weight: it would end before the copies.
-  if (blockIdx.x >= flat.shard / row_vectors) return;
+  if (blockIdx.x >= flat.shard / row_vectors) {
+    if (thread == 0 && finish.quantized.needs_all()) gemm::leave_part(finish.quantized, blockIdx.x, 0.0f);
+    return;
+  }
   const gemm::RowPart whole = {0, 1, 0, row_vectors};
-  gemm::RowNorm<Element, kThreads> norm = {params.exchange.finish, row_vectors, thread, memory};
+  gemm::RowNorm<Element, kThreads> norm = {finish, row_vectors, thread, memory};
   norm.select(whole);
   const auto normalise = [&](int owner, auto vector) {
     const int first = flat.shard_begin(owner) / row_vectors;
     for_each_row(
         owner, [&](int row, int i) { norm.take(first + row, i, vector(row * row_vectors + i)); },
-        [&](int row) { norm.write(first + row, norm.take_squares()); });
+        [&](int row) { norm.write_row(first + row, norm.take_squares()); });
   };
   normalise(flat.rank, [&](int i) { return flat.sum(i); });
-  if (!flat.two_shot) return;
-  exchange::for_each_peer(params.exchange.symm,
-                          [&](int owner) { normalise(owner, [&](int i) { return flat.result(owner, i); }); });
+  if (flat.two_shot) {
+    exchange::for_each_peer(params.exchange.symm, [&](int owner) {
+      normalise(owner, [&](int i) { return flat.result(owner, i); });
+    });
+  }
+  const int cta = blockIdx.x;
+  norm.leave_largest({cta, cta + 1});
 }
 
 template <class Element>

@@ -20,6 +20,15 @@ runtime::Exchange checked_exchange(int64_t m, int64_t n, const runtime::SymmBuff
   return exchange;
 }
 
+gemm::Finish finish_of(const void* bias, const Extras& extras, const runtime::Matrix& out, int num_sms) {
+  const gemm::Quantized& q = extras.quantized;
+  FLUX_CHECK(q.q == nullptr || extras.norm_weight != nullptr, out.rows);
+  FLUX_CHECK(q.granularity != gemm::Granularity::kBlock && !q.e5m2, static_cast<int>(q.granularity), q.e5m2);
+  FLUX_CHECK(!q.needs_all() || num_sms <= gemm::kMaxParts, num_sms);
+  return {bias, extras.residual, extras.norm_weight, extras.eps, const_cast<void*>(out.data), extras.sum_out,
+          q};
+}
+
 // How a launch orders and divides its sums. The same on all ranks, so `num_sms` must be.
 void plan_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms,
                gemm::ExchangeParams& params) {
@@ -71,21 +80,12 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
       .run(kernel, params);
 }
 
-}  // namespace
-
-void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
-             runtime::Exchange::Mode mode, cudaStream_t stream) {
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  FLUX_CHECK(mode != runtime::Exchange::Mode::kScatter, args.m());
-  const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
-  FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
-  void* const out = const_cast<void*>(args.out.data);
-  const gemm::Finish finish = {args.bias, extras.residual, extras.norm_weight, extras.eps,
-                               out,       extras.sum_out};
+void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& exchange, int num_sms,
+                      cudaStream_t stream) {
   const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
                                  1,        num_sms,  false,    /*all_reduced=*/true};
   const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
-  gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr};
+  gemm::ExchangeParams params = exchange;
   plan_sums(args, choice, num_sms, params);
   if (args.is_fp8() && choice.sums_in_launch) {
     gemm_ar_fp8(args, choice, params, num_sms, stream);
@@ -104,23 +104,42 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   // Two launches. `out` first holds the product; the sum reads each vector before it overwrites it.
   product.config = choice.packed();
   gemm::gemm(product, stream);
-  launch_sum(params, out, args.dtype, num_sms, stream);
+  launch_sum(params, args.out.data, args.dtype, num_sms, stream);
+}
+
+// A scale of the whole tensor depends on rows of all CTAs, so it takes a launch of its own.
+void quantize_rest(const runtime::Matrix& norm, runtime::DType dtype, const gemm::Quantized& to,
+                   cudaStream_t stream) {
+  if (to.needs_all()) gemm::quantize_with_parts(norm, dtype, to, stream);
+}
+
+}  // namespace
+
+void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
+             runtime::Exchange::Mode mode, cudaStream_t stream) {
+  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  FLUX_CHECK(mode != runtime::Exchange::Mode::kScatter, args.m());
+  const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
+  FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
+  const gemm::Finish finish = finish_of(args.bias, extras, args.out, num_sms);
+  multiply_and_sum(args, {symm, exchange, finish, runtime::kGemmAr}, num_sms, stream);
+  quantize_rest(args.out, args.dtype, extras.quantized, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
                 const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
                 runtime::Exchange::Mode mode, cudaStream_t stream) {
+  if (num_sms <= 0) num_sms = runtime::num_sms();
   FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
   const runtime::Exchange exchange = checked_exchange(x.rows, x.columns, symm, mode);
   const bool scatters = mode == runtime::Exchange::Mode::kScatter;
   FLUX_CHECK(!scatters || x.rows % symm.world_size == 0, x.rows, symm.world_size);
   FLUX_CHECK(out.rows == exchange.slot_rows() && out.columns == x.columns, out.rows, out.columns);
   FLUX_CHECK(!scatters || (extras.residual == nullptr && extras.norm_weight == nullptr), x.rows);
-  const gemm::Finish finish = {
-      /*bias=*/nullptr, extras.residual, extras.norm_weight, extras.eps, const_cast<void*>(out.data),
-      extras.sum_out};
+  const gemm::Finish finish = finish_of(/*bias=*/nullptr, extras, out, num_sms);
   launch_sum({symm, exchange, finish, scatters ? runtime::kReduceScatter : runtime::kAllReduce}, x.data,
-             dtype, num_sms > 0 ? num_sms : runtime::num_sms(), stream);
+             dtype, num_sms, stream);
+  quantize_rest(out, dtype, extras.quantized, stream);
 }
 
 void prepare() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm/gemm.h"
+#include "gemm/quantize.h"
 #include "runtime/exchange.h"
 #include "runtime/symm_buffer.h"
 
@@ -13,9 +14,10 @@ struct Extras {
   const void* norm_weight;  // [n], weight of an RMSNorm: args.out is the norm, and sum_out [m, n] the sum
   float eps;
   void* sum_out;
+  gemm::Quantized quantized = {};  // of the norm, to e4m3; per tensor, token or group
 };
 
-// args.out [m, n] = sum over ranks of x * weight^T, then bias, residual and RMSNorm as given.
+// args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given.
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream);
 

@@ -54,11 +54,13 @@ struct Exchange {
   FLUX_HD int64_t contribution_bytes() const {
     return static_cast<int64_t>(world_size) * slot_rows() * slot_columns() * kElementBytes;
   }
-  // A vector that one CTA sends to another CTA of this rank with which it shares a row; at most kMeetings of them.
-  FLUX_HD int64_t meeting(int row, int parts, int from, int to) const {
-    return sum_bytes() + ((row * parts + from) * parts + to) * kVector * kElementBytes;
+  // A vector that one CTA sends to another CTA of this rank with which it shares a row; at most kMeetings of them the
+  // first time (0), and the second (1).
+  FLUX_HD int64_t meeting(int time, int row, int parts, int from, int to) const {
+    const int vector = time * kMeetings + (row * parts + from) * parts + to;
+    return sum_bytes() + vector * kVector * kElementBytes;
   }
-  FLUX_HD int64_t bytes() const { return sum_bytes() + kMeetings * kVector * kElementBytes; }
+  FLUX_HD int64_t bytes() const { return sum_bytes() + 2 * kMeetings * kVector * kElementBytes; }
 
  private:
   FLUX_HD int64_t sum_bytes() const {

@@ -186,7 +186,7 @@ def main() -> int:
     kernels = read_kernels(arguments.library)
     for kernel in kernels:
         counts = " ".join(
-            f"{op} {kernel.opcodes[op]}" for op in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")
+            f"{op} {kernel.opcodes[op]}" for op in ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")
         )
         verdict = "; ".join(kernel.faults())
         mark = "FAIL" if verdict else "ok  "

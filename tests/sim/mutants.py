@@ -43,6 +43,11 @@ KERNELS_OF = {
     "moe_combine": ("moe/combine.cu",),
     "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),
     "copy_queue": (),
+    **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), ("gemm/gemm_fp8.cu",)),
+    "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "ag_gemm/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),
+    "fp8_grouped_gemm": ("moe/grouped_gemm_fp8.cu",),
+    "fp8_moe_layers": ("moe/layers_fp8.cu",),
+    "quantize": ("gemm/quantize.cu",),
 }
 
 

@@ -31,7 +31,7 @@ _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
 _RUNTIME = ["runtime/tensor_map.cc", "runtime/device.cc", "runtime/copy_queue.cc"]
 _GEMM = ["gemm/gemm.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu", "gemm/select.cc"]
-_GEMM += ["gemm/gemm_fp8.cu"]
+_GEMM += ["gemm/gemm_fp8.cu", "gemm/quantize.cu"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ PROGRAMS = {
     program.name: program
     for program in (
         Program("gemm", (*_GEMM, *_RUNTIME), ("ordinary", "split_k", "swap_ab")),
-        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), _RANKS_CASES),
+        Program("ranks", (*_RANKS, *_GEMM, *_RUNTIME), _RANKS_CASES, helpers=("fp8",)),
         Program(
             "fp8_gemm",
             (*_GEMM, *_RUNTIME),
-            ("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"),
+            ("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion", "quantize"),
             helpers=("fp8",),
         ),
         Program(

@@ -105,16 +105,28 @@ library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_FP8}) -> ()"
 )
+# Of granularity 0 (one scale for all of x), 1 (one for each row), 2 (for 128 elements of a row) or 3 (for 128
+# x 128 of a matrix). scale: as flux.quantize returns it; with static_scale it is given, and not written.
+library.define(
+    "_quantize(Tensor x, Tensor(a!) q, Tensor(b!) scale, int granularity, bool ue8m0, bool static_scale) "
+    "-> ()"
+)
+# With q: the normalised sum is quantised to e4m3, too. quant_scale: of granularity 0, the scale to use.
+_QUANTISED = (
+    "Tensor(c!)? q=None, Tensor(d!)? q_scale=None, int granularity=-1, bool ue8m0=False, "
+    "Tensor? quant_scale=None"
+)
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
 # residual_out the sum.
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
-    f"int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, {_FP8}) -> ()"
+    "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, "
+    f"{_FP8}, {_QUANTISED}) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(
     "_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, int mode, Tensor? residual=None, "
-    "Tensor? norm_weight=None, float eps=0.0, Tensor(b!)? residual_out=None) -> ()"
+    f"Tensor? norm_weight=None, float eps=0.0, Tensor(b!)? residual_out=None, {_QUANTISED}) -> ()"
 )
 # Gathering kernels: copy engines signal every chunk_rows rows. reuse: multiply the rows that the previous
 # launch has gathered by another weight. _collect copies these rows to a tensor of the user.

@@ -18,6 +18,9 @@
 #define __shared__  // of code that is compiled here, and not run
 #define FLUX_DEVICE inline
 
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
@@ -82,6 +85,7 @@ inline float __shfl_xor_sync(uint32_t, float value, int distance) {
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 
 // Atomics below order everything, which ThreadSanitizer understands; fences it does not.

@@ -8,6 +8,7 @@
 
 #include "case.h"
 #include "gemm/gemm.h"
+#include "gemm/quantize.h"
 #include "gemm/tile_config.h"
 
 namespace cases {
@@ -144,5 +145,24 @@ struct Floats {
   Matrix matrix() const { return {data, rows, columns, stride}; }
 };
 void expect(const Floats& out, const std::vector<int>& expected, const char* name);
+
+// Memory for the quantisation of a matrix on a rank, and what it must contain.
+struct QuantizedValues {
+  using Granularity = flux::gemm::Granularity;
+
+  int rows, columns, height;  // height: rows of one of the matrices that x consists of
+  flux::gemm::Quantized to;
+  std::vector<float> untouched;  // what `scales` held before
+
+  // Draws the options. `end`: those of a fused end.
+  QuantizedValues(Random& random, int device, int rows, int columns, int height, bool end);
+  std::string name() const;
+  // Compares with the definition, group by group.
+  void expect_of(const Values& x, DType dtype) const;
+
+ private:
+  int groups() const { return ceil_div(columns, kScaleBlock); }
+  int64_t scale_at(int row, int column) const;
+};
 
 }  // namespace cases

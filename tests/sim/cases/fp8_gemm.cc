@@ -1,4 +1,4 @@
-// The plain GEMM of fp8 operands: ordinary tiles, split K, swap-AB; and that sums are promoted.
+// The plain GEMM of fp8 operands: ordinary tiles, split K, swap-AB; and that sums are promoted. Quantisation.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
 #include "gemm/select.h"
@@ -192,6 +192,35 @@ void promotion(uint64_t seed) {
   expect(out, std::vector<int>(static_cast<size_t>(m) * static_cast<size_t>(n), fast ? 0 : ones), "out");
 }
 
+// Numbers of all sizes, and some that are none.
+uint16_t draw_bits(Random& random, DType dtype) {
+  if (random.below(200) == 0) return static_cast<uint16_t>(random.below(65536));
+  const float value = std::ldexp(static_cast<float>(random.between(-999, 999)), random.between(-14, 2));
+  return cases::rounded(value, dtype);
+}
+
+void quantize(uint64_t seed) {
+  Random random(seed);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int matrices = random.between(1, 3),
+            height = random.one_of({1, 3, random.between(4, 40), random.between(120, 140)});
+  const int rows = matrices * height, columns = 8 * random.between(1, random.below(3) == 0 ? 300 : 40);
+  start(seed, random.one_of({1, 2, 8}));
+  std::vector<Values> xs;
+  std::vector<cases::QuantizedValues> results;
+  cases::describe(std::to_string(matrices) + " x " + std::to_string(height) + " x " +
+                  std::to_string(columns));
+  for (int call = 0; call < 2; ++call) {
+    Values& x = xs.emplace_back(0, "x", rows, columns);
+    const bool zero = random.below(10) == 0;
+    for (int i = 0; i < rows * columns; ++i) x.data[i] = zero ? 0 : draw_bits(random, dtype);
+    flux::gemm::quantize(x.matrix(), dtype, height,
+                         results.emplace_back(random, 0, rows, columns, height, false).to, nullptr);
+  }
+  cudaDeviceSynchronize();
+  for (size_t call = 0; call < 2; ++call) results[call].expect_of(xs[call], dtype);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -199,5 +228,6 @@ int main(int argc, char** argv) {
                           {{"fp8_ordinary", ordinary},
                            {"fp8_split_k", split_k},
                            {"fp8_swap_ab", swap_ab},
-                           {"fp8_promotion", promotion}});
+                           {"fp8_promotion", promotion},
+                           {"quantize", quantize}});
 }

@@ -16,6 +16,8 @@ namespace {
 using cases::DType;
 using cases::Floats;
 using cases::Fp8Values;
+using cases::kEps;
+using cases::QuantizedValues;
 using cases::Random;
 using cases::Ranks;
 using cases::ScaleKinds;
@@ -177,6 +179,7 @@ void gemm_ar(uint64_t seed) {
   const bool many = world_size > 4;  // ranks: everything else is small
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool swaps = random.below(2) == 0, adds = random.below(2) == 0;
+  const bool norms = random.below(2) == 0, quantises = norms && random.below(3) != 0;
   const int n = 64 * random.between(1, many ? 1 : 5) - 8 * random.below(3), k = draw_k(random, many ? 2 : 4);
   int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
   bool promotes = true;
@@ -207,27 +210,34 @@ void gemm_ar(uint64_t seed) {
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot, " : ", two-shot, ") + problem.name() +
-                  (adds ? "residual, " : "") + std::to_string(num_sms) + " SMs, " +
-                  words(world_size, m, n, k, problem.dtype));
+                  (adds ? "residual, " : "") + (norms ? "norm, " : "") + (quantises ? "quantised, " : "") +
+                  std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, problem.dtype));
 
   const int whole = (m + world_size - 1) / world_size * world_size;
   const Ranks ranks(world_size,
                     {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096});
   std::vector<Product> products;
-  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size));
+  std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size)),
+      normed(static_cast<size_t>(world_size));
+  std::vector<QuantizedValues> quantised;
   // Sums of up to eight ranks are exact in 16 bits.
   for (int rank = 0; rank < world_size; ++rank)
     products.emplace_back(random, rank, problem, m, n, k, /*most=*/1);
-  Values residual(0, "residual", m, n);
+  Values residual(0, "residual", m, n), norm_weight(0, "norm weight", 1, n);
   residual.fill(random, problem.dtype, 8);
+  norm_weight.fill(random, problem.dtype, 3);
   const Values& bias = products[0].bias;
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
     for (int call = 0; call < kCalls; ++call) {
       const Values& out = outs[static_cast<size_t>(rank)].emplace_back(rank, "out", m, n);
-      const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, nullptr, 0.0f, nullptr};
-      flux::gemm_ar::gemm_ar(products[static_cast<size_t>(rank)].args(
-                                 problem, call, out.matrix(), problem.dtype, bias.data, config, num_sms),
+      const Values& norm = normed[static_cast<size_t>(rank)].emplace_back(rank, "norm", m, n);
+      flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? norm_weight.data : nullptr,
+                                      kEps, norms ? out.data : nullptr};
+      if (quantises) extras.quantized = quantised.emplace_back(random, rank, m, n, m, /*end=*/true).to;
+      const auto result = norms ? norm.matrix() : out.matrix();
+      flux::gemm_ar::gemm_ar(products[static_cast<size_t>(rank)].args(problem, call, result, problem.dtype,
+                                                                      bias.data, config, num_sms),
                              extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
     }
   }
@@ -249,6 +259,9 @@ void gemm_ar(uint64_t seed) {
     for (int rank = 0; rank < world_size; ++rank) {
       expect(outs[static_cast<size_t>(rank)][static_cast<size_t>(call)], expected, problem.dtype,
              name_of(call, rank).c_str());
+      const Values& norm = normed[static_cast<size_t>(rank)][static_cast<size_t>(call)];
+      if (norms) expect_norm(norm, expected, norm_weight, problem.dtype);
+      if (quantises) quantised[static_cast<size_t>(rank * kCalls + call)].expect_of(norm, problem.dtype);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda_runtime_api.h"
+#include "fp8.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm_ar/gemm_ar.h"
@@ -14,6 +15,8 @@
 namespace {
 
 using cases::DType;
+using cases::kEps;
+using cases::QuantizedValues;
 using cases::Random;
 using cases::Ranks;
 using cases::start;
@@ -148,8 +151,6 @@ void gemm_rs(uint64_t seed, bool freezes) {
 void gemm_rs(uint64_t seed) { gemm_rs(seed, /*freezes=*/false); }
 void gemm_rs_frozen(uint64_t seed) { gemm_rs(seed, /*freezes=*/true); }
 
-constexpr float kEps = 0.5f;  // of every RMSNorm
-
 // Two launches of each rank that nothing orders, on one workspace: they happen to follow each other, or a rank says that
 // they have not. Both sum the same, so it does not matter which of a rank's launches is the first.
 void overlap(uint64_t seed) {
@@ -183,29 +184,6 @@ void overlap(uint64_t seed) {
   for (const Values& out : outs) expect(out, sum, dtype, "out");
 }
 
-// The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
-void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, DType dtype) {
-  for (int row = 0; row < out.rows; ++row) {
-    float squares = 0.0f;
-    const int* const values = &sum[static_cast<size_t>(row) * static_cast<size_t>(out.columns)];
-    const auto element = [&](int column) {
-      return cases::widened(cases::rounded(static_cast<float>(values[column]), dtype), dtype);
-    };
-    for (int column = 0; column < out.columns; ++column) squares += element(column) * element(column);
-    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + kEps);
-    for (int column = 0; column < out.columns; ++column) {
-      const float weighted = scale * static_cast<float>(weight.values[static_cast<size_t>(column)]);
-      const uint16_t right = cases::rounded(element(column) * weighted, dtype);
-      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
-      if (found == right || cases::widened(found, dtype) == cases::widened(right, dtype)) continue;
-      sim::report("norm[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
-                      std::to_string(cases::widened(found, dtype)) + ", and not " +
-                      std::to_string(cases::widened(right, dtype)),
-                  nullptr);
-    }
-  }
-}
-
 void all_reduce(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 3, 4, 8});
@@ -219,10 +197,13 @@ void all_reduce(uint64_t seed) {
   const bool adds = !scatters && random.below(2), norms = !scatters && random.below(2);
   const bool chained = !scatters && !norms && random.below(3) == 0;  // x is the result of the call before
   const bool in_place = !scatters && !norms && !chained && random.below(3) == 0;
+  Random ends(seed);  // of the quantisation
+  const bool quantises = norms && ends.below(2) == 0;
   start(seed, world_size, random.one_of({1, 2, 3, 8}), random, /*cluster=*/1);
   const char* const names[] = {"one-shot, ", "two-shot, ", "scatter, "};
   cases::describe(names[static_cast<int>(mode)] + std::string(norms ? "norm, " : "") +
-                  (adds ? "residual, " : "") + (chained ? "chained, " : "") + (in_place ? "in place, " : "") +
+                  (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
+                  (chained ? "chained, " : "") + (in_place ? "in place, " : "") +
                   words(world_size, m, n, 0, dtype));
 
   const int whole = (m + world_size - 1) / world_size * world_size;
@@ -230,6 +211,7 @@ void all_reduce(uint64_t seed) {
                     {0, 0, flux::runtime::make_exchange(whole, n, world_size, mode).bytes() + 4096});
   std::vector<std::vector<Values>> xs(static_cast<size_t>(world_size)), outs(static_cast<size_t>(world_size)),
       normed(static_cast<size_t>(world_size));
+  std::vector<QuantizedValues> quantised;
   Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n);  // the same for all ranks
   residual.fill(random, dtype, 8);
   weight.fill(random, dtype, 3);
@@ -242,8 +224,9 @@ void all_reduce(uint64_t seed) {
       if (chained && call > 0) x.data = out_of.back().data;
       Values& out = out_of.emplace_back(in_place ? x : Values(rank, "out", scatters ? rows : m, n));
       Values& norm = normed[static_cast<size_t>(rank)].emplace_back(rank, "norm", m, n);
-      const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr,
-                                            kEps, norms ? out.data : nullptr};
+      flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr, kEps,
+                                      norms ? out.data : nullptr};
+      if (quantises) extras.quantized = quantised.emplace_back(ends, rank, m, n, m, /*end=*/true).to;
       flux::gemm_ar::all_reduce(x.matrix(), norms ? norm.matrix() : out.matrix(), dtype, extras,
                                 ranks.symm[static_cast<size_t>(rank)], num_sms, mode, nullptr);
     }
@@ -271,6 +254,7 @@ void all_reduce(uint64_t seed) {
              ("call " + std::to_string(call) + ", rank " + std::to_string(rank) + ": out").c_str());
       const Values& norm = normed[static_cast<size_t>(rank)][static_cast<size_t>(call)];
       if (norms) expect_norm(norm, expected, weight, dtype);
+      if (quantises) quantised[static_cast<size_t>(rank * kCalls + call)].expect_of(norm, dtype);
     }
   }
 }
@@ -286,6 +270,8 @@ void gemm_ar(uint64_t seed) {
   const bool wide = !many && random.below(6) == 0, widest = wide && random.below(3) == 0;
   const bool swaps = !widest && random.below(2) == 0;
   const bool norms = wide || random.below(2) == 0, adds = norms && random.below(2) == 0;
+  Random ends(seed);  // of the quantisation
+  const bool quantises = norms && ends.below(2) == 0;
   int n = 64 * random.between(1, many ? 1 : 3) - 8 * random.below(3);
   int k = 64 * random.between(1, many ? 2 : 4) - 8 * random.below(4);
   int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
@@ -316,8 +302,9 @@ void gemm_ar(uint64_t seed) {
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
-                  (adds ? "residual, " : "") + std::to_string(config >> 8) + ", " + std::to_string(num_sms) +
-                  " SMs, " + words(world_size, m, n, k, dtype));
+                  (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
+                  std::to_string(config >> 8) + ", " + std::to_string(num_sms) + " SMs, " +
+                  words(world_size, m, n, k, dtype));
 
   const int whole = (m + world_size - 1) / world_size * world_size;
   const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
@@ -327,6 +314,7 @@ void gemm_ar(uint64_t seed) {
     products.emplace_back(random, rank, m, n, k, transposed, dtype);
   std::vector<std::vector<Values>> outs(static_cast<size_t>(world_size)),
       sums(static_cast<size_t>(world_size));
+  std::vector<QuantizedValues> quantised;
   Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n), bias(0, "bias", 1, n);
   residual.fill(random, dtype, 8);
   weight.fill(random, dtype);
@@ -345,8 +333,9 @@ void gemm_ar(uint64_t seed) {
                                          dtype,
                                          config,
                                          num_sms};
-      const flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr,
-                                            kEps, norms ? sum.data : nullptr};
+      flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr, kEps,
+                                      norms ? sum.data : nullptr};
+      if (quantises) extras.quantized = quantised.emplace_back(ends, rank, m, n, m, /*end=*/true).to;
       flux::gemm_ar::gemm_ar(args, extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
     }
   }
@@ -364,6 +353,7 @@ void gemm_ar(uint64_t seed) {
       expect(norms ? sums[static_cast<size_t>(rank)][static_cast<size_t>(call)] : out, expected, dtype,
              name.c_str());
       if (norms) expect_norm(out, expected, weight, dtype);
+      if (quantises) quantised[static_cast<size_t>(rank * kCalls + call)].expect_of(out, dtype);
     }
   }
 }

@@ -1,6 +1,7 @@
 // Several ranks in one process: a symmetric buffer on each, and the record of its first error.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "case.h"
@@ -120,5 +121,30 @@ struct Ranks {
     }
   }
 };
+
+constexpr float kEps = 0.5f;  // of every RMSNorm
+
+// The RMSNorm of rows of integers: sums of their squares are exact, so nothing depends on an order.
+inline void expect_norm(const Values& out, const std::vector<int>& sum, const Values& weight, DType dtype) {
+  for (int row = 0; row < out.rows; ++row) {
+    float squares = 0.0f;
+    const int* const values = &sum[static_cast<size_t>(row) * static_cast<size_t>(out.columns)];
+    const auto element = [&](int column) {
+      return widened(rounded(static_cast<float>(values[column]), dtype), dtype);
+    };
+    for (int column = 0; column < out.columns; ++column) squares += element(column) * element(column);
+    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(out.columns) + kEps);
+    for (int column = 0; column < out.columns; ++column) {
+      const float weighted = scale * static_cast<float>(weight.values[static_cast<size_t>(column)]);
+      const uint16_t right = rounded(element(column) * weighted, dtype);
+      const uint16_t found = out.data[static_cast<int64_t>(row) * out.stride + column];
+      if (found == right || widened(found, dtype) == widened(right, dtype)) continue;
+      sim::report("norm[" + std::to_string(row) + "][" + std::to_string(column) + "] is " +
+                      std::to_string(widened(found, dtype)) + ", and not " +
+                      std::to_string(widened(right, dtype)),
+                  nullptr);
+    }
+  }
+}
 
 }  // namespace cases

@@ -43,6 +43,9 @@ struct alignas(16) int4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };

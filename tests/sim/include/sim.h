@@ -71,6 +71,9 @@ void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators,
 void wgmma_commit();
 void wgmma_wait(int pending);
 
+// --- fp8 ---
+uint32_t to_fp8(float a, float b, float c, float d, bool e5m2);  // a is the lowest byte
+
 // --- global memory and time ---
 void store_release(uint32_t* address, uint32_t value);
 void add_release(uint32_t* address, uint32_t value);

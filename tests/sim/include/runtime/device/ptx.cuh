@@ -184,4 +184,9 @@ inline void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b,
   sim::store_matrices(row_address, fragments, 2, /*transposed=*/true, where);
 }
 
+// --- fp8 ---
+
+inline uint32_t to_e4m3(float a, float b, float c, float d) { return sim::to_fp8(a, b, c, d, false); }
+inline uint32_t to_e5m2(float a, float b, float c, float d) { return sim::to_fp8(a, b, c, d, true); }
+
 }  // namespace flux::ptx

@@ -1,0 +1,25 @@
+// Quantisation to fp8 in kernels of its own (flux.quantize). Free of torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gemm/quantized.h"
+#include "runtime/tensor_map.h"
+
+namespace flux::gemm {
+
+// x: contiguous, 16-byte aligned, columns a multiple of 8. `height`: the rows of one matrix, if x is several; blocks do
+// not reach from one into the next.
+void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, const Quantized& to,
+              cudaStream_t stream);
+
+// Quantises with the scale of a whole tensor, whose parts an earlier launch on the stream has left.
+void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to,
+                         cudaStream_t stream);
+
+// Loads every kernel of this file.
+void prepare_quantize();
+
+}  // namespace flux::gemm
