@@ -284,14 +284,12 @@ void layers(uint64_t seed) {
   const int num_sms = many ? 2 : random.one_of({2, 3, 4});
   const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
   const bool routes = random.below(3) == 0;
-  // Tiles are computed by CTAs that do not begin with communication: one of them must be resident.
-  const int least = std::min(comm_ctas, num_sms - 1) + 1;
   // All tokens choose one expert, so that in one layer a rank needs nothing from a peer that is late.
   const bool lopsided = (only_0 || only_1) && ep_size == world_size && random.below(2) == 0;
   const int expert = lopsided ? random.below(layout.num_experts) : -1;
   const int owner = std::max(0, expert) / layout.local_experts();
   const int late = !lopsided ? -1 : only_0 ? owner : (owner + 1) % world_size;
-  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.one_of({least, num_sms})), random,
+  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.between(1, num_sms)), random,
         /*cluster=*/0, late);
 
   std::vector<Choices> calls;
