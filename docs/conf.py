@@ -38,7 +38,11 @@ extensions = [
 root_doc = "index"
 nitpicky = True
 # A named tuple that flux.explain makes, and nobody else.
-nitpick_ignore = [("py:class", "flux.ops._scales.Scaling"), ("py:class", "flux.ops.levels.TwoLevel")]
+nitpick_ignore = [
+    ("py:class", "flux.ops._scales.Scaling"),
+    ("py:class", "flux.ops.levels.TwoLevel"),
+    ("py:class", "SaveGathered"),
+]
 exclude_patterns = ["_ext/**"]
 
 myst_heading_anchors = 4
@@ -48,7 +52,7 @@ highlight_language = "text"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
-autodoc_type_aliases = {"GroupLike": "GroupLike", "Init": "Init"}
+autodoc_type_aliases = {name: name for name in ("GroupLike", "Init", "SaveGathered")}
 # The site can be built where the frameworks of the adapters are not installed.
 autodoc_mock_imports = [name for name in ("megatron", "transformers") if not importlib.util.find_spec(name)]
 autodoc_preserve_defaults = True
