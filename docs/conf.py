@@ -38,11 +38,7 @@ extensions = [
 root_doc = "index"
 nitpicky = True
 # A named tuple that flux.explain makes, and nobody else.
-nitpick_ignore = [
-    ("py:class", "flux.ops._scales.Scaling"),
-    ("py:class", "flux.ops.levels.TwoLevel"),
-    ("py:class", "SaveGathered"),
-]
+nitpick_ignore = [("py:class", "flux.ops._scales.Scaling"), ("py:class", "flux.ops.levels.TwoLevel")]
 exclude_patterns = ["_ext/**"]
 
 myst_heading_anchors = 4
