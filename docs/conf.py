@@ -48,7 +48,7 @@ highlight_language = "text"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
-autodoc_type_aliases = {"GroupLike": "GroupLike", "Init": "Init"}
+autodoc_type_aliases = {name: name for name in ("GroupLike", "Init", "SaveGathered")}
 # The site can be built where the frameworks of the adapters are not installed.
 autodoc_mock_imports = [name for name in ("megatron", "transformers") if not importlib.util.find_spec(name)]
 autodoc_preserve_defaults = True

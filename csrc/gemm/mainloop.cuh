@@ -67,12 +67,12 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
         next = promotion.load(stage * kBlocks + block + 1);
         cute::warpgroup_wait<0>();
         fence_operands(d);
-        if (block == kBlocks - 1 && !Promotion::kReadsLate) release(ring.index);
-        promotion.add(d, row, column);
-        if (block == kBlocks - 1 && Promotion::kReadsLate) {
-          __syncwarp();  // one lane releases the stage for the others
+        if constexpr (Promotion::kReadsLate) promotion.add(d, row, column);
+        if (block == kBlocks - 1) {
+          __syncwarp();  // one lane releases the stage that all lanes have read scales from
           release(ring.index);
         }
+        if constexpr (!Promotion::kReadsLate) promotion.add(d, row, column);
       }
     }
   } else {

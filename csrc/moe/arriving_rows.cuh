@@ -44,14 +44,16 @@ struct ArrivingRows {
   }
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
-    // Called by a warp.
-    push_tokens(p, call, memory, p.row_bytes, [&](char* to, int token) {
-      runtime::copy_bytes<32, 16>(to, p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes,
-                                  ptx::lane());
-    });
+    push_tokens(p, call, memory, p.row_bytes, [&](char* to, int token) { copy_token(p, to, token); });
   }
 
-  // copy(to, token): copies a token to its slot row; slot rows have `slot_row_bytes`.
+  // Called by a warp.
+  FLUX_DEVICE static void copy_token(const Params& p, char* to, int token) {
+    runtime::copy_bytes<32, 16>(to, p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes,
+                                ptx::lane());
+  }
+
+  // copy(to, token): called by a warp, copies a token to its slot row; slot rows have `slot_row_bytes`.
   template <class Copy>
   FLUX_DEVICE static void push_tokens(const Params& p, const Call& call, void* memory, int slot_row_bytes,
                                       const Copy& copy) {
@@ -157,8 +159,7 @@ struct ScaledArrivingRows : ArrivingRows {
 
   FLUX_DEVICE static void push(const Params& p, const Call& call, void* memory) {
     push_tokens(p, call, memory, p.slot_row_bytes, [&](char* to, int token) {
-      runtime::copy_bytes<32, 16>(to, p.x + static_cast<int64_t>(token) * p.row_bytes, p.row_bytes,
-                                  ptx::lane());
+      copy_token(p, to, token);
       auto* const scales = reinterpret_cast<float*>(to + p.row_bytes);
       for (int column = ptx::lane(); column < p.columns; column += 32) {
         scales[column] = p.scales[static_cast<int64_t>(token) * p.step + column * p.stride];

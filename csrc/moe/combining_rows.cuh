@@ -33,16 +33,20 @@ struct CombiningRows {
     const int32_t* sent;      // [ep_size][max_tokens]: slot row of each own token at a slice, or -1
     void* out;                // [num_tokens, n]
     int num_tokens;
-    int communication_ctas;  // CTAs that compute no tiles after the first chunk has been drawn
+    int communication_ctas;  // CTAs that compute no tiles after the first chunk has been drawn, if others do
   };
   using Call = sync::Call;
   struct Progress {};
   static constexpr bool kInOrder = true, kArrive = false, kCombine = true;
 
-  FLUX_DEVICE static Call begin(const Params& p) { return sync::begin_call(p.symm); }
+  FLUX_DEVICE static Call begin(const Params& p) {
+    if (threadIdx.x == 0 && computes_all(p)) atomicAdd(&p.symm.header()->ctas_begun, 1u);
+    return sync::begin_call(p.symm);
+  }
   FLUX_DEVICE static uint32_t* tile_counter(const Params& p) { return &p.symm.header()->next_tile; }
+  // Tiles must not wait for CTAs that are not resident: another kernel may hold their SMs.
   FLUX_DEVICE static bool may_draw(const Params& p, int drawn, int first_chunk) {
-    return blockIdx.x >= p.communication_ctas || drawn < first_chunk;
+    return computes_all(p) || drawn < first_chunk || ptx::load_relaxed(&p.symm.header()->ctas_begun) == 0;
   }
 
   FLUX_DEVICE static void stored(const Params& p, int chunk) {
@@ -96,8 +100,10 @@ struct CombiningRows {
   }
 
   FLUX_DEVICE static void end(const Params& p, const Call& call) {
+    runtime::Header* const header = p.symm.header();
     sync::end_call(p.symm, call.epoch, [&] {
-      for (int chunk = 0; chunk < p.chunks.count(); ++chunk) p.symm.header()->pieces_pushed[chunk] = 0;
+      for (int chunk = 0; chunk < p.chunks.count(); ++chunk) header->pieces_pushed[chunk] = 0;
+      header->ctas_begun = 0;
     });
   }
 
@@ -130,6 +136,9 @@ struct CombiningRows {
   static constexpr int kCombineBytes = (1 + gemm::kNumMathWarpgroups) * sizeof(Group);
 
  private:
+  // Whether this CTA draws tiles until there are none.
+  FLUX_DEVICE static bool computes_all(const Params& p) { return blockIdx.x >= p.communication_ctas; }
+
   struct Columns {
     int first, vectors;
   };

@@ -46,8 +46,9 @@ struct Header {
   uint32_t aborted;     // sticky: a wait timed out, later calls must not wait again
   uint32_t next_tile;   // of the running call: clusters of CTAs draw their next tile here
   uint32_t next_piece;  // of the running call: CTAs that push rows draw what to push next
-  uint32_t
-      ctas_begun;  // of the running call, if its CTAs sum: how many have begun, and have left (gemm/shares.cuh)
+  // Of the running call, if its CTAs sum: how many have begun, and have left (gemm/shares.cuh). MoE layer 1: how many
+  // of those that only compute tiles have begun.
+  uint32_t ctas_begun;
   uint32_t next_share;  // of the running call: CTAs draw which share of a sum they process
   uint32_t gave_up;     // the rank, plus one, of a peer that has recorded a failure; written by that peer
   uint32_t reserved[56];

@@ -108,11 +108,11 @@ class ScaledMoe:
         first, limit = self.moe.slice_of(rank) * self.moe.local_experts, self.moe.max_tokens
         count = int(routing.offsets[-1])
         places = tokens_of_rows(routing)[:count].tolist() if count else []
-        experts = torch.searchsorted(routing.offsets, torch.arange(count), right=True) - 1 + first
+        experts = torch.searchsorted(routing.offsets.cpu(), torch.arange(count), right=True) - 1 + first
         found = zip(experts.tolist(), places, strict=True)
         return torch.tensor([rows.index((e, p // limit, p % limit)) for e, p in found], dtype=torch.int64)
 
-    def route(self, rank: int) -> Any:
-        ids, scores = self.moe.routing(rank)
+    def route(self, rank: int, device: str = "cpu") -> Any:
+        ids, scores = (made.to(device) for made in self.moe.routing(rank))
         sizes = {"ep_size": self.moe.ep_size, "max_tokens": self.moe.max_tokens}
         return flux.moe.route(ids, scores, self.moe.num_experts, **sizes)

@@ -1,6 +1,6 @@
 """Random fp8 calls of all operators, each compared with its exact result: any kind and layout of scales,
-types, shapes, options. As a program: 500 of each operator on 1 to 4 processes. `make test` runs a part of
-them.
+types, shapes, options. As a program: 500 of each operator on 1 to 4 processes, or on all GPUs there are.
+`make test` runs a part of them.
 
 A case is a number: everything else follows from it, on every rank alike.
 """
@@ -29,6 +29,21 @@ from flux.testing.scaled_data import exact_product
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT = (torch.bfloat16, torch.float16, torch.float32)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def moved(found: Any, device: str) -> Any:
+    """Tensors, also those in tuples and dictionaries, on a device; everything else as it is."""
+    if isinstance(found, Tensor):
+        return found.to(device)
+    if isinstance(found, dict):
+        return {name: moved(value, device) for name, value in found.items()}
+    return type(found)(moved(value, device) for value in found) if type(found) is tuple else found
+
+
+def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls an operator on the GPU if there is one. Data are made, and results compared, on the CPU."""
+    return moved(op(*moved(args, DEVICE), **moved(kwargs, DEVICE)), "cpu")
 
 
 def differs(what: str, result: Tensor, expected: Tensor) -> str:
@@ -84,7 +99,7 @@ class Case:
 def gemm(call: Case) -> str:
     case = call.scaled(call.size(300), False)
     out = call.out(case.m, case.n, dtype=case.out_dtype)
-    result = flux.gemm(**call.arguments(case), **out)
+    result = run(flux.gemm, **call.arguments(case), **out)
     return differs("product", result, case.product(call.rank, call.rank).to(case.out_dtype))
 
 
@@ -92,7 +107,7 @@ def gemm_rs(call: Case) -> str:
     rows = call.size(150)
     case = call.scaled(call.p * rows, True)
     out = call.out(rows, case.n, dtype=case.out_dtype)
-    result = flux.gemm_rs(**call.arguments(case), **out)
+    result = run(flux.gemm_rs, **call.arguments(case), **out)
     return differs("sum", result, case.total()[call.rank * rows :][:rows])
 
 
@@ -110,7 +125,7 @@ def grouped_gemm(call: Case) -> str:
     rows = torch.randperm(m, generator=g) if call.dice.random() < 0.5 else None
     offsets = torch.tensor(cuts, dtype=torch.int32)
     how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
-    result = flux.grouped_gemm(x, weight, offsets, rows=rows, **how)
+    result = run(flux.grouped_gemm, x, weight, offsets, rows=rows, **how)
     order = torch.arange(m) if rows is None else rows
     of_all = torch.stack([exact_product(x, scale_x, w, s) for w, s in zip(weights, scales, strict=True)])
     parts = [
@@ -124,17 +139,17 @@ def moe(call: Case) -> str:
     case = ScaledMoe(random_case(call.number, call.p), kind, x_dtype, call.dice.choice(OUT))
     if case.out_dtype != torch.float32 and case.needs > EXACT_LIMIT[case.out_dtype]:
         case = replace(case, out_dtype=torch.float32)
-    routing = case.route(call.rank)
+    routing = case.route(call.rank, DEVICE)
     how: dict[str, Any] = {"out_dtype": case.out_dtype}
     (x, scale_x), (w, scale_w) = case.x(call.rank), case.w1(call.rank)
-    rows = flux.moe.ag_scatter_gemm(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
+    rows = run(flux.moe.ag_scatter_gemm, x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
     order = case.order(call.rank, routing)
     told = differs("layer 0", rows[: len(order)], case.layer0(call.rank)[order])
     (x, scale_x), (w, scale_w) = case.hidden(call.rank, len(rows)), case.w2(call.rank)
     x[: len(order)] = taken(x, order)
     if scale_x.dim() == 2:
         scale_x[: len(order)] = scale_x[order]
-    result = flux.moe.gemm_gather_rs(x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
+    result = run(flux.moe.gemm_gather_rs, x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
     return told or differs("layer 1", result, case.layer1(call.rank))
 
 
@@ -148,15 +163,25 @@ def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:
 
 
 def campaign(op: str, first: int, count: int, timeout_s: float = 1200.0) -> list[str]:
-    """Cases of an operator on 1 to 4 processes, fused and not, and on two nodes of two processes."""
+    """Cases of an operator on 1 to 4 processes, fused and not, and on two nodes of two processes. GPUs: on as
+    many as there are.
+    """
     shares = [(1, "auto", 0.1), (2, "auto", 0.3), (3, "auto", 0.2), (4, "auto", 0.2), (2, "off", 0.1)]
+    shares += [(4, "nodes", 0.1)]
+    if DEVICE == "cuda":
+        shares = [share for share in shares if share[0] <= torch.cuda.device_count()]
     wrong: list[str] = []
-    for part, (p, fused, share) in enumerate([*shares, (4, "nodes", 0.1)]):
-        env = {"FLUX_FUSED": "off" if fused == "off" else "auto", "OMP_NUM_THREADS": "1"}
+    for part, (p, fused, share) in enumerate(shares):
+        # FLUX_TUNING: the kernels are to run, also where other ways are faster.
+        env = {
+            "FLUX_FUSED": "off" if fused == "off" else "auto",
+            "OMP_NUM_THREADS": "1",
+            "FLUX_TUNING": "off",
+        }
         number = first + 100_000 * part
         cases = max(1, round(share * count))
         nodes: dict[str, Any] = {"ranks_per_node": 2} if fused == "nodes" else {}
-        told = spawn(sweep, p, op, number, cases, backend="gloo", env=env, timeout_s=timeout_s, **nodes)
+        told = spawn(sweep, p, op, number, cases, env=env, timeout_s=timeout_s, **nodes)
         wrong += [line for lines in told for line in lines]
     return wrong
 

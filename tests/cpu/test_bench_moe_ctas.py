@@ -77,7 +77,7 @@ def test_forced_numbers_reach_the_kernel() -> None:
             forced = replace(plan, communication_ctas=ctas)
             out = moe_ctas.launch(x, weight, routing, forced, workspace)
             assert out.shape == (100, 512)
-            given = dict(zip(names, kernel.call_args.args, strict=True))
+            given = {**dict(zip(names, kernel.call_args.args, strict=False)), **kernel.call_args.kwargs}
             assert given["communication_ctas"] == ctas
             assert given["out"] is out and given["products"].shape == (300, 512)
             assert [int(a) for a in given["arrays"]] == list(range(10)) and int(given["weights"]) == 10

@@ -8,10 +8,11 @@ import torch
 
 import flux
 from flux._native import core
-from flux.testing import AgGemmCase, GemmRsCase
+from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
+from flux.testing.scaled_data import exact_product
 
 ALONE, SPLIT_BY_2, SPLIT_BY_3 = 1, 4, 5  # "clusters" of the cost model's choices
 CHOSEN = -1  # by the model: a swap-AB tile where rows are few
@@ -76,6 +77,7 @@ def main() -> None:
                 assert torch.equal(collected[rank], gathering.gathered("cuda")), (rank, gathering)
                 assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
     mixture()
+    scaled()
     print("all exact")
 
 
@@ -96,6 +98,34 @@ def mixture() -> None:
         ranks.check()
         for rank, result in enumerate(results):
             assert torch.equal(result.cpu(), case.layer1(rank)), (rank, case)
+
+
+def scaled() -> None:
+    """fp8 operands: quantisation, tiles of both kinds of GEMM, and rows of experts."""
+    for quant, ue8m0 in (("tensor", False), ("token", False), ("group128", True), ("block128", False)):
+        x = torch.randn(130, 264, generator=torch.Generator().manual_seed(1)).bfloat16()
+        expected, scales = flux.quantize(x, quant, ue8m0=ue8m0)
+        q, found = flux.quantize(x.cuda(), quant, ue8m0=ue8m0)
+        assert torch.equal(found.cpu(), scales), quant
+        assert torch.equal(q.cpu().view(torch.uint8), expected.view(torch.uint8)), quant
+    for kind in ("tensor", "row", "block"):
+        for m in (12, 264):  # swap-AB tiles, and ordinary ones
+            case = ScaledCase(m, 136, 392, 1, kind, bias=True)
+            x, weight, scale_x, scale_w, bias = (None if t is None else t.cuda() for t in case.inputs(0))
+            result = flux.gemm(x, weight, bias, scale_x=scale_x, scale_w=scale_w)
+            assert torch.equal(result.double().cpu(), case.product(0, 0)), case
+    experts = [ScaledCase(140, 136, 264, 1, "block", seed=seed) for seed in range(2)]
+    x, scale_x = (t.cuda() for t in experts[0].x(0))
+    weights, scales = zip(*(case.weight(0) for case in experts), strict=True)
+    weight = torch.stack([w.view(torch.uint8) for w in weights]).view(weights[0].dtype).cuda()
+    offsets = torch.tensor([0, 9, 140], dtype=torch.int32, device="cuda")
+    scale_w = torch.stack(scales).cuda()
+    result = flux.grouped_gemm(x, weight, offsets, scale_x=scale_x, scale_w=scale_w)
+    expected_rows = [
+        exact_product(*experts[0].x(0), w, s)[first:last]
+        for w, s, first, last in zip(weights, scales, (0, 9), (9, 140), strict=True)
+    ]
+    assert torch.equal(result.double().cpu(), torch.cat(expected_rows))
 
 
 if __name__ == "__main__":

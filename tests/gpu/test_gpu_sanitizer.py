@@ -1,5 +1,5 @@
 """compute-sanitizer over small problems, all ranks on one GPU: no access out of bounds, no race in shared
-memory.
+memory, no barrier that some threads miss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-@pytest.mark.parametrize("check", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("check", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(check: str) -> None:
     if TOOL is None:
         pytest.skip("compute-sanitizer is not installed")

@@ -32,10 +32,10 @@ from flux.ops import _check, _gate, _scales, grouped_gemm
 from flux.ops import _records as records
 from flux.ops import all_gather as gather
 from flux.ops._library import dispatch, library
-from flux.ops._product import WideWeight
+from flux.ops._product import wide_expert
 from flux.ops._records import Records
 from flux.ops._scales import Scales
-from flux.ops._tensors import readable
+from flux.ops._tensors import padded, readable
 
 _OP = "moe.ag_scatter_gemm"
 
@@ -236,22 +236,19 @@ def in_parts(
     how: dict[str, Any] = {"rows": tokens, "activation": activation}
     if scales is not None:
         of_rows = _gathered(_scales.of_elements(scales.x, x.shape[0]), limit, group)
-        how |= dict(zip(_scales.NAMES, scales._replace(x=of_rows), strict=True))
+        how |= _scales.named(*scales._replace(x=of_rows))
     return grouped_gemm.grouped_gemm(_gathered(x, limit, group), weight, routing.offsets, **how)
 
 
 def _gathered(x: torch.Tensor, limit: int, group: ProcessGroup) -> torch.Tensor:
     """The rows of all ranks, of each padded to `limit` rows."""
-    padded = x
-    if x.shape[0] < limit:
-        padded = x.new_zeros(limit, x.shape[1])
-        padded[: x.shape[0]] = x
+    mine = padded(x, limit)
     if group.size() == 1 or limit == 0:
-        return padded
+        return mine
     if x.is_cuda:
-        return gather.all_gather(padded, group=group)
+        return gather.all_gather(mine, group=group)
     gathered = x.new_empty(group.size() * limit, x.shape[1])
-    gather.unfused(padded, group, gathered)
+    gather.unfused(mine, group, gathered)
     return gathered
 
 
@@ -344,10 +341,7 @@ class _Tiles:
         self._activation = activation
         self._out = out
         self._records = records
-        of_experts = [None if scales is None else scales.of_expert(e) for e in range(weight.shape[0])]
-        self._weights = [
-            WideWeight(mine, scale=scale) for mine, scale in zip(weight, of_experts, strict=True)
-        ]
+        self._weights = [wide_expert(weight, expert, scales) for expert in range(weight.shape[0])]
 
     def compute(self, wait: Callable[[int, int], None], sources: dict[int, torch.Tensor]) -> None:
         """Computes all tiles. Calls wait(expert, step) before it reads an expert's rows up to that step."""

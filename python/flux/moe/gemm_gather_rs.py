@@ -31,7 +31,7 @@ from flux.moe.routing import (
 )
 from flux.ops import _check, _gate, _scales, grouped_gemm
 from flux.ops._library import dispatch, library
-from flux.ops._product import WideWeight
+from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
 from flux.ops._tensors import readable, wide_type
 
@@ -217,7 +217,7 @@ def in_parts(
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:
         return x.new_zeros(routing.num_tokens, n, dtype=dtype)
-    how: dict[str, Any] = {} if scales is None else dict(zip(_scales.NAMES, scales, strict=True))
+    how: dict[str, Any] = {} if scales is None else _scales.named(*scales)
     product = grouped_gemm.grouped_gemm(x, weight, routing.offsets, **how)
     partial = weighted_sum(product, routing.positions, routing.weights)
     if group.size() == 1:
@@ -251,10 +251,7 @@ class _Exchange:
         self._epoch = epoch
         self._x = x
         self._scales = scales
-        of_experts = [None if scales is None else scales.of_expert(e) for e in range(weight.shape[0])]
-        self._weights = [
-            WideWeight(mine, scale=scale) for mine, scale in zip(weight, of_experts, strict=True)
-        ]
+        self._weights = [wide_expert(weight, expert, scales) for expert in range(weight.shape[0])]
         self._wide = wide_type(weight.dtype)
         self._out = out
         self._products = x.new_zeros(layout.max_rows, plan.n, dtype=plan.result_dtype)

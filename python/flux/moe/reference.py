@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from flux import _native
 from flux.comm.group import process_group
-from flux.ops import _scales
-from flux.ops._tensors import taken, wide_type
+from flux.ops import _scales, all_gather
+from flux.ops._tensors import padded, taken, wide_type
 from flux.ops.grouped_gemm import activate, expert_product
 
 __all__ = ["moe_mlp"]
@@ -171,19 +171,14 @@ def ag_scatter_gemm(
     tokens = tokens_of_rows(routing.rows, routing.incoming) if routing.max_tokens else routing.rows
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         mine = tokens[first:last].long()
-        product = expert_product(taken(everybody, mine), weight[expert], expert, scales, mine)
+        product = expert_product(taken(everybody, mine), weight, expert, scales, mine)
         out[first:last] = activate(product, activation)
     return out
 
 
 def _of_all_ranks(x: Tensor, limit: int, group: Any) -> Tensor:
     """The rows of all ranks, of each padded to `limit`."""
-    padded = x.new_zeros(limit, x.shape[1])
-    padded[: x.shape[0]] = x
-    plain = padded.view(torch.uint8) if x.dtype.itemsize == 1 else padded
-    gathered = [torch.empty_like(plain) for _ in range(group.size())]
-    dist.all_gather(gathered, plain, group=group)
-    return torch.cat(gathered).view(x.dtype)
+    return all_gather.reference(padded(x, limit), group)
 
 
 def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Tensor:
@@ -198,7 +193,7 @@ def gemm_gather_rs(x: Tensor, weight: Tensor, routing: Any, *scaling: Any) -> Te
     product = torch.zeros(x.shape[0], weight.shape[1], dtype=wide, device=x.device)
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         mine = slice(first, last)
-        product[mine] = expert_product(x[mine], weight[expert], expert, scales, mine)
+        product[mine] = expert_product(x[mine], weight, expert, scales, mine)
     partial = weighted_sum(product, routing.positions, routing.weights)
     everybody = [torch.empty_like(partial) for _ in range(group.size())]
     dist.all_gather(everybody, partial, group=group)

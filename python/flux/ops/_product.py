@@ -37,6 +37,11 @@ class WideWeight:
         return total
 
 
+def wide_expert(weight: Tensor, expert: int, scales: Scales | None) -> WideWeight:
+    """One of the weights [experts, n, k]. scales: canonical, of all of them."""
+    return WideWeight(weight[expert], scale=None if scales is None else scales.of_expert(expert))
+
+
 def product(
     x: Tensor, weight: Tensor, transpose_weight: bool = False, scales: Scales | None = None
 ) -> Tensor:

@@ -260,7 +260,7 @@ def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     """What a kernel gets besides the operands, from canonical scales."""
     if scales is None:
         return {}
-    fast = scales.accumulate == "fast" and x.dtype == torch.float8_e4m3fn  # as the plan's
+    fast = scales.scaling(x.shape[-1]).stays_in_tensor_cores(x.dtype)
     return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 

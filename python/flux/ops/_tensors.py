@@ -37,11 +37,25 @@ def readable_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else readable(tensor)
 
 
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a view of an fp8 x as bytes: neither torch nor all backends copy rows of those types."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of x. torch has no index_select of fp8 types."""
+    """Some rows of x. Differentiable, which a view as another dtype is not."""
     if x.dtype.itemsize > 1:
         return x.index_select(0, rows)
-    return x.view(torch.uint8).index_select(0, rows).view(x.dtype)
+    return movable(x).index_select(0, rows).view(x.dtype)
+
+
+def padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [m, k] and zeros behind it: [rows, k]; x itself if it has so many rows."""
+    if x.shape[0] == rows:
+        return x
+    out = x.new_zeros(rows, x.shape[1])
+    out[: x.shape[0]] = x
+    return out
 
 
 def writable(out: torch.Tensor) -> torch.Tensor:

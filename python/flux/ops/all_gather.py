@@ -18,7 +18,7 @@ from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops import _check, _gate, two_level
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
-from flux.ops._tensors import readable, writable
+from flux.ops._tensors import movable, readable, writable
 from flux.ops.plan import Plan, carried_by, planned, problem_of
 
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -59,8 +59,7 @@ def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """all_gather with torch only."""
     pg = resolve_group(group, "all_gather")
     _check.all_gather_args("all_gather", x, pg.size())
-    x = x.contiguous()
-    plain = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+    plain = movable(x.contiguous())
     gathered = [torch.empty_like(plain) for _ in range(pg.size())]
     dist.all_gather(gathered, plain, group=pg)
     return torch.cat(gathered).view(x.dtype)
@@ -130,12 +129,8 @@ def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
     """out = the rows of all ranks, with torch."""
-    if out.numel() == 0:
-        return
-    x = x.contiguous()
-    if x.dtype.itemsize == 1:  # not all backends know fp8
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    torch_all_gather()(out, x, group=group)
+    if out.numel() > 0:
+        torch_all_gather()(movable(out), movable(x.contiguous()), group=group)
 
 
 def torch_all_gather() -> Callable[..., object]:

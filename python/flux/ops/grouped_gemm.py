@@ -11,7 +11,7 @@ from flux._log import say_once
 from flux.comm import cuda
 from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library
-from flux.ops._product import WideWeight
+from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
 from flux.ops._tensors import readable, taken
 from flux.ops.plan import PlanInput, can_run_fused
@@ -97,7 +97,7 @@ def reference(
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         mine = slice(first, last) if rows is None else rows[first:last].long()
         some = x[mine] if isinstance(mine, slice) else taken(x, mine)
-        of_expert = expert_product(some, weight[expert], expert, scales, mine)
+        of_expert = expert_product(some, weight, expert, scales, mine)
         out[first:last] = activate(of_expert, activation)
     return out
 
@@ -109,12 +109,11 @@ def expert_product(
     scales: Scales | None,
     rows: slice | torch.Tensor = slice(None),
 ) -> torch.Tensor:
-    """Rows x [m, k] times the weight [n, k] of their expert, in the wide type. scales: canonical, of all rows
-    and experts; rows: which of them these are.
+    """Rows x [m, k] times the weight of their expert, of weights [experts, n, k], in the wide type. scales:
+    canonical, of all rows and experts; rows: which of them these are.
     """
-    if scales is None:
-        return WideWeight(weight).times(x)
-    return WideWeight(weight, scale=scales.of_expert(expert)).times(x, scale=scales.x_of(rows))
+    scale = None if scales is None else scales.x_of(rows)
+    return wide_expert(weight, expert, scales).times(x, scale=scale)
 
 
 def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
@@ -327,7 +326,7 @@ def unfused_scaled(
             values = dequantized(x, scales.x, "group128"), dequantized(weight, scales.w, "block128")
             x, weight = (value.to(torch.bfloat16) for value in values)
             return unfused(x, weight, offsets, activation)
-        say_once("grouped GEMMs of fp8 run through torch: there is no kernel for them yet")
+        say_once("grouped GEMMs of fp8 that the kernel does not take run through torch")
         of_x = scales.x.expand(x.shape[0]).contiguous()
         of_w = (scales.w if scales.w.dim() == 2 else scales.w[:, None].expand(experts, n)).contiguous()
         operands = (x.contiguous(), weight.transpose(1, 2), of_x, of_w)

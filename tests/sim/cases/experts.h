@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "moe/moe.h"
 #include "moe/sm90_grouped_gemm.cuh"
 #include "moe/tile_choice.h"
 #include "ranks.h"
@@ -84,6 +85,117 @@ inline int32_t* copied(const std::vector<int32_t>& values, int device, const cha
       sim::allocate(std::max<int64_t>(1, static_cast<int64_t>(values.size())) * 4, device, name));
   std::copy(values.begin(), values.end(), words);
   return words;
+}
+
+// Rows of x sorted by expert, on device 0; indexed: in any order, with repetitions.
+struct SortedRows {
+  bool indexed;
+  std::vector<int32_t> offsets = {0}, rows;
+  int room, m;  // rows of the result, of which the last ones may be no expert's; rows of x
+  const int32_t *device_offsets, *device_rows;
+
+  // count(): how many rows the next expert has.
+  template <class Count>
+  SortedRows(Random& random, int experts, bool indexed, const Count& count) : indexed(indexed) {
+    for (int expert = 0; expert < experts; ++expert) offsets.push_back(offsets.back() + count());
+    room = offsets.back() + random.below(3) * 50;
+    m = indexed ? 50 : std::max(1, offsets.back());
+    for (int row = 0; row < offsets.back(); ++row) rows.push_back(indexed ? random.below(m) : row);
+    device_offsets = copied(offsets, 0, "offsets");
+    device_rows = copied(rows, 0, "rows");
+  }
+
+  int experts() const { return static_cast<int>(offsets.size()) - 1; }
+  std::string words() const {
+    return std::to_string(experts()) + " experts, " + std::to_string(offsets.back()) + " rows" +
+           (indexed ? ", indexed, " : ", ");
+  }
+  void give(flux::moe::GroupedGemmArgs& args) const {
+    args.offsets = device_offsets;
+    args.rows = indexed ? device_rows : nullptr;
+    args.experts = experts();
+    args.num_rows = room;
+    args.schedule =
+        static_cast<int32_t*>(sim::allocate(flux::moe::schedule_words(room, experts()) * 4, 0, "schedule"));
+  }
+  // use(expert, row of x), in the order of the result.
+  template <class Use>
+  void for_each(const Use& use) const {
+    for (int expert = 0; expert < experts(); ++expert) {
+      const auto at = static_cast<size_t>(expert);
+      for (int row = offsets[at]; row < offsets[at + 1]; ++row) use(expert, rows[static_cast<size_t>(row)]);
+    }
+  }
+};
+
+// How many ranks, slices, experts and tokens the layers have. many: ranks, so that everything else is small.
+struct LayersDraw {
+  Layout layout;
+  DType dtype;
+  bool many;
+};
+
+inline LayersDraw draw_layers(Random& random) {
+  const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
+  const bool many = world_size > 4;
+  const int ep_size = random.below(2) == 0 ? world_size : divisor(random, world_size);
+  const int top_k = random.between(1, 4);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const int num_experts = ep_size * random.between(1, 4);
+  const int max_tokens = many ? random.between(1, 12) : random.one_of({1, 7, 40, 64, 150}) / world_size + 1;
+  return {{world_size, 0, ep_size, num_experts, top_k, max_tokens}, dtype, many};
+}
+
+// Signals of each source that both layers need; n, config: of layer 1.
+inline int layer_signals(const Layout& layout, int n, int config, int tiles_per_chunk) {
+  const int tiles = flux::moe::ceil_div(n, flux::gemm::kTileConfigs[config].block_n);
+  const flux::moe::ColumnChunks chunks = {tiles, tiles_per_chunk};
+  const int block_rows = Layout::block_rows(layout.max_tokens);
+  return std::max(make_send_order(layout).signals(),
+                  Layout::blocks_of(layout.max_tokens, block_rows) * chunks.count());
+}
+
+// Where the token in a sorted row is.
+struct Place {
+  int source, token;
+};
+
+inline Place place_of(const Layout& layout, const RoutingArrays& routing, int row) {
+  const int source = routing.rows[row] / layout.max_tokens, slot_row = routing.rows[row] % layout.max_tokens;
+  if (source == layout.rank) return {source, slot_row};
+  return {source, routing.incoming[source * layout.max_tokens + slot_row]};
+}
+
+// The sums that layer 1 must give a rank's tokens: of rounded products, with contributions of the ranks in their order,
+// rounded if sent. products: of all sorted rows of each rank, [rows, n].
+template <class OfRank>
+std::vector<float> sums_of_tokens(const std::vector<OfRank>& ranks, const Choices& choices, int rank,
+                                  const std::vector<std::vector<int>>& products, int n, DType dtype) {
+  const int top_k = choices.layout.top_k;
+  std::vector<float> all;
+  for (int token = 0; token < choices.tokens[static_cast<size_t>(rank)]; ++token) {
+    std::vector<float> total(static_cast<size_t>(n));
+    for (int owner = 0; owner < choices.layout.world_size; ++owner) {
+      const Layout layout = choices.of(owner);
+      std::vector<float> part(static_cast<size_t>(n));
+      for (int j = 0; j < top_k; ++j) {
+        const auto at = static_cast<size_t>(choices.first(rank) + token * top_k + j);
+        if (layout.local_expert(choices.ids[at], layout.slice_of(owner)) < 0) continue;
+        const int position = ranks[static_cast<size_t>(owner)].routing.out.positions[at];
+        const int* const product =
+            &products[static_cast<size_t>(owner)][static_cast<size_t>(position) * static_cast<size_t>(n)];
+        for (size_t i = 0; i < part.size(); ++i) {
+          const uint16_t stored = rounded(static_cast<float>(product[i]), dtype);
+          part[i] += choices.weights[at] * widened(stored, dtype);
+        }
+      }
+      for (size_t i = 0; i < part.size(); ++i) {
+        total[i] += owner == rank ? part[i] : widened(rounded(part[i], dtype), dtype);
+      }
+    }
+    all.insert(all.end(), total.begin(), total.end());
+  }
+  return all;
 }
 
 }  // namespace cases

@@ -9,8 +9,6 @@ namespace {
 
 using cases::Activation;
 using cases::Choices;
-using cases::copied;
-using cases::divisor;
 using cases::draw_columns;
 using cases::DType;
 using cases::expect_rows;
@@ -24,6 +22,7 @@ using cases::Routing;
 using cases::RoutingArrays;
 using cases::ScaleKinds;
 using cases::ScaleValues;
+using cases::SortedRows;
 using cases::start;
 using cases::Values;
 using flux::gemm::ceil_div;
@@ -123,39 +122,26 @@ void grouped_gemm(uint64_t seed) {
   const int n = draw_n(random, config, activation, 2, operands.kinds.blocks());
   start(seed, 1, random.one_of({1, 2, 8}), random);
 
-  std::vector<int32_t> offsets = {0}, rows;
-  for (int expert = 0; expert < num_experts; ++expert) {
-    offsets.push_back(offsets.back() + random.one_of({0, 1, 40, 128, 129, 200}));
-  }
-  const int num_rows = offsets.back(), room = num_rows + random.below(3) * 50,
-            m = indexed ? 50 : std::max(1, num_rows);
-  for (int row = 0; row < num_rows; ++row) rows.push_back(indexed ? random.below(m) : row);
-  cases::describe(std::to_string(num_experts) + " experts, " + std::to_string(num_rows) + " rows" +
-                  (indexed ? ", indexed, " : ", ") + operands.kinds.name() +
+  const SortedRows sorted(random, num_experts, indexed,
+                          [&] { return random.one_of({0, 1, 40, 128, 129, 200}); });
+  cases::describe(sorted.words() + operands.kinds.name() +
                   (operands.x_dtype == DType::kE5M2 ? "e5m2, " : "") + std::to_string(n) + " x " +
                   std::to_string(k) + ", tile " + std::to_string(config) + ", activation " +
                   std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
                   std::to_string(sim::machine.config.resident) + " resident");
   const Experts experts(random, 0, num_experts, n, k, operands.kinds.weight);
-  const int32_t* const device_offsets = copied(offsets, 0, "offsets");
-  const int32_t* const device_rows = copied(rows, 0, "rows");
   std::vector<Fp8Values> xs;
   std::vector<ScaleValues> x_scales;
   std::vector<Values> outs;
   for (int call = 0; call < 2; ++call) {
-    xs.push_back(Fp8Values(0, "x", m, k).fill(random, operands.x_dtype, 1));
-    x_scales.emplace_back(random, 0, "x's scales", operands.kinds.x, m, k, false, 1);
-    outs.emplace_back(0, "out", std::max(1, room), swiglu ? n / 2 : n);
+    xs.push_back(Fp8Values(0, "x", sorted.m, k).fill(random, operands.x_dtype, 1));
+    x_scales.emplace_back(random, 0, "x's scales", operands.kinds.x, sorted.m, k, false, 1);
+    outs.emplace_back(0, "out", std::max(1, sorted.room), swiglu ? n / 2 : n);
     flux::moe::GroupedGemmArgs args = {};
     operands.give(args, xs.back(), x_scales.back(), experts);
-    args.offsets = device_offsets;
-    args.rows = indexed ? device_rows : nullptr;
-    args.experts = num_experts;
-    args.num_rows = room;
+    sorted.give(args);
     args.activation = static_cast<int>(activation);
     args.out = outs.back().data;
-    args.schedule =
-        static_cast<int32_t*>(sim::allocate(flux::moe::schedule_words(room, num_experts) * 4, 0, "schedule"));
     args.dtype = dtype;
     args.config = random.below(4) == 0 ? -1 : config;
     args.num_sms = num_sms;
@@ -164,12 +150,8 @@ void grouped_gemm(uint64_t seed) {
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
     std::vector<int> sums;
-    for (int expert = 0; expert < num_experts; ++expert) {
-      for (auto row = static_cast<size_t>(offsets[static_cast<size_t>(expert)]);
-           row < static_cast<size_t>(offsets[static_cast<size_t>(expert) + 1]); ++row) {
-        experts.multiply(xs[call], x_scales[call], rows[row], expert, sums);
-      }
-    }
+    sorted.for_each(
+        [&](int expert, int row) { experts.multiply(xs[call], x_scales[call], row, expert, sums); });
     expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
@@ -198,15 +180,8 @@ struct Layers {
 void layers(uint64_t seed) {
   constexpr int kCalls = 2;
   Random random(seed);
-  const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
-  const bool many = world_size > 4;
-  const int ep_size = random.below(2) == 0 ? world_size : divisor(random, world_size);
-  const int top_k = random.between(1, 4);
-  const auto dtype = static_cast<DType>(random.below(2));
-  const Layout layout = {
-      world_size, 0,
-      ep_size,    ep_size * random.between(1, 4),
-      top_k,      many ? random.between(1, 12) : random.one_of({1, 7, 40, 64, 150}) / world_size + 1};
+  const auto [layout, dtype, many] = cases::draw_layers(random);
+  const int world_size = layout.world_size;
   const int config0 = kConfigs[random.below(2)], config1 = kConfigs[random.below(2)];
   const auto activation = static_cast<Activation>(random.below(4));
   const int k0 = draw_k(random, many ? 1 : 3), k1 = draw_k(random, 2);
@@ -228,11 +203,7 @@ void layers(uint64_t seed) {
                   " communicate, chunks of " + std::to_string(tiles_per_chunk));
 
   const int64_t peers = world_size - 1;
-  const int block_rows = Layout::block_rows(layout.max_tokens);
-  const flux::moe::ColumnChunks chunks = {flux::moe::ceil_div(n1, flux::gemm::kTileConfigs[config1].block_n),
-                                          tiles_per_chunk};
-  const int signals = std::max(make_send_order(layout).signals(),
-                               Layout::blocks_of(layout.max_tokens, block_rows) * chunks.count());
+  const int signals = cases::layer_signals(layout, n1, config1, tiles_per_chunk);
   const int row_bytes = flux::moe::slot_row_bytes(k0, operands0.kinds.blocks() ? k0 / kScaleBlock : 1);
   const Ranks region(world_size,
                      {peers * signals * 4, peers * layout.max_tokens * std::max(row_bytes, n1 * 2), 0});
@@ -287,12 +258,9 @@ void layers(uint64_t seed) {
       std::vector<int> hidden;
       for (int expert = 0; expert < experts; ++expert) {
         for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
-          const int source = routing.rows[row] / layout.max_tokens,
-                    slot_row = routing.rows[row] % layout.max_tokens;
-          const int token =
-              source == rank ? slot_row : routing.incoming[source * layout.max_tokens + slot_row];
-          const Layers& from = ranks[static_cast<size_t>(source)];
-          weights0[at].multiply(from.x, from.x_scales, token, expert, hidden);
+          const cases::Place place = cases::place_of(choices.of(rank), routing, row);
+          const Layers& from = ranks[static_cast<size_t>(place.source)];
+          weights0[at].multiply(from.x, from.x_scales, place.token, expert, hidden);
           weights1[at].multiply(own.sorted, own.sorted_scales, row, expert, products[at]);
         }
       }
@@ -301,32 +269,10 @@ void layers(uint64_t seed) {
       expect_rows(own.products, cases::activated(products[at], n1, Activation::kNone), dtype,
                   name_of(call, rank) + ": products");
     }
-    // Sums of rounded products, in the order of ranks, rounded if sent.
     for (int rank = 0; rank < world_size; ++rank) {
-      std::vector<float> sums;
-      for (int token = 0; token < choices.tokens[static_cast<size_t>(rank)]; ++token) {
-        std::vector<float> total(static_cast<size_t>(n1));
-        for (int owner = 0; owner < world_size; ++owner) {
-          const Layout of_owner = choices.of(owner);
-          std::vector<float> part(static_cast<size_t>(n1));
-          for (int j = 0; j < top_k; ++j) {
-            const auto at = static_cast<size_t>(choices.first(rank) + token * top_k + j);
-            if (of_owner.local_expert(choices.ids[at], of_owner.slice_of(owner)) < 0) continue;
-            const int position = ranks[static_cast<size_t>(owner)].routing.out.positions[at];
-            const int* const product = &products[static_cast<size_t>(owner)]
-                                                [static_cast<size_t>(position) * static_cast<size_t>(n1)];
-            for (size_t i = 0; i < part.size(); ++i) {
-              const uint16_t stored = cases::rounded(static_cast<float>(product[i]), dtype);
-              part[i] += choices.weights[at] * cases::widened(stored, dtype);
-            }
-          }
-          for (size_t i = 0; i < part.size(); ++i) {
-            total[i] += owner == rank ? part[i] : cases::widened(cases::rounded(part[i], dtype), dtype);
-          }
-        }
-        sums.insert(sums.end(), total.begin(), total.end());
-      }
-      expect_rows(ranks[static_cast<size_t>(rank)].out, sums, dtype, name_of(call, rank) + ": out");
+      expect_rows(ranks[static_cast<size_t>(rank)].out,
+                  cases::sums_of_tokens(ranks, choices, rank, products, n1, dtype), dtype,
+                  name_of(call, rank) + ": out");
     }
   }
 }

@@ -20,6 +20,7 @@ using cases::Random;
 using cases::Ranks;
 using cases::Routing;
 using cases::RoutingArrays;
+using cases::SortedRows;
 using cases::start;
 using cases::Values;
 using cases::words;
@@ -98,39 +99,25 @@ void grouped_gemm(uint64_t seed) {
   const int k = 8 * random.between(1, many ? 2 : 30), num_sms = random.one_of({1, 2, 4});
   start(seed, 1, random.one_of({1, 2, 8}), random);
 
-  std::vector<int32_t> offsets = {0}, rows;
-  for (int expert = 0; expert < experts; ++expert) {
-    const int count = many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300});
-    offsets.push_back(offsets.back() + count);
-  }
-  const int num_rows = offsets.back(), room = num_rows + random.below(3) * 50,
-            m = indexed ? 50 : std::max(1, num_rows);
-  for (int row = 0; row < num_rows; ++row) rows.push_back(indexed ? random.below(m) : row);
-  cases::describe(std::to_string(experts) + " experts, " + std::to_string(num_rows) + " rows" +
-                  (indexed ? ", indexed, " : ", ") + std::to_string(n) + " x " + std::to_string(k) +
-                  ", tile " + std::to_string(config) + ", activation " +
-                  std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
-                  std::to_string(sim::machine.config.resident) + " resident");
+  const SortedRows sorted(random, experts, indexed,
+                          [&] { return many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300}); });
+  cases::describe(sorted.words() + std::to_string(n) + " x " + std::to_string(k) + ", tile " +
+                  std::to_string(config) + ", activation " + std::to_string(static_cast<int>(activation)) +
+                  ", " + std::to_string(num_sms) + " SMs, " + std::to_string(sim::machine.config.resident) +
+                  " resident");
   Values weight(0, "weight", experts * n, k);
   weight.fill(random, dtype, 1);
-  const int32_t* const device_offsets = copied(offsets, 0, "offsets");
-  const int32_t* const device_rows = copied(rows, 0, "rows");
   std::vector<Values> xs, outs;
   for (int call = 0; call < 2; ++call) {
-    xs.emplace_back(0, "x", m, k);
+    xs.emplace_back(0, "x", sorted.m, k);
     xs.back().fill(random, dtype, 1);
-    outs.emplace_back(0, "out", std::max(1, room), swiglu ? n / 2 : n);
+    outs.emplace_back(0, "out", std::max(1, sorted.room), swiglu ? n / 2 : n);
     flux::moe::GroupedGemmArgs args = {};
+    sorted.give(args);
     args.x = xs.back().matrix();
     args.weight = weight.matrix();
-    args.offsets = device_offsets;
-    args.rows = indexed ? device_rows : nullptr;
-    args.experts = experts;
-    args.num_rows = room;
     args.activation = static_cast<int>(activation);
     args.out = outs.back().data;
-    args.schedule =
-        static_cast<int32_t*>(sim::allocate(flux::moe::schedule_words(room, experts) * 4, 0, "schedule"));
     args.dtype = dtype;
     args.config = random.below(4) == 0 ? -1 : config;
     args.num_sms = num_sms;
@@ -139,12 +126,8 @@ void grouped_gemm(uint64_t seed) {
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
     std::vector<int> sums;
-    for (int expert = 0; expert < experts; ++expert) {
-      for (int row = offsets[static_cast<size_t>(expert)]; row < offsets[static_cast<size_t>(expert) + 1];
-           ++row) {
-        multiply_row(row_of(xs[call], rows[static_cast<size_t>(row)]), weight, expert, n, sums);
-      }
-    }
+    sorted.for_each(
+        [&](int expert, int row) { multiply_row(row_of(xs[call], row), weight, expert, n, sums); });
     expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
@@ -207,15 +190,6 @@ struct Sizes {
   Activation activation;
 };
 
-// The token in sorted row `row` of a rank.
-const int* token_of(const std::vector<Layers>& ranks, const Layout& layout, const RoutingArrays& routing,
-                    int row) {
-  const int source = routing.rows[row] / layout.max_tokens, slot_row = routing.rows[row] % layout.max_tokens;
-  const int token =
-      source == layout.rank ? slot_row : routing.incoming[source * layout.max_tokens + slot_row];
-  return row_of(ranks[static_cast<size_t>(source)].x, token);
-}
-
 // Each sorted row times the weight of its expert.
 template <class Row>
 std::vector<int> sorted_product(const Choices& choices, int rank, const RoutingArrays& routing,
@@ -229,50 +203,13 @@ std::vector<int> sorted_product(const Choices& choices, int rank, const RoutingA
   return sums;
 }
 
-// The sums that layer 1 must give a rank's tokens: contributions of the ranks in their order, rounded if sent.
-std::vector<float> layer_1(const std::vector<Layers>& ranks, const Choices& choices, int rank,
-                           const std::vector<Values>& weights, const Sizes& sizes, DType dtype) {
-  const int top_k = choices.layout.top_k;
-  std::vector<float> all;
-  for (int token = 0; token < choices.tokens[static_cast<size_t>(rank)]; ++token) {
-    std::vector<float> total(static_cast<size_t>(sizes.n1));
-    for (int owner = 0; owner < choices.layout.world_size; ++owner) {
-      const Layout layout = choices.of(owner);
-      std::vector<float> part(static_cast<size_t>(sizes.n1));
-      for (int j = 0; j < top_k; ++j) {
-        const auto at = static_cast<size_t>(choices.first(rank) + token * top_k + j);
-        const int expert = layout.local_expert(choices.ids[at], layout.slice_of(owner));
-        const int position = ranks[static_cast<size_t>(owner)].routing.out.positions[at];
-        if (expert < 0) continue;
-        std::vector<int> product;
-        multiply_row(row_of(ranks[static_cast<size_t>(owner)].sorted, position),
-                     weights[static_cast<size_t>(owner)], expert, sizes.n1, product);
-        for (size_t i = 0; i < part.size(); ++i)
-          part[i] += choices.weights[at] * static_cast<float>(product[i]);
-      }
-      for (size_t i = 0; i < part.size(); ++i) {
-        total[i] += owner == rank ? part[i] : cases::widened(cases::rounded(part[i], dtype), dtype);
-      }
-    }
-    all.insert(all.end(), total.begin(), total.end());
-  }
-  return all;
-}
-
 // Both layers behind each other, or calls of only one of them, with the routing by the kernel or already known.
 void layers(uint64_t seed) {
   Random random(seed);
   const bool only_0 = random.below(4) == 0, only_1 = !only_0 && random.below(3) == 0;
   const int kCalls = only_0 || only_1 ? 3 : 2;
-  const int world_size = random.one_of({2, 2, 2, 3, 4, 8});
-  const bool many = world_size > 4;
-  const int ep_size = random.below(2) == 0 ? world_size : divisor(random, world_size);
-  const int top_k = random.between(1, 4);
-  const auto dtype = static_cast<DType>(random.below(2));
-  const Layout layout = {
-      world_size, 0,
-      ep_size,    ep_size * random.between(1, 4),
-      top_k,      many ? random.between(1, 12) : random.one_of({1, 7, 40, 64, 150}) / world_size + 1};
+  const auto [layout, dtype, many] = cases::draw_layers(random);
+  const int world_size = layout.world_size, ep_size = layout.ep_size;
   const int config0 = flux::moe::kGroupedConfigs[random.below(4)];
   const int config1 = flux::moe::kGroupedConfigs[random.below(4)];
   Sizes sizes = {};
@@ -284,14 +221,12 @@ void layers(uint64_t seed) {
   const int num_sms = many ? 2 : random.one_of({2, 3, 4});
   const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
   const bool routes = random.below(3) == 0;
-  // Tiles are computed by CTAs that do not begin with communication: one of them must be resident.
-  const int least = std::min(comm_ctas, num_sms - 1) + 1;
   // All tokens choose one expert, so that in one layer a rank needs nothing from a peer that is late.
   const bool lopsided = (only_0 || only_1) && ep_size == world_size && random.below(2) == 0;
   const int expert = lopsided ? random.below(layout.num_experts) : -1;
   const int owner = std::max(0, expert) / layout.local_experts();
   const int late = !lopsided ? -1 : only_0 ? owner : (owner + 1) % world_size;
-  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.one_of({least, num_sms})), random,
+  start(seed, world_size, std::max(routes ? route_ctas(layout) : 1, random.between(1, num_sms)), random,
         /*cluster=*/0, late);
 
   std::vector<Choices> calls;
@@ -308,11 +243,7 @@ void layers(uint64_t seed) {
                   " communicate, chunks of " + std::to_string(tiles_per_chunk));
 
   const int64_t peers = world_size - 1;
-  const int block_rows = Layout::block_rows(layout.max_tokens);
-  const flux::moe::ColumnChunks chunks = {
-      flux::moe::ceil_div(sizes.n1, flux::gemm::kTileConfigs[config1].block_n), tiles_per_chunk};
-  const int signals = std::max(make_send_order(layout).signals(),
-                               Layout::blocks_of(layout.max_tokens, block_rows) * chunks.count());
+  const int signals = cases::layer_signals(layout, sizes.n1, config1, tiles_per_chunk);
   const Ranks region(world_size,
                      {peers * signals * 4, peers * layout.max_tokens * std::max(sizes.k0, sizes.n1) * 2,
                       routes ? route_exchange_bytes(layout) : 0});
@@ -371,25 +302,34 @@ void layers(uint64_t seed) {
   for (int call = 0; call < kCalls; ++call) {
     const Choices& choices = calls[static_cast<size_t>(call)];
     const std::vector<Layers>& ranks = all[static_cast<size_t>(call)];
+    std::vector<std::vector<int>> products(ranks.size());  // of layer 1
     for (int rank = 0; rank < world_size; ++rank) {
-      const Layers& own = ranks[static_cast<size_t>(rank)];
+      const auto at = static_cast<size_t>(rank);
+      const Layers& own = ranks[at];
       const std::string name = name_of(call, rank);
       const Layout mine = choices.of(rank);
       const RoutingArrays& routing = own.routing.out;
       if (!only_1) {
-        const auto hidden =
-            sorted_product(choices, rank, routing, weights0[static_cast<size_t>(rank)], sizes.n0,
-                           [&](int row) { return token_of(ranks, mine, routing, row); });
+        const auto token_of = [&](int row) {
+          const cases::Place place = cases::place_of(mine, routing, row);
+          return row_of(ranks[static_cast<size_t>(place.source)].x, place.token);
+        };
+        const auto hidden = sorted_product(choices, rank, routing, weights0[at], sizes.n0, token_of);
         expect_rows(own.hidden, cases::activated(hidden, sizes.n0, sizes.activation), dtype,
                     name + ": hidden");
       }
       if (!only_0) {
-        const auto products = sorted_product(choices, rank, routing, weights1[static_cast<size_t>(rank)],
-                                             sizes.n1, [&](int row) { return row_of(own.sorted, row); });
-        expect_rows(own.products, cases::activated(products, sizes.n1, Activation::kNone), dtype,
+        products[at] = sorted_product(choices, rank, routing, weights1[at], sizes.n1,
+                                      [&](int row) { return row_of(own.sorted, row); });
+        expect_rows(own.products, cases::activated(products[at], sizes.n1, Activation::kNone), dtype,
                     name + ": products");
-        expect_rows(own.out, layer_1(ranks, choices, rank, weights1, sizes, dtype), dtype, name + ": out");
       }
+    }
+    if (only_0) continue;
+    for (int rank = 0; rank < world_size; ++rank) {
+      expect_rows(ranks[static_cast<size_t>(rank)].out,
+                  cases::sums_of_tokens(ranks, choices, rank, products, sizes.n1, dtype), dtype,
+                  name_of(call, rank) + ": out");
     }
   }
 }
