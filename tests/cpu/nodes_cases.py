@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import registry
+from flux.comm.topology import Topology
 from flux.comm.workspace import MAX_WORLD_SIZE
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 from flux.testing.data import EXACT_LIMIT
@@ -132,20 +133,20 @@ def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bo
     six has slices of experts that span nodes.
     """
     workspace = registry.get(group, torch.device("cpu"), "moe.route")
-    topology = workspace.topology
-    assert topology is not None
-    p, rank, nodes = group.size(), group.rank(), topology.nodes
+    p, rank = group.size(), group.rank()
+    topology = workspace.topology or Topology(1, p)
+    nodes = topology.nodes
     case = random_case(draw.randrange(1 << 20), p, _DTYPES)
     whole = [ep for ep in range(nodes, p + 1, nodes) if p % ep == 0]
     spanning = [ep for ep in range(1, p + 1) if p % ep == 0 and ep % nodes]
     few = p <= MAX_WORLD_SIZE  # layers of more ranks need slices inside nodes
-    ep_size = draw.choice(spanning if draw.random() < spans and few else whole)
+    ep_size = draw.choice(spanning if draw.random() < spans and few and spanning else whole)
     experts = ep_size * max(1, case.num_experts // case.ep_size)
     case = replace(case, ep_size=ep_size, num_experts=experts, seed=seed, ranks_per_node=topology.ranks)
     if 2 * case.top_k * (p // ep_size) > EXACT_LIMIT[case.dtype]:
         case = replace(case, top_k=2)
     share = None
-    if draw.random() < 0.5:
+    if nodes > 1 and draw.random() < 0.5:
         # Few choices, so that a share is smaller than all tokens.
         case = replace(case, top_k=draw.choice((1, 1, 2)), skew=draw.choice(("even", "skewed")), dropped=0.4)
         share = max(_most(case, source, topology.ranks, nodes) for source in range(p))
@@ -160,8 +161,9 @@ def moe(group: Group, draw: random.Random, seed: int, spans: float = 0.17) -> bo
         max_tokens=case.max_tokens,
         max_node_tokens=share,
     )
-    shares = routing.incoming.shape[1] != case.max_tokens
-    SEEN["moe " + ("spanning nodes" if ep_size % nodes else "shares" if shares else "all tokens")] += 1
+    shares = nodes > 1 and routing.incoming.shape[1] != case.max_tokens
+    crosses = "spanning nodes" if ep_size % nodes else "shares" if shares else "all tokens"
+    SEEN[f"moe {crosses if nodes > 1 else 'one node'}"] += 1
     case = replace(case, own_last=shares)
     count = len(case.rows(rank))
     x, w1, w2 = case.x(rank), case.w1(rank), case.w2(rank)

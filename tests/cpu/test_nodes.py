@@ -1,15 +1,20 @@
 """Groups of several nodes, emulated by processes of this host: exact results, gradients, bytes,
-disagreements.
+disagreements. One set of processes for each layout runs all scenarios; each test looks at one answer.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import nodes_cases
 import pytest
+import test_fp8_moe
 import test_fp8_ranks
 import torch
 import torch.distributed as dist
@@ -23,23 +28,43 @@ from flux.testing import AgGemmCase, GemmRsCase, SpawnError, spawn
 
 LAYOUTS = ["2x2", "3x2", "2x3", "4x1", "2x4", "4x2"]
 CPU = torch.device("cpu")
+E4M3 = torch.float8_e4m3fn
+
+
+def all_of(rank: int, world_size: int, names: list[str], ranks: int) -> dict[str, Any]:
+    return {name: SCENARIOS[name](rank, world_size, ranks) for name in names}
+
+
+@functools.cache
+def answers(layout: str, engine: str = "auto") -> list[dict[str, Any]]:
+    """What each rank says of each scenario."""
+    nodes, ranks = nodes_cases.parse(layout)
+    names = [name for name in SCENARIOS if layout in ONLY_ON.get(name, LAYOUTS)]
+    env = {"FLUX_RAIL": engine}
+    names = names if engine == "auto" else ["random calls"]
+    return spawn(all_of, nodes * ranks, names, ranks, ranks_per_node=ranks, env=env, timeout_s=240)
+
+
+def all_ranks(layout: str, name: str, engine: str = "auto") -> list[Any]:
+    return [of_rank[name] for of_rank in answers(layout, engine)]
+
+
+def random_calls(rank: int, world_size: int, ranks: int) -> tuple[list[str], Counter[str]]:
+    whole = ranks == 2 and world_size == 4 and os.environ["FLUX_RAIL"] == "auto"
+    cases = 40 if whole else 6 if world_size < 8 else 4
+    return nodes_cases.run(rank, world_size, list(nodes_cases.CHECKS), cases, 5)
 
 
 @pytest.mark.parametrize("engine", ["auto", "symm"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_calls_are_exact(layout: str, engine: str) -> None:
-    nodes, ranks = nodes_cases.parse(layout)
-    env = {"FLUX_RAIL": engine}
-    ops = nodes_cases.DENSE
-    cases = 12 if nodes * ranks < 8 else 6
-    results = spawn(nodes_cases.run, nodes * ranks, ops, cases, 3, ranks_per_node=ranks, env=env)
-    assert [wrong for wrong, _ in results] == [[]] * (nodes * ranks)
-    planned = {name.split()[0] for name in results[0][1]}
-    assert planned == set(ops), "something ran unfused"
+    for wrong, seen in all_ranks(layout, "random calls", engine):
+        assert wrong == []
+        assert {name.split()[0] for name in seen} == set(nodes_cases.CHECKS), "something ran unfused"
 
 
 def test_every_schedule_runs_among_the_random_calls() -> None:
-    _, seen = spawn(nodes_cases.run, 4, nodes_cases.DENSE, 40, 5, ranks_per_node=2)[0]
+    _, seen = all_ranks("2x2", "random calls")[0]
     sums = {f"{op} {how}" for op in ("gemm_ar", "all_reduce") for how in ("node sums", "shards", "composed")}
     others = {
         f"{op} {how}"
@@ -47,7 +72,7 @@ def test_every_schedule_runs_among_the_random_calls() -> None:
         for how in ("blocks", "one launch")
     }
     parts = {"gemm_rs one launch", "gemm_rs blocks", "gemm_rs blocks in 2", "gemm_rs blocks in 4"}
-    assert set(seen) == sums | others | parts
+    assert set(seen) == sums | others | parts | {"moe all tokens", "moe shares", "moe spanning nodes"}
 
 
 def of_one_node(rank: int, world_size: int) -> tuple[bool, str, Counter[str]]:
@@ -71,7 +96,7 @@ def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
     pairs = [[i, i + ranks_per_node] for i in range(world_size - ranks_per_node)]
     thin = [[i * ranks_per_node + j for i in range(nodes) for j in range(2)]] if ranks_per_node > 2 else []
     uneven = [list(range(ranks_per_node + 1))] if ranks_per_node > 1 else []
-    told = []
+    found = []
     for members in [*rails, *inside, *pairs, *thin, *uneven]:
         group = dist.new_group(members)
         if rank not in members:
@@ -81,7 +106,7 @@ def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
             assert check(group, random.Random(f"{members} {op}"), number), (op, members)
         workspace = registry.find(group, CPU)
         topology = None if workspace is None else workspace.topology
-        told.append(f"{members} {topology} {None if workspace is None else workspace.why_not}")
+        found.append(f"{members} {topology} {None if workspace is None else workspace.why_not}")
     mesh = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("across", "inside"))
     for name in ("across", "inside"):
         case = GemmRsCase(mesh[name].size() * 18, 24, 16, mesh[name].size(), seed=4)
@@ -89,23 +114,22 @@ def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
         assert torch.equal(
             flux.gemm_rs(x, weight, group=mesh[name]), case.expected(mesh[name].get_local_rank())
         )
-    return told
+    return found
 
 
-@pytest.mark.parametrize("layout", ["2x2", "2x3", "4x1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_subgroups_have_nodes_of_their_own(layout: str) -> None:
     nodes, ranks = nodes_cases.parse(layout)
-    results = spawn(subgroups, nodes * ranks, ranks, ranks_per_node=ranks)
-    told = [line for of_rank in results for line in of_rank]
+    lines = [line for of_rank in all_ranks(layout, "subgroups") for line in of_rank]
     rail = list(range(0, nodes * ranks, ranks))
-    assert f"{rail} {nodes} nodes x 1 None" in told
+    assert f"{rail} {nodes} nodes x 1 None" in lines
     if ranks > 1:
-        assert f"{list(range(ranks))} None None" in told  # one node: as ever
-        uneven = next(line for line in told if line.startswith(str(list(range(ranks + 1)))))
+        assert f"{list(range(ranks))} None None" in lines  # one node: as ever
+        uneven = next(line for line in lines if line.startswith(str(list(range(ranks + 1)))))
         assert f"different numbers of ranks: {ranks} ('0'), 1 ('1')" in uneven
 
 
-def gradients(rank: int, world_size: int) -> list[float]:
+def gradients(rank: int, world_size: int, ranks: int) -> list[float]:
     """Gradients of a column-parallel and a row-parallel layer, against those by torch on whole weights."""
     torch.manual_seed(1)
     p, rows, hidden, wide = world_size, 6, 16, 8 * world_size
@@ -125,16 +149,16 @@ def gradients(rank: int, world_size: int) -> list[float]:
     return [float((got.grad - want).abs().max()) for got, want in zip((x, w1, w2), wanted, strict=True)]
 
 
-@pytest.mark.parametrize("layout", ["3x2", "4x1"])  # test_nodes_adapters.py has two nodes
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_layers(layout: str) -> None:
-    nodes, ranks = nodes_cases.parse(layout)
-    for errors in spawn(gradients, nodes * ranks, ranks_per_node=ranks):
-        assert max(errors) < 1e-4 * nodes * ranks
+    of_ranks = all_ranks(layout, "gradients")
+    for errors in of_ranks:
+        assert max(errors) < 1e-4 * len(of_ranks)
 
 
-def count_bytes(rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
+def count_bytes(rank: int, world_size: int, ranks: int) -> list[tuple[str, int, int, int]]:
     """For calls of every operator: bytes that this rank's rail has sent, those of the plan, and the least."""
-    told = []
+    counted = []
     group = dist.group.WORLD
     assert group is not None
     sizes = [(1, 8, 8), (3, 40, 24), (16, 24, 16), (48, 64, 40), (96, 136, 24)]
@@ -147,13 +171,13 @@ def count_bytes(rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
             m = rows * world_size + (op == "gemm_ar")
             x = torch.ones(m if op != "ag_gemm" else rows, k, dtype=dtype)
             weight = torch.ones(n, k, dtype=dtype)
-            told.append(
+            counted.append(
                 _counted(op, (m, n, k), dtype, group, lambda op=op, x=x, w=weight: getattr(flux, op)(x, w))
             )
         for op, m in (("all_reduce", rows), ("reduce_scatter", rows * world_size)):
             x = torch.ones(m, n)
-            told.append(_counted(op, (m, n, 0), x.dtype, group, lambda op=op, x=x: getattr(flux, op)(x)))
-    return told
+            counted.append(_counted(op, (m, n, 0), x.dtype, group, lambda op=op, x=x: getattr(flux, op)(x)))
+    return counted
 
 
 def _counted(
@@ -177,10 +201,9 @@ def _counted(
     )
 
 
-@pytest.mark.parametrize("layout", ["2x2", "3x2", "2x3", "4x1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_that_cross_are_those_of_the_model(layout: str) -> None:
-    nodes, ranks = nodes_cases.parse(layout)
-    for of_rank in spawn(count_bytes, nodes * ranks, ranks_per_node=ranks):
+    for of_rank in all_ranks(layout, "bytes"):
         for name, sent, planned, scattered in of_rank:
             assert sent == planned > 0, name
             if name.split()[0] in ("gemm_rs", "ag_gemm", "reduce_scatter"):
@@ -307,36 +330,85 @@ def test_rates_of_links_must_be_the_same(tmp_path: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ["2x2", "3x1"])
+def fp8_operands(rank: int, world_size: int, ranks: int) -> None:
+    test_fp8_ranks.exact(rank, world_size)
+
+
+def fp8_experts(rank: int, world_size: int, ranks: int) -> list[str]:
+    """What is wrong with the layers of every kind of scales, experts cut in every way."""
+    wrong = []
+    for case in test_fp8_moe.layouts(world_size)[::4]:
+        case = replace(case, moe=replace(case.moe, ranks_per_node=ranks))
+        routing = case.route(rank)
+        (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
+        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+        rows, count = flux.moe.ag_scatter_gemm(x, w, routing, **how), int(routing.offsets[-1])
+        (x, scale_x), (w, scale_w) = case.hidden(rank, len(rows)), case.w2(rank)
+        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+        out = flux.moe.gemm_gather_rs(x, w, routing, **how)
+        if not (torch.equal(rows[:count], case.layer0(rank)) and torch.equal(out, case.layer1(rank))):
+            wrong.append(str(case))
+    return wrong
+
+
+def fp8_refused(rank: int, world_size: int, ranks: int) -> list[str]:
+    """What operators say to fp8 without scales, and that nothing has crossed by then."""
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = registry.find(group, CPU)
+    assert isinstance(workspace, NodesWorkspace)
+    x, weight = torch.full((world_size, 16), 1.0 + rank).to(E4M3), torch.ones(8, 16).to(E4M3)
+    before, messages = workspace.rail.bytes_sent, []
+    calls = [functools.partial(op, x, weight) for op in (flux.gemm_rs, flux.ag_gemm, flux.gemm_ar)]
+    calls += [functools.partial(op, x) for op in (flux.all_reduce, flux.reduce_scatter)]
+    for call in calls:
+        try:
+            call()
+            messages.append("no error")
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
+    assert workspace.rail.bytes_sent == before
+    gathered = flux.all_gather(x).float()  # moves bytes of any type
+    assert torch.equal(gathered[::world_size, 0], torch.arange(1.0, world_size + 1))
+    return messages
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
 def test_fp8_operands(layout: str) -> None:
-    nodes, ranks = nodes_cases.parse(layout)
-    spawn(test_fp8_ranks.exact, nodes * ranks, ranks_per_node=ranks)
+    assert not any(all_ranks(layout, "fp8 operands"))
+    assert not any(all_ranks(layout, "fp8 experts"))
 
 
-def batch_invariant(rank: int, world_size: int) -> list[bool]:
+def test_fp8_without_scales_is_refused_before_anything_crosses() -> None:
+    for products in all_ranks("2x2", "fp8 refused"):
+        sums = [products.pop(), products.pop()]
+        assert all("scale_x: expected a tensor, as x is torch.float8_e4m3fn" in line for line in products)
+        assert all("x: expected dtype bfloat16, float16" in line and "float8_e4m3fn" in line for line in sums)
+
+
+def batch_invariant(rank: int, world_size: int, ranks: int) -> list[bool]:
     """Rows of large calls, and the same rows in small calls, which other schedules run."""
     torch.manual_seed(rank)
-    p, told = world_size, []
+    p, same = world_size, []
     for rows, few in ((64 * p, 4 * p), (8 * p, p)):
         x, w = torch.randn(rows, 48, dtype=torch.bfloat16), torch.randn(40, 48, dtype=torch.bfloat16)
         with flux.batch_invariant():
             whole = flux.gemm_ar(x, w)
-            told.append(torch.equal(whole[:few], flux.gemm_ar(x[:few], w)))
+            same.append(torch.equal(whole[:few], flux.gemm_ar(x[:few], w)))
             scattered = [flux.all_gather(flux.gemm_rs(x[:m], w)) for m in (rows, few)]
-            told += [torch.equal(scattered[0], whole), torch.equal(scattered[0][:few], scattered[1])]
+            same += [torch.equal(scattered[0], whole), torch.equal(scattered[0][:few], scattered[1])]
             total = flux.all_reduce(x)
-            told.append(torch.equal(total[:few], flux.all_reduce(x[:few])))
-            told.append(torch.equal(flux.all_gather(flux.reduce_scatter(x)), total))
+            same.append(torch.equal(total[:few], flux.all_reduce(x[:few])))
+            same.append(torch.equal(flux.all_gather(flux.reduce_scatter(x)), total))
             gathered = [flux.ag_gemm(x[: m // p], w)[: few // p] for m in (rows, few)]
-            told.append(torch.equal(*gathered))
-    return told
+            same.append(torch.equal(*gathered))
+    return same
 
 
-@pytest.mark.parametrize("layout", ["2x2", "3x1"])
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
 def test_batch_invariance(layout: str) -> None:
-    nodes, ranks = nodes_cases.parse(layout)
-    for told in spawn(batch_invariant, nodes * ranks, ranks_per_node=ranks):
-        assert all(told), told
+    for same in all_ranks(layout, "batch invariance"):
+        assert all(same), same
 
 
 @pytest.mark.parametrize("layout", ["3x3", "5x2"])
@@ -355,3 +427,21 @@ def fails(rank: int, world_size: int) -> None:
 def test_processes_end_cleanly() -> None:
     with pytest.raises(SpawnError, match="after a call"):
         spawn(fails, 2, ranks_per_node=1)
+
+
+SCENARIOS: dict[str, Callable[[int, int, int], Any]] = {
+    "random calls": random_calls,
+    "subgroups": subgroups,
+    "gradients": gradients,
+    "bytes": count_bytes,
+    "fp8 operands": fp8_operands,
+    "fp8 experts": fp8_experts,
+    "fp8 refused": fp8_refused,
+    "batch invariance": batch_invariant,
+}
+ONLY_ON = {
+    "fp8 operands": ["2x2", "4x1"],
+    "fp8 experts": ["2x2", "4x1"],
+    "fp8 refused": ["2x2"],
+    "batch invariance": ["2x2", "4x1"],
+}

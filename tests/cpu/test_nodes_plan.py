@@ -219,6 +219,18 @@ def test_the_way_can_be_said() -> None:
     assert not planned("gemm_rs", replace(gained, tuning=Tuning(forced="torch"))).fused
 
 
+@pytest.mark.parametrize(
+    "op", ["gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "all_gather", "reduce_scatter"]
+)
+def test_plans_of_one_node_do_not_look_at_nodes(op: str) -> None:
+    for m in (8, 1024, 8192):
+        alone = replace(problem(m, 8192, 1024, 1), topology=None)
+        found = planned(op, alone)
+        assert found.levels is None and found.num_sms == 0  # all of the GPU
+        others = [{"links": Links(1.0, 2.0, 3.0, "other")}, {"nodes_way": "two-level"}, {"nodes_way": "flat"}]
+        assert all(planned(op, replace(alone, **other)) == found for other in others)
+
+
 def test_batch_invariant_calls_do_not_change_their_way_with_rows() -> None:
     for m in (1024, 8192):
         assert not planned("gemm_rs", problem(m, 8192, 56, 64)).fused
