@@ -95,9 +95,9 @@ class ScaledMoe:
             values = dequantized(*self.hidden(holder, len(rows)))
             products = self._products(holder, values, self.w2(holder))
             mine = rows[:, 1] == rank
-            for (expert, _, token), product in zip(rows[mine].tolist(), products[mine], strict=True):
-                choice = (ids[token] == expert).nonzero()[0, 0]
-                out[token] += weights[token, choice].double() * product
+            expert, _, token = rows[mine].unbind(1)
+            choice = (ids[token] == expert[:, None]).int().argmax(1)
+            out.index_add_(0, token, weights[token, choice].double()[:, None] * products[mine])
         return out.to(self.out_dtype)
 
     def order(self, rank: int, routing: Any) -> Tensor:
