@@ -114,5 +114,5 @@ class ScaledMoe:
 
     def route(self, rank: int, device: str = "cpu") -> Any:
         ids, scores = (made.to(device) for made in self.moe.routing(rank))
-        sizes = {"ep_size": self.moe.ep_size, "max_tokens": self.moe.max_tokens}
-        return flux.moe.route(ids, scores, self.moe.num_experts, **sizes)
+        ep_size, limit = self.moe.ep_size, self.moe.max_tokens
+        return flux.moe.route(ids, scores, self.moe.num_experts, ep_size=ep_size, max_tokens=limit)
