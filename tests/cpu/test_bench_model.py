@@ -208,6 +208,22 @@ def test_short_rows_are_not_held_to_the_floor() -> None:
     assert (s.floor_bar_rows, s.over_floor_bar, s.meets_bar) == (0, 0, True)
 
 
+def test_host_and_time_of_a_call_have_bars() -> None:
+    fast = row(FULL)
+    fast.host_us = {"flux": 24.0, "NCCL": 90.0}
+    late = row(FULL)
+    late.host_us = {"flux": 26.0}
+    both = [derive(fast), derive(late)]
+    assert summarise([fast], both[:1], Bar(row=0.5)).meets_bar
+    s = summarise([fast, late], both, Bar(row=0.5))
+    assert (s.over_host_bar, s.meets_bar) == (1, False)
+    assert summarise([fast, late], both, Bar(row=0.5, host_us=None)).meets_bar
+    us = 1e3 * row(FULL).times["flux"].median
+    s = summarise([fast], both[:1], Bar(row=0.5, us=us - 1))
+    assert (s.over_time_bar, s.meets_bar) == (1, False)
+    assert summarise([fast], both[:1], Bar(row=0.5, us=us)).meets_bar
+
+
 def test_geomean_bar_is_for_its_world_size() -> None:
     bar = Bar(row=0.5, geomean=99.0, geomean_tp=4)
     two = row(FULL, tp=2)

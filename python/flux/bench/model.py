@@ -89,7 +89,7 @@ class Timing:
 class Bar:
     """The required performance of an op. ``geomean_tp`` limits the geomean bar to one world size (None: all).
 
-    host_us: of an eager call; None where it is that of a model and not of flux.
+    host_us: of an eager call; None where it is that of a model and not of flux. us: of the call on the GPU.
     """
 
     row: float
@@ -98,6 +98,7 @@ class Bar:
     over_floor: float | None = None
     floor_from_ms: float = 0.15
     host_us: float | None = 25.0
+    us: float | None = None
 
 
 @dataclass
@@ -282,10 +283,13 @@ class Summary:
     floor_bar_rows: int
     geomean_bar_met: bool | None
     max_host_us: float | None
+    over_host_bar: int
+    over_time_bar: int
 
     @property
     def meets_bar(self) -> bool:
-        return not (self.wrong or self.under_row_bar or self.over_floor_bar or self.geomean_bar_met is False)
+        missed = self.under_row_bar or self.over_floor_bar or self.over_host_bar or self.over_time_bar
+        return not (self.wrong or missed or self.geomean_bar_met is False)
 
 
 def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
@@ -317,4 +321,6 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
         if applies and mean is not None and bar.geomean is not None
         else None,
         max_host_us=max(hosts, default=None),
+        over_host_bar=sum(us > bar.host_us for us in hosts) if bar.host_us else 0,
+        over_time_bar=sum(1e3 * d.flux > bar.us for d in derived if d.flux is not None) if bar.us else 0,
     )

@@ -53,9 +53,9 @@ class Change:
 
 def changes(old: record.Record, new: record.Record) -> Iterator[Change]:
     """The rows that both results have, flux's time in each."""
-    before = {_key(row): row for row in old.rows if "flux" in row.times}
+    before = {key(row): row for row in old.rows if "flux" in row.times}
     for row in new.rows:
-        first = before.get(_key(row))
+        first = before.get(key(row))
         if first is None or (row.ok and "flux" not in row.times):
             continue
         mine, theirs = row.times, first.times
@@ -96,5 +96,6 @@ def command(files: list[str]) -> None:
         raise typer.Exit(1)
 
 
-def _key(row: Row) -> tuple[object, ...]:
+def key(row: Row) -> tuple[object, ...]:
+    """What a row measures."""
     return row.op, row.pattern, row.model, row.variant, row.scales, row.m, row.n, row.k, row.tp, row.dtype
