@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import flux
 from flux import _native
+from flux import peers as packages
 from flux.bench.model import FP8, in_way
 from flux.bench.suites import Problem
 from flux.bench.timing import Call, all_max
@@ -170,6 +171,35 @@ def async_tp(
 
     found, error = tried(enabled, context)
     return ([], [f"async-TP could not run: {error}"]) if found is None else ([found], [])
+
+
+def of_packages(
+    op: str,
+    sizes: tuple[int, int, int],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    exact: Callable[[packages.Product], str],
+    context: Context,
+) -> tuple[list[Candidate], list[str]]:
+    """Installed packages' ways to do `op` as peers, and notes on those that cannot run, or are wrong.
+
+    sizes: m, n, k of a rank's GEMM. exact: compares what a peer computes, as `compare` says it.
+    """
+    candidates, notes = [], []
+    for name in packages.here(packages.PRODUCTS[op]):
+
+        def opened(name: str = name) -> Candidate:
+            call = packages.PRODUCTS[op][name][1](context, *sizes)
+            if (said := exact(call)) != "exact":
+                raise RuntimeError(f"wrong: {said}")
+            return Candidate(name, "peer", rotating(weights, lambda w: call(x, w)))
+
+        candidate, error = tried(opened, context)
+        if candidate is None:
+            notes.append(f"{name} could not run: {error}")
+        else:
+            candidates.append(candidate)
+    return candidates, notes
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:
