@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from flux.bench.model import Derived, Row
+from flux.bench.model import OTHERS, Derived, Row
 from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
 from flux.bench.record import Record
 from flux.bench.report import filled, footer, heading, notes, title_of
@@ -90,13 +90,13 @@ def _samples(row: Row) -> str:
     lines = [f"{row.op} {row.name}, M = {row.m}: {row.check}"]
     for name, timing in row.times.items():
         lines.append(f"{name} ({timing.role}): {', '.join(f'{sample:.5g}' for sample in timing.samples)} ms")
+    lines += [f"{name}, sustained: {ms:.5g} ms" for name, ms in row.sustained_ms.items()]
     return "\n".join(lines)
 
 
 def _plots(drawn: list[tuple[Row, Derived]]) -> Iterator[str]:
     """Each candidate's time over the floor, without one over the best peer, and flux's speed-up."""
-    roles = ("serial", "peer", "parts")
-    others = {name for row, _ in drawn for name, timing in row.times.items() if timing.role in roles}
+    others = {name for row, _ in drawn for name, timing in row.times.items() if timing.role in OTHERS}
     colours = {"flux": FLUX} | {
         name: [*PEERS, LOSS][min(i, len(PEERS))] for i, name in enumerate(sorted(others))
     }

@@ -17,6 +17,8 @@ LINK_GB_PER_S = 380.0
 # Roles of candidates. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
 # others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
+# Those of candidates that do the job in another way.
+OTHERS = ("serial", "peer", "parts")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 # Of fp8 operands: results, and what is summed over ranks, are in 16 bits.
 FP8, FP8_RESULT = "float8_e4m3fn", "bfloat16"
@@ -122,6 +124,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     scales: str = ""
+    sustained_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -267,6 +270,12 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
     )
 
 
+def sustained_speedup(row: Row) -> float | None:
+    """flux against the best peer at clocks that have fallen; None if that was not measured."""
+    others = [ms for name, ms in row.sustained_ms.items() if row.times[name].role in OTHERS]
+    return min(others) / row.sustained_ms["flux"] if others and "flux" in row.sustained_ms else None
+
+
 @dataclass(frozen=True)
 class Summary:
     """The footer under a table of one op."""
@@ -283,6 +292,7 @@ class Summary:
     floor_bar_rows: int
     geomean_bar_met: bool | None
     max_host_us: float | None
+    sustained_speedups: tuple[float, ...]
     over_host_bar: int
     over_time_bar: int
 
@@ -321,6 +331,7 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
         if applies and mean is not None and bar.geomean is not None
         else None,
         max_host_us=max(hosts, default=None),
+        sustained_speedups=tuple(found for row in rows if (found := sustained_speedup(row)) is not None),
         over_host_bar=sum(us > bar.host_us for us in hosts) if bar.host_us else 0,
         over_time_bar=sum(1e3 * d.flux > bar.us for d in derived if d.flux is not None) if bar.us else 0,
     )

@@ -22,7 +22,7 @@ from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import compare, fp8_rows, history, options
+from flux.cli import fp8_rows, history, options
 from flux.cli.estimate import estimate
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
@@ -33,8 +33,6 @@ from flux.testing import SpawnError
 _CPU_PROCESSES = 4
 DEFAULT_LAYERS = 4
 _WITH_SHOW = {"plot", "shown", "html_file"}
-# Options that other commands than a measurement take, besides files.
-_OF_FILES: dict[str, set[str]] = {"compare": set(), "history": {"plot", "model", "m"}}
 # Options of a run on CPUs that keep it comparable with `make bench`.
 _DEFAULT_RUN = {"json_file", "html_file", "plot", "cpu", "timeout", "strict", "yes"}
 
@@ -339,6 +337,9 @@ def command(
         bool,
         typer.Option("--strict", metavar="", help="Exit status 1 if a row is under the bar (GPUs)."),
     ] = False,
+    sustained: Annotated[
+        bool, typer.Option("--sustained", metavar="", help="Also after 0.4 s without a rest (GPUs).")
+    ] = False,
     alone: Annotated[
         bool,
         typer.Option(
@@ -387,15 +388,8 @@ def command(
                         f"bench: {option} expected another file than {other}, got {str(target)!r}"
                     )
         options.check_target("bench: --html", html_file)
-        if ops and ops[0] in _OF_FILES:
-            options.only_rank_0()
-            allowed = {"ops", *_OF_FILES[ops[0]]}
-            if idle := [p.opts[0] for p in ctx.command.params if p.name in given - allowed]:
-                raise ValueError(f"bench: {ops[0]} measures nothing, expected without {', '.join(idle)}")
-            if ops[0] == "compare":
-                compare.command(ops[1:])
-            else:
-                history.command(ops[1:], model or [], m or [], plot)
+        if ops and ops[0] in history.OF_FILES:
+            history.of_files(ctx, given, ops, model or [], m or [], plot)
             return
         if shown is not None:
             options.only_rank_0()
@@ -428,6 +422,8 @@ def command(
         for package in ("transformers", "accelerate"):
             if any(p.op.startswith("e2e") for p in settings.problems) and find_spec(package) is None:
                 raise ValueError(f"bench: e2e needs {package}, which is not installed: pip install {package}")
+        if sustained and (not on_gpus or all_configs):
+            raise ValueError("bench: --sustained expected with GPUs, whose clocks fall, and no --all-configs")
         if link is not None and not on_gpus:
             raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
         if all_configs and (not on_gpus or settings.suite == "models" or plot or html_file):
@@ -441,6 +437,7 @@ def command(
             link_gb_per_s=link or LINK_GB_PER_S,
             all_configs=all_configs,
             alone=alone,
+            sustained=sustained,
             json_file=str(json_file) if json_file else None,
             timeout_s=timeout,
         )

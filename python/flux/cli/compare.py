@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -67,7 +67,7 @@ def changes(old: record.Record, new: record.Record) -> Iterator[Change]:
         yield Change(row, theirs["flux"].median, after, drift, max(_SAME, spread))
 
 
-def command(files: list[str]) -> None:
+def command(files: Sequence[str]) -> None:
     """Prints the comparison of two files. Exit status 1 if a row is worse, or wrong in the second file."""
     with options.refusing():
         options.only_rank_0()

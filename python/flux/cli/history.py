@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich import box
 from rich.table import Table
 
@@ -13,9 +14,32 @@ from flux.bench.model import Row, derive
 from flux.bench.plot_ctas import FLUX, GRID, INK, LOSS
 from flux.bench.record import Record
 from flux.bench.report import make_console
-from flux.cli.compare import key
+from flux.cli import compare, options
 
 Rows = dict[tuple[object, ...], list[tuple[Record, Row]]]
+
+
+# Words in the place of operators, and the options that they take.
+OF_FILES: dict[str, set[str]] = {"compare": set(), "history": {"plot", "model", "m"}}
+
+
+def of_files(
+    ctx: typer.Context,
+    given: set[str],
+    words: Sequence[str],
+    models: Sequence[str],
+    m: Sequence[int],
+    picture: Path | None,
+) -> None:
+    """Runs what measures nothing: a word of OF_FILES, and its files. Raises ValueError for other options."""
+    options.only_rank_0()
+    allowed = {"ops", *OF_FILES[words[0]]}
+    if idle := [p.opts[0] for p in ctx.command.params if p.name in given - allowed]:
+        raise ValueError(f"bench: {words[0]} measures nothing, expected without {', '.join(idle)}")
+    if words[0] == "compare":
+        compare.command(words[1:])
+    else:
+        command(words[1:], models, m, picture)
 
 
 def rows_of(results: Sequence[Record], models: Sequence[str], m: Sequence[int]) -> Rows:
@@ -25,7 +49,8 @@ def rows_of(results: Sequence[Record], models: Sequence[str], m: Sequence[int]) 
         for row in result.rows:
             wanted = (not models or row.model in models) and (not m or row.m in m)
             if wanted and row.ok and "flux" in row.times:
-                found.setdefault((*key(row), str(result.machine.get("gpu"))), []).append((result, row))
+                which = (*compare.key(row), str(result.machine.get("gpu")))
+                found.setdefault(which, []).append((result, row))
     return found
 
 
