@@ -1,5 +1,5 @@
 """Operators of other packages as peers, where these are installed: all-reduces, alone and with residual and
-RMSNorm; fused GEMMs; and cuBLASLt's GEMM with its heuristic's candidates timed.
+RMSNorm; fused GEMMs; cuBLASLt's GEMM with its heuristic's candidates timed; the exchange of experts' tokens.
 
 None of them may create NVLink multicast objects.
 """
@@ -185,11 +185,30 @@ def _userbuffers(mode: str) -> Callable[[Ranks, int, int, int], Product]:
     return made
 
 
+def _deep_ep(ranks: Ranks, goes: Tensor, columns: int) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """DeepEP's kernels for one node, with the layout known. goes [tokens, ranks]: who needs which token.
+
+    Returns dispatch, x [tokens, columns] to the rows that arrive, by rank, then token; and combine, such
+    rows to each token's sum.
+    """
+    buffers, p = import_module("deep_ep").Buffer, ranks.world_size
+    configs = buffers.get_dispatch_config(p), buffers.get_combine_config(p)
+    size = max(config.get_nvl_buffer_size_hint(columns * ranks.dtype.itemsize, p) for config in configs)
+    buffer = buffers(ranks.group, size)
+    to_ranks = goes.sum(0, dtype=torch.int32)
+    empty = torch.zeros(len(goes), columns, dtype=ranks.dtype, device=ranks.device)
+    layout = {"num_tokens_per_rank": to_ranks, "is_token_in_rank": goes}
+    # As if each rank had one expert.
+    handle = buffer.dispatch(empty, **layout, num_tokens_per_expert=to_ranks)[4]
+    return lambda x: buffer.dispatch(x, handle=handle)[0], lambda rows: buffer.combine(rows, handle)[0]
+
+
 # By the name in tables: the module of the package, and how its operator is opened.
 PEERS = {
     "vLLM": ("vllm", _vllm),
     "FlashInfer": ("flashinfer", _flashinfer),
 }
+EXCHANGES = {"DeepEP": ("deep_ep", _deep_ep)}
 # Of the sizes of a rank's GEMM.
 PRODUCTS: dict[str, dict[str, tuple[str, Callable[[Ranks, int, int, int], Product]]]] = {
     "gemm": {"cuBLASLt tuned": ("nvmath", _cublaslt)},
@@ -204,7 +223,7 @@ PRODUCTS: dict[str, dict[str, tuple[str, Callable[[Ranks, int, int, int], Produc
 def versions() -> dict[str, str]:
     """The versions of the packages whose peers are here."""
     owners = metadata.packages_distributions()  # vLLM's build for CPUs has another name
-    kinds: list[Mapping[str, tuple[str, Any]]] = [PEERS, *PRODUCTS.values()]
+    kinds: list[Mapping[str, tuple[str, Any]]] = [PEERS, EXCHANGES, *PRODUCTS.values()]
     modules = {kind[name][0] for kind in kinds for name in here(kind)}
     packages = sorted({owner for module in modules for owner in owners.get(module, ())})
     return {package: metadata.version(package) for package in packages}

@@ -173,6 +173,20 @@ def async_tp(
     return ([], [f"async-TP could not run: {error}"]) if found is None else ([found], [])
 
 
+def installed(
+    kind: Mapping[str, tuple[str, Any]], make: Callable[[str], Candidate], context: Context
+) -> tuple[list[Candidate], list[str]]:
+    """Candidates of the packages of a kind (flux.peers) that are installed, and notes on those that fail."""
+    candidates, notes = [], []
+    for name in packages.here(kind):
+        candidate, error = tried(lambda name=name: make(name), context)  # type: ignore[misc]
+        if candidate is None:
+            notes.append(f"{name} could not run: {error}")
+        else:
+            candidates.append(candidate)
+    return candidates, notes
+
+
 def of_packages(
     op: str,
     sizes: tuple[int, int, int],
@@ -185,21 +199,15 @@ def of_packages(
 
     sizes: m, n, k of a rank's GEMM. exact: compares what a peer computes, as `compare` says it.
     """
-    candidates, notes = [], []
-    for name in packages.here(packages.PRODUCTS[op]):
+    kind = packages.PRODUCTS[op]
 
-        def opened(name: str = name) -> Candidate:
-            call = packages.PRODUCTS[op][name][1](context, *sizes)
-            if (said := exact(call)) != "exact":
-                raise RuntimeError(f"wrong: {said}")
-            return Candidate(name, "peer", rotating(weights, lambda w: call(x, w)))
+    def opened(name: str) -> Candidate:
+        call = kind[name][1](context, *sizes)
+        if (said := exact(call)) != "exact":
+            raise RuntimeError(f"wrong: {said}")
+        return Candidate(name, "peer", rotating(weights, lambda w: call(x, w)))
 
-        candidate, error = tried(opened, context)
-        if candidate is None:
-            notes.append(f"{name} could not run: {error}")
-        else:
-            candidates.append(candidate)
-    return candidates, notes
+    return installed(kind, opened, context)
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:

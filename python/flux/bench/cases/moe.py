@@ -205,14 +205,14 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         op = "moe.ag_scatter_gemm"
         ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
         parts = Candidate(in_way("parts"), "parts", lambda: layer0_in_parts(x, weight, routing, None))
-        others = moe_peers.layer0(x, weight, routing, context)
+        others, failed = moe_peers.layer0(x, weight, routing, context)
     else:
         op = "moe.gemm_gather_rs"
         ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
         parts = Candidate(in_way("parts"), "parts", lambda: layer1_in_parts(x, weight, routing))
-        others = moe_peers.layer1(x, weight, routing, context)
+        others, failed = moe_peers.layer1(x, weight, routing, context)
     _, plan = plan_of(op, weight, routing, context)
-    return Prepared([ours, parts, *others], plan_dict(plan), [note, *why_unfused(plan)])
+    return Prepared([ours, parts, *others], plan_dict(plan), [note, *why_unfused(plan), *failed])
 
 
 def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:
