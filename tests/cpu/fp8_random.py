@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from fp8_layouts import LAYOUTS
-from fp8_moe import ScaledMoe
 
 import flux
 from flux.ops._end import QUANTS
@@ -28,6 +27,7 @@ from flux.testing import ScaledCase, spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import random_case
 from flux.testing.scaled_data import exact_product
+from flux.testing.scaled_moe_data import ScaledMoe
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
