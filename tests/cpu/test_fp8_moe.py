@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,9 @@ from cases import Answers, by_name, opcheck, run_scenarios
 from fp8_random import differs
 
 import flux
+from flux import _native
 from flux.moe import reference
+from flux.moe.plan import plan_layer
 from flux.ops import _scales
 from flux.ops import grouped_gemm as grouped
 from flux.ops.plan import PlanInput, can_run_fused
@@ -166,6 +169,27 @@ def test_kernels_of_experts_store_16_bits(op: str) -> None:
         fused, why = can_run_fused(op, PlanInput("cuda", 64, 64, 128, E4M3, scaling=scaling))
         assert fused is expected, why
         assert expected or "16 bits, not float32" in why
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaling"), [(E4M3, _scales.Scaling("row", torch.float16)), (torch.float16, None)]
+)
+def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: _scales.Scaling | None) -> None:
+    workspace: Any = SimpleNamespace(
+        world_size=2,
+        device=torch.device("cuda"),
+        why_not=None,
+        topology=None,
+        tuning=None,
+        transport="",
+        num_sms=132,
+        left_free=0,
+        plans={},
+    )
+    sizes = (64, 512, 256, dtype, 2, 1, 4)  # tokens, n, k, dtype, top_k, ep_size, experts
+    plan = plan_layer(workspace, "moe.gemm_gather_rs", *sizes, scaling)
+    tile = _native.core.tile_config(plan.tile)
+    assert plan.fused and tile.operand_bytes == dtype.itemsize, (plan, tile)
 
 
 def experts(kind: str, out_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Tensor]:

@@ -127,10 +127,13 @@ def _make_plan(
     else:
         rows = m * top_k // ep_size  # expected rows of a rank
         block_n = BLOCK_N
-        ctas = core.moe_communication_ctas(rows, max_tokens, experts, n, k, p, workspace.num_sms)
+        operand_bytes = dtype.itemsize
+        ctas = core.moe_communication_ctas(
+            rows, max_tokens, experts, n, k, p, workspace.num_sms, operand_bytes
+        )
         if device == "cuda":
             # Count waves on the SMs without communication: an additional wave costs the time of a tile.
-            tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas))
+            tile = core.moe_tile(rows, experts, n, k, max(1, workspace.num_sms - ctas), operand_bytes)
             block_n = core.tile_config(tile).block_n
         chunks = tuple(core.moe_column_chunks(n, block_n))
         columns = n
