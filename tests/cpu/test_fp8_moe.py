@@ -24,6 +24,7 @@ from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_moe_data import ScaledMoe
+from flux.tuning.facts import NO_FACTS
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -180,7 +181,7 @@ def test_layer_1_gets_a_tile_for_its_operands(dtype: torch.dtype, scaling: _scal
         device=torch.device("cuda"),
         why_not=None,
         topology=None,
-        tuning=None,
+        tuning=NO_FACTS,
         transport="",
         num_sms=132,
         left_free=0,

@@ -127,7 +127,7 @@ def _make_plan(
     else:
         rows = m * top_k // ep_size  # expected rows of a rank
         block_n = BLOCK_N
-        operand_bytes = dtype.itemsize
+        operand_bytes = 2 if scaling is None else 1
         ctas = core.moe_communication_ctas(
             rows, max_tokens, experts, n, k, p, workspace.num_sms, operand_bytes
         )
