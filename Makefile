@@ -10,6 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_VERSION := 0.32.0
 VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
+# The Python sources that run, with the compiled operators of that version.
+VLLM_SOURCES ?= $(VLLM_VERSION)
+VLLM_LAID := $(VLLM_VENV)/sources/$(VLLM_SOURCES)
 # Megatron-Core since 0.17 needs Python 3.12. Its releases lie side by side, without what they depend on.
 PYTHON312 ?= python3.12
 MEGATRON_VENV := .venv-megatron
@@ -39,6 +42,7 @@ help:
 	@echo "make simulate   the kernels on a simulated Hopper GPU, random cases, exact; needs g++  (ARGS='--seed 7 --seconds 600')"
 	@echo "make sanitize   build the host C++ under AddressSanitizer and UBSan, run its tests; needs g++ and libasan"
 	@echo "make vllm       set up vLLM for CPUs in $(VLLM_VENV), install flux there, compare with and without flux"
+	@echo "                VLLM_SOURCES=0.33.0: the same with Python sources of another version"
 	@echo "make megatron   set up releases of Megatron-Core in $(MEGATRON_VENV), install flux there, compare with and without"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
 	@echo "make results    write docs/results.md, README's table and measured.json from benchmarks/results"
@@ -95,10 +99,15 @@ $(VLLM_STAMP):
 	$(VLLM_PY) -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
+$(VLLM_LAID): $(VLLM_STAMP)
+	rm -rf $@.part
+	$(VLLM_PY) tests/with_vllm/lay_sources.py $(VLLM_SOURCES) $@.part
+	mv $@.part $@
+
 # Installed as users do it, so that vLLM finds the plugin as it does with them.
-vllm: $(VLLM_STAMP)
+vllm: $(VLLM_STAMP) $(if $(filter $(VLLM_VERSION),$(VLLM_SOURCES)),,$(VLLM_LAID))
 	FLUX_CUDA=off FLUX_BUILD_DIR=build/vllm $(VLLM_PY) -m pip install -qq --disable-pip-version-check .
-	$(VLLM_PY) -m pytest tests/with_vllm $(ARGS)
+	PYTHONPATH=$(abspath $(VLLM_LAID)) $(VLLM_PY) -m pytest tests/with_vllm $(ARGS)
 
 $(MEGATRON_STAMP):
 	$(PYTHON312) -m venv --clear $(MEGATRON_VENV)

@@ -2,8 +2,8 @@
 
     python tools/vllm_uses.py vllm-0.33.0-….whl …
 
-Prints a table for docs/vllm.md: for each name, in which of the wheels it is. Exit status 1 if the newest one
-lacks any that is not optional.
+Prints a table for docs/design/vllm.md: for each name, in which of the wheels it is. Exit status 1 if the
+newest one lacks any that is not optional.
 """
 
 from __future__ import annotations

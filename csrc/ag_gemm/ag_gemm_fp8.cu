@@ -11,7 +11,7 @@ void launch_fp8(const gemm::GemmArgs& args, const gemm::Choice& choice, const ge
     const char* const slots = store.symm.slots(store.symm.rank, parity);
     const int64_t vectors = static_cast<int64_t>(layout.world_size - 1) * layout.scale_columns;
     params.gathered_scales[parity] = runtime::make_vector_map(
-        {slots + layout.scale_offset(0), vectors, layout.rows, layout.scale_stride()}, gemm::kBlockM);
+        {slots + layout.scale_offset(0), vectors, layout.rows, layout.scale_stride()}, gemm::kScaleBoxRows);
   }
   gemm::launch<ScaledGatherStore, true>(args, choice, order, layout.rows, num_sms, params, stream,
                                         store.num_pushers);

@@ -29,7 +29,8 @@ void push_by_copy_engine(const runtime::SymmBuffer& symm, const Layout& layout, 
         }
       }
       uint32_t* const signal = symm.signal(peer, slot, chunk);
-      if (apart) {
+      const bool last = i + 1 == symm.world_size && row + chunk_rows >= layout.rows;
+      if (apart && !last) {  // no copy would wait for the last signal
         queue.announce(signal, epoch);
       } else {
         queue.write(signal, epoch);

@@ -459,6 +459,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("FP8") = true;  // selections and layouts take the operands' bytes
   bind_atomics(m);
   bind_turn(m);
+  bind_known_calls(m);
   bind_workspace(m);
   bind_selection(m);
   bind_gemm_rs(m);

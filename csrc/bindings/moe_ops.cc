@@ -1,12 +1,12 @@
 // The CUDA ops of mixtures of experts; see ops.cc.
 #include <cuda_runtime_api.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
 #include <vector>
 
+#include "bindings/kept_launch.h"
 #include "bindings/tensors.h"
 #include "moe/moe.h"
 #include "runtime/check.h"
@@ -16,19 +16,27 @@ namespace {
 
 using torch::stable::Tensor;
 
-int32_t* words(const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); }
+int32_t* words(void* address) { return static_cast<int32_t*>(address); }
 
-moe::RoutingArrays routing_arrays(const std::vector<Tensor>& arrays) {
-  FLUX_CHECK(arrays.size() == moe::kRoutingArrays, arrays.size());
-  return moe::routing_arrays([&](int i) { return arrays[i].data_ptr(); });
+moe::RoutingArrays routing_arrays(Addresses a) {
+  return moe::routing_arrays([&](int i) { return a[i]; });
 }
+
+// The addresses of two tensors, of the arrays of a routing, and of further tensors.
+std::vector<void*> addresses(const Tensor& first, const Tensor& second, const std::vector<Tensor>& arrays,
+                             std::initializer_list<void*> others) {
+  FLUX_CHECK(arrays.size() == moe::kRoutingArrays, arrays.size());
+  std::vector<void*> all = {first.data_ptr(), second.data_ptr()};
+  for (const Tensor& array : arrays) all.push_back(array.data_ptr());
+  all.insert(all.end(), others);
+  return all;
+}
+constexpr int kAfterArrays = 2 + moe::kRoutingArrays;
 
 // ids (int32 or int64) and weights (float32): [tokens, top_k] of this rank, contiguous. arrays: in the order of
 // RoutingArrays. all_weights: [world_size, max_tokens, top_k]. symm_buffer: 0 if there is no exchange.
 void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all_weights, Tensor scratch,
               int64_t symm_buffer, int64_t rank, int64_t ep_size, int64_t num_experts, int64_t block_m) {
-  const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
-  const moe::RoutingArrays out = routing_arrays(arrays);
   const auto size = [&](int i) { return static_cast<int>(all_weights.size(i)); };
   const moe::Layout layout = {
       size(0), static_cast<int>(rank), static_cast<int>(ep_size), static_cast<int>(num_experts), size(2),
@@ -36,24 +44,30 @@ void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all
   FLUX_CHECK(ids.dim() == 2 && ids.size(1) == layout.top_k, ids.dim());
   FLUX_CHECK(weights.numel() == ids.numel(), weights.numel(), ids.numel());
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
-  const moe::OwnChoices own = {ids.data_ptr(), ids.element_size() == sizeof(int64_t),
-                               static_cast<const float*>(weights.data_ptr()), static_cast<int>(ids.size(0))};
-  moe::route(layout, static_cast<int>(block_m), own,
-             symm_buffer != 0 ? &symm_buffer_at(symm_buffer) : nullptr, out,
-             static_cast<float*>(all_weights.data_ptr()), words(scratch), current_stream(ids));
+  const auto tensors = addresses(ids, weights, arrays, {address_of(all_weights), address_of(scratch)});
+  enqueue(ids, tensors.data(), 0,
+          [layout, symm = symm_buffer != 0 ? &symm_buffer_at(symm_buffer) : nullptr,
+           wide = ids.element_size() == sizeof(int64_t), tokens = static_cast<int>(ids.size(0)),
+           block_m = static_cast<int>(block_m)](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::route(layout, block_m, {a[0], wide, static_cast<const float*>(a[1]), tokens}, symm,
+                       routing_arrays(a + 2), static_cast<float*>(a[kAfterArrays]),
+                       words(a[kAfterArrays + 1]), stream);
+          });
 }
 
 // products [rows, n], positions and weights [..., top_k], out [..., n].
 void combine_op(Tensor products, Tensor positions, Tensor weights, Tensor out) {
-  const torch::stable::accelerator::DeviceGuard guard(products.get_device_index());
   FLUX_CHECK(products.dim() == 2 && products.stride(1) == 1, products.dim());
   const int64_t n = products.size(1), top_k = positions.size(positions.dim() - 1);
   FLUX_CHECK(weights.numel() == positions.numel(), weights.numel(), positions.numel());
   const int64_t tokens = positions.numel() / top_k;
   FLUX_CHECK(out.numel() == tokens * n, out.numel(), tokens, n);
-  moe::combine({products.data_ptr(), products.size(0), n, products.stride(0)}, dtype_of(products),
-               words(positions), static_cast<const float*>(weights.data_ptr()), tokens,
-               static_cast<int>(top_k), out.data_ptr(), current_stream(products));
+  enqueue(products, {address_of(products), address_of(positions), address_of(weights), address_of(out)}, 0,
+          [rows = products.size(0), stride = products.stride(0), n, tokens, top_k = static_cast<int>(top_k),
+           dtype = dtype_of(products)](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::combine({a[0], rows, n, stride}, dtype, words(a[1]), static_cast<const float*>(a[2]), tokens,
+                         top_k, a[3], stream);
+          });
 }
 
 runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
@@ -82,6 +96,14 @@ moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const T
   return args;
 }
 
+// The same arguments with other tensors.
+moe::GroupedGemmArgs at(void* x, void* weight, void* out, moe::GroupedGemmArgs args) {
+  args.x.data = x;
+  args.weight.data = weight;
+  args.out = out;
+  return args;
+}
+
 moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t num_experts, int64_t top_k,
                       int64_t max_tokens) {
   return {symm.world_size,           symm.rank,
@@ -93,14 +115,18 @@ moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t 
 void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> rows, int64_t activation,
                      Tensor out, Tensor schedule, int64_t config, int64_t num_sms,
                      std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
-  args.offsets = words(offsets);
-  args.rows = rows.has_value() ? words(*rows) : nullptr;
   args.activation = static_cast<int>(activation);
   FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
-  args.schedule = words(schedule);
-  moe::grouped_gemm(args, current_stream(x));
+  enqueue(x,
+          {address_of(x), address_of(weight), address_of(offsets), address_of(rows), address_of(out),
+           address_of(schedule)},
+          0, [args](Addresses a, uint32_t, cudaStream_t stream) mutable {
+            args.offsets = words(a[2]);
+            args.rows = words(a[3]);
+            args.schedule = words(a[5]);
+            moe::grouped_gemm(at(a[0], a[1], a[4], args), stream);
+          });
 }
 
 // x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2], all contiguous.
@@ -108,12 +134,14 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
                         int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
                         Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms,
                         std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
-  moe::ag_scatter_gemm(args, layout, routing_arrays(arrays), symm, current_stream(x));
+  const auto tensors = addresses(x, weight, arrays, {address_of(out)});
+  enqueue(x, tensors.data(), 0, [args, layout, &symm](Addresses a, uint32_t, cudaStream_t stream) {
+    moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], args), layout, routing_arrays(a + 2), symm, stream);
+  });
 }
 
 // x [max_rows, k], weight [local experts, n, k], weights [world_size, max_tokens, top_k], products
@@ -122,15 +150,20 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
                        int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
                        int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms,
                        std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  const moe::GroupedGemmArgs args =
-      grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast);
-  const moe::CombineArgs combine = {static_cast<const float*>(weights.data_ptr()), out.data_ptr(),
-                                    static_cast<int>(out.size(0)), static_cast<int>(tiles_per_chunk),
-                                    static_cast<int>(communication_ctas)};
-  moe::gemm_gather_rs(args, combine, layout, routing_arrays(arrays), symm, current_stream(x));
+  const auto tensors =
+      addresses(x, weight, arrays, {address_of(weights), address_of(products), address_of(out)});
+  enqueue(x, tensors.data(), 0,
+          [args = grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast), layout, &symm,
+           tokens = static_cast<int>(out.size(0)), tiles_per_chunk = static_cast<int>(tiles_per_chunk),
+           communication_ctas = static_cast<int>(communication_ctas)](Addresses a, uint32_t,
+                                                                      cudaStream_t stream) {
+            const moe::CombineArgs combine = {static_cast<const float*>(a[kAfterArrays]), a[kAfterArrays + 2],
+                                              tokens, tiles_per_chunk, communication_ctas};
+            moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], args), combine, layout,
+                                routing_arrays(a + 2), symm, stream);
+          });
 }
 
 }  // namespace

@@ -1,15 +1,17 @@
 // The CUDA ops, registered through libtorch's stable ABI: one binary for every torch from 2.10 on. Schemas, fakes, CPU
 // implementations and argument checks are in Python (python/flux/ops). This file only unpacks arguments.
 #include <cuda_runtime_api.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "ag_gemm/ag_gemm.h"
+#include "bindings/kept_launch.h"
 #include "bindings/tensors.h"
 #include "gemm/gemm.h"
 #include "gemm/quantize.h"
@@ -17,6 +19,8 @@
 #include "gemm_rs/gemm_rs.h"
 #include "moe/moe.h"
 #include "runtime/check.h"
+#include "runtime/device.h"
+#include "runtime/launch_table.h"
 
 namespace flux::bindings {
 namespace {
@@ -55,37 +59,64 @@ gemm::GemmArgs gemm_args(const Tensor& x, const Tensor& weight, const std::optio
   return args;
 }
 
+// The same arguments with other tensors: x, weight, bias and out, and scales.
+gemm::GemmArgs at(Addresses addresses, Addresses scales, gemm::GemmArgs args) {
+  args.x.data = addresses[0];
+  args.weight.data = addresses[1];
+  args.bias = addresses[2];
+  args.out.data = addresses[3];
+  args.scales.x = static_cast<const float*>(scales[0]);
+  args.scales.weight = static_cast<const float*>(scales[1]);
+  return args;
+}
+
+runtime::Matrix at(void* address, runtime::Matrix matrix) {
+  matrix.data = address;
+  return matrix;
+}
+
 void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
              int64_t config, int64_t num_sms, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w,
              bool fast) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  gemm::gemm(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                       scales_of(x, scale_x, scale_w, fast)),
-             current_stream(x));
+  enqueue(x,
+          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(scale_x),
+           address_of(scale_w)},
+          0,
+          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                            scales_of(x, scale_x, scale_w, fast))](
+              Addresses a, uint32_t, cudaStream_t stream) { gemm::gemm(at(a, a + 4, args), stream); });
 }
 
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunks,
                 std::optional<Tensor> staging, bool rounds_own, std::optional<Tensor> scale_x,
                 std::optional<Tensor> scale_w, bool fast) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const gemm_rs::Transport transport = {
-      static_cast<uint32_t>(copy_epoch), static_cast<int>(chunks),
-      staging.has_value() ? static_cast<char*>(staging->data_ptr()) : nullptr};
-  gemm_rs::gemm_rs(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                             scales_of(x, scale_x, scale_w, fast)),
-                   symm_buffer_at(symm_buffer), transport, rounds_own, current_stream(x));
+  enqueue(x,
+          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(staging),
+           address_of(scale_x), address_of(scale_w)},
+          copy_epoch,
+          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                            scales_of(x, scale_x, scale_w, fast)),
+           &symm = symm_buffer_at(symm_buffer), chunks = static_cast<int>(chunks),
+           rounds_own](Addresses a, uint32_t epoch, cudaStream_t stream) {
+            gemm_rs::gemm_rs(at(a, a + 5, args), symm, {epoch, chunks, static_cast<char*>(a[4])}, rounds_own,
+                             stream);
+          });
 }
 
 void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
                 int64_t symm_buffer, int64_t config, int64_t num_sms, int64_t copy_epoch, int64_t chunk_rows,
                 bool reuse, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  ag_gemm::ag_gemm(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                             scales_of(x, scale_x, scale_w, fast)),
-                   symm_buffer_at(symm_buffer),
-                   {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, reuse,
-                   current_stream(x));
+  enqueue(x,
+          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(scale_x),
+           address_of(scale_w)},
+          copy_epoch,
+          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                            scales_of(x, scale_x, scale_w, fast)),
+           &symm = symm_buffer_at(symm_buffer), chunk_rows = static_cast<int>(chunk_rows),
+           reuse](Addresses a, uint32_t epoch, cudaStream_t stream) {
+            ag_gemm::ag_gemm(at(a, a + 4, args), symm, {epoch, chunk_rows}, reuse, stream);
+          });
 }
 
 // What a quantisation writes. Its scratch memory may be freed when its launches are enqueued: torch gives it only to
@@ -124,25 +155,21 @@ void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8
                  quantisation.to, current_stream(x));
 }
 
-gemm_ar::Extras extras_of(const std::optional<Tensor>& residual, const std::optional<Tensor>& norm_weight,
-                          double eps, const std::optional<Tensor>& sum_out,
-                          const std::optional<Quantisation>& quantisation) {
-  return {residual.has_value() ? residual->data_ptr() : nullptr,
-          norm_weight.has_value() ? norm_weight->data_ptr() : nullptr, static_cast<float>(eps),
-          sum_out.has_value() ? sum_out->data_ptr() : nullptr,
-          quantisation.has_value() ? quantisation->to : gemm::Quantized()};
-}
-
-// Of the norm, [m, n].
+// Of the norm, [m, n]. Launches with one are not kept: its tensors would be the first call's.
 std::optional<Quantisation> quantisation_of(const std::optional<Tensor>& q,
                                             const std::optional<Tensor>& q_scale, int64_t granularity,
                                             bool ue8m0, const std::optional<Tensor>& quant_scale,
                                             const Tensor& norm) {
   FLUX_CHECK(q.has_value() == q_scale.has_value(), q.has_value());
   if (!q.has_value()) return std::nullopt;
+  FLUX_CHECK(keeper == nullptr, "a launch that quantises");
   FLUX_CHECK(q->is_contiguous() && q->numel() == norm.numel(), q->numel());
   return Quantisation(*q, *q_scale, granularity, ue8m0,
                       quant_scale.has_value() ? quant_scale->data_ptr() : nullptr);
+}
+
+gemm::Quantized written_by(const std::optional<Quantisation>& quantisation) {
+  return quantisation.has_value() ? quantisation->to : gemm::Quantized();
 }
 
 void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
@@ -152,56 +179,74 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                 std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
                 std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
                 std::optional<Tensor> quant_scale) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const auto quantisation = quantisation_of(q, q_scale, granularity, ue8m0, quant_scale, out);
-  gemm_ar::gemm_ar(gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                             scales_of(x, scale_x, scale_w, fast)),
-                   extras_of(residual, norm_weight, eps, residual_out, quantisation),
-                   symm_buffer_at(symm_buffer), static_cast<runtime::Exchange::Mode>(mode),
-                   current_stream(x));
+  enqueue(x,
+          {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(residual),
+           address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w)},
+          0,
+          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                            scales_of(x, scale_x, scale_w, fast)),
+           &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
+           eps = static_cast<float>(eps),
+           to = written_by(quantisation)](Addresses a, uint32_t, cudaStream_t stream) {
+            gemm_ar::gemm_ar(at(a, a + 7, args), {a[4], a[5], eps, a[6], to}, symm, mode, stream);
+          });
 }
 
 void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode,
                    std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
                    std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
                    int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const auto quantisation = quantisation_of(q, q_scale, granularity, ue8m0, quant_scale, out);
-  gemm_ar::all_reduce(matrix(x), matrix(out), dtype_of(x),
-                      extras_of(residual, norm_weight, eps, residual_out, quantisation),
-                      symm_buffer_at(symm_buffer), static_cast<int>(num_sms),
-                      static_cast<runtime::Exchange::Mode>(mode), current_stream(x));
+  enqueue(x,
+          {address_of(x), address_of(out), address_of(residual), address_of(norm_weight),
+           address_of(residual_out)},
+          0,
+          [x = matrix(x), out = matrix(out), dtype = dtype_of(x), &symm = symm_buffer_at(symm_buffer),
+           num_sms = static_cast<int>(num_sms), mode = static_cast<runtime::Exchange::Mode>(mode),
+           eps = static_cast<float>(eps),
+           to = written_by(quantisation)](Addresses a, uint32_t, cudaStream_t stream) {
+            gemm_ar::all_reduce(at(a[0], x), at(a[1], out), dtype, {a[2], a[3], eps, a[4], to}, symm, num_sms,
+                                mode, stream);
+          });
 }
 
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,
                    bool begun) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  ag_gemm::all_gather(words(x), words(out), symm_buffer_at(symm_buffer),
-                      {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)}, begun,
-                      current_stream(x));
+  enqueue(
+      x, {address_of(x), address_of(out)}, copy_epoch,
+      [x = words(x), out = words(out), &symm = symm_buffer_at(symm_buffer),
+       chunk_rows = static_cast<int>(chunk_rows), begun](Addresses a, uint32_t epoch, cudaStream_t stream) {
+        ag_gemm::all_gather(at(a[0], x), at(a[1], out), symm, {epoch, chunk_rows}, begun, stream);
+      });
 }
 
 void begin_all_gather_op(Tensor x, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  ag_gemm::begin_all_gather(words(x), symm_buffer_at(symm_buffer),
-                            {static_cast<uint32_t>(copy_epoch), static_cast<int>(chunk_rows)},
-                            current_stream(x));
+  enqueue(x, {address_of(x)}, copy_epoch,
+          [x = words(x), &symm = symm_buffer_at(symm_buffer), chunk_rows = static_cast<int>(chunk_rows)](
+              Addresses a, uint32_t epoch, cudaStream_t stream) {
+            ag_gemm::begin_all_gather(at(a[0], x), symm, {epoch, chunk_rows}, stream);
+          });
 }
 
 // scale_x, gathered_scale: of fp8 rows, as scales_of describes them.
 void collect_op(Tensor x, Tensor gathered, int64_t symm_buffer, int64_t copy_epoch,
                 std::optional<Tensor> scale_x, std::optional<Tensor> gathered_scale) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   ag_gemm::CollectedScales scales;
   FLUX_CHECK(scale_x.has_value() == gathered_scale.has_value(), scale_x.has_value());
   if (scale_x.has_value()) {
     const gemm::Scales own = scales_of(x, scale_x, scale_x, /*fast=*/false);
     scales.own = {own.x, own.blocks ? 1 : own.x_step, own.x_stride};
     scales.columns = own.blocks ? static_cast<int>(scale_x->size(1)) : 1;
-    scales.out = static_cast<float*>(gathered_scale->data_ptr());
   }
-  ag_gemm::collect(words(x), words(gathered), symm_buffer_at(symm_buffer), static_cast<uint32_t>(copy_epoch),
-                   scales, current_stream(x));
+  enqueue(x, {address_of(x), address_of(gathered), address_of(scale_x), address_of(gathered_scale)},
+          copy_epoch,
+          [x = words(x), gathered = words(gathered), &symm = symm_buffer_at(symm_buffer), scales](
+              Addresses a, uint32_t epoch, cudaStream_t stream) mutable {
+            scales.own.data = static_cast<const float*>(a[2]);
+            scales.out = static_cast<float*>(a[3]);
+            ag_gemm::collect(at(a[0], x), at(a[1], gathered), symm, epoch, scales, stream);
+          });
 }
 
 void prepare_op() {
@@ -215,6 +260,55 @@ void prepare_op() {
   moe::prepare_ag_scatter_gemm();
   moe::prepare_gemm_gather_rs();
   moe::prepare_combine();
+}
+
+// ---- kept launches ---------------------------------------------------------------------------------------------
+
+bool ready(int32_t device, void** stream) {
+  if (runtime::current_device() != device) return false;
+  if (aoti_torch_get_current_cuda_stream(device, stream) != AOTI_TORCH_SUCCESS) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(*stream), &status) != cudaSuccess) {
+    cudaGetLastError();  // of a legacy stream while another thread captures: nobody else must see it
+    return false;
+  }
+  return status == cudaStreamCaptureStatusNone;
+}
+
+const char* run(void* launch, void* const* addresses, uint32_t copy_epoch, void* stream) {
+  static thread_local std::string message;
+  auto& kept = *static_cast<KeptLaunch*>(launch);
+  try {
+    const runtime::KeptTensorMaps::Scope scope(kept.maps);
+    kept.run(addresses, copy_epoch, static_cast<cudaStream_t>(stream));
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+void drop(void* launch) { delete static_cast<KeptLaunch*>(launch); }
+
+int64_t launch_table_op() {
+  static constexpr runtime::LaunchTable table = {&ready, &run, &drop};
+  return reinterpret_cast<int64_t>(&table);
+}
+
+using Kept = std::vector<std::unique_ptr<KeptLaunch>>;
+
+void keep_op() {
+  static thread_local Kept kept;
+  kept.clear();
+  keeper = &kept;
+}
+
+std::vector<int64_t> kept_op() {
+  FLUX_CHECK(keeper != nullptr, "nothing was kept");
+  std::vector<int64_t> handles;
+  for (auto& launch : *keeper) handles.push_back(reinterpret_cast<int64_t>(launch.release()));
+  keeper = nullptr;
+  return handles;
 }
 
 }  // namespace
@@ -235,4 +329,7 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
 // No tensor argument to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL(flux, CompositeExplicitAutograd, m) {
   m.impl("_prepare", TORCH_BOX(&flux::bindings::prepare_op));
+  m.impl("_launch_table", TORCH_BOX(&flux::bindings::launch_table_op));
+  m.impl("_keep", TORCH_BOX(&flux::bindings::keep_op));
+  m.impl("_kept", TORCH_BOX(&flux::bindings::kept_op));
 }

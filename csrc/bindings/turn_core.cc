@@ -1,63 +1,33 @@
-// Bindings of runtime::Turn in flux._core.
+// Bindings of CallTurn and LaunchOrder in flux._core.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
-#include <string>
-#include <utility>
-
+#include "bindings/call_turn.h"
 #include "bindings/core.h"
-#include "runtime/turn.h"
 
 namespace py = pybind11;
 
 namespace flux::bindings {
-namespace {
 
-// Serialises the calls of host threads on a group. Also records whether an exception ended a call after the call had
-// become visible to peers. In C++, so that no asynchronous exception (such as KeyboardInterrupt) can occur between the
-// end of a call and its record.
-class CallTurn {
- public:
-  explicit CallTurn(py::object refusals) : refusals_(std::move(refusals)) {}
-
-  // args: the function, then its arguments.
-  py::object call(PyObject* const* args, Py_ssize_t count) {
-    if (!turn_.try_acquire()) {
-      py::gil_scoped_release release;
-      turn_.acquire([] {
-        py::gil_scoped_acquire acquire;
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      });
-    }
-    const bool outermost = turn_.depth() == 1;
-    if (outermost) open_ = false;
-    try {
-      PyObject* const result = PyObject_Vectorcall(args[0], args + 1, count - 1, nullptr);
-      if (result == nullptr) throw py::error_already_set();
-      if (outermost) open_ = false;
-      turn_.release();
-      return py::reinterpret_steal<py::object>(result);
-    } catch (py::error_already_set& error) {
-      if (outermost && open_ && !error.matches(refusals_))
-        broken_by_ = error.type().attr("__name__").cast<std::string>();
-      if (outermost) open_ = false;
-      turn_.release();
-      throw;
-    }
+py::object CallTurn::call(PyObject* const* args, Py_ssize_t count) {
+  acquire(turn_);
+  const bool outermost = turn_.depth() == 1;
+  if (outermost) open_ = false;
+  try {
+    PyObject* const result = PyObject_Vectorcall(args[0], args + 1, count - 1, nullptr);
+    if (result == nullptr) throw py::error_already_set();
+    leave();
+    return py::reinterpret_steal<py::object>(result);
+  } catch (py::error_already_set& error) {
+    const bool breaks = outermost && open_ && !error.matches(refusals_);
+    const std::string name = breaks ? error.type().attr("__name__").cast<std::string>() : "";
+    leave(breaks ? name.c_str() : nullptr);
+    throw;
   }
+}
 
-  void open() { open_ = true; }
-  const std::optional<std::string>& broken_by() const { return broken_by_; }
-  void forget() { broken_by_.reset(); }
-
- private:
-  runtime::Turn turn_;
-  py::object refusals_;
-  bool open_ = false;  // the running call is already visible to peers
-  std::optional<std::string> broken_by_;
-};
+namespace {
 
 // Uses METH_FASTCALL, because pybind11's call takes several times as long, and every operator call passes through here.
 PyObject* call_in_turn(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -95,6 +65,24 @@ void bind_turn(py::module_& m) {
       "others."};
   type.attr("call") = py::reinterpret_steal<py::object>(
       PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &call));
+
+  py::class_<LaunchOrder>(m, "LaunchOrder",
+                          "The order of the calls of all groups on one device: a fair lock for the "
+                          "thread that launches, and where the last call went.")
+      .def(py::init<>())
+      .def(
+          "acquire", [](LaunchOrder& self) { acquire(self.turn); },
+          "Waits until no other thread launches. May be called again by the thread that does.")
+      .def(
+          "release",
+          [](LaunchOrder& self) {
+            if (self.turn.depth() == 0) throw py::value_error("release: expected a lock that is held");
+            self.turn.release();
+          },
+          "Ends what acquire began.")
+      .def_readwrite("stream", &LaunchOrder::stream, "Raw stream of the last call, or None.")
+      .def_readwrite("event", &LaunchOrder::event,
+                     "What to wait for before the next call, or None: the last call's stream.");
 }
 
 }  // namespace flux::bindings

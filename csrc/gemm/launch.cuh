@@ -80,7 +80,7 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
     }
   }
   if constexpr (kFp8) {
-    params.scales = scale_params(args, kBlockM);
+    params.scales = scale_params(args, kScaleBoxRows);
     FLUX_CHECK(tile.promotes() || !(params.scales.blocks || params.scales.e5m2), choice.config);
   }
   FLUX_CHECK(args.dtype != runtime::DType::kFloat32 || (kFp8 && !Store::kReduces && !Store::kExchanges),

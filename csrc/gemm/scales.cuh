@@ -39,7 +39,7 @@ struct TilePromotion {
   float (&sums)[kAccumulators];
   const Smem& smem;
   bool has_rows;        // scales of x come with the stages
-  int row;              // of the tile, of this thread's first accumulators
+  int row;              // of the staged scales, of this thread's first accumulators
   const float* weight;  // scales of the tile's first columns, or null
   int to_second;        // from there to those of the columns behind the boundary
   int boundary;         // the first part behind it

@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           if constexpr (kTile.promotes()) {
             if (params.scales.blocks) {
               scales = Store::block_scales(params, call, tile, x);
-              stage_bytes += Shared::kScaleBytes;
+              stage_bytes += Shared::kScaleBoxBytes;
+              scales.row -= scales.row % kScaleAlignment;
             }
           }
           // A CTA whose tile still waits for peers must not draw a tile that a free CTA could take.
@@ -250,11 +251,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
           const ColumnScales columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks);
           const bool blocks = params.scales.blocks;
+          const Source x = Store::source(params, call, tile);
+          const int before = Store::block_scales(params, call, tile, x).row % kScaleAlignment;
           const TilePromotion<kBlockN, kScaleParts<kBlockN>, Shared> promotion = {
               d,
               smem,
               blocks,
-              warpgroup * 64 + first_row_of_thread(),
+              before + warpgroup * 64 + first_row_of_thread(),
               blocks ? columns.first + part.first_block : nullptr,
               columns.to_second,
               columns.boundary,

@@ -45,7 +45,9 @@ struct Smem {
   static constexpr int kABytes = kBlockM * kBlockBytes;
   static constexpr int kStageBytes = stage_bytes(kTile);
   static constexpr int kSlabBytes = 64 * kTile.slab_n * kResultBytes;
-  static constexpr int kScaleBytes = scale_bytes(kTile);  // TMA wants multiples of 128
+  static constexpr int kScaleBytes =
+      scale_bytes(kTile);  // from a stage to the next; TMA wants multiples of 128
+  static constexpr int kScaleBoxBytes = kScaleBoxRows * 4;
   static_assert(kStageBytes % 1024 == 0 && kSlabBytes % 128 == 0 && kScaleBytes % 128 == 0);
   static constexpr int kSlabs = kTile.slabs;
   static constexpr int kPieceChunks = piece_chunks(kTile);
@@ -65,7 +67,7 @@ struct Smem {
   __device__ uint32_t slab(int warpgroup, int index) const {
     return base + kTile.stages * kStageBytes + (warpgroup * kSlabs + index) * kSlabBytes;
   }
-  // The block scales of the rows of A in a stage.
+  // The block scales of the rows of A in a stage; before them, if TMA loads them, those of up to three other rows.
   __device__ uint32_t scales(int stage) const { return slab(kNumMathWarpgroups, 0) + stage * kScaleBytes; }
   // Converts to a generic pointer, for ordinary loads, which the compiler can schedule.
   __device__ const uint8_t* pointer(uint32_t address) const { return pointer_base + (address - base); }

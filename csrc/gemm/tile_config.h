@@ -71,9 +71,14 @@ constexpr int stage_bytes(const TileConfig& c) { return (kBlockM + c.block_n) * 
 constexpr int staging_bytes(const TileConfig& c) { return kBlockM * c.slab_n * c.slabs * kResultBytes; }
 
 // Block scales (of fp8 operands): one for each row of x and each kScaleBlock elements of K, one for each kScaleBlock x
-// kScaleBlock of the weight. Those of a tile's rows arrive with each stage.
+// kScaleBlock of the weight. Those of a tile's rows arrive with each stage. TMA loads begin at
+// multiples of 16 bytes, tiles at any row, so up to three scales of rows before the tile come first.
 constexpr int kScaleBlock = 128;
-constexpr int scale_bytes(const TileConfig& c) { return c.promotes() ? kBlockM * 4 : 0; }
+constexpr int kScaleAlignment = 16 / 4;
+constexpr int kScaleBoxRows = kBlockM + kScaleAlignment;
+constexpr int scale_bytes(const TileConfig& c) {
+  return c.promotes() ? (kScaleBoxRows * 4 + 127) / 128 * 128 : 0;
+}
 
 // Contributions of peers are added to a tile through the same memory, in pieces. A piece is a few chunks of 16
 // columns of a half tile from every peer, so that one barrier covers all peers. A piece must fit for the

@@ -73,7 +73,7 @@ inline GroupedScales grouped_scales(const GroupedGemmArgs& args, bool in_order) 
   } else {
     const int64_t stride = s.blocks ? s.x_stride : (args.x.rows + 3) / 4 * 4;
     scales.x_scales =
-        runtime::make_vector_map({s.x, args.scale_columns(), args.x.rows, stride}, gemm::kBlockM);
+        runtime::make_vector_map({s.x, args.scale_columns(), args.x.rows, stride}, gemm::kScaleBoxRows);
   }
   return scales;
 }
@@ -96,6 +96,7 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   FLUX_CHECK(is_grouped_config(config), config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
   FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8() == kFp8, kFp8, config);
+  FLUX_CHECK(args.dtype != runtime::DType::kFloat32, "results have 16 bits");
   // A gate and what it gates must not share a block of scales.
   FLUX_CHECK(!(args.scales.blocks && swiglu) || columns % gemm::kScaleBlock == 0, columns);
 

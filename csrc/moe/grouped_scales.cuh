@@ -26,10 +26,10 @@ struct WeightRows {
 template <int kBlockN, class Smem>
 using GroupedPromotion = gemm::TilePromotion<kBlockN, 2, Smem>;
 
-// n, k_blocks: of an expert's weight.
+// n, k_blocks: of an expert's weight. first_row: of the warpgroup, in the staged scales.
 template <int kBlockN, class Smem>
 FLUX_DEVICE GroupedPromotion<kBlockN, Smem> grouped_promotion(const GroupedScales& s, const WeightRows& at,
-                                                              int n, int k_blocks, int warpgroup,
+                                                              int n, int k_blocks, int first_row,
                                                               const Smem& smem, float (&sums)[kBlockN / 2]) {
   using gemm::kScaleBlock;
   const int first = at.row / kScaleBlock, second = min(at.row + at.second, n - 1) / kScaleBlock;
@@ -38,7 +38,7 @@ FLUX_DEVICE GroupedPromotion<kBlockN, Smem> grouped_promotion(const GroupedScale
   return {sums,
           smem,
           /*has_rows=*/s.x == nullptr,
-          warpgroup * 64 + gemm::first_row_of_thread(),
+          first_row + gemm::first_row_of_thread(),
           s.blocks ? weight : nullptr,
           (second - first) * k_blocks,
           /*boundary=*/1,

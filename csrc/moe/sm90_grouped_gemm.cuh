@@ -214,12 +214,13 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             const uint32_t full = smem.full(ring.index), b = smem.b(ring.index);
             uint32_t bytes = Rows::kInOrder ? Shared::kABytes + kBBytes : kBBytes;
             if constexpr (Rows::kInOrder && kFp8) {
-              if (params.scales.x == nullptr) bytes += Shared::kScaleBytes;
+              if (params.scales.x == nullptr) bytes += Shared::kScaleBoxBytes;
             }
             ptx::mbarrier_arrive_expect_tx(full, bytes);
             if constexpr (Rows::kInOrder && kFp8) {
               if (params.scales.x == nullptr) {
-                ptx::tma_load_2d(&params.scales.x_scales, smem.scales(ring.index), full, job.first_row,
+                ptx::tma_load_2d(&params.scales.x_scales, smem.scales(ring.index), full,
+                                 job.first_row - job.first_row % gemm::kScaleAlignment,
                                  params.scales.blocks ? kb : 0);
               }
             }
@@ -382,8 +383,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
         const WeightRows at = {job.weight_row / params.n, job.weight_row % params.n, second_half};
-        const auto promotion =
-            grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks, warpgroup, smem, d);
+        const int before = Rows::kInOrder ? job.first_row % gemm::kScaleAlignment : 0;
+        const auto promotion = grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks,
+                                                          before + warpgroup * 64, smem, d);
         gemm::multiply_fp8<gemm::Fp8Pairs<gemm::E4M3xE4M3, gemm::E5M2xE4M3>, kBlockN>(
             params.scales.e5m2, ring, k_blocks, products, full, operands, release, promotion);
         scale_grouped_sums(params.scales, at, params.n, d);

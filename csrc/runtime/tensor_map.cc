@@ -6,6 +6,21 @@
 namespace flux::runtime {
 namespace {
 
+thread_local KeptTensorMaps* kept_maps = nullptr;
+
+bool equal(const KeptTensorMaps::Geometry& a, const KeptTensorMaps::Geometry& b) {
+  return a.rows == b.rows && a.columns == b.columns && a.row_stride == b.row_stride && a.shards == b.shards &&
+         a.dimensions == b.dimensions && a.box_columns == b.box_columns && a.box_rows == b.box_rows &&
+         a.dtype == b.dtype && a.swizzle == b.swizzle;
+}
+
+void replace_address(CUtensorMap& map, const void* address) {
+  using Replace = decltype(&cuTensorMapReplaceAddress);
+  static const auto replace = reinterpret_cast<Replace>(driver_function("cuTensorMapReplaceAddress"));
+  const CUresult status = replace(&map, const_cast<void*>(address));
+  FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), address);
+}
+
 CUtensorMapDataType type_of(DType dtype) {
   if (is_fp8(dtype)) return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   if (dtype == DType::kFloat32) return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
@@ -19,8 +34,8 @@ CUtensorMapSwizzle swizzle_of(int row_bytes) {
                            : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
-CUtensorMap encode(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
-                   int box_rows, int dimensions, int64_t shards) {
+CUtensorMap encode_all(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
+                       int box_rows, int dimensions, int64_t shards) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode_tiled = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
 
@@ -41,7 +56,40 @@ CUtensorMap encode(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle
   return map;
 }
 
+CUtensorMap encode(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
+                   int box_rows, int dimensions, int64_t shards) {
+  const auto make = [&] {
+    return encode_all(matrix, dtype, swizzle, box_columns, box_rows, dimensions, shards);
+  };
+  if (kept_maps == nullptr) return make();
+  const KeptTensorMaps::Geometry geometry = {matrix.rows, matrix.columns, matrix.row_stride,
+                                             shards,      dimensions,     box_columns,
+                                             box_rows,    dtype,          swizzle};
+  return kept_maps->next(matrix.data, geometry, make);
+}
+
 }  // namespace
+
+KeptTensorMaps::Scope::Scope(KeptTensorMaps& maps) {
+  maps.next_ = 0;
+  kept_maps = &maps;
+}
+
+KeptTensorMaps::Scope::~Scope() { kept_maps = nullptr; }
+
+template <class Make>
+CUtensorMap KeptTensorMaps::next(const void* address, const Geometry& geometry, const Make& make) {
+  if (next_ == maps_.size()) maps_.push_back({nullptr, {}, {}});
+  Kept& kept = maps_[next_++];
+  if (kept.address == nullptr || !equal(kept.geometry, geometry)) {
+    kept = {address, geometry, make()};
+  } else if (kept.address != address) {
+    kept.address = nullptr;  // until the address is replaced
+    replace_address(kept.map, address);
+    kept.address = address;
+  }
+  return kept.map;
+}
 
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows) {
   return encode(matrix, dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns, box_rows,

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace flux::runtime {
 
@@ -28,5 +29,36 @@ CUtensorMap make_vector_map(const Matrix& vectors, int box_columns);
 // does not cross from one shard into the next.
 CUtensorMap make_sharded_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows,
                                     int shards);
+
+// The tensor maps of a launch that is repeated with other tensors of the same sizes: mostly, only addresses change.
+class KeptTensorMaps {
+ public:
+  // While it lives, tensor maps that this thread makes are kept, or taken from those kept, in their order.
+  class Scope {
+   public:
+    explicit Scope(KeptTensorMaps& maps);
+    ~Scope();
+    Scope(const Scope&) = delete;
+  };
+
+  struct Geometry {
+    int64_t rows, columns, row_stride, shards;
+    int dimensions, box_columns, box_rows;
+    DType dtype;
+    CUtensorMapSwizzle swizzle;
+  };
+  // The next map; make(map) encodes a whole one.
+  template <class Make>
+  CUtensorMap next(const void* address, const Geometry& geometry, const Make& make);
+
+ private:
+  struct Kept {
+    const void* address;
+    Geometry geometry;
+    CUtensorMap map;
+  };
+  std::vector<Kept> maps_;
+  size_t next_ = 0;
+};
 
 }  // namespace flux::runtime

@@ -65,13 +65,17 @@ class Case:
         edge = self.dice.choice((1, 127, 128, 129, 256, 257))
         return min(most, self.dice.choice((self.dice.randint(1, 40), self.dice.randint(1, most), edge)))
 
+    def padded(self, size: int, multiple: int) -> int:
+        """Mostly what the kernels take."""
+        return size if self.dice.random() < 0.3 else -(-size // multiple) * multiple
+
     def scaled(self, m: int, sums: bool) -> ScaledCase:
         """x of m rows on each rank, and a weight."""
         kind = self.dice.choice(("tensor", "row", "block"))
         return ScaledCase(
             m,
-            self.size(300),
-            self.size(700),
+            self.padded(self.size(300), 8),
+            self.padded(self.size(700), 128 if kind == "block" else 16),
             self.p,
             kind,
             self.dice.choice((E4M3, E5M2)),
@@ -113,7 +117,8 @@ def gemm_rs(call: Case) -> str:
 
 def grouped_gemm(call: Case) -> str:
     experts, kind = call.dice.randint(1, 5), call.dice.choice(("tensor", "row", "block"))
-    m, n, k, seed = call.size(200), call.size(150), call.size(300), 10 * call.number
+    m, n, seed = call.size(200), call.padded(call.size(150), 8), 10 * call.number
+    k = call.padded(call.size(300), 128 if kind == "block" else 16)
     out_dtype = call.dice.choice(OUT)
     data = [ScaledCase(m, n, k, 1, kind, E4M3, out_dtype, seed=seed + e) for e in range(experts)]
     x, scale_x = data[0].x(0)
@@ -136,7 +141,12 @@ def grouped_gemm(call: Case) -> str:
 
 def moe(call: Case) -> str:
     kind, x_dtype = call.dice.choice(("tensor", "row", "block")), call.dice.choice((E4M3, E5M2))
-    case = ScaledMoe(random_case(call.number, call.p), kind, x_dtype, call.dice.choice(OUT))
+    sizes = random_case(call.number, call.p)
+    multiple = 128 if kind == "block" else 16
+    sizes = replace(
+        sizes, hidden=call.padded(sizes.hidden, multiple), columns=call.padded(sizes.columns, multiple)
+    )
+    case = ScaledMoe(sizes, kind, x_dtype, call.dice.choice(OUT))
     if case.out_dtype != torch.float32 and case.needs > EXACT_LIMIT[case.out_dtype]:
         case = replace(case, out_dtype=torch.float32)
     routing = case.route(call.rank, DEVICE)

@@ -50,6 +50,14 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "block_m": (1, 64, 128),
     "block_rows": (8, 32),
     "timeout_s": (0.0, 1e-4),
+    "slot": (0, 0, 1),
+    "m_tile": (0, 0, 1),
+    "n_tile": (0, 0, 1),
+    "table": (None,),  # a capsule of the kernels
+    "given": ((), (1, 2.5, None)),
+    "fresh": ([],),
+    "launches": ([],),
+    "results": ([0],),
 }
 BAD_FLOATS = (-1.0, float("nan"), float("-inf"), "x", None)
 ENTRIES = 512  # of moe_tiles
@@ -91,6 +99,7 @@ def functions(core: Any) -> dict[str, tuple[Any, list[Parameter]]]:
             if (parameters := signature(attribute)) is not None and callable(attribute):
                 found[f"{name}.{method}"] = (attribute, parameters)
     found.pop("planted_defect", None)  # of sanitized builds: a crash is its purpose
+    found.pop("Torch", None)  # takes a capsule of torch
     return found
 
 
@@ -182,12 +191,12 @@ class Fuzzer:
             return ctypes.addressof(self.rng.choice(self._entries))
         if name == "num_entries":
             return self.rng.randint(0, ENTRIES)
+        if name in SENSIBLE:
+            return self.rng.choice(SENSIBLE[name])
         if "Sequence" in kind:
             return [1, 2, 3]
         if "bool" in kind:
             return self.rng.random() < 0.5
-        if name in SENSIBLE:
-            return self.rng.choice(SENSIBLE[name])
         return self.rng.choice((0, 0, 1, 1, 2, 3, 5, 8, 16, 64, 1000))
 
     def _senseless(self, name: str, kind: str) -> Any:

@@ -21,12 +21,13 @@ def save(graph: fx.Graph, path: Path) -> None:
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def load(path: Path) -> fx.Graph:
-    """The graph in a file, with fake results."""
+def load(text: str) -> fx.Graph:
+    """The graph that a file holds, with fake results."""
     graph, nodes = fx.Graph(), {}
     with FakeTensorMode():
-        for saved in json.loads(path.read_text()):
-            args, kwargs = (_map(saved[name], nodes) for name in ("args", "kwargs"))
+        for saved in json.loads(text):
+            args = _map(saved["args"], nodes)
+            kwargs = {name: _map(argument, nodes) for name, argument in saved["kwargs"].items()}
             target = _target(saved["target"]) if saved["op"] == "call_function" else saved["target"]
             node = graph.create_node(saved["op"], target, tuple(args), kwargs, saved["name"])
             nodes[saved["name"]] = node
@@ -38,19 +39,25 @@ def load(path: Path) -> fx.Graph:
 
 def _node(node: fx.Node) -> dict[str, Any]:
     meta = next((name for name in ("val", "example_value") if name in node.meta), None)
-    target = node.target
-    if not isinstance(target, str):
-        overload = isinstance(target, torch._ops.OpOverload)
-        target = f"torch.ops.{target}" if overload else f"{target.__module__}.{target.__qualname__}"
     return {
         "name": node.name,
         "op": node.op,
-        "target": target,
+        "target": node.target if isinstance(node.target, str) else _name(node.target),
         "args": _saved(list(node.args)),
         "kwargs": _saved(dict(node.kwargs)),
         "meta": meta,
         "value": None if meta is None else _value(node.meta[meta]),
     }
+
+
+def _name(function: Any) -> str:
+    """A name that _target finds again."""
+    if isinstance(function, torch._ops.HigherOrderOperator):
+        return f"torch.ops.higher_order.{function.name()}"
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return f"torch.ops.{function._qualified_op_name.replace('::', '.')}"
+    overload = isinstance(function, torch._ops.OpOverload)
+    return f"torch.ops.{function}" if overload else f"{function.__module__}.{function.__qualname__}"
 
 
 def _saved(argument: Any) -> Any:
@@ -62,6 +69,8 @@ def _saved(argument: Any) -> Any:
         return {name: _saved(each) for name, each in argument.items()}
     if isinstance(argument, torch.dtype):
         return {"dtype": str(argument).removeprefix("torch.")}
+    if isinstance(argument, torch._ops.OpOverload):
+        return {"operator": _name(argument)}
     if argument is None or isinstance(argument, bool | int | float | str):
         return argument
     return {"other": str(argument)}
@@ -84,6 +93,8 @@ def _map(argument: Any, nodes: dict[str, fx.Node]) -> Any:
         return argument
     if argument.keys() == {"node"}:
         return nodes[argument["node"]]
+    if argument.keys() == {"operator"}:
+        return _target(argument["operator"])
     if argument.keys() == {"dtype"}:
         return getattr(torch, argument["dtype"])
     return {name: _map(each, nodes) for name, each in argument.items()}
@@ -114,6 +125,7 @@ def _unknown(name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(name)
 
-    function.__name__ = name.rpartition(".")[2]
+    # That of an operator is followed by its overload's.
+    function.__name__ = name.split(".", 3)[3] if name.startswith("torch.ops.") else name.rpartition(".")[2]
     function.__qualname__ = name
     return function

@@ -88,8 +88,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(symm_mem, "SymmetricMemory", Memory)
     monkeypatch.setattr(cuda, "load_kernels", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(CudaWorkspace, "_last_streams", {})
-    monkeypatch.setattr(CudaWorkspace, "_last_events", {})
+    monkeypatch.setattr(cuda, "_orders", {})
     yield state
 
 

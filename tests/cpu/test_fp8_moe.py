@@ -18,6 +18,7 @@ import flux
 from flux.moe import reference
 from flux.ops import _scales
 from flux.ops import grouped_gemm as grouped
+from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 from flux.testing.moe_data import MoeCase
 
@@ -156,6 +157,15 @@ answers = Answers(run, timeout_s=400)
 def test_fp8_experts(world_size: int, scenario: str) -> None:
     told = answers.of(world_size, scenario)
     assert told == [""] * world_size, "\n".join(told)
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm", "moe.ag_scatter_gemm", "moe.gemm_gather_rs"])
+def test_kernels_of_experts_store_16_bits(op: str) -> None:
+    for out_dtype, expected in ((torch.float32, False), (torch.float16, True)):
+        scaling = _scales.Scaling("row", out_dtype)
+        fused, why = can_run_fused(op, PlanInput("cuda", 64, 64, 128, E4M3, scaling=scaling))
+        assert fused is expected, why
+        assert expected or "16 bits, not float32" in why
 
 
 def experts(kind: str, out_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Tensor]:

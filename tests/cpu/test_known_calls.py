@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 import flux
 from flux._native import core
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
 from flux.ops import _check, ag_gemm, all_gather, gemm_ar, gemm_rs
 
@@ -36,6 +35,7 @@ class Group:
 def make_workspace(group: Any) -> CudaWorkspace:
     """One that has room for every call, and nobody to meet."""
     workspace = CudaWorkspace.__new__(CudaWorkspace)
+    turn, order = registry.turn(group, DEVICE), core.LaunchOrder()
     error = torch.zeros(16, dtype=torch.int32)
     symm_buffer = core.SymmBuffer(
         0, group.size(), [4096] * group.size(), ROOM, ROOM, ROOM, error.data_ptr(), 1
@@ -49,6 +49,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         why_not=None,
         num_sms=132,
         _plans=({}, {}),
+        _plans_left_free={},
         failure=None,
         signal_bytes=ROOM,
         slot_bytes=ROOM,
@@ -58,8 +59,12 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _index=0,
         _launch=Launch(workspace),
         _copy_launch=CopyLaunch(workspace),
-        _launch_lock=threading.RLock(),
-        turn=registry.turn(group, DEVICE),
+        _captured=False,
+        _copy_room=(ROOM, ROOM),
+        _copy_address=int(symm_buffer.address),
+        _order=order,
+        known=known.make(turn, order, error.data_ptr()),
+        turn=turn,
         _error=error,
         _error_address=error.data_ptr(),
         _error_code=ctypes.c_uint32.from_address(error.data_ptr()),
@@ -80,7 +85,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))
-    monkeypatch.setattr(CudaWorkspace, "_last_streams", {})
     monkeypatch.setattr(registry, "_workspaces", {})
     monkeypatch.setattr(registry, "_turns", {})
     yield told

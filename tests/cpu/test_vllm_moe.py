@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
 from flux.integrations import vllm as plugin
+from flux.integrations.vllm import expert_rows, op
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm import op
 from flux.integrations.vllm import report as reports
-from flux.integrations.vllm.experts import own_experts, summed_experts
+from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
+from flux.integrations.vllm.sequence import NEVER
 from flux.moe import reference
 from flux.ops import plan
 from flux.testing import spawn
@@ -88,6 +89,8 @@ class Runner:
             apply_router_weight_on_input=False,
             w13_weight=torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
             w2_weight=torch.ones(EXPERTS, HIDDEN, INTERMEDIATE),
+            expert_map=None,
+            forward_modular=mock.Mock(return_value="vLLM's kernel"),
         )
         self.router = types.SimpleNamespace(select_experts=lambda **kwargs: ("weights", "ids"))
         self.shared_experts = self.routed_input_transform = self.routed_output_transform = None
@@ -100,7 +103,10 @@ class Runner:
             setattr(owner, name, value)
 
     def _apply_quant_method(self, hidden_states: Any, router_logits: Any, input_ids: Any = None) -> Any:
-        return "vLLM's shared", "vLLM's own" + " with ids" * (input_ids is not None)
+        ids = torch.tensor([[1, 3], [0, 1], [3, 5], [2, 4]])
+        given = {"topk_weights": "weights", "topk_ids": ids, "shared_experts": None}
+        said = self.routed_experts.forward_modular(x=hidden_states, **given)
+        return "vLLM's shared", f"{said} with ids" if input_ids is not None else said
 
     def _maybe_reduce_final_output(self, states: Any, trunc_size: int | None, *others: Any) -> Any:
         return "vLLM's sum", trunc_size, *others
@@ -111,6 +117,7 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
     """A vLLM that has MoE layers too."""
     monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "7")
     layers = "vllm.model_executor.layers.fused_moe"
     contents: dict[str, dict[str, Any]] = {
         layers: {},
@@ -118,14 +125,21 @@ def with_moe(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
         f"{layers}.config": {"FusedMoEConfig": type("FusedMoEConfig", (), {"moe_parallel_config": None})},
         f"{layers}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{layers}.runner": {},
-        f"{layers}.runner.moe_runner": {"MoERunner": type("MoERunner", (Runner,), {})},
+        f"{layers}.runner.moe_runner": {
+            "MoERunner": type("MoERunner", (Runner,), {}),
+            "_moe_forward": stand_in.moe_forward_of_vllm,
+        },
         f"{layers}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
     }
     for name, attributes in contents.items():
         module = types.ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        setattr(sys.modules[parent], child, module)
     monkeypatch.setattr(torch.ops.vllm, "moe_forward", "opaque", raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "new_group", mock.Mock(return_value=mock.Mock(group_name="alone")))
     configure(vllm)
     return vllm
 
@@ -197,7 +211,7 @@ def test_what_stays_vllms(with_moe: Modules, reason: str) -> None:
     assert kind == "MoE" and reason in told and reports.report.refused[kind, told] == 2
     x = torch.ones(5, HIDDEN)
     _, said = runner._apply_quant_method(hidden_states=x, router_logits=x, input_ids=x)
-    assert said == "vLLM's own with ids"
+    assert said == "vLLM's kernel with ids"
     assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
     assert runner._forward_entry is None
 
@@ -212,10 +226,11 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setattr(plan, "why_unfused", lambda *problem: "there is no kernel")
     plugin.register()
-    assert not build()._flux_serves and not reports.report.served
+    assert not build()._flux_may_sum and not reports.report.served
 
 
-def test_small_batches_stay_vllms(with_moe: Modules) -> None:
+def test_who_computes_a_batch(with_moe: Modules) -> None:
+    """vLLM; flux this rank's part, which vLLM sums; flux all of it; flux of own rows."""
     plugin.register()
     runner = build()
     experts = runner.routed_experts
@@ -223,32 +238,48 @@ def test_small_batches_stay_vllms(with_moe: Modules) -> None:
     before = experts.w13_weight, experts.w2_weight
     experts.quant_method.process_weights_after_loading(experts)
     assert experts.w13_weight is None, "vLLM has packed it"
-    small, large = torch.ones(3, HIDDEN), torch.ones(4, HIDDEN)
+
+    def call(tokens: int) -> tuple[Any, torch.Tensor]:
+        x = torch.ones(tokens, HIDDEN)
+        _, said = runner._apply_quant_method(hidden_states=x, router_logits=x)
+        return said, runner._maybe_reduce_final_output(x, 8, False)[:, :8]
+
+    where = "flux.integrations.vllm"
     with (
-        mock.patch("flux.integrations.vllm.moe.summed_experts", return_value="flux's") as ours,
-        mock.patch("flux.integrations.vllm.op._all_reduce", side_effect=lambda x, group: 2 * x),
+        mock.patch(f"{where}.moe.own_experts", return_value="a part") as part,
+        mock.patch(f"{where}.moe.summed_experts", return_value="the sum") as summed,
+        mock.patch(f"{where}.moe.experts_of_own_rows", return_value="own rows") as own,
+        mock.patch(f"{where}.op._all_reduce", side_effect=lambda x, group: 2 * x),
     ):
-        _, said = runner._apply_quant_method(hidden_states=small, router_logits=small)
-        assert said.startswith("vLLM's own") and not ours.called
-        assert torch.equal(runner._maybe_reduce_final_output(small, None), 2 * small)
-        assert runner._apply_quant_method(hidden_states=large, router_logits=large) == (None, "flux's")
-        assert ours.call_args.args[1:3] == ("ids", "weights") and ours.call_args.args[5:] == ("7", 1, 2)
+        for tokens, who, factor in (
+            (3, "vLLM's kernel", 2),
+            (4, "a part", 2),
+            (6, "a part", 2),
+            (7, "the sum", 1),
+        ):
+            said, total = call(tokens)
+            assert said == who and torch.equal(total, factor * torch.ones(tokens, 8))
+        with expert_rows._with_own_rows():
+            assert call(3)[0] == call(9)[0] == "own rows"
+    assert part.call_args.args[2] == "weights" and part.call_args.args[5] == "alone"
+    for ours, group in ((summed, ("7", 1, 2)), (own, ("7", 1))):
+        assert ours.call_args.args[1:3] == ("ids", "weights") and ours.call_args.args[5:] == group
+    for ours in (part, summed, own):
         for kept, weight in zip(ours.call_args.args[3:5], before, strict=True):
             assert torch.equal(kept, weight)
-        assert torch.equal(runner._maybe_reduce_final_output(large, 8, False), large[:, :8])
+    assert reports.report.served == {("MoE", 4, "FLUX_VLLM_MIN_TOKENS"): 1}
 
 
-@pytest.mark.parametrize("case", ["shared experts", "expert parallelism"])
+@pytest.mark.parametrize("case", ["shared experts", "scattered experts", "experts in order"])
 def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """Where more than flux's experts is summed: flux takes the place of vLLM's kernel."""
-    new_group = mock.Mock(return_value=mock.Mock(group_name="alone"))
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(dist, "new_group", new_group)
+    """Where more than flux's experts is summed, or ranks have whole experts: flux takes the place of vLLM's
+    kernel. With own rows it also sums, if it knows which rank has which experts.
+    """
     monkeypatch.setattr(torch.ops.vllm, "moe_forward_shared", "opaque, shared", raising=False)
     plugin.register()
-    here = torch.tensor([-1, 0, -1, 1, -1, -1]) if case == "expert parallelism" else None
-    vllms = mock.Mock(return_value="vLLM's kernel")
-    changes: dict[str, Any] = {"routed_experts__expert_map": here, "routed_experts__forward_modular": vllms}
+    maps = {"scattered experts": [-1, 0, -1, 1, 2, -1], "experts in order": [-1, -1, -1, 0, 1, 2]}
+    here = torch.tensor(maps[case]) if case in maps else None
+    changes: dict[str, Any] = {"routed_experts__expert_map": here}
     if here is None:
         changes["shared_experts"] = object()
     else:  # vLLM counts one rank of tensor parallelism then
@@ -257,21 +288,46 @@ def test_the_layers_own_sum_stays(with_moe: Modules, monkeypatch: pytest.MonkeyP
             "moe_config__moe_parallel_config__tp_size": 1,
         }
     runner = build(**changes)
-    assert new_group.call_args.args == ([3],) and new_group.call_args.kwargs["use_local_synchronization"]
     assert runner._forward_entry == ("opaque, shared" if here is None else "opaque")
-    x, ids = torch.ones(4, HIDDEN), torch.tensor([[1, 3], [0, 1], [3, 5], [2, 4]])
-    with mock.patch("flux.integrations.vllm.moe.own_experts", return_value="flux's part") as ours:
-        forward = runner.routed_experts.forward_modular
-        assert forward(x=x[:3], topk_weights="weights", topk_ids=ids, shared_experts=None) == "vLLM's kernel"
-        assert not ours.called
-        assert forward(x=x, topk_weights="weights", topk_ids=ids, shared_experts=None) == "flux's part"
-    local = ids if here is None else torch.tensor([[0, 1], [-1, 0], [1, -1], [-1, -1]])
-    assert torch.equal(ours.call_args.args[1], local) and ours.call_args.args[2] == "weights"
-    assert ours.call_args.args[5] == "alone"
-    assert runner._apply_quant_method(hidden_states=x, router_logits=x)[1] == "vLLM's own"
-    assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
+    with mock.patch("flux.integrations.vllm.moe.own_experts", return_value="a part") as ours:
+        for tokens in (3, 4, 9):
+            x = torch.ones(tokens, HIDDEN)
+            said = runner._apply_quant_method(hidden_states=x, router_logits=x)[1]
+            assert said == ("vLLM's kernel" if tokens == 3 else "a part")
+    ids = torch.tensor([[1, 3], [0, 1], [3, 5], [2, 4]])
+    assert torch.equal(ours.call_args.args[1], ids if here is None else here[ids])
+    x = torch.ones(9, HIDDEN)
+    if case == "experts in order":
+        with mock.patch("flux.integrations.vllm.op._all_reduce", side_effect=lambda x, group: 2 * x):
+            assert torch.equal(runner._maybe_reduce_final_output(x, None, True), 2 * x)
+        with (
+            expert_rows._with_own_rows(),
+            mock.patch("flux.integrations.vllm.moe.experts_of_own_rows", return_value="own rows") as own,
+        ):
+            assert runner._apply_quant_method(hidden_states=x, router_logits=x)[1] == "own rows"
+        assert own.call_args.args[5:] == ("7", 2)
+    else:
+        assert runner._maybe_reduce_final_output(x, 8, True) == ("vLLM's sum", 8, True)
     ((kind, _, _),) = reports.report.served
     assert kind == "MoE, own part,"
+
+
+def test_from_where_on_flux_sums(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where a sum is bound by the links."""
+    plugin.register()
+    for setting, begins in (("5", 5), ("2", 4), ("off", (24 << 20) // (4 * HIDDEN))):
+        monkeypatch.setenv("FLUX_VLLM_SEQUENCE", setting)
+        assert build()._flux_sums_from == begins
+    assert build(routed_experts__quant_method=object())._flux_sums_from == NEVER
+
+
+def test_one_group_of_this_rank_for_all_layers(with_moe: Modules) -> None:
+    plugin.register()
+    for _ in range(3):
+        build()
+    new_group: Any = dist.new_group
+    assert [call.args for call in new_group.call_args_list] == [([3],)]
+    assert new_group.call_args.kwargs["use_local_synchronization"]
 
 
 def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +340,7 @@ def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch
     # vLLM makes new parameters when all weights are there.
     experts.w13_weight, experts.w2_weight = experts.w13_weight.clone(), experts.w2_weight.clone()
     select = runner.router.select_experts = mock.Mock(return_value=("weights", "ids"))
-    x = torch.ones(4, HIDDEN)
+    x = torch.ones(7, HIDDEN)
     with mock.patch("flux.integrations.vllm.moe.summed_experts", return_value="flux's") as ours:
         assert runner._apply_quant_method(hidden_states=x, router_logits=x) == (None, "flux's")
     assert ours.call_args.args[3] is experts.w13_weight and ours.call_args.args[4] is experts.w2_weight
@@ -315,6 +371,17 @@ def experts_of_all_ranks(rank: int, p: int) -> list[str]:
         expected = reference.moe_mlp(x, ids, weights, *whole)
         if not torch.equal(result, expected) or layer1.call_count != 1:
             answers.append(f"{tokens} tokens: {(result - expected).abs().max()}, {layer1.call_count} calls")
+        share = -(-tokens // p)
+        own = torch.arange(rank * share, (rank + 1) * share) % tokens  # the last ones again, as padding
+        parts = experts_of_own_rows(x[own], ids[own], weights[own], *mine, group)
+        if not torch.equal(parts, expected[own]):
+            answers.append(f"own rows of {tokens} tokens: {(parts - expected[own]).abs().max()}")
+    experts = slice(rank * EXPERTS // p, (rank + 1) * EXPERTS // p)
+    parts = experts_of_own_rows(
+        x[own], ids[own], weights[own], whole[0][experts], whole[1][experts], group, p
+    )
+    if not torch.equal(parts, expected[own]):
+        answers.append(f"whole experts: {(parts - expected[own]).abs().max()}")
     return answers
 
 

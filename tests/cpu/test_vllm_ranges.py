@@ -22,9 +22,10 @@ WEIGHT = torch.ones(16, 8)
 
 
 class Pass:
-    """What the pass is told to do in a range; instead of a graph."""
+    """What the pass is told to do in a range; instead of a graph. sharded: what it finds in that."""
 
-    def __init__(self, vllm: dict[str, types.ModuleType]) -> None:
+    def __init__(self, vllm: dict[str, types.ModuleType], **sharded: int) -> None:
+        self.sharded = {kind.replace("_", " "): count for kind, count in sharded.items()}
         manager = vllm["vllm.compilation.passes.pass_manager"].PostGradPassManager()
         manager.configure("a configuration")
         self.passes = manager.passes
@@ -33,9 +34,9 @@ class Pass:
         context = mock.Mock(compile_range=mock.Mock(start=start, end=end))
         told: list[Any] = []
         names = {
-            "settle_sums": None,
             "unshard": None,
-            "count_sharded": 0,
+            "settle_sums": None,
+            "count_sharded": self.sharded,
             "unfuse": 3,
             "fuse_norm": 2,
             "count_kept": 4,
@@ -57,8 +58,8 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     ours = Pass(vllm)
     assert len(ours.passes) == 3 and ours.passes[1] == "another pass", "ours is the first, and there once"
     assert ours(65, 8192) == [
-        ("settle_sums", 65, 8192),
         ("unshard", 8192),
+        ("settle_sums", 65, 8192),
         ("count_sharded",),
         ("unfuse", 8192),
         ("fuse_norm", 65),
@@ -66,8 +67,8 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     ]
     # Where vLLM fuses, layers are given back from whatever number of tokens on flux begins.
     assert ours(1, 64) == [
-        ("settle_sums", 1, 64),
         ("unshard", None),
+        ("settle_sums", 1, 64),
         ("count_sharded",),
         ("unfuse", 0),
         ("fuse_norm", 1),
@@ -79,6 +80,11 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     }
     ours(65, 8192)  # another graph of the model
     assert reports.report.ranges[65, 8192] == "flux 8 linear layers, 4 with norm, vLLM 6"
+    sharded = Pass(vllm, linear_layers=2, other_sums=0, MoE_layers=1)
+    for _ in range(2):
+        sharded(128, 256)
+    told = "flux 4 linear layers, 2 MoE layers sequence parallel, flux 8 linear layers, 4 with norm, vLLM 6"
+    assert reports.report.ranges[128, 256] == told
 
 
 def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(

@@ -1,28 +1,35 @@
-"""flux's rewrites of graphs that vLLM 0.32 has made (vllm_graphs): models of two layers on two ranks, as flux
-gets them. `vllm_workers.save_graphs` wrote them.
-
-vLLM 0.26 and 0.33 do not run without a GPU, so there are no graphs of theirs. The operators that flux matches
-have the same parameters in all three: OPERATORS, read in their wheels.
+"""flux's rewrites of graphs that vLLM 0.26, 0.32 and 0.33 have made (vllm_graphs): models of two layers on
+two ranks, as flux gets them. tests/with_vllm/save_graphs.py wrote them, with each version's Python and the
+compiled operators of 0.32 for CPUs.
 """
 
 from __future__ import annotations
 
 import inspect
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import saved_graphs
 import torch
 from torch import fx
-from vllm_stand_in import define_all_reduce, define_norm
+from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import sequence
+from flux.integrations.vllm.unshard import unshard
 from flux.testing import spawn
 
 FOLDER = Path(__file__).with_name("vllm_graphs")
-SUMS = 4
-# In vLLM 0.26.0, 0.32.0 and 0.33.0 (vllm/ir/ops/layernorm.py, vllm/distributed/parallel_state.py).
+VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
+LAYERS = 2
+# The first batch that is flux's, and the first that is sequence parallel.
+FROM, SEQUENCE_FROM = 17, 33
+NEVER = {"tp:0": graphs.SumRule("7", 1, 0)}
+ALWAYS = {"tp:0": graphs.SumRule("7", 1, 1 << 30)}
+# With these parameters flux calls operators of vLLM.
 OPERATORS = {
     "fused_add_rms_norm": ["x", "x_residual", "weight", "epsilon", "variance_size"],
     "rms_norm": ["x", "weight", "epsilon", "variance_size"],
@@ -30,105 +37,180 @@ OPERATORS = {
 }
 
 
-def in_a_process(rank: int, world_size: int, name: str, arguments: tuple[bool, ...]) -> None:
+def in_a_process(rank: int, world_size: int, version: str, name: str) -> None:
     """Runs a check where nothing else defines vLLM's operators."""
-    libraries = [define_all_reduce(), define_norm()]
+    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
     libraries[1].define(
         "fused_add_rms_norm.maybe_inplace(Tensor x, Tensor x_residual, Tensor? weight, float epsilon,"
         " int? variance_size=None) -> (Tensor, Tensor)"
     )
-    globals()[name](*arguments)
+    globals()[name](lambda model, part: load(version, model, part))
     del libraries
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
-    "check, arguments",
+    "check",
     [
-        ("a_dense_model_becomes_sequence_parallel", ()),
-        ("large_batches_stay_sequence_parallel", ()),
-        ("smaller_batches_are_sums_with_norm", ()),
-        ("the_smallest_batches_are_vllms", (False,)),
-        ("the_smallest_batches_are_vllms", (True,)),
-        ("the_graphs_call_operators_of_all_versions", ()),
+        "dense_models_become_sequence_parallel",
+        "experts_get_and_give_own_rows",
+        "sums_of_other_experts_give_own_rows",
+        "large_batches_stay_sequence_parallel",
+        "smaller_batches_are_sums_with_norm",
+        "the_smallest_batches_are_vllms",
+        "sums_of_quantised_layers_take_the_norm",
+        "the_graphs_call_operators_as_flux_does",
     ],
 )
-def test_saved_graphs(check: str, arguments: tuple[bool, ...]) -> None:
-    spawn(in_a_process, 1, check, arguments, backend="gloo")
+def test_saved_graphs(version: str, check: str) -> None:
+    spawn(in_a_process, 1, version, check, backend="gloo")
 
 
-def load(name: str) -> list[fx.Graph]:
-    return [saved_graphs.load(path) for path in sorted(FOLDER.glob(f"{name}*.json"))]
+Load = Callable[[str, str], list[fx.Graph]]
+
+
+def load(version: str, model: str, part: str) -> list[fx.Graph]:
+    """Graphs of a model: the whole "model", or its "piece"s in the range of large batches."""
+    with zipfile.ZipFile(FOLDER / f"{version}.zip") as archive:
+        assert archive.comment.decode() == version
+        names = [name for name in archive.namelist() if name.startswith(f"{model}/{part}-")]
+        return [saved_graphs.load(archive.read(name).decode()) for name in names]
 
 
 def count(found: list[fx.Graph], name: str) -> int:
-    """Calls of operators of a name."""
+    """Calls of operators of a name, also of those that have been made functional."""
     nodes = [node for graph in found for node in graph.nodes if node.op == "call_function"]
-    return sum(node.target.__name__.partition(".")[0] == name for node in nodes)
+    called = [node.args[0] if "functionalized" in str(node.target) else node.target for node in nodes]
+    return sum(target.__name__.partition(".")[0] == name for target in called)
 
 
-def a_dense_model_becomes_sequence_parallel() -> None:
-    (graph,) = load("qwen3-model")
-    assert count([graph], "linear_all_reduce") == count([graph], "fused_add_rms_norm") == SUMS
+def counts(found: list[fx.Graph], *names: str) -> list[int]:
+    return [count(found, name) for name in names]
+
+
+def sharded(load: Load, model: str, sums: int = 2 * LAYERS) -> list[fx.Graph]:
+    """A whole model, after flux has made it sequence parallel."""
+    (graph,) = load(model, "model")
+    assert count([graph], "fused_add_rms_norm") == sums
     asked = []
 
     def begins(n: int, k: int, dtype: torch.dtype, group: str) -> int:
-        asked.append((n, k, dtype))
-        return 33
+        asked.append((n, k))
+        return SEQUENCE_FROM
 
-    assert sequence.shard(graph, begins) == sequence.Sharded(SUMS, 33)
-    assert asked == [(256, 128, torch.float32), (256, 256, torch.float32)] * 2
+    assert sequence.shard(graph, begins) == sequence.Sharded(sums, SEQUENCE_FROM)
+    assert asked == ([(256, 128), (256, 256)] if model == "qwen3" else [(256, 128)]) * LAYERS
     graph.lint()
-    assert count([graph], "linear_scatter") == SUMS
-    assert count([graph], "norm_gather_linear") == SUMS - 1 and count([graph], "norm_gather") == 1
-    assert count([graph], "linear_all_reduce") == count([graph], "fused_add_rms_norm") == 0
+    # All users of the first residual and of the last rows are there: the model's input and output.
+    assert counts([graph], "linear_all_reduce", "fused_add_rms_norm", "gather") == [0, 0, 0]
+    return [graph]
 
 
-def settled(start: int, end: int) -> list[fx.Graph]:
-    """The pieces of the dense model in a range, as vLLM would have them of flux's pass before it fuses."""
-    pieces = load("qwen3-piece")
+def dense_models_become_sequence_parallel(load: Load) -> None:
+    found = counts(sharded(load, "qwen3"), "linear_scatter", "norm_gather_linear", "norm_gather")
+    assert found == [2 * LAYERS, 2 * LAYERS - 1, 1]
+
+
+def experts_get_and_give_own_rows(load: Load) -> None:
+    for model in ("qwen3_moe", "mixtral"):
+        found = sharded(load, model)
+        assert counts(found, "linear_scatter", "norm_experts_scatter") == [LAYERS, LAYERS]
+        assert counts(found, "norm_gather_linear", "norm_gather", "moe_forward") == [LAYERS - 1, 1, 0]
+        (graph,) = found
+        for node in graph.nodes:
+            if "norm_experts_scatter" in str(node.target):
+                names = [str(argument) for argument in node.args]
+                assert ("gate_parameters_weight" in names[3]) == (model == "mixtral")
+                assert all(isinstance(node.args[i], fx.Node) for i in (0, 1, 7)), names
+
+
+def sums_of_other_experts_give_own_rows(load: Load) -> None:
+    for model, operator in (("qwen2_moe", "moe_forward_shared"), ("vllms_experts", "moe_forward")):
+        found = sharded(load, model)
+        assert counts(found, "linear_scatter", "sum_scatter", operator) == [LAYERS] * 3
+        assert counts(found, "norm_gather_linear", "norm_gather") == [LAYERS - 1, LAYERS + 1]
+        # vLLM also sums the embedding, in front of a norm that adds nothing.
+        assert count(found, "all_reduce") == 1
+
+
+def settled(load: Load, model: str, start: int, end: int) -> list[fx.Graph]:
+    """The pieces of a model in a range, as vLLM would have them of flux's pass before it fuses."""
+    pieces = load(model, "piece")
+    assert len(pieces) == LAYERS + 1
     for piece in pieces:
+        unshard(piece, end)
         graphs.settle_sums(piece, start, end)
-        sequence.unshard(piece, end)
         piece.lint()
     return pieces
 
 
-def large_batches_stay_sequence_parallel() -> None:
-    assert sum(sequence.count_sharded(piece) for piece in settled(33, 512)) == SUMS
+def large_batches_stay_sequence_parallel(load: Load) -> None:
+    for model, kinds in (
+        ("qwen3", {"linear layers": 2 * LAYERS}),
+        ("qwen3_moe", {"linear layers": LAYERS, "MoE layers": LAYERS}),
+        ("mixtral", {"linear layers": LAYERS, "MoE layers": LAYERS}),
+        ("qwen2_moe", {"linear layers": LAYERS, "other sums": LAYERS}),
+        ("vllms_experts", {"linear layers": LAYERS, "other sums": LAYERS}),
+    ):
+        found = [sequence.count_sharded(piece) for piece in settled(load, model, SEQUENCE_FROM, 512)]
+        assert {kind: n for kind in found[0] if (n := sum(each[kind] for each in found))} == kinds, model
 
 
-def smaller_batches_are_sums_with_norm() -> None:
-    pieces = settled(17, 32)
-    assert count(pieces, "linear_scatter") == 0 and sum(map(graphs.count_kept, pieces)) == SUMS
-    assert sum(graphs.unfuse(piece, 32) for piece in pieces) == 0
-    assert sum(graphs.fuse_norm(piece, 17) for piece in pieces) == SUMS
-    assert count(pieces, "linear_all_reduce_norm") == SUMS and count(pieces, "fused_add_rms_norm") == 0
+def smaller_batches_are_sums_with_norm(load: Load) -> None:
+    pieces = settled(load, "qwen3", FROM, SEQUENCE_FROM - 1)
+    assert count(pieces, "linear_scatter") == 0 and sum(map(graphs.count_kept, pieces)) == 2 * LAYERS
+    assert sum(graphs.unfuse(piece, SEQUENCE_FROM - 1) for piece in pieces) == 0
+    assert sum(graphs.fuse_norm(piece, FROM) for piece in pieces) == 2 * LAYERS
+    assert counts(pieces, "linear_all_reduce_norm", "fused_add_rms_norm") == [2 * LAYERS, 0]
+    for model in ("qwen3_moe", "mixtral", "qwen2_moe", "vllms_experts"):
+        pieces = settled(load, model, FROM, SEQUENCE_FROM - 1)
+        # That of the embedding is one more.
+        assert counts(pieces, "all_reduce", "fused_add_rms_norm") == [LAYERS + 1, 2 * LAYERS], model
+        assert count(pieces, "moe_forward") + count(pieces, "moe_forward_shared") == LAYERS
+        assert sum(graphs.fuse_norm(piece, FROM) for piece in pieces) == LAYERS
+        end = SEQUENCE_FROM - 1
+        assert sum(graphs.fuse_sum_and_norm(piece, FROM, end, ALWAYS) for piece in pieces) == LAYERS, model
+        assert counts(pieces, "all_reduce", "fused_add_rms_norm") == [1, 0]
+        for piece in pieces:
+            piece.lint()
 
 
-def the_smallest_batches_are_vllms(served: bool) -> None:
-    pieces = settled(1, 16)
-    assert sum(graphs.unfuse(piece, 16) for piece in pieces) == SUMS
-    # vLLM also sums the embedding, in front of a norm that adds nothing.
-    assert count(pieces, "all_reduce") == SUMS + 1 and count(pieces, "fused_add_rms_norm") == SUMS
-    rules = {"tp:0": graphs.SumRule("7", 1, 16 * 256 * 4 if served else 16 * 256 * 4 - 1)}
-    fused = sum(graphs.fuse_sum_and_norm(piece, 1, 16, rules) for piece in pieces)
-    assert fused == count(pieces, "all_reduce_norm") == (SUMS if served else 0)
-    for piece in pieces:
-        piece.lint()
+def the_smallest_batches_are_vllms(load: Load) -> None:
+    for rules, with_norm in ((NEVER, 0), (ALWAYS, 2 * LAYERS)):
+        pieces = settled(load, "qwen3", 1, FROM - 1)
+        assert sum(graphs.unfuse(piece, FROM - 1) for piece in pieces) == 2 * LAYERS
+        assert counts(pieces, "all_reduce", "fused_add_rms_norm") == [2 * LAYERS + 1, 2 * LAYERS]
+        fused = sum(graphs.fuse_sum_and_norm(piece, 1, FROM - 1, rules) for piece in pieces)
+        assert fused == count(pieces, "all_reduce_norm") == with_norm
+        for piece in pieces:
+            piece.lint()
 
 
-def the_graphs_call_operators_of_all_versions() -> None:
-    """Every call fits the parameters that the operator has in each of them."""
+def sums_of_quantised_layers_take_the_norm(load: Load) -> None:
+    (graph,) = load("int8", "model")
+    before = str(graph)
+    why = "no row-parallel layer of flux is followed by a plain fused_add_rms_norm"
+    assert sequence.shard(graph, lambda *layer: SEQUENCE_FROM) == sequence.Sharded(0, why_not=why)
+    assert str(graph) == before
+    pieces = load("int8", "piece")
+    fused = sum(graphs.fuse_sum_and_norm(piece, SEQUENCE_FROM, 512, ALWAYS) for piece in pieces)
+    assert fused == count(pieces, "all_reduce_norm") == 2 * LAYERS
+
+
+def the_graphs_call_operators_as_flux_does(load: Load) -> None:
+    """Every call fits the parameters with which flux calls the operator."""
     called: set[str] = set()
-    for graph in load("qwen3"):
+    for graph in [*load("qwen3", "model"), *load("qwen3", "piece"), *load("vllms_experts", "model")]:
         for node in graph.nodes:
             name = str(getattr(node.target, "__name__", "")).partition(".")[0]
             if node.op == "call_function" and name in OPERATORS:
-                kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
-                names = [
-                    inspect.Parameter(n, kinds, default=None if n == "variance_size" else inspect._empty)
-                    for n in OPERATORS[name]
-                ]
-                inspect.Signature(names).bind(*node.args, **node.kwargs)
+                signature(OPERATORS[name]).bind(*node.args, **node.kwargs)
                 called.add(name)
     assert called == OPERATORS.keys()
+
+
+def signature(names: list[str]) -> inspect.Signature:
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = {"variance_size": None}
+    empty = inspect.Parameter.empty
+    return inspect.Signature([inspect.Parameter(n, kind, default=defaults.get(n, empty)) for n in names])

@@ -9,37 +9,67 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear
-from vllm_stand_in import define_all_reduce, define_norm, exact_norm
+from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm, exact_norm
 
 import flux
+from flux.integrations.vllm import expert_rows, rows, sequence
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm import rows, sequence
+from flux.integrations.vllm.unshard import unshard
 from flux.testing import spawn
 
 N, K, LAYERS, FROM = 16, 8, 5, 6
+# From where on flux's experts include the sum over ranks, and vLLM's: never.
+SUMMED, NEVER = 8, 1000
 ours, ir = torch.ops.flux_vllm, torch.ops.vllm_ir
 
 
 def weights(rank: int) -> dict[str, torch.Tensor]:
     """Of each layer: norms, which are the same on all ranks, and shards of linear layers."""
     same, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(rank)
-    made = {}
+    made = {"name_True": torch.tensor(NEVER), "name_False": torch.tensor(SUMMED)}
     for i in range(LAYERS):
         for name, shape in (("qkv", (24, N)), ("o", (N, K)), ("up", (K, N)), ("down", (N, K))):
             made[f"{name}{i}"] = torch.randint(-1, 2, shape, generator=own).float()
         for name in ("norm1", "norm2", "bias"):
             made[f"{name}{i}"] = torch.randint(-1, 2, (N,), generator=same).float()
         made[f"qkv_bias{i}"] = torch.randint(-2, 3, (24,), generator=own).float()
+        made[f"gate{i}"] = torch.randint(-2, 3, (4, N), generator=same).float()
     return made
 
 
-def model(x: Any, w: dict[str, Any], group: str, bias: bool = True, aux: int = 0, stage: bool = False) -> Any:
+def experts(x: Any, w: dict[str, Any], i: int, kind: str) -> Any:
+    """Experts with a "gate" before them, or one of their "own"; of flux, or of "vLLM", whose sums flux does
+    not include; or that are chosen by something "else", or "wide" ones, which have more columns.
+    """
+    hidden = x.view(-1, N)
+    if kind == "wide":
+        wide = torch.nn.functional.pad(hidden, (0, 4))
+        partial = torch.ops.vllm.moe_forward(wide, wide, None, None, w["name_True"], 0)
+        return torch.ops.vllm.all_reduce(partial, group_name="tp:0")[..., :N].view(x.shape)
+    choose = {"gate": lambda x: linear(x, w[f"gate{i}"]), "else": torch.relu}.get(kind)
+    logits = choose(hidden) if choose else hidden
+    partial = torch.ops.vllm.moe_forward(hidden, logits, None, None, w[f"name_{kind == 'vLLM'}"], 0)
+    if kind == "vLLM":
+        return torch.ops.vllm.all_reduce(partial, group_name="tp:0").view(x.shape)
+    return ours.all_reduce_below.default(partial, SUMMED, "tp:0").view(x.shape)
+
+
+def model(
+    x: Any,
+    w: dict[str, Any],
+    group: str,
+    bias: bool = True,
+    aux: int = 0,
+    stage: bool = False,
+    kind: str = "dense",
+) -> Any:
     """A transformer without attention, in vLLM's operators.
 
     aux: before how many layers it also gives the states. stage: ends before the last norm, as stages of a
-    pipeline do.
+    pipeline do. kind: of experts(), or "dense".
     """
 
     def sums(x: Any, name: str, i: int) -> Any:
@@ -57,13 +87,16 @@ def model(x: Any, w: dict[str, Any], group: str, bias: bool = True, aux: int = 0
         hidden, residual = ir.fused_add_rms_norm.default(
             sums(attended, "o", i), residual, w[f"norm2{i}"], 1e-5, None
         )
-        hidden = sums(linear(hidden, w[f"up{i}"]).relu().remainder(3) - 1, "down", i)
+        if kind == "dense":
+            hidden = sums(linear(hidden, w[f"up{i}"]).relu().remainder(3) - 1, "down", i)
+        else:
+            hidden = experts(hidden, w, i, kind)
     if stage:
         return hidden, residual
     return (ir.fused_add_rms_norm.default(hidden, residual, w["norm10"], 1e-5, None)[0], *seen)
 
 
-def traced(m: int, group: str, **form: int) -> fx.GraphModule:
+def traced(m: int, group: str, **form: Any) -> fx.GraphModule:
     """The model's graph, as dynamo gives it to vLLM."""
     found = []
 
@@ -86,7 +119,7 @@ def begins(n: int, k: int, dtype: torch.dtype, group: str) -> int:
 
 def targets(graph: fx.Graph) -> dict[str, int]:
     names = [node.target.__name__.partition(".")[0] for node in graph.nodes if node.op == "call_function"]
-    of_interest = ("linear_", "norm_", "gather", "fused_add", "rms_norm", "linear")
+    of_interest = ("linear_", "norm_", "sum_", "gather", "fused_add", "rms_norm", "linear", "moe", "all_")
     return {name: names.count(name) for name in sorted({*names}) if name.startswith(of_interest)}
 
 
@@ -96,7 +129,7 @@ def inputs(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list
     return [values.get(node.target, len(x)) for node in graph.find_nodes(op="placeholder")]
 
 
-def rewritten(m: int, group: str, **form: int) -> tuple[fx.GraphModule, sequence.Sharded]:
+def rewritten(m: int, group: str, **form: Any) -> tuple[fx.GraphModule, sequence.Sharded]:
     module = traced(m, group, **form)
     done = sequence.shard(module.graph, begins)
     module.graph.lint()
@@ -105,10 +138,11 @@ def rewritten(m: int, group: str, **form: int) -> tuple[fx.GraphModule, sequence
 
 
 def computes_the_same(rank: int, world_size: int) -> list[str]:
-    libraries = [define_all_reduce(), define_norm()]
+    libraries = [define_all_reduce(), define_norm(), define_moe_forward(rank, world_size)]
     group, w = dist.group.WORLD.group_name, weights(rank)
     wrong = []
-    for form in ({}, {"bias": False, "stage": True}, {"aux": 1}):
+    forms: list[dict[str, Any]] = [{}, {"bias": False, "stage": True}, {"aux": 1}]
+    for form in (*forms, *({"kind": kind} for kind in ("own", "gate", "else", "vLLM", "wide"))):
         stock, (ours, done) = traced(9, group, **form), rewritten(9, group, **form)
         if done.from_tokens != FROM:
             wrong.append(f"{form}: {done}")
@@ -116,6 +150,7 @@ def computes_the_same(rank: int, world_size: int) -> list[str]:
             x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
             with (
                 mock.patch.object(rows, "row_norm", exact_norm),
+                mock.patch.object(expert_rows, "row_norm", exact_norm),
                 mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
                 mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
             ):
@@ -124,6 +159,8 @@ def computes_the_same(rank: int, world_size: int) -> list[str]:
             calls = [scatters.call_count, gathers.call_count]
             sums = 2 * LAYERS - form.get("stage", 0) - form.get("aux", 0)
             behind = 2 * LAYERS - 1 - form.get("aux", 0)
+            if "kind" in form:
+                sums, behind = LAYERS, LAYERS - 1
             if calls != ([sums, behind] if m >= FROM else [0, 0]):
                 wrong.append(f"{form}, {m} tokens: {calls}")
             if not all(torch.equal(*pair) for pair in zip(results, expected, strict=True)):
@@ -163,6 +200,59 @@ def test_the_norm_is_rms_norm() -> None:
     assert spawn(rms_norms, 2, backend="gloo") == [[]] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "becomes"),
+    [
+        ("own", {"norm_experts_scatter": 5, "norm_gather": 1}),
+        ("gate", {"norm_experts_scatter": 5, "norm_gather": 1}),
+        ("else", {"moe_forward": 5, "norm_gather": 6, "sum_scatter": 5}),
+        ("vLLM", {"moe_forward": 5, "norm_gather": 6, "sum_scatter": 5}),
+        ("wide", {"moe_forward": 5, "norm_gather": 6, "sum_scatter": 5}),
+    ],
+)
+def test_what_experts_become(kind: str, becomes: dict[str, int]) -> None:
+    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
+    module, done = rewritten(9, "7", kind=kind)
+    assert done == sequence.Sharded(10, FROM)
+    others = {"linear": 1, "linear_scatter": 5, "norm_gather_linear": 4, "rms_norm": 1}
+    assert targets(module.graph) == {**others, **becomes}
+    scatters = module.graph.find_nodes(op="call_function", target=ours.norm_experts_scatter.default)
+    gates = [str(node.args[3]) for node in scatters]
+    assert gates == [f"l_w_gate{i}_" if kind == "gate" else "None" for i in range(len(scatters))]
+    (name,) = {node.args[7] for node in scatters} or {None}
+    assert all(node.args[5:9] == (None, None, name, 0) for node in scatters)
+    assert name is None or name.target == "L_w_name_False_"
+    del libraries
+
+
+def change(graph: fx.Graph, case: str) -> None:
+    """Makes of a graph with experts one of which these cannot have own rows."""
+    call, *_ = graph.find_nodes(op="call_function", target=torch.ops.vllm.moe_forward)
+    hidden = call.args[0]
+    if case == "shared experts":
+        call.update_arg(2, hidden)
+    elif case == "ids":
+        call.update_arg(3, hidden)
+    elif case == "cut off":
+        call.update_arg(5, 8)
+    else:
+        with graph.inserting_after(call):
+            user = graph.call_function(torch.neg, ({"rows": hidden, "result": call}[case],))
+        user.meta["example_value"] = graphs.value(call)
+
+
+@pytest.mark.parametrize("case", ["shared experts", "ids", "cut off", "rows", "result"])
+def test_experts_that_need_all_rows(case: str) -> None:
+    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
+    module = traced(9, "7", kind="own")
+    change(module.graph, case)
+    assert sequence.shard(module.graph, begins) == sequence.Sharded(10, FROM)
+    module.graph.lint()
+    assert sequence.count_sharded(module.graph) == {"linear layers": 5, "other sums": 1, "MoE layers": 4}
+    assert targets(module.graph)["norm_gather"] == 2
+    del libraries
+
+
 def test_what_a_graph_becomes() -> None:
     libraries = [define_all_reduce(), define_norm()]
     module, done = rewritten(9, "7")
@@ -186,7 +276,7 @@ def test_what_a_graph_becomes() -> None:
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("aux", "its 8 sums would need 3 gathers"),
+        ("gathers", "its 10 sums would need 10 gathers"),
         ("never", "for some of its layers it is not faster, or would run unfused"),
         ("norm", "no row-parallel layer of flux is followed by a plain fused_add_rms_norm"),
         ("groups", "its layers sum over different groups"),
@@ -195,7 +285,10 @@ def test_what_a_graph_becomes() -> None:
 )
 def test_models_that_are_left_alone(case: str, why: str) -> None:
     libraries = [define_all_reduce(), define_norm()]
-    module = traced(9, "7", aux=2 if case == "aux" else 0)
+    module = traced(9, "7")
+    for node in module.graph.find_nodes(op="call_function", target=linear) if case == "gathers" else []:
+        with module.graph.inserting_before(node):
+            module.graph.call_function(torch.neg, node.args[:1])
     found = module.graph.find_nodes(op="call_function", target=ours.linear_all_reduce.default)
     if case == "groups":
         found[1].args = (*found[1].args[:4], "8", "dp:0")
@@ -222,24 +315,46 @@ def after_gradients(module: fx.GraphModule, m: int) -> fx.Graph:
     return made.graph
 
 
-@pytest.mark.parametrize("form", [{}, {"bias": False}, {"stage": True}, {"aux": 1}])
-def test_small_batches_are_as_without(form: dict[str, int]) -> None:
-    libraries = [define_all_reduce(), define_norm()]
+def kinds(graph: fx.Graph) -> list[str]:
+    """The operators of a graph, as one of two ways spells them."""
+    functional = graph.find_nodes(op="call_function", target=auto_functionalized)
+    parts = {user for node in functional for user in node.users}
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node not in parts]
+    names = [str(node.args[0] if node in functional else node.target) for node in nodes]
+    same = {"aten.t.default": "transpose", "aten.permute.default": "transpose"}
+    return sorted(same.get(name, name) for name in names if "view" not in name)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"bias": False},
+        {"stage": True},
+        {"aux": 1},
+        {"kind": "own"},
+        {"kind": "gate"},
+        {"kind": "vLLM"},
+        {"kind": "wide"},
+    ],
+)
+def test_small_batches_are_as_without(form: dict[str, Any]) -> None:
+    libraries = [define_all_reduce(), define_norm(), define_moe_forward(0, 2)]
     stock = after_gradients(traced(9, "7", **form), 9)
     ours = after_gradients(rewritten(9, "7", **form)[0], 9)
-    sequence.unshard(ours, FROM)
-    assert sequence.count_sharded(ours) == 10 - sum(form.values()) + form.get("bias", 0)
-    sequence.unshard(ours, FROM - 1)
-    ours.lint()
+    unshard(ours, FROM)
+    assert sum(sequence.count_sharded(ours).values()) == 10 - form.get("stage", 0) - form.get("aux", 0)
+    unshard(ours, FROM - 1)
     for graph in (stock, ours):
-        assert sequence.count_sharded(graph) == 0
-        assert all(graphs.value(node).shape for node in graph.find_nodes(op="placeholder"))
-    kinds = [sorted(str(n.target) for n in g.nodes if n.op == "call_function") for g in (stock, ours)]
-    spelled = [
-        [("aten.transpose" if "aten.t." in k or "permute" in k else k) for k in each] for each in kinds
-    ]
-    assert sorted(spelled[0]) == sorted(spelled[1])
+        graphs.settle_sums(graph, 1, FROM - 1)
+        graph.lint()
+        assert not any(sequence.count_sharded(graph).values())
+        assert all(graphs.value(node).numel() for node in graph.find_nodes(op="placeholder"))
+    assert kinds(ours) == kinds(stock)
     assert graphs.fuse_norm(ours, 3) == graphs.fuse_norm(stock, 3) > 0, "vLLM's patterns are there"
+    rules = {"tp:0": graphs.SumRule("7", 1, 1 << 20)}
+    experts = LAYERS if form.get("kind", "wide") != "wide" else 0
+    assert graphs.fuse_sum_and_norm(ours, 1, FROM - 1, rules) == experts
     del libraries
 
 
@@ -255,7 +370,7 @@ def test_a_piece_without_the_norm() -> None:
     module = fx.symbolic_trace(lambda r, n, w: ours.norm_gather_linear(r, n, 1e-5, w, None, FROM, "7"))
     second = make_fx(module, tracing_mode="fake")(torch.zeros(9, N), torch.zeros(N), torch.zeros(24, N)).graph
     for graph, made in ((first, ["linear_all_reduce", "add"]), (second, ["rms_norm", "permute", "mm"])):
-        sequence.unshard(graph)
+        unshard(graph)
         graph.lint()
         names = [n.target.__name__.partition(".")[0] for n in graph.nodes if n.op == "call_function"]
         assert names == made

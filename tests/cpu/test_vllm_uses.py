@@ -87,6 +87,6 @@ def test_the_newest_wheel_must_have_all(
 
 
 def test_the_page_names_all_that_is_used() -> None:
-    page = (ROOT / "docs" / "vllm.md").read_text()
+    page = (ROOT / "docs" / "design" / "vllm.md").read_text()
     listed = [line for line in page.splitlines() if line.startswith("|") and "`vllm." in line]
     assert [line.split("`")[1] for line in listed] == [use.path for use in USES]

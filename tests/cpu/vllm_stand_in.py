@@ -17,7 +17,10 @@ import torch.distributed as dist
 from flux import _invariance, _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import op  # noqa: F401  (defines operators, which can be done only once)
+from flux.integrations.vllm import (
+    expert_rows,
+    op,  # noqa: F401  (defines operators, which can be done only once)
+)
 from flux.integrations.vllm import report as reports
 from flux.ops import plan
 
@@ -128,6 +131,15 @@ def stand_in() -> dict[str, types.ModuleType]:
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": {"op_registry_oot": {}},
         "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.layernorm": {
+            "RMSNorm": _names(
+                weight=None,
+                has_weight=True,
+                variance_epsilon=1e-5,
+                variance_size_override=None,
+                forward=_nothing,
+            )
+        },
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
             "UnquantizedLinearMethod": _names(),
@@ -241,6 +253,43 @@ def define_all_reduce() -> Any:
 
     library.impl("all_reduce", all_reduce, "CPU")
     library.impl("all_reduce", lambda tensor, group_name: torch.empty_like(tensor), "Meta")
+    return library
+
+
+def moe_forward_of_vllm(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    layer_name: torch.Tensor,
+    hidden_dim_unpadded: int,
+) -> torch.Tensor:
+    """The function behind vLLM's operator: its parameters. The name is a node in graphs, as vLLM's is."""
+    raise NotImplementedError
+
+
+def define_moe_forward(rank: int, ranks: int) -> Any:
+    """vLLM's operator, with other experts: their results are integers, and differ from rank to rank.
+
+    The layer's name is from how many tokens on flux sums over ranks. It overwrites its first argument, as
+    vLLM's may.
+    """
+    torch_library: Any = torch.library
+    library = torch_library.Library("vllm", "FRAGMENT")
+    schema = torch_library.infer_schema(moe_forward_of_vllm, mutates_args=["hidden_states"])
+    library.define(f"moe_forward{schema}")
+
+    def moe_forward(x: Any, logits: Any, shared: Any, ids: Any, name: Any, unpadded: int) -> torch.Tensor:
+        chosen = logits.sum(-1, keepdim=True).remainder(3)
+        summed = expert_rows.rows_are_own() or len(x) >= int(name)
+        factors = range(1, ranks + 1) if summed else [rank + 1]
+        result: torch.Tensor = sum(factor * (x.remainder(5) - 2) + chosen for factor in factors)
+        x.fill_(torch.nan)
+        return result
+
+    library.impl("moe_forward", moe_forward, "CPU")
+    library.impl("moe_forward", lambda x, *others: torch.empty_like(x), "Meta")
+    expert_rows.define(moe_forward_of_vllm)
     return library
 
 

@@ -38,6 +38,9 @@ _PRELOADED = (
 
 
 def main() -> None:
+    # vLLM may log to stdout, where answers are to be.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for module in _PRELOADED:
         importlib.import_module(module)
     _fork_everything()
@@ -47,7 +50,7 @@ def main() -> None:
         if child == 0:
             _run_and_exit(job)
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
 def _fork_everything() -> None:

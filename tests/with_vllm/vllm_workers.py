@@ -83,16 +83,32 @@ def leave_out_vllms_invariant_kernels() -> None:
     batch_invariant.enable_batch_invariant_mode = lambda: None
 
 
+def let_flux_choose_experts() -> None:
+    """vLLM's kernel for CPUs in 0.26 chooses the experts itself, other than that for GPUs, and flux leaves it
+    alone. After this it does not, and graphs are as on GPUs. What chooses them has no operator for CPUs.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as methods
+
+    def choose(weights: Any, ids: Any, positions: Any, logits: Any, renormalize: bool, *bias: Any) -> None:
+        found, chosen = logits.softmax(-1).topk(weights.shape[-1])
+        weights.copy_(found / found.sum(-1, keepdim=True) if renormalize else found)
+        ids.copy_(chosen)
+
+    methods.UnquantizedFusedMoEMethod.is_monolithic = property(lambda self: False)
+    _custom_ops.topk_softmax = choose
+
+
 def save_graphs() -> None:
     """Writes the graphs that flux rewrites into the folder $SAVED_GRAPHS: the whole model's as dynamo traces
-    it, and in each range, each piece's as the pass gets it (saved_graphs.py).
+    it, and in each range, each piece's as the pass gets it, by the range's end (saved_graphs.py).
     """
     import saved_graphs
     from vllm.distributed import get_tp_group
 
     from flux.integrations.vllm import compiled
 
-    folder, shard, settle = Path(os.environ["SAVED_GRAPHS"]), compiled.shard, compiled.settle_sums
+    folder, shard, unshard = Path(os.environ["SAVED_GRAPHS"]), compiled.shard, compiled.unshard
     counts: Counter[str] = Counter()
 
     def save(graph: torch.fx.Graph, name: str) -> None:
@@ -104,24 +120,34 @@ def save_graphs() -> None:
         save(graph, "model")
         return shard(graph, *arguments)
 
-    def save_and_settle(graph: torch.fx.Graph, start: int, end: int) -> Any:
-        save(graph, f"piece-{start}-{end}")
-        return settle(graph, start, end)
+    def save_and_unshard(graph: torch.fx.Graph, end: int | None) -> None:
+        save(graph, f"piece-{end}")
+        unshard(graph, end)
 
-    compiled.shard, compiled.settle_sums = save_and_shard, save_and_settle
+    compiled.shard, compiled.unshard = save_and_shard, save_and_unshard
+
+
+def call_linear() -> None:
+    """Makes linear layers call what they call on GPUs, instead of an operator for CPUs."""
+    from vllm.model_executor.layers import utils
+
+    def keep_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep_linear
 
 
 def compile_as_on_gpus() -> None:
     """Makes vLLM on CPUs compile models as it does on GPUs; by itself it gives inductor one graph there.
 
-    It supports that on no CPU, so four things are in the way: it wants collectives outside of graphs, one of
+    It supports that on no CPU, so five things are in the way: it wants collectives outside of graphs, one of
     its passes looks up operators that only GPUs have, its all-reduce overwrites its input, which a graph may
-    still need, and linear layers call oneDNN.
+    still need, linear layers call oneDNN, and experts are traced.
     """
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationMode
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.platforms.cpu import CpuPlatform
 
     update = CpuPlatform.check_and_update_config.__func__
@@ -143,8 +169,8 @@ def compile_as_on_gpus() -> None:
     CpuPlatform.use_custom_op_collectives = classmethod(lambda cls: True)
     FixFunctionalizationPass.__call__ = lambda self, graph: None
     CpuCommunicator.all_reduce = all_reduce_of_copy
+    MoERunner._select_forward = lambda self: (
+        torch.ops.vllm.moe_forward_shared if self._shared_experts else torch.ops.vllm.moe_forward
+    )
 
-    def keep_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = keep_linear
+    call_linear()

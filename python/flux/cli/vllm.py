@@ -73,6 +73,8 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
     if fused:
         yield Finding(section, "vLLM's fusion", f"compiled batches of up to {fused} tokens stay vLLM's")
     first, why = forecast.sequence_from(model, ranks, device)
+    if first is not None and fused >= forecast.MOST_TOKENS:
+        first, why = None, f"vLLM fuses sums of up to {fused} tokens"
     parallel = f"no: {why}" if first is None else f"compiled batches from {max(first, fused + 1)} tokens on"
     yield Finding(section, "sequence parallel", parallel, "info" if first is None else "ok")
     found = forecast.ranges(model, ranks, device)

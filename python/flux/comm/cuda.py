@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from flux import _env, _native
-from flux.comm import shm, symm_mem
+from flux.comm import known, shm, symm_mem
 from flux.comm.group import Meeting, name_of
 from flux.comm.workspace import (
     HEADER_BYTES,
@@ -29,9 +29,8 @@ from flux.errors import CommTimeoutError
 
 _cuda: Any = torch.cuda  # parts of it are not typed
 _why_not: dict[int, str | None] = {}
-# By device. Held from the stream wait for the last call on the GPU until the launch, so that no other thread
-# launches a call in between.
-_launch_locks: dict[int, threading.RLock] = {}
+# By device (flux._core.LaunchOrder).
+_orders: dict[int, Any] = {}
 _COMPARED: AbstractContextManager[int] = nullcontext(0)
 # ErrorRecord::code (csrc/runtime/symm_buffer.h).
 _PEER_GAVE_UP, _OVERLAP = 2, 3
@@ -79,9 +78,6 @@ class CudaWorkspace(Workspace):
     the destination buffer when it enqueues a copy. Such calls are never captured.
     """
 
-    # By device: stream of the last call of any group, and the event after that call on an external stream.
-    _last_streams: ClassVar[dict[int, int]] = {}
-    _last_events: ClassVar[dict[int, Any]] = {}
     _same: Same = NOTHING  # arguments of the current call that ranks compare if the workspace grows
 
     def __init__(
@@ -100,13 +96,14 @@ class CudaWorkspace(Workspace):
         self._launch = Launch(self)
         self._copy_launch = CopyLaunch(self)
         self._index = device.index
-        self._launch_lock = _launch_locks.setdefault(device.index, threading.RLock())
+        self._order = _orders.get(device.index) or _orders.setdefault(
+            device.index, _native.core.LaunchOrder()
+        )
         self._captured = False
         self._kept: list[Any] = []
         self._copy_region: tuple[symm_mem.SymmetricMemory, Any] | None = None
         self._copy_address = 0
         self._copy_room = (0, 0)  # signal_bytes and slot_bytes of the buffers for copy engines
-        self._copy_epoch = 0
         if self.why_not is None:
             # Lazy loading of a kernel can hang behind a kernel that spins, so load all kernels now.
             load_kernels()
@@ -115,6 +112,7 @@ class CudaWorkspace(Workspace):
             self._error_address = self._error.data_ptr()
             # The first word is written last. Reading it directly takes less host time than core.read_error.
             self._error_code = ctypes.c_uint32.from_address(self._error_address)
+            self.known = known.make(turn, self._order, self._error_address)
 
     @property
     def transport(self) -> str:  # type: ignore[override]
@@ -143,6 +141,7 @@ class CudaWorkspace(Workspace):
             self._kept.append((self._memory, self._symm_buffer))
         self._captured = False
         self._memory, self._symm_buffer = self._make_region(signal_bytes, slot_bytes, exchange_bytes, op)
+        self.known.clear()  # their launches have the address of the old buffers
         self._address = int(self._symm_buffer.address)
 
     def _make_region(
@@ -228,32 +227,43 @@ class CudaWorkspace(Workspace):
         self._copy_region = self._make_region(*room, 0, op)
         self._copy_address = int(self._copy_region[1].address)
         self._copy_room = room
-        self._copy_epoch = 0
+        self.known.clear()
+        self.known.copy_epoch = 0
 
     def _fits_copy(self, signal_bytes: int, slot_bytes: int) -> bool:
         return signal_bytes <= self._copy_room[0] and slot_bytes <= self._copy_room[1]
 
     def _follow_last_call(self) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        last_stream = self._last_streams.get(self._index)
-        if stream != last_stream or self._index in self._last_events:
+        stream, order = torch._C._cuda_getCurrentRawStream(self._index), self._order
+        if stream != order.stream or order.event is not None:
             current = torch.cuda.current_stream(self.device)
-            event = self._last_events.pop(self._index, None)
-            if last_stream is not None:
+            event, order.event = order.event, None
+            if order.stream is not None:
                 # Calls must run in program order across all streams and groups: a kernel occupies all its SMs
                 # while it waits for its peers, which may be waiting for the other call of this rank.
                 if event is None:
-                    event = _cuda.ExternalStream(last_stream, device=self.device).record_event()
+                    event = _cuda.ExternalStream(order.stream, device=self.device).record_event()
                 current.wait_event(event)
-            self._last_streams[self._index] = stream
+            order.stream = stream
             if _owned_by_others(current.stream_id):
                 # An external stream may be destroyed before the next call, so record the event now, not then.
-                self._last_events[self._index] = _cuda.Event()
+                order.event = _cuda.Event()
 
     def _launched(self) -> None:
-        event = self._last_events.get(self._index)
+        event = self._order.event
         if event is not None and not torch.cuda.is_current_stream_capturing():
             event.record(torch.cuda.current_stream(self.device))
+
+    def remember(
+        self,
+        recipe: known.Recipe,
+        launch: Callable[[], object],
+        operands: Sequence[Sequence[int]],
+        by_copy_engine: bool = False,
+    ) -> None:
+        """Makes a call known that was made (flux.comm.known.remember), unless ranks compare all calls."""
+        if not self.compares_contents and not torch.cuda.is_current_stream_capturing():
+            known.remember(self.known, recipe, launch, operands, by_copy_engine)
 
     def check(self) -> None:
         """Raises the failure of the workspace, if any, such as a timeout that a kernel has recorded. Does not
@@ -310,7 +320,7 @@ class Launch:
 
     def __enter__(self) -> tuple[int, int]:
         workspace = self._workspace
-        workspace._launch_lock.acquire()
+        workspace._order.acquire()
         try:
             if torch.cuda.is_current_stream_capturing():
                 workspace._captured = True
@@ -318,17 +328,17 @@ class Launch:
                 workspace._follow_last_call()
             workspace.turn.open()
         except BaseException:
-            workspace._launch_lock.release()
+            workspace._order.release()
             raise
         return workspace._address, 0
 
     def __exit__(self, *_: object) -> None:
         workspace = self._workspace
         try:
-            if workspace._last_events:
+            if workspace._order.event is not None:
                 workspace._launched()
         finally:
-            workspace._launch_lock.release()
+            workspace._order.release()
 
 
 class CopyLaunch:
@@ -341,20 +351,20 @@ class CopyLaunch:
 
     def __enter__(self) -> tuple[int, int]:
         workspace = self._workspace
-        workspace._launch_lock.acquire()
+        workspace._order.acquire()
         try:
             workspace._follow_last_call()
             workspace.turn.open()
-            workspace._copy_epoch += 1
+            workspace.known.copy_epoch += 1
         except BaseException:
-            workspace._launch_lock.release()
+            workspace._order.release()
             raise
-        return workspace._copy_address, workspace._copy_epoch
+        return workspace._copy_address, workspace.known.copy_epoch
 
     def __exit__(self, *_: object) -> None:
         workspace = self._workspace
         try:
-            if workspace._last_events:
+            if workspace._order.event is not None:
                 workspace._launched()
         finally:
-            workspace._launch_lock.release()
+            workspace._order.release()

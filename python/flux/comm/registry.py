@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _native
 from flux.comm import group as groups
+from flux.comm import known
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace, refuse_capture
 from flux.comm.group import Meeting
@@ -64,9 +65,9 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     key, its_turn = (group, device), turn(group, device)
     _raise_if_unfinished(key)
     _forget_destroyed_groups()
-    atexit.unregister(_workspaces.clear)
     # Free workspaces before the interpreter destroys modules that the destructors of GPU memory need.
-    atexit.register(_workspaces.clear)
+    atexit.unregister(_clear)
+    atexit.register(_clear)
     meeting = Meeting.of(group, device.type)
     meeting.begin(op)
     _unfinished[key] = (meeting, None)
@@ -86,7 +87,14 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
         del _unfinished[key]
         raise
     del _unfinished[key]
-    return _workspaces[key]
+    if workspace.known is not None:
+        known.of_groups.setdefault(group, workspace.known)
+    return workspace
+
+
+def _clear() -> None:
+    known.of_groups.clear()
+    _workspaces.clear()
 
 
 def _of_nodes(workspace: NodesWorkspace, op: str) -> NodesWorkspace:
@@ -114,6 +122,9 @@ def _forget_destroyed_groups() -> None:
         for key in list(kept):  # a copy: other threads add to them
             if not groups.is_live(key[0]):
                 kept.pop(key, None)
+    for group in list(known.of_groups):
+        if not groups.is_live(group):
+            known.of_groups.pop(group, None)
 
 
 def find(group: ProcessGroup, device: torch.device) -> Workspace | None:
@@ -159,6 +170,8 @@ def _release(key: Key) -> None:
         elif key in _unfinished:
             _unfinished[key][0].leave("release", wait=False)
     finally:
+        if workspace is not None and known.of_groups.get(key[0]) is workspace.known:
+            known.of_groups.pop(key[0], None)
         _workspaces.pop(key, None)
         _unfinished.pop(key, None)
         turn(*key).forget()

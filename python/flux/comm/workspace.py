@@ -155,6 +155,7 @@ class Workspace(ABC):
         compares_contents: whether ranks compare the contents of tensors (FLUX_DEBUG=compare on any rank).
         copies: whether calls may use copy engines. Equal on all ranks.
         tuning: the measurements by which plans choose. Equal on all ranks.
+        known: the calls that C++ makes again (flux._core.KnownCalls), or None.
         topology: the nodes of a group that has several; None for others.
         left_free: SMs that launches leave to others. Changed by `leaving_free`.
     """
@@ -163,6 +164,7 @@ class Workspace(ABC):
     compares_contents = False
     copies = True
     tuning = NO_FACTS
+    known: Any = None
     topology: Topology | None = None
     left_free = 0
 
@@ -265,10 +267,14 @@ class Workspace(ABC):
         self._plans = self._plans_left_free.setdefault(sms, ({}, {}))
         self.num_sms -= sms
         self.left_free = sms
+        if self.known is not None:
+            self.known.paused = True  # its launches take all SMs
         try:
             yield
         finally:
             self._plans, self.num_sms, self.left_free = kept
+            if self.known is not None:
+                self.known.paused = bool(self.left_free)
 
     @property
     def plans(self) -> dict[Any, Any]:
@@ -323,6 +329,8 @@ class Workspace(ABC):
             return self._meeting.exchange(op, facts)
         except CommTimeoutError as error:
             self.failure = error
+            if self.known is not None:
+                self.known.clear()  # all further calls raise the failure
             raise
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ are computed, own tokens first (COMET, arXiv 2502.19811, section 3).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -11,12 +12,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import two_level
+from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -35,8 +37,9 @@ from flux.ops._library import dispatch, library
 from flux.ops._product import wide_expert
 from flux.ops._records import Records
 from flux.ops._scales import Scales
-from flux.ops._tensors import padded, readable
+from flux.ops._tensors import in_place, padded, readable
 
+_KNOWN = known.operator()
 _OP = "moe.ag_scatter_gemm"
 
 
@@ -89,6 +92,8 @@ def ag_scatter_gemm(
         assert rows.shape == (6 * p, 16)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    if not scaling and (done := known_layer(_KNOWN, x, weight, routing, activation)) is not None:
+        return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
     if not direct or scaling:
         of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
@@ -132,11 +137,13 @@ def _eager(
     group_name: str,
     *scaling: Any,
 ) -> torch.Tensor:
+    told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
     scales = _scales.given(_OP, *scaling)
+    if scales is None and (done := known_layer(_KNOWN, x, weight, told, activation, below=True)) is not None:
+        return done
     columns = grouped_gemm.expert_weight(_OP, x, weight, activation, scales)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
-    told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
     group = process_group(group_name)
     if group.size() > 1:
         arguments = (x, weight, told, activation, columns, group, scales)
@@ -214,12 +221,17 @@ def _launch(
     workspace: CudaWorkspace,
     scales: Scales | None,
 ) -> None:
-    x, weight = readable(x), readable(weight)  # before the launch: copies may run out of memory
+    operands = (readable(x), readable(weight))  # before the launch: copies may run out of memory
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
     with workspace.enter(plan) as (symm_buffer, _):
         options = (*sizes, activation_id, out, symm_buffer, -1, 0)
-        _kernel(x, weight, routing[:10], *options, **_scales.for_kernel(x, scales))
+        scaled = _scales.for_kernel(x, scales)
+        enqueue = functools.partial(_kernel, *operands, routing[:10], *options, **scaled)
+        enqueue()
+    if scales is None and in_place(operands, (x, weight)):
+        recipe = layer_recipe(_KNOWN, x, weight, routing, activation)
+        workspace.remember(recipe, enqueue, [[1, 2, *ARRAYS, recipe.returns(out, like=1)]])
 
 
 def in_parts(

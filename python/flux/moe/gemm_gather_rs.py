@@ -5,6 +5,7 @@ rows of the finished chunk are weighted, summed over the experts of a token, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -12,13 +13,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference, two_level
 from flux.moe.combine import weighted_sum
+from flux.moe.known_layers import ARRAYS, WEIGHTS, known_layer, layer_recipe
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -33,8 +35,9 @@ from flux.ops import _check, _gate, _scales, grouped_gemm
 from flux.ops._library import dispatch, library
 from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
-from flux.ops._tensors import readable, wide_type
+from flux.ops._tensors import in_place, readable, wide_type
 
+_KNOWN = known.operator()
 _OP = "moe.gemm_gather_rs"
 
 
@@ -84,6 +87,8 @@ def gemm_gather_rs(
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    if not scaling and (done := known_layer(_KNOWN, x, weight, routing, None)) is not None:
+        return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
     if not direct or scaling:
         of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
@@ -129,11 +134,13 @@ def _eager(
     group_name: str,
     *scaling: Any,
 ) -> torch.Tensor:
+    told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     scales = _scales.given(_OP, *scaling)
+    if scales is None and (done := known_layer(_KNOWN, x, weight, told, None, below=True)) is not None:
+        return done
     grouped_gemm.expert_weight(_OP, x, weight, None, scales)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
-    told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     group = process_group(group_name)
     if group.size() == 1:
         return in_parts(x, weight, told, scales)
@@ -196,16 +203,18 @@ def launch(
     """Launches the kernel."""
     rows, n, dtype = x.shape[0], weight.shape[1], plan.result_dtype
     # Allocations may run out of memory, so they come before the call is opened.
-    x, weight, products, out = (
-        readable(x),
-        readable(weight),
-        x.new_empty(rows, n, dtype=dtype),
-        x.new_empty(routing.num_tokens, n, dtype=dtype),
-    )
-    arguments = (x, weight, routing[:10], routing[10], routing.ep_size, routing.num_experts, products, out)
+    operands = (readable(x), readable(weight))
+    products, out = x.new_empty(rows, n, dtype=dtype), x.new_empty(routing.num_tokens, n, dtype=dtype)
+    sizes = (routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as (symm_buffer, _):
         options = (symm_buffer, plan.tile, plan.chunks[0][1], plan.communication_ctas, 0)
-        _kernel(*arguments, *options, **_scales.for_kernel(x, scales))
+        arguments = (*operands, routing[:10], routing[10], *sizes, *options)
+        enqueue = functools.partial(_kernel, *arguments, **_scales.for_kernel(x, scales))
+        enqueue()
+    if scales is None and in_place(operands, (x, weight)):
+        recipe = layer_recipe(_KNOWN, x, weight, routing, None)
+        written = (recipe.returns(out, like=1), recipe.allocates(products, like=1))
+        workspace.remember(recipe, enqueue, [[1, 2, *ARRAYS, WEIGHTS, written[1], written[0]]])
     return out
 
 

@@ -8,12 +8,14 @@ from typing import Any, cast
 import torch
 
 from flux import _native
-from flux.comm import cuda
+from flux.comm import cuda, known
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import NOTHING, round_up
 from flux.moe.plan import BLOCK_M
+from flux.ops._tensors import in_place
 from flux.ops.plan import Plan
 
+KNOWN = known.operator()
 OP = "moe.route"
 _POSITIONS = 3  # index of Routing.positions
 
@@ -58,6 +60,8 @@ def run(
     shapes: tuple[tuple[int, ...], ...],
 ) -> list[torch.Tensor]:
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    options = (layout.num_experts, layout.ep_size, layout.max_tokens)
+    recipe = known.Recipe(KNOWN, topk_ids, topk_weights, *options)
     int32 = torch.int32
     # Separate sizes are faster to parse than a list.
     arrays = [ids.new_empty(*shape, dtype=int32) for shape in shapes]
@@ -68,7 +72,13 @@ def run(
         _kernel(ids, weights, arrays, all_weights, scratch, 0, *sizes)
     else:
         with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
-            _kernel(ids, weights, arrays, all_weights, scratch, symm_buffer, *sizes)
+            given = (ids, weights, arrays, all_weights, scratch, symm_buffer)
+            enqueue = functools.partial(_kernel, *given, *sizes)
+            enqueue()
+        if in_place((ids, weights), (topk_ids, topk_weights)):
+            used = [recipe.returns(array, like=1) for array in arrays]
+            used.append(recipe.returns(all_weights, like=2))
+            workspace.remember(recipe, enqueue, [[1, 2, *used, recipe.allocates(scratch, like=1)]])
     return [*arrays, all_weights]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux import _native
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group
@@ -131,6 +131,13 @@ def route(
         routing = route(topk_ids, topk_weights, num_experts=4)
         assert routing.offsets.tolist() == [0, 2 * p, 3 * p, 5 * p, 6 * p]  # rows of each expert
     """
+    calls = None if torch.compiler.is_compiling() or max_node_tokens is not None else known.of(group)
+    if calls is not None:
+        rows = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else 0
+        most = rows if max_tokens is None else max_tokens
+        done = calls.call(route_kernel.KNOWN, topk_ids, topk_weights, num_experts, ep_size, most)
+        if done is not None:
+            return Routing._make([*done, num_experts, ep_size, most, rows, group_name(group, _OP)])
     sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
     sizes["max_node_tokens"] = max_node_tokens
     _gate.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)
@@ -358,6 +365,10 @@ def _eager(
     group = process_group(name)
     p, (tokens, k) = group.size(), topk_ids.shape
     shapes = _kept_shapes(p, num_experts, ep_size, max_tokens, tokens, k)
+    if (calls := known.of_groups.get(group)) is not None and max_node_tokens is None:
+        done = calls.call_below(route_kernel.KNOWN, topk_ids, topk_weights, num_experts, ep_size, max_tokens)
+        if done is not None:
+            return list(done)
     arguments = (topk_ids, topk_weights, group, (num_experts, ep_size, max_tokens), max_node_tokens, shapes)
     return registry.in_turn(group, topk_ids.device, _among_ranks, *arguments)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flux import _native
+from flux.comm import known
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
-from flux.ops._tensors import readable, readable_if_any, wide_type, writable
+from flux.ops._tensors import in_place, readable, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import VECTOR
 
@@ -70,20 +72,34 @@ def run_fused(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    made: tuple[known.Recipe, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
     """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual
     [m, n]. With a norm_weight [n], returns the norm of the sum on GPUs, and None on CPUs.
+
+    Args:
+        made: recipe and result of the call, if it is to be known (flux.comm.known). Arguments of the recipe:
+            operator, mode, x, residual, norm_weight and out.
     """
     if not isinstance(workspace, CudaWorkspace):
         sum_over_ranks(workspace, plan, epoch, x, out, () if residual is None else (residual,))
         return None
-    x, target = readable(x), writable(out)  # before the call: copies may run out of memory
-    residual, norm_weight = readable_if_any(residual), readable_if_any(norm_weight)
+    source, target = readable(x), writable(out)  # before the call: copies may run out of memory
+    extras = (readable_if_any(residual), readable_if_any(norm_weight))
     normalised = None if norm_weight is None else torch.empty_like(target)
     first, second = (target, None) if normalised is None else (normalised, target)
-    num_sms, mode = workspace.num_sms, plan.mode
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(x, first, symm_buffer, num_sms, mode, residual, norm_weight, eps, second)
+        options = (symm_buffer, workspace.num_sms, plan.mode)
+        enqueue = functools.partial(_kernel, source, first, *options, *extras, eps, second)
+        enqueue()
+    if made is not None and target is out and in_place((source, *extras), made[0].given[2:5]):
+        recipe, result = made
+        if normalised is None:
+            used = [2, recipe.returns(result, like=2, argument=5), 3, 4, known.ABSENT]
+        else:
+            normalised_result = recipe.returns(result, like=2)
+            used = [2, normalised_result, 3, 4, recipe.returns(result, like=2)]
+        workspace.remember(recipe, enqueue, [used])
     if target is not out:
         out.copy_(target)
     return normalised

@@ -168,6 +168,11 @@ library.define(
 library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, Tensor(a!) out) -> ()")
 # Loads every kernel.
 library.define("_prepare() -> ()")
+# Kept launches (csrc/runtime/launch_table.h): after _keep, this thread's kernel operators keep their launches
+# instead of enqueueing them, until _kept returns the handles.
+library.define("_launch_table() -> int")
+library.define("_keep() -> ()")
+library.define("_kept() -> int[]")
 
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -30,6 +32,14 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.data_ptr() % 16 == 0 and tensor.is_contiguous():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def in_place(operands: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> bool:
+    """Whether kernels read and write the tensors of a call themselves, and no copies."""
+    return all(
+        operand is None or (tensor is not None and operand.data_ptr() == tensor.data_ptr())
+        for operand, tensor in zip(operands, given, strict=True)
+    )
 
 
 def readable_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:

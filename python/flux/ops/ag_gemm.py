@@ -9,13 +9,14 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch.distributed import ProcessGroup
 
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import Workspace
 from flux.ops import _ag_gemm_cpu, _check, _gate, _invariant, two_level
+from flux.ops import _ag_gemm_known as _known
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
 from flux.ops._library import library, may_skip_dispatch, needs_grad
@@ -131,6 +132,10 @@ def ag_gemm(
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
     results: Any = None if out is None else list(out) if many else [out]
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+        done = calls.call(*_known.given(x, weights, biases, transpose_weight, return_gathered, results))
+        if done is not None:
+            return _answer(done, len(weights), return_gathered, many)
     direct = may_skip_dispatch(x, *weights, *biases)
     if not direct or results is not None:
         flags = {"transpose_weight": transpose_weight, "return_gathered": return_gathered}
@@ -150,11 +155,11 @@ def ag_gemm(
         results.append(_new_gathered(x, p))
     arguments = (x, weights, biases, transpose_weight, return_gathered)
     if torch.compiler.is_compiling():
-        return _answer(_by_operator, arguments, name, results, many)
+        return _answered(_by_operator, arguments, name, results, many)
     pg = resolve_group(group, "ag_gemm")
     function = _by_operator if not direct else _call if pg.size() == 1 else _among_ranks
     where = pg if direct else name
-    return registry.in_turn(pg, x.device, _answer, function, arguments, where, results, many)
+    return registry.in_turn(pg, x.device, _answered, function, arguments, where, results, many)
 
 
 def _by_operator(*arguments: Any) -> list[torch.Tensor]:
@@ -165,17 +170,21 @@ def _by_operator(*arguments: Any) -> list[torch.Tensor]:
     return list(results)
 
 
-def _answer(
+def _answered(
     function: Callable[..., list[torch.Tensor]],
     arguments: tuple[Any, ...],
     group: ProcessGroup | str,
     outs: list[torch.Tensor] | None,
     many: bool,
 ) -> Any:
+    return _answer(function(*arguments, group, outs), len(arguments[1]), arguments[-1], many)
+
+
+def _answer(results: Tensors | torch.Tensor, weights: int, return_gathered: bool, many: bool) -> Any:
     """The public return value: one result, or a list for a list of weights; then the gathered x."""
-    results = function(*arguments, group, outs)
-    return_gathered = arguments[-1]
-    answer = results[: len(arguments[1])] if many else results[0]
+    if isinstance(results, torch.Tensor):
+        return [results] if many else results
+    answer = list(results[:weights]) if many else results[0]
     return (answer, results[-1]) if return_gathered else answer
 
 
@@ -276,6 +285,10 @@ def _call(
         outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
         _one_rank(x, weights, biases, transpose_weight, products, gathered)
         return outs
+    if (calls := known.of_groups.get(group)) is not None:
+        done = calls.call_below(*_known.given(x, weights, biases, transpose_weight, return_gathered, outs))
+        if done is not None:
+            return [done] if isinstance(done, torch.Tensor) else list(done)
     arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
@@ -293,15 +306,16 @@ def _among_ranks(
     biases = biases or (None,) * len(weights)
     workspace = registry.find(group, x.device)
     facts = _check.ag_gemm_facts("ag_gemm", x, weights, biases, transpose_weight)
-    known = None if workspace is None else workspace.plans.get(facts)
-    if known is not None:
-        call, plans, shapes, m, ns, k, given = known
+    found = None if workspace is None else workspace.plans.get(facts)
+    if found is not None:
+        call, plans, shapes, m, ns, k, given = found
     else:
         shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p)
+    arguments = _known.given(x, weights, biases, transpose_weight, return_gathered, outs)
     outs, products, gathered = _results(x, weights, biases, shapes, p, return_gathered, outs)
     if workspace is None:
         workspace = registry.get(group, x.device, "ag_gemm")
-    if known is None:
+    if found is None:
         call, plans = _plans(workspace, m, ns, k, x.dtype, transpose_weight)
         _invariant.require(call)
         # Contents of biases may differ, because each rank has its own columns.
@@ -320,7 +334,8 @@ def _among_ranks(
         if not call.fused:
             _unfused(x2, weights, biases, transpose_weight, group, products, gathered)
         elif isinstance(workspace, CudaWorkspace):
-            _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered)
+            recipe = _known.recipe(arguments, len(weights), outs)
+            _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered)
         else:
@@ -438,22 +453,30 @@ def _fused_cuda(
     biases: Biases,
     outs: Tensors,
     gathered: torch.Tensor | None,
+    recipe: known.Recipe | None = None,
 ) -> None:
     # Allocations may run out of memory, so they come before the call is opened.
-    x = readable(x)
+    source = readable(x)
     operands = [
-        (plan.choice, aligned(weight), readable_if_any(bias), writable(out))
-        for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True)
+        (source, aligned(weight), readable_if_any(bias), writable(out))
+        for weight, bias, out in zip(weights, biases, outs, strict=True)
     ]
     target = None if gathered is None else writable(gathered)
-    with gather.enter(workspace, call) as (address, epoch):
-        chunk_rows, reuse = gather.chunk_rows(call, epoch), False
-        for choice, weight, bias, product in operands:
-            arguments = (x, weight, bias, product, call.transpose_weight)
-            _kernel(*arguments, address, choice, call.num_sms, epoch, chunk_rows, reuse)
+
+    def enqueue() -> None:
+        reuse, sms = False, call.num_sms
+        for plan, tensors in zip(plans, operands, strict=True):
+            _kernel(*tensors, call.transpose_weight, address, plan.choice, sms, epoch, chunk_rows, reuse)
             reuse = True
         if target is not None:
-            _collect(x, target, address, epoch)
+            _collect(source, target, address, epoch)
+
+    with gather.enter(workspace, call) as (address, epoch):
+        chunk_rows = gather.chunk_rows(call, epoch)
+        enqueue()
+    if recipe is not None:
+        written = (*outs, gathered)
+        _known.remember(workspace, recipe, enqueue, operands, target, written, epoch > 0)
     for (_, _, _, product), out in zip(operands, outs, strict=True):
         if product is not out:
             out.copy_(product)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,17 +12,18 @@ from typing import Any, Literal
 import torch
 
 from flux import _invariance
-from flux.comm import cuda
+from flux.comm import cuda, known
 from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._product import product
 from flux.ops._scaled_mm import scaled_mm
 from flux.ops._scales import Scales
-from flux.ops._tensors import aligned, readable_if_any, writable
+from flux.ops._tensors import aligned, in_place, readable_if_any, writable
 from flux.ops.plan import Plan, PlanInput, planned
 from flux.tuning import store
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+_OP = known.operator()
 _left_free = 0  # SMs, by leaving_free
 
 
@@ -74,6 +76,11 @@ def gemm(
         assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    if not scaling and not torch.compiler.is_compiling():
+        given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+        done: torch.Tensor | None = known.without_group().call(*given)
+        if done is not None:
+            return done
     direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
     tensors = {"x": x, "weight": weight, "bias": bias}
     if not direct or out is not None or scaling:
@@ -151,10 +158,15 @@ def _cpu_out(
 def _cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
-    scales = _scales.given("gemm", *scaling)
+    scales, given = _scales.given("gemm", *scaling), None
+    if scales is None:
+        given = (_OP, _invariance.active(), x, weight, bias, None, transpose_weight)
+        done: torch.Tensor | None = known.without_group().call_below(*given)
+        if done is not None:
+            return done
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", None, shape, x, scales=scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given)
     return out
 
 
@@ -169,7 +181,8 @@ def _cuda_out(
     scales = _scales.given("gemm", *scaling)
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", out, shape, x, weight, bias, scales=scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales)
+    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given if scales is None else None)
 
 
 def run(
@@ -198,8 +211,13 @@ def launch(
     n: int,
     k: int,
     scales: Scales | None = None,
+    given: tuple[Any, ...] | None = None,
 ) -> None:
-    """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them."""
+    """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them.
+
+    Args:
+        given: the arguments of the call for flux.comm.known, if it is to be known.
+    """
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
     scaling = None if scales is None else scales.scaling(k)
@@ -216,16 +234,15 @@ def launch(
         unfused(x2, weight, bias, transpose_weight, out2, scales)
         return
     target = writable(out2)
-    _kernel(
-        aligned(x2),
-        aligned(weight),
-        readable_if_any(bias),
-        target,
-        transpose_weight,
-        plan.choice,
-        _sms(x.device) - _left_free if _left_free else 0,
-        **_scales.for_kernel(x, scales),
-    )
+    operands = (aligned(x2), aligned(weight), readable_if_any(bias), target)
+    num_sms = _sms(x.device) - _left_free if _left_free else 0
+    scaled = _scales.for_kernel(x, scales)
+    enqueue = functools.partial(_kernel, *operands, transpose_weight, plan.choice, num_sms, **scaled)
+    enqueue()
+    if given is not None and in_place(operands, (x, weight, bias, out)):
+        recipe = known.Recipe(*given)
+        used = [2, 3, 4, recipe.returns(out, like=2, argument=5)]
+        known.remember(known.without_group(), recipe, enqueue, [used])
     if target is not out2:
         out2.copy_(target)
 
@@ -234,11 +251,14 @@ def launch(
 def leaving_free(sms: int) -> Iterator[None]:
     """Launches inside leave that many SMs to the work of others, such as NCCL's."""
     global _left_free
+    calls = known.without_group()
     kept, _left_free = _left_free, sms
+    calls.paused = bool(sms)  # its launches take all SMs
     try:
         yield
     finally:
         _left_free = kept
+        calls.paused = bool(kept)
 
 
 def _sms(device: torch.device) -> int:

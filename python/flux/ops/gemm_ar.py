@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux.comm import registry
+from flux import _invariance
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
@@ -23,12 +25,13 @@ from flux.ops._exchange import sum_over_ranks
 from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._norm import rms_norm as rms_norm
 from flux.ops._norm import row_norm as row_norm
-from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
+from flux.ops._tensors import aligned, in_place, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 from flux.ops.plan_ar import split_rows
 from flux.ops.two_level_sums import gemm_and_sum
 
 Tensor = torch.Tensor
+_OP = known.operator()
 
 
 @overload
@@ -111,6 +114,11 @@ def gemm_ar(
         normalised, total = flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight)
         assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+        options = (None if norm_weight is None else eps, out, transpose_weight)
+        done = calls.call(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
+        if done is not None:
+            return cast("Tensor | tuple[Tensor, Tensor]", done)
     direct = may_skip_dispatch(x, weight, bias, residual, norm_weight)
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}
     if not direct or out is not None:
@@ -269,6 +277,12 @@ def _call(
         if added is not None:
             torch.add(product, added, out=total)
         return out if norm_weight is None else (row_norm(total, norm_weight, eps).view(shape), out)
+    eps = None if norm_weight is None else eps
+    if (calls := known.of_groups.get(group)) is not None:
+        options = (eps, out, transpose_weight)
+        done = calls.call_below(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
+        if done is not None:
+            return cast("Tensor | tuple[Tensor, Tensor]", done)
     arguments = (x, weight, bias, transpose_weight, residual, norm_weight, eps, group, out)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
@@ -288,11 +302,13 @@ def _among_ranks(
     facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
     if residual is not None:
         facts = (*facts, residual.shape, residual.dtype, residual.device)
-    known = None if workspace is None else workspace.plans.get(facts)
-    if known is not None:
-        plan, shape, m, n, k = known
+    found = None if workspace is None else workspace.plans.get(facts)
+    if found is not None:
+        plan, shape, m, n, k = found
     else:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    tensors = (x, weight, bias, residual, norm_weight)
+    recipe = known.Recipe(_OP, _invariance.active(), *tensors, eps, out, transpose_weight)
     eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
     out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
     total, normalised = out, None
@@ -300,7 +316,7 @@ def _among_ranks(
         x, total, residual = x.reshape(m, k), out.view(m, n), _rows(residual, m, n)
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_ar")
-    if known is None:
+    if found is None:
         plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
@@ -327,7 +343,9 @@ def _among_ranks(
             if not plan.fused:
                 _unfused(x, weight, bias, transpose_weight, residual, group, total)
             elif isinstance(workspace, CudaWorkspace):
-                normalised = _fused_cuda(workspace, plan, x, weight, bias, residual, total, norm_weight, eps)
+                normalised = _fused_cuda(
+                    workspace, plan, x, weight, bias, residual, total, norm_weight, eps, (recipe, out)
+                )
             elif isinstance(workspace, CpuWorkspace):
                 _fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total)
             else:
@@ -402,37 +420,35 @@ def _fused_cuda(
     total: Tensor,
     norm_weight: Tensor | None,
     eps: float,
+    made: tuple[known.Recipe, Tensor] | None = None,
 ) -> Tensor | None:
+    """Launches the kernel. made: recipe (flux.comm.known) and result of the call, if it is to be known."""
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(total)
-    if plan.batch_invariant:  # how many CTAs share a row of the kernel's norm depends on the number of rows
-        norm_weight = None
-    normalised = None if norm_weight is None else torch.empty_like(total)
+    # How many CTAs share a row of the kernel's norm depends on the number of rows.
+    weight_here = None if plan.batch_invariant else norm_weight
+    normalised = None if weight_here is None else torch.empty_like(total)
     if residual is not None and residual.data_ptr() == total.data_ptr():
         # The kernels write the product to `target` before they read the residual, so it must not be the same.
         target = torch.empty_like(total)
-    x, weight = aligned(x), aligned(weight)
-    bias, residual, norm_weight = (
-        readable_if_any(bias),
-        readable_if_any(residual),
-        readable_if_any(norm_weight),
-    )
+    first, second = (target, None) if normalised is None else (normalised, target)
+    operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
+    extras = (readable_if_any(residual), readable_if_any(weight_here))
     with workspace.enter(plan) as (symm_buffer, _):
-        _kernel(
-            x,
-            weight,
-            bias,
-            target if normalised is None else normalised,
-            plan.transpose_weight,
-            symm_buffer,
-            plan.choice,
-            workspace.num_sms,  # equal on all ranks: CTAs wait for the CTAs of peers that have the same share
-            plan.mode,
-            residual,
-            norm_weight,
-            eps,
-            None if normalised is None else target,
-        )
+        # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
+        options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
+        enqueue = functools.partial(_kernel, *operands, *options, *extras, eps, second)
+        enqueue()
+    norms_here = (normalised is None) == (norm_weight is None)
+    read = (*operands[:3], *extras)
+    if made is not None and norms_here and target is total and in_place(read, made[0].given[2:7]):
+        recipe, out = made
+        if normalised is None:
+            used = [2, 3, 4, recipe.returns(out, like=2, argument=8), 5, 6, known.ABSENT]
+        else:
+            first_result = recipe.returns(out, like=2)
+            used = [2, 3, 4, first_result, 5, 6, recipe.returns(out, like=2)]
+        workspace.remember(recipe, enqueue, [used])
     if target is not total:
         total.copy_(target)
     return normalised

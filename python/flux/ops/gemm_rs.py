@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux import _native
-from flux.comm import registry
+from flux import _invariance, _native
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
@@ -21,9 +22,11 @@ from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._product import WideWeight, product
 from flux.ops._scales import Scales
-from flux.ops._tensors import aligned, readable_if_any, wide_type, writable
+from flux.ops._tensors import aligned, in_place, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
 from flux.ops.reduce_scatter import sum_of
+
+_OP = known.operator()
 
 
 def gemm_rs(
@@ -75,6 +78,10 @@ def gemm_rs(
         assert out.shape == (8, 32)  # [M/p, N]
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    if not (scaling or torch.compiler.is_compiling()) and (calls := known.of(group)) is not None:
+        done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+        if done is not None:
+            return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
     tensors = {"x": x, "weight": weight, "bias": bias}
     if not direct or out is not None or scaling:
@@ -188,6 +195,11 @@ def call(
         out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
         plain.run(x, weight, bias, transpose_weight, out, scales)
         return out
+    calls = None if also or scales is not None else known.of_groups.get(group)
+    if calls is not None:
+        done = calls.call_below(_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+        if done is not None:
+            return cast(torch.Tensor, done)
     arguments = (x, weight, bias, transpose_weight, group, out, also, scales)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
@@ -204,19 +216,21 @@ def _among_ranks(
 ) -> torch.Tensor:
     workspace = registry.find(group, x.device)
     facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight, scales)
-    known = None if workspace is None else workspace.plans.get(facts)
-    if known is not None:
-        plan, shape, m, n, k = known
+    found = None if workspace is None else workspace.plans.get(facts)
+    if found is not None:
+        plan, shape, m, n, k = found
     else:
         shape, m, n, k = _check.gemm_args(
             "gemm_rs", x, weight, bias, transpose_weight, group.size(), scales=scales
         )
+    recipe = known.Recipe(_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
     out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+    recipe.returns(out, like=2, argument=5)
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_rs")
     if scales is not None:
         weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
-    if known is None:
+    if found is None:
         scaling = None if scales is None else scales.scaling(k)
         plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight, scaling)
         _invariant.require(plan)
@@ -233,7 +247,8 @@ def _among_ranks(
         if not plan.fused:
             unfused(x2, weight, bias, transpose_weight, group, out2, scales)
         elif isinstance(workspace, CudaWorkspace):
-            fused_cuda(workspace, plan, x2, weight, bias, out2, scales)
+            repeats = not also and scales is None
+            fused_cuda(workspace, plan, x2, weight, bias, out2, scales, recipe if repeats else None)
         elif isinstance(workspace, CpuWorkspace):
             _fused_cpu(workspace, plan, epoch, x2, weight, bias, out2, scales)
         else:
@@ -298,17 +313,24 @@ def fused_cuda(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     scales: Scales | None = None,
+    recipe: known.Recipe | None = None,
 ) -> None:
+    """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.known)."""
     # Allocations may run out of memory, so they come before the call is opened.
     target = writable(out)
-    x, weight, bias = aligned(x), aligned(weight), readable_if_any(bias)
-    operands = (x, weight, bias, target, plan.transpose_weight)
+    operands = (aligned(x), aligned(weight), readable_if_any(bias), target)
     staging = None
     if plan.copied_now():
         staging = torch.empty(plan.slot_bytes, dtype=torch.uint8, device=x.device)
-    with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (symm_buffer, epoch):
-        options = (symm_buffer, plan.choice, plan.num_sms, epoch, plan.chunks, staging, plan.batch_invariant)
-        _kernel(*operands, *options, **_scales.for_kernel(x, scales))
+    with workspace.enter(plan) if staging is None else workspace.enter_copy(plan) as (address, epoch):
+        options = (plan.transpose_weight, address, plan.choice, plan.num_sms, epoch, plan.chunks, staging)
+        scaled = _scales.for_kernel(x, scales)
+        enqueue = functools.partial(_kernel, *operands, *options, plan.batch_invariant, **scaled)
+        enqueue()
+    if recipe is not None and in_place(operands, (*recipe.given[2:5], out)):
+        staged = known.ABSENT if staging is None else recipe.allocates(staging, like=2)
+        used = [2, 3, 4, *recipe.results, staged]
+        workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
     if target is not out:
         out.copy_(target)
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
 
-from flux import _native
+from flux import _invariance, _native
 from flux._log import say_once
-from flux.comm import cuda
+from flux.comm import cuda, known
 from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library
 from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
-from flux.ops._tensors import readable, taken
+from flux.ops._tensors import in_place, readable, taken
 from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/sm90_grouped_gemm.cuh
+# Of activations, for calls that flux.comm.known repeats.
+NUMBERS = {None: 0} | {name: 1 + i for i, name in enumerate(ACTIVATIONS)}
+_OP = known.operator()
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
@@ -68,6 +72,12 @@ def grouped_gemm(
         assert out.shape == (6, 32)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    plain = not (scaling or torch.compiler.is_compiling())
+    if plain and (activation is None or isinstance(activation, str)):
+        given = (_OP, _invariance.active(), x, weight, offsets, rows, NUMBERS.get(activation, -1))
+        done: torch.Tensor | None = known.without_group().call(*given)
+        if done is not None:
+            return done
     of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
     others = {"offsets": offsets, "rows": rows, "activation": activation}
     _gate.check("grouped_gemm", x=x, weight=weight, **others, **of_scales)
@@ -228,7 +238,12 @@ def _cuda(
     activation: str | None,
     *scaling: Any,
 ) -> torch.Tensor:
-    scales = _scales.given("grouped_gemm", *scaling)
+    scales, given = _scales.given("grouped_gemm", *scaling), None
+    if scales is None:
+        given = (_OP, _invariance.active(), x, weight, offsets, rows, NUMBERS.get(activation, -1))
+        done: torch.Tensor | None = known.without_group().call_below(*given)
+        if done is not None:
+            return done
     shape, dtype = _checked(x, weight, offsets, rows, activation, scales), _scales.result_dtype(x, scales)
     if 0 in shape or x.shape[1] == 0:
         return x.new_zeros(shape, dtype=dtype)
@@ -236,7 +251,8 @@ def _cuda(
         scales = scales.canonical_experts(*weight.shape)
     if why_not(x, weight.shape[1], shape[1], scales) is None:
         out = x.new_empty(shape, dtype=dtype)
-        launch(x, weight, offsets, rows, activation, out, scales=scales)
+        recipe = None if given is None else known.Recipe(*given)
+        launch(x, weight, offsets, rows, activation, out, scales=scales, recipe=recipe)
         return out
     if rows is not None:
         # Entries after the last expert's rows may be invalid.
@@ -278,22 +294,23 @@ def launch(
     config: int = -1,
     num_sms: int = 0,
     scales: Scales | None = None,
+    recipe: known.Recipe | None = None,
 ) -> None:
-    """Runs checked arguments in the kernel. config: id of a tile shape; -1: the cost model chooses."""
+    """Runs checked arguments in the kernel.
+
+    Args:
+        config: id of a tile shape; -1: the cost model chooses.
+        recipe: of the call, if it is to be known (flux.comm.known).
+    """
     words = schedule_words(out.shape[0], weight.shape[0])
     schedule = torch.empty(words, dtype=torch.int32, device=x.device)
-    _kernel(
-        readable(x),
-        readable(weight),
-        offsets,
-        None if rows is None else rows.to(torch.int32),
-        0 if activation is None else ACTIVATIONS.index(activation) + 1,
-        out,
-        schedule,
-        config,
-        num_sms,
-        **_scales.for_kernel(x, scales),
-    )
+    read = (readable(x), readable(weight), offsets, None if rows is None else rows.to(torch.int32))
+    options = (NUMBERS[activation], out, schedule, config, num_sms)
+    enqueue = functools.partial(_kernel, *read, *options, **_scales.for_kernel(x, scales))
+    enqueue()
+    if recipe is not None and in_place(read, (x, weight, offsets, rows)):
+        used = [2, 3, 4, 5, recipe.returns(out, like=2), recipe.allocates(schedule, like=2)]
+        known.remember(known.without_group(), recipe, enqueue, [used])
 
 
 def unfused(

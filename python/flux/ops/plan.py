@@ -39,8 +39,9 @@ _PARTS = {
 }
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-# Operators whose ranks send each other products.
+# Operators whose ranks send each other products, and those of grouped GEMMs, which store 16 bits.
 _SENDS_PRODUCTS = ("gemm_rs", "gemm_ar", "moe.gemm_gather_rs")
+_STORES_16_BITS = ("grouped_gemm", "moe.ag_scatter_gemm")
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
 _ROW_ALIGNMENT_BYTES = 16
@@ -87,6 +88,8 @@ def _can_scale_fused(op: str, problem: PlanInput, scaling: Scaling) -> tuple[boo
         return False, f"{op} has no kernel for float8 operands yet"
     if scaling.out_dtype == torch.float32 and op in _SENDS_PRODUCTS:
         return False, "ranks send each other products of 16 bits, not float32"
+    if scaling.out_dtype == torch.float32 and op in _STORES_16_BITS:
+        return False, "grouped GEMMs store results of 16 bits, not float32"
     of_k = BLOCK if scaling.kind == "block" else _ROW_ALIGNMENT_BYTES
     for name, size, multiple in (("k", problem.k, of_k), ("n", problem.n, _ALIGNMENT)):
         if size % multiple:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flux import _invariance
 from flux.comm import group as groups
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
@@ -21,6 +22,8 @@ from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import wide_type
 from flux.ops.plan import Plan, workspace_plan
+
+_OP = known.operator()
 
 
 def reduce_scatter(
@@ -53,6 +56,10 @@ def reduce_scatter(
         rows = flux.reduce_scatter(torch.ones(2 * p, 64))
         assert rows.shape == (2, 64) and (rows == p).all()
     """
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+        done = calls.call(_OP, _invariance.active(), x, None, None, out)
+        if done is not None:
+            return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x)
     if not direct or out is not None:
         _gate.check("reduce_scatter", x=x, out=out)
@@ -87,26 +94,42 @@ def _fake_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
 
 
 def _eager(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    group = process_group(group_name)
+    if (calls := known.of_groups.get(group)) is not None:
+        done = calls.call_below(_OP, _invariance.active(), x, None, None, None)
+        if done is not None:
+            return cast(torch.Tensor, done)
     out = _fake(x, group_name)
-    run(x, process_group(group_name), out)
+    run(x, group, out)
     return out
 
 
 def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
     _fake_out(x, group_name, out)
     _check.separate("reduce_scatter", "out", out, x)
-    run(x, process_group(group_name), out)
+    run(x, process_group(group_name), out, out)
 
 
-def run(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:
-    """reduce_scatter of checked arguments, without gradients and without torch's dispatcher."""
+def run(
+    x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, given_out: torch.Tensor | None = None
+) -> None:
+    """reduce_scatter of checked arguments, without gradients and without torch's dispatcher. given_out:
+    `out`, if the caller gave it.
+    """
     if group.size() == 1:
         out.copy_(x)
         return
-    registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING)
+    recipe = known.Recipe(_OP, _invariance.active(), x, None, None, given_out)
+    registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING, recipe)
 
 
-def sum_of(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: Same) -> None:
+def sum_of(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    out: torch.Tensor,
+    also: Same,
+    recipe: known.Recipe | None = None,
+) -> None:
     """reduce_scatter among several ranks, in their turn. also: as in gemm_rs.call."""
     workspace = registry.get(group, x.device, "reduce_scatter")
     # Treated as one row for each rank, so that only its length must be a multiple of the vectors.
@@ -119,7 +142,8 @@ def sum_of(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: Same) 
             two_level_sum(workspace, plan, x.reshape(group.size(), -1), out.view(1, -1))
         else:
             fused = cast(CpuWorkspace | CudaWorkspace, workspace)
-            run_fused(fused, plan, epoch, x.reshape(plan.m, plan.n), out.view(1, plan.n))
+            tensors = (x.reshape(plan.m, plan.n), out.view(1, plan.n))
+            run_fused(fused, plan, epoch, *tensors, made=None if recipe is None else (recipe, out))
 
 
 def two_level_sum(
@@ -132,9 +156,14 @@ def two_level_sum(
     """reduce_scatter of x [p, n] on several nodes, out [1, n], plus addends [n]."""
 
     def inside(some: two_level.Select, node_sum: torch.Tensor) -> None:
-        run(some(x), workspace.node_group, node_sum)
+        run(some(x), workspace.node_group, node_sum, node_sum)
 
     two_level.scatter(workspace, plan, x.shape[0], inside, out, addends)
+
+
+def by_torch(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
+    """out = this rank's rows of the sum of all ranks' x, with torch, whatever flux's plan would be."""
+    unfused(x, process_group(group_name), out)
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

@@ -108,7 +108,7 @@ void gemm_rs(uint64_t seed) {
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM});
   const int size = cluster == Cluster::kNone ? 1 : 2;
-  const int rows = many ? 8 : random.one_of({7, 8, 100, 128, 136, 256}), m = rows * world_size;
+  const int rows = many ? 8 : random.one_of({7, 8, 101, 128, 130, 255}), m = rows * world_size;
   const int n = std::max(8, tile.block_n * (many ? 1 : random.between(1, 2)) - 8 * random.below(8));
   const int k = draw_k(random, many ? 2 : 3), num_sms = many ? 2 : random.one_of({2, 4, 8});
   const bool copied = random.below(3) == 0, rounds_own = random.below(2) == 0;

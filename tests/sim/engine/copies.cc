@@ -17,6 +17,12 @@ void aligned(uint64_t value, uint64_t to, const char* what, const Where& where) 
   if (value % to != 0) report(std::string("misaligned ") + what, machine.running, &where);
 }
 
+// A box of an H100 begins at a multiple of 16 bytes within a row; elsewhere the instruction is illegal.
+void first_column(int column, const TensorMap& map, const Where& where) {
+  aligned(static_cast<uint64_t>(static_cast<int64_t>(column) * map.element_bytes), 16, "column of a TMA box",
+          where);
+}
+
 // Counts an operation on the memory of a CTA, which must not exit before it.
 struct InFlight {
   Cta* cta;
@@ -68,6 +74,7 @@ void tma_load(const void* map_address, uint32_t dst, uint32_t bar, int x, int y,
   const TensorMap map = tensor_map_at(map_address, 2, where);
   // The hardware would take 128 bytes, with a pattern that does not begin where the box does.
   aligned(dst, map.swizzle_bytes(), "destination of a swizzled TMA load", where);
+  first_column(x, map, where);
   Cta& own = here();
   const uint32_t targets = ctas == 0 ? 1u << own.rank_in_cluster : ctas;
   for (int rank = 0; rank < 16; ++rank) {
@@ -135,6 +142,7 @@ void tma_store(const void* map_address, uint32_t src, int x, int y, int z, const
   maybe_preempt();
   const TensorMap map = tensor_map_at(map_address, 3, where);
   aligned(src, map.swizzle_bytes(), "source of a swizzled TMA store", where);
+  first_column(x, map, where);
   checked(here(), src, map.box_bytes(), "TMA store", where);
   store_in_group([=, by = store_in_group_access(), &fiber = self()] {
     const Access reads = {"TMA store", by.reads, place_of(where), by.past, nullptr, /*async=*/true};

@@ -24,7 +24,8 @@ def register() -> None:
     called any number of times.
 
     Does nothing with FLUX_VLLM=off. Does nothing but warn with a vLLM that lacks something flux uses
-    (uses.py), or where another plugin has replaced these layers already. A setting that means nothing counts
+    (uses.py), with an unknown version that fails a trial (trial.py), or where another plugin has replaced
+    these layers already. A setting that means nothing counts
     as not set. Raises nothing, and touches no GPU.
 
     Example::
@@ -83,4 +84,8 @@ def _why_not_here() -> str | None:
     if not version:
         return "vLLM is not installed"
     lack = uses.missing("layers")
+    if lack is None:
+        from flux.integrations.vllm import trial
+
+        lack = trial.failure(version)
     return None if lack is None else f"flux does not fit vLLM {version}: {lack}"

@@ -15,6 +15,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig
@@ -31,8 +32,9 @@ from flux.integrations.vllm.graph import (
     unfuse,
 )
 from flux.integrations.vllm.report import report, setting
-from flux.integrations.vllm.sequence import count_sharded, shard, unshard
+from flux.integrations.vllm.sequence import SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
+from flux.integrations.vllm.unshard import unshard
 from flux.ops.plan import current_device, why_unfused
 from flux.ops.workspaces import rank_and_size
 
@@ -63,9 +65,10 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         fusions = [] if _invariance.active() else self.fusions
         names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
         counts = self.counts.setdefault((start, end), Counter())
-        settle_sums(graph, start, end)
         unshard(graph, None if names else end)
-        counts["sharded"] += count_sharded(graph)
+        settle_sums(graph, start, end)
+        for kind, count in count_sharded(graph).items():
+            counts[kind] += count
         counts["given back"] += unfuse(graph, 0 if names else end)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
@@ -74,18 +77,21 @@ class FluxPass(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         rules = str(sorted(_sums.items(), key=lambda rule: rule[0]))
-        return str(self.hash_source(self, unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, rules))
+        # A graph that another rank had put into inductor's cache would be missing in the log.
+        rank = str(dist.get_rank() if dist.is_initialized() else 0)
+        steps = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard)
+        return str(self.hash_source(self, *steps, rules, rank))
 
 
 def _told(counts: Counter[str], fusions: list[str]) -> str:
     """What happened in a range, for the log."""
-    sharded = f"flux {counts['sharded']} linear layers sequence parallel"
+    sharded = ", ".join(f"{counts[kind]} {kind}" for kind in SCATTERS if counts[kind])
     flux = f"flux {counts['kept']} linear layers, {counts['norms']} with norm"
     why = f" ({fusions[0]} applies)" if fusions else ""
     vllm = f"vLLM {counts['given back']}{why}"
     sums = f"flux {counts['sums']} other sums with norm"
     told = (
-        (sharded, counts["sharded"]),
+        (f"flux {sharded} sequence parallel", len(sharded)),
         (flux, counts["kept"]),
         (vllm, counts["given back"]),
         (sums, counts["sums"]),

@@ -48,6 +48,33 @@ def summed_experts(
         return flux.all_gather(total, group=group_name)[:tokens]
 
 
+def experts_of_own_rows(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    group_name: str,
+    slices: int = 1,
+) -> torch.Tensor:
+    """summed_experts where each rank has a part of the tokens, all parts equally large. A collective.
+
+    Args:
+        x, topk_ids, topk_weights: of this rank's tokens.
+        w13, w2: as of summed_experts; with `slices` [E/p, 2 * I, H] and [E/p, H, I].
+        slices: p if ranks have whole experts, the first rank the first ones; else 1.
+
+    Returns:
+        [tokens, H], a fresh tensor.
+    """
+    with torch.no_grad():
+        routing = flux.moe.route(
+            topk_ids, topk_weights, slices * w13.shape[0], group=group_name, ep_size=slices
+        )
+        hidden = flux.moe.ag_scatter_gemm(x, w13, routing, activation="swiglu")
+        return flux.moe.gemm_gather_rs(hidden, w2, routing)
+
+
 def own_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -79,7 +106,7 @@ def _experts(
     w2: torch.Tensor,
     group_name: str,
 ) -> torch.Tensor:
-    """The sum over a group of what experts give for this rank's tokens."""
+    """The sum over a group of what experts give for this rank's tokens. x: of all ranks."""
     routing = flux.moe.route(topk_ids, topk_weights, w13.shape[0], group=group_name)
     hidden = flux.grouped_gemm(x, w13, routing.offsets, rows=routing.rows, activation="swiglu")
     return flux.moe.gemm_gather_rs(hidden, w2, routing)

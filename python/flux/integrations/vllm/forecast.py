@@ -94,8 +94,6 @@ def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int |
     served = layers(model, ranks, device)
     if not served:
         return None, "no row-parallel layer is flux's"
-    if model.experts:
-        return None, "sums of experts are not flux's"
     if not model.plain_norm:
         return None, "no row-parallel layer is followed by a plain fused_add_rms_norm"
     begin = thresholds.sequence_from(model.hidden, torch.bfloat16, ranks, device)

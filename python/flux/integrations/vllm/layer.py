@@ -16,10 +16,10 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.platforms import current_platform
 
 from flux import _invariance
-from flux.integrations.vllm import compiled
+from flux.integrations.vllm import compiled, eager, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.integrations.vllm.report import report
+from flux.integrations.vllm.report import report, setting
 from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, sums
 from flux.ops.plan import current_device, why_unfused
 
@@ -60,6 +60,11 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         report.served[f"{_KIND} {list(shape)}", self._flux_from, why] += 1
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
+        sequence = compiled.sequence_begins(*shape, self.params_dtype, self._flux_groups[0], self.tp_size)
+        self._flux_rows_from = sequence if _sequence_without_compiler(config) else None
+        if self._flux_rows_from is not None:
+            eager.install()
+            report.sequence = f"Sequence parallel from {self._flux_rows_from} tokens on"
         if current_platform.is_cpu():
             # With this flag, newer versions of vLLM do not repack the weight.
             self._cpu_skip_gemm_dispatch = True
@@ -68,7 +73,6 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             compiled.split_range(config, self._flux_from)
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.
-            sequence = compiled.sequence_begins(*shape, self.params_dtype, self._flux_groups[0], self.tp_size)
             if sequence is not None:
                 compiled.split_range(config, sequence)
 
@@ -78,7 +82,11 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if not self._flux_serves or eager_stays or self.weight.numel() == 0:
             return super().forward(input_)
         bias = None if self.skip_bias_add else self.bias
-        output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *self._flux_groups)
+        rows_from = self._flux_rows_from
+        if rows_from is not None and input_.dim() == 2 and len(input_) >= rows_from:
+            output: torch.Tensor = eager.linear_own(input_, self.weight, bias, self._flux_groups[0])
+        else:
+            output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *self._flux_groups)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
@@ -182,6 +190,14 @@ def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:
 
 def _is_eager(config: Any) -> bool:
     return config is not None and config.compilation_config.mode == CompilationMode.NONE
+
+
+def _sequence_without_compiler(config: Any) -> bool:
+    """Whether an eager model is sequence parallel: if the user says from where on, because it has not been
+    measured, and if no stage of a pipeline sends tensors that have own rows only.
+    """
+    wanted = bool(setting("FLUX_VLLM_SEQUENCE")) and _is_eager(config)
+    return wanted and config.parallel_config.pipeline_parallel_size == 1 and uses.missing("eager") is None
 
 
 def _chosen_gemm(config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +13,20 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
 from flux import _invariance
-from flux.integrations.vllm import compiled, layer
-from flux.integrations.vllm.experts import own_experts, summed_experts
+from flux.integrations.vllm import compiled, expert_rows, layer
+from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import report, setting, tell
-from flux.integrations.vllm.thresholds import ALIGNMENT
+from flux.integrations.vllm.sequence import NEVER
+from flux.integrations.vllm.thresholds import ALIGNMENT, experts_sum_from
 from flux.moe.routing import MAX_TOP_K
+from flux.ops.plan import current_device
 
 _NAME = "MoERunner"
 _KIND = "MoE"
@@ -34,43 +38,50 @@ _KERNELS = ("TRITON", "CPU")
 
 
 class FluxMoERunner(MoERunner):  # type: ignore[misc]
-    """MoERunner that gives batches of enough tokens to flux, which sums over ranks too; the all-reduce behind
-    it is for the others only. Of layers with shared experts or expert parallelism, flux computes this rank's
-    part, and the all-reduce stays. Layers that flux does not serve behave as vLLM's.
+    """MoERunner that gives batches of enough tokens to flux.
+
+    Of small ones flux computes this rank's part, and vLLM's all-reduce follows. From `_flux_sums_from` tokens
+    on flux sums over ranks, too. In sequence-parallel models it takes and gives own rows, if `_flux_may_sum`.
+    Layers that flux does not serve behave as vLLM's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         why_not = _why_not(self)
-        self._flux_serves = self._flux_sums = False
+        self._flux_may_sum, self._flux_sums_from = False, NEVER
         if why_not is not None:
             report.refused[_KIND, why_not] += 1
             return
+        group, moe, experts = get_tp_group(), self.moe_config, self.routed_experts
         forced = setting("FLUX_VLLM_MIN_TOKENS")
-        self._flux_serves, self._flux_from = True, forced or _FROM_TOKENS
-        self._flux_sums = not _has_partial_sums(self)
-        kind = _KIND if self._flux_sums else f"{_KIND}, own part,"
+        self._flux_from = forced or _FROM_TOKENS
+        self._flux_slices = group.world_size if moe.moe_parallel_config.use_ep else 1
+        self._flux_may_sum = self.shared_experts is None and _are_in_order(experts.expert_map, group)
+        if self._flux_may_sum and self._flux_slices == 1:
+            problem = (moe.hidden_dim, experts.params_dtype, group.world_size, current_device())
+            self._flux_sums_from = max(self._flux_from, experts_sum_from(*problem))
+        kind = f"{_KIND}, own part," if self._flux_sums_from == NEVER else _KIND
         report.served[kind, self._flux_from, "FLUX_VLLM_MIN_TOKENS" if forced else "prefill only"] += 1
-        group = get_tp_group()
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
         self._flux_weights: list[torch.Tensor] = []
+        expert_rows.define(moe_runner._moe_forward)
         if current_platform.is_cpu():
             # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
             shared = self.shared_experts is not None
             self._forward_entry = torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
             self._keep_weights()
-        if not self._flux_sums:
-            self._take_own_part()
-        if layer.settings.mode != "layer":
+        self._take_own_part()
+        if layer.settings.mode != "layer" and self._flux_sums_from != NEVER:
             compiled.install()
-            compiled.split_range(get_current_vllm_config_or_none(), self._flux_from)
+            compiled.split_range(get_current_vllm_config_or_none(), self._flux_sums_from)
 
     def _apply_quant_method(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **others: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Chooses and runs the experts, inside the operator that vLLM's graphs contain."""
-        if not self._flux_sums or hidden_states.shape[0] < self._flux_from:
+        own_rows = expert_rows.rows_are_own()
+        if not own_rows and hidden_states.shape[0] < self._flux_sums_from:
             result: tuple[torch.Tensor | None, torch.Tensor] = super()._apply_quant_method(
                 hidden_states=hidden_states, router_logits=router_logits, **others
             )
@@ -81,28 +92,28 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             topk_indices_dtype=torch.int32,
             input_ids=others.get("input_ids"),
         )
-        w13, w2 = self._weights()
-        return None, summed_experts(hidden_states, ids, weights, w13, w2, *self._flux_group)
+        arguments = (hidden_states, ids, weights, *self._weights())
+        if own_rows:
+            return None, experts_of_own_rows(*arguments, self._flux_group[0], self._flux_slices)
+        return None, summed_experts(*arguments, *self._flux_group)
 
     def _maybe_reduce_final_output(
         self, states: torch.Tensor, trunc_size: int | None, *others: Any
     ) -> torch.Tensor:
         """Sums the output over ranks, unless flux has already done so."""
         total: torch.Tensor
-        if not self._flux_sums:
+        if not self._flux_may_sum:
             total = super()._maybe_reduce_final_output(states, trunc_size, *others)
             return total
-        total = all_reduce_below(states, self._flux_from, self._flux_vllm_group)
+        total = all_reduce_below(states, self._flux_sums_from, self._flux_vllm_group)
         return total if trunc_size is None else total[..., :trunc_size]
 
     def _take_own_part(self) -> None:
         """Lets flux compute what vLLM's kernel would, for batches of enough tokens. Where all ranks have the
         same tokens, vLLM runs shared experts outside of that kernel.
         """
-        experts = self.routed_experts
-        # Nobody else takes part in making it.
-        group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        forward, own_group = experts.forward_modular, str(group.group_name)
+        experts, own_group = self.routed_experts, _group_of_this_rank()
+        forward = experts.forward_modular
 
         def own_part(
             x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -111,7 +122,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
                 theirs: torch.Tensor = forward(x, topk_weights, topk_ids, *args, **kwargs)
                 return theirs
             here = experts.expert_map
-            ids = topk_ids if here is None else here[topk_ids.long()].to(torch.int32)
+            ids = topk_ids if here is None else here[topk_ids]
             return own_experts(x, ids, topk_weights, *self._weights(), own_group)
 
         experts.forward_modular = own_part
@@ -189,9 +200,24 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     yield f"flux would run unfused: {unfused}", unfused is not None
 
 
-def _has_partial_sums(runner: MoERunner) -> bool:
-    """Whether what ranks have of a layer is summed with more than the experts that flux sums."""
-    return runner.shared_experts is not None or bool(runner.moe_config.moe_parallel_config.use_ep)
+@functools.cache
+def _group_of_this_rank() -> str:
+    """A process group of this rank alone; nobody else takes part in making it."""
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return str(group.group_name)
+
+
+def _are_in_order(here: torch.Tensor | None, group: Any) -> bool:
+    """Whether each rank has a part of all experts, or the first rank the first ones, and so on.
+
+    Args:
+        here: for each expert its place on this rank, or -1; None: all ranks have all.
+    """
+    if here is None:
+        return True
+    count, rest = divmod(len(here), group.world_size)
+    first = count * group.rank_in_group
+    return not rest and here[first : first + count].tolist() == list(range(count))
 
 
 def _has_sequence_parallelism(config: Any) -> bool:

@@ -16,8 +16,9 @@ import torch
 from torch.nn.functional import linear, pad
 
 import flux
-from flux.integrations.vllm.op import linear_all_reduce
+from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce
 from flux.ops.gemm_ar import row_norm
+from flux.ops.reduce_scatter import by_torch
 from flux.ops.workspaces import rank_and_size
 
 Tensor = torch.Tensor
@@ -50,14 +51,44 @@ def linear_scatter(
     """
     if len(x) < from_tokens:
         return linear_all_reduce(x, weight, bias, min_tokens, group_name, vllm_group) + residual
-    rank, ranks = rank_and_size(group_name)
-    share = _share(x, group_name)
-    total = residual.new_empty(residual.shape)
-    own = total[:share]
+    total = torch.empty_like(residual)
+    own = total[: share_of(x, group_name)]
     with torch.no_grad():
-        flux.gemm_rs(_padded(x, share * ranks), weight, bias, group=group_name, out=own)
-    first = rank * share if whole else 0
-    own += _padded(residual[first : first + share], share)
+        flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name, out=own)
+    own += own_rows(residual, whole, group_name)
+    return total
+
+
+def sum_scatter(
+    x: Tensor,
+    min_tokens: int,
+    group_name: str,
+    vllm_group: str,
+    residual: Tensor,
+    whole: bool,
+    from_tokens: int,
+) -> Tensor:
+    """Sum over ranks of x, plus residual: own rows.
+
+    Args:
+        x: [M, N or more]; what is more is cut off. From `min_tokens` rows on, flux has summed it already.
+        vllm_group: for batches below `from_tokens`.
+        residual, whole: of linear_scatter.
+
+    Returns:
+        [M, N], the next residual: a fresh tensor.
+    """
+    n = residual.shape[1]
+    if len(x) < from_tokens:
+        return all_reduce_below(x, min_tokens, vllm_group)[:, :n] + residual
+    total = torch.empty_like(residual)
+    if len(x) >= min_tokens:
+        own = own_rows(x, True, group_name)
+    else:
+        # Half of the all-reduce that vLLM would call. flux.reduce_scatter was not measured for such sums.
+        own = x.new_empty(share_of(x, group_name), x.shape[1])
+        by_torch(for_all_ranks(x, group_name), group_name, own)
+    torch.add(own[:, :n], own_rows(residual, whole, group_name), out=total[: len(own)])
     return total
 
 
@@ -83,7 +114,7 @@ def norm_gather_linear(
     """
     if len(residual) < from_tokens:
         return linear(row_norm(residual, norm_weight, eps), weight, bias)
-    own = row_norm(residual[: _share(residual, group_name)], norm_weight, eps)
+    own = row_norm(own_rows(residual, False, group_name), norm_weight, eps)
     with torch.no_grad():
         return flux.ag_gemm(own, weight, bias, group=group_name)[: len(residual)]
 
@@ -94,7 +125,7 @@ def norm_gather(
     """RMSNorm of own rows, then all ranks' rows: [M, N] → [M, N], a fresh tensor."""
     if len(residual) < from_tokens:
         return row_norm(residual, norm_weight, eps)
-    own = row_norm(residual[: _share(residual, group_name)], norm_weight, eps)
+    own = row_norm(own_rows(residual, False, group_name), norm_weight, eps)
     return flux.all_gather(own, group=group_name)[: len(residual)]
 
 
@@ -102,13 +133,25 @@ def gather(residual: Tensor, from_tokens: int, group_name: str) -> Tensor:
     """All rows of a sharded residual: [M, N] → [M, N], a fresh tensor."""
     if len(residual) < from_tokens:
         return residual.clone()
-    own = residual[: _share(residual, group_name)]
+    own = own_rows(residual, False, group_name)
     return flux.all_gather(own, group=group_name)[: len(residual)]
 
 
-def _share(x: Tensor, group_name: str) -> int:
+def share_of(x: Tensor, group_name: str) -> int:
     """How many rows a rank has, with those that pad the last ranks'."""
     return -(-len(x) // rank_and_size(group_name)[1])
+
+
+def own_rows(x: Tensor, whole: bool, group_name: str) -> Tensor:
+    """This rank's rows of x, which has all rows if it is `whole`, and is sharded if not."""
+    share = share_of(x, group_name)
+    first = rank_and_size(group_name)[0] * share if whole else 0
+    return _padded(x[first : first + share], share)
+
+
+def for_all_ranks(x: Tensor, group_name: str) -> Tensor:
+    """x with rows of zeros behind it, so that all ranks have the same number."""
+    return _padded(x, share_of(x, group_name) * rank_and_size(group_name)[1])
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -137,6 +180,11 @@ _define(
     "Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group, Tensor residual,"
     " bool whole, int from_tokens",
     lambda x, weight, bias, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
+)
+_define(
+    sum_scatter,
+    "Tensor x, int min_tokens, str group_name, str vllm_group, Tensor residual, bool whole, int from_tokens",
+    lambda x, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
 )
 _define(norm_gather_linear, f"{_NORM}, Tensor weight, Tensor? bias, {_WHERE}", _fake_linear)
 _define(norm_gather, f"{_NORM}, {_WHERE}")

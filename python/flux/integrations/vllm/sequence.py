@@ -4,9 +4,15 @@
     fused_add_rms_norm  ── residual   →      norm_gather_linear (norm, ag_gemm)       all rows
     linear
 
-All of a model is rewritten, or nothing: what is sharded is known here, where every user of a residual is
-seen. Anything that needs all rows of one gets them by a gather. In ranges of token counts in which the model
-is not to be sequence parallel, unshard() turns each piece back.
+Experts that flux sums take own rows, and give them (expert_rows.py):
+
+    fused_add_rms_norm  ── residual
+    moe_forward                       →      norm_experts_scatter                     own rows
+    all_reduce_below
+
+Other sums over ranks become sum_scatter. All of a model is rewritten, or nothing: what is sharded is known
+here, where every user of a residual is seen. Anything that needs all rows of one gets them by a gather. In
+ranges of token counts in which the model is not to be sequence parallel, unshard.py turns each piece back.
 """
 
 from __future__ import annotations
@@ -19,15 +25,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from flux.integrations.vllm import rows  # noqa: F401  (defines the operators)
-from flux.integrations.vllm.graph import call, norm_behind, norm_operators, value
+from flux.integrations.vllm.expert_rows import MADE
+from flux.integrations.vllm.graph import norm_behind, norm_operators, value
 from flux.ops.plan_ar import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
-_aten: Any = torch.ops.aten
-# A gather is a collective that no GEMM hides. With as many as this for each of them, sums are sharded.
-_SUMS_PER_GATHER = 4
-_NORMS = (_ours.norm_gather_linear.default, _ours.norm_gather.default)
+# Sums that lose, because they need two gathers that no GEMM hides, for each that wins, because it needs none.
+_WINS_PER_LOSS = 4
+# As min_tokens: flux sums nothing.
+NEVER = 2**62
+# The operators that give own rows, by what they are called in the log.
+SCATTERS = {
+    "linear layers": "linear_scatter",
+    "other sums": "sum_scatter",
+    "MoE layers": "norm_experts_scatter",
+}
+# With these, those that take a sharded residual.
+_GATHERS = ("norm_gather_linear", "norm_gather", "gather")
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class Sharded:
     """What shard() did.
 
     Attributes:
-        sums: how many row-parallel layers became linear_scatter; 0 if the graph is as it was.
+        sums: how many sums over ranks give own rows; 0 if the graph is as it was.
         from_tokens: the smallest batch that is sequence parallel.
         why_not: why there are none.
     """
@@ -46,11 +60,47 @@ class Sharded:
 
 
 @dataclass
-class _Sum:
-    """A row-parallel layer and the norm behind it."""
+class _Experts:
+    """Experts that flux computes of own rows.
 
-    linear: fx.Node
+    Attributes:
+        call: of vLLM's moe_forward.
+        rest: what it gets but hidden states and router logits.
+        gate: weight and bias of the linear layer that chooses them, or nothing if vLLM's runner has it.
+        between: the gate, and views between the call and the normalised rows.
+        rows: the normalised rows.
+        norm: their norm's weight and eps.
+    """
+
+    call: fx.Node
+    rest: tuple[Any, ...]
+    gate: tuple[Any, Any]
+    between: list[fx.Node]
+    rows: fx.Node
+    norm: tuple[Any, ...] = ()
+
+    def sizes(self) -> dict[fx.Node, fx.Node]:
+        """Nodes that only ask for the shape of the rows, each with the node that it asks."""
+        asked = (self.rows, *(node for node in self.between if node.op == "call_method"))
+        return {user: node for node in asked for user in node.users if user.target == "size"}
+
+
+@dataclass
+class _Sum:
+    """A sum over ranks and the norm behind it.
+
+    Attributes:
+        node: linear_all_reduce, all_reduce_below or vLLM's all_reduce.
+        views: of it in the same shape, or of its first columns, of which the norm takes the last.
+        experts: what is summed, if flux can do that with own rows.
+        feeds: the sum of the experts that are the only users of the norm.
+    """
+
+    node: fx.Node
+    views: list[fx.Node]
     norm: fx.Node
+    experts: _Experts | None = None
+    feeds: _Sum | None = None
 
     @property
     def residual(self) -> fx.Node:
@@ -58,10 +108,26 @@ class _Sum:
         assert isinstance(node, fx.Node)
         return node
 
+    @property
+    def is_linear(self) -> bool:
+        return self.node.target is _ours.linear_all_reduce.default
+
+    @property
+    def is_below(self) -> bool:
+        return self.node.target is _ours.all_reduce_below.default
+
+    @property
+    def vllm_group(self) -> str:
+        """vLLM's name of the group, which is always the last argument."""
+        return str([*self.node.args, *self.node.kwargs.values()][-1])
+
+    def parts(self, output: int) -> list[fx.Node]:
+        """Nodes of an output of the norm."""
+        return [part for part in self.norm.users if part.args[1] == output]
+
     def users(self, output: int) -> dict[fx.Node, fx.Node]:
-        """Users of an output of the norm, each with the node through which it has it."""
-        parts = [part for part in self.norm.users if part.args[1] == output]
-        return {user: part for part in parts for user in part.users}
+        """Users of an output, each with the node through which it has it."""
+        return {user: part for part in self.parts(output) for user in part.users}
 
 
 def shard(graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str], int | None]) -> Sharded:
@@ -71,193 +137,263 @@ def shard(graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str], int | 
         begins: from how many tokens on a layer with a weight [n, k] of a dtype, whose results are summed over
             a group, is faster so, or None if it never is.
     """
-    done = graph.find_nodes(op="call_function", target=_ours.linear_scatter.default)
+    done = _sharded(graph)
     if done:  # a graph from vLLM's cache
-        return Sharded(len(done), int(done[0].args[8]))
+        return Sharded(len(done), argument_of(done[0], "from_tokens"))
     if not _has_values(graph):
         return Sharded(0, why_not="its graph holds no example values")
     sums = _sums(graph)
-    if not sums:
+    linears = [each for each in sums if each.is_linear]
+    if not linears:
         return Sharded(0, why_not="no row-parallel layer of flux is followed by a plain fused_add_rms_norm")
-    if len({each.linear.args[4:6] for each in sums}) > 1:
+    if len({each.vllm_group for each in sums}) > 1:
         return Sharded(0, why_not="its layers sum over different groups")
-    starts = [begins(*_problem(each.linear)) for each in sums]
+    starts = [begins(*_problem(each.node)) for each in linears]
     known = [start for start in starts if start is not None]
     if len(known) < len(starts):
         return Sharded(0, why_not="for some of its layers it is not faster, or would run unfused")
-    gathers = _count_gathers(sums)
-    if gathers * _SUMS_PER_GATHER > len(sums):
-        return Sharded(0, why_not=f"its {len(sums)} sums would need {gathers} gathers")
+    _find_experts(sums)
+    gathers = [_count_gathers(each, sums) for each in sums]
+    wins, losses = gathers.count(0), gathers.count(2)
+    if losses * _WINS_PER_LOSS > wins or not wins:
+        return Sharded(0, why_not=f"its {len(sums)} sums would need {sum(gathers)} gathers")
+    rewriting = _Rewriting(graph, max(known), str(linears[0].node.args[4]), sums[0].vllm_group)
     for each in sums:
-        _rewrite(graph, each, max(known))
+        rewriting.rewrite(each)
     _gather_for_others(graph)
     return Sharded(len(sums), max(known))
 
 
+def _scatters() -> dict[str, Any]:
+    return {kind: getattr(_ours, name).default for kind, name in SCATTERS.items() if hasattr(_ours, name)}
+
+
+def count_sharded(graph: fx.Graph) -> dict[str, int]:
+    """How many sums over ranks of a graph give own rows, by kinds."""
+    kinds = _scatters().items()
+    return {kind: len(graph.find_nodes(op="call_function", target=target)) for kind, target in kinds}
+
+
+def _sharded(graph: fx.Graph) -> list[fx.Node]:
+    """Their nodes."""
+    found = (graph.find_nodes(op="call_function", target=target) for target in _scatters().values())
+    return [node for nodes in found for node in nodes]
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """An argument of a call of one of flux's operators."""
+    target: Any = node.target
+    return node.args[[argument.name for argument in target._schema.arguments].index(name)]
+
+
 def _has_values(graph: fx.Graph) -> bool:
-    """Whether the shapes of linear layers and of their arguments are known, as in graphs of dynamo."""
-    targets = (_ours.linear_all_reduce.default, torch.nn.functional.linear)
+    """Whether the shapes of sums, of linear layers, and of what is around them are known, as in graphs of
+    dynamo.
+    """
+    targets = (*_sum_targets(), torch.nn.functional.linear)
     layers = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
-    nodes = {*layers, *(argument for node in layers for argument in node.all_input_nodes)}
-    return all({"val", "example_value"} & node.meta.keys() for node in nodes)
+    nodes = {*layers, *(near for node in layers for near in (*node.all_input_nodes, *node.users))}
+    return all({"val", "example_value"} & node.meta.keys() for node in nodes if node.op != "output")
 
 
-def _problem(linear: fx.Node) -> tuple[int, int, torch.dtype, str]:
-    weight = value(linear.args[1])
+def _sum_targets() -> tuple[Any, ...]:
+    """The operators that sum over ranks, flux's first."""
+    vllms = torch.ops.vllm.all_reduce
+    return (_ours.linear_all_reduce.default, _ours.all_reduce_below.default, vllms, vllms.default)
+
+
+def _problem(node: fx.Node) -> tuple[int, int, torch.dtype, str]:
+    weight = value(node.args[1])
     n, k = weight.shape
-    return int(n), int(k), weight.dtype, str(linear.args[4])
+    return int(n), int(k), weight.dtype, str(node.args[4])
 
 
 def _sums(graph: fx.Graph) -> list[_Sum]:
-    targets = norm_operators()
+    """Sums over ranks with a plain norm behind them, in the graph's order."""
+    targets, kinds = norm_operators(), _sum_targets()
     found = []
-    for node in graph.find_nodes(op="call_function", target=_ours.linear_all_reduce.default):
-        norm = norm_behind(node, targets)
-        if norm is None:
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in kinds or value(node).dim() != 2:
             continue
-        parts = all(part.target is operator.getitem for part in norm.users)
-        if parts and value(node).dim() == 2 and value(node.args[0]).dim() == 2:
-            found.append(_Sum(node, norm))
+        views: list[fx.Node] = []
+        while len(users := (views or [node])[-1].users) == 1:
+            (user,) = users
+            if not _is_same(user) and (node.target is kinds[0] or not _is_cut(user)):
+                break
+            views.append(user)
+        norm = norm_behind((views or [node])[-1], targets)
+        if norm is None or not all(part.target is operator.getitem for part in norm.users):
+            continue
+        if node.target is not kinds[0] or value(node.args[0]).dim() == 2:
+            found.append(_Sum(node, views, norm))
     return found
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether a node is its argument in the same shape, as models write it that allow for other shapes."""
+    if node.op != "call_method" or node.target not in ("view", "reshape", "squeeze"):
+        return False
+    # Symbols are compared by name: a comparison of their values would add guards.
+    shapes = [[str(size) for size in value(each).shape] for each in (node, node.args[0])]
+    return shapes[0] == shapes[1]
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """Whether a node is the first columns of its argument."""
+    at: Any = node.args[1] if node.target is operator.getitem else None
+    if not isinstance(at, tuple) or len(at) != 2 or at[0] not in (..., slice(None)):
+        return False
+    return isinstance(at[1], slice) and not at[1].start and at[1].step in (None, 1)
+
+
+def _seen_through(node: Any, passed: list[fx.Node]) -> Any:
+    """What a node is another view of; adds the views to `passed`."""
+    while isinstance(node, fx.Node) and _is_same(node):
+        passed.append(node)
+        node = node.args[0]
+    return node
+
+
+def _find_experts(sums: list[_Sum]) -> None:
+    """Finds experts that flux sums, with nothing but a norm, views and a gate between them and a sum."""
+    by_rows = {part: each for each in sums for part in each.parts(0)}
+    for each in sums:
+        experts = _experts_of(each) if each.is_below else None
+        producer = None if experts is None else by_rows.get(experts.rows)
+        if experts is None or producer is None or len(producer.parts(0)) != 1:
+            continue
+        known = {*experts.between, experts.call, *experts.sizes()}
+        alone = all(user in known for node in (experts.rows, *experts.between) for user in node.users)
+        if alone and each.residual in producer.parts(1) and all(_is_same(view) for view in each.views):
+            experts.norm = producer.norm.args[2:4]
+            each.experts, producer.feeds = experts, each
+
+
+def _experts_of(each: _Sum) -> _Experts | None:
+    """The experts whose results are summed, if flux can call them with own rows."""
+    found, vllms = each.node.args[0], torch.ops.vllm.moe_forward
+    if not isinstance(found, fx.Node) or found.target not in (vllms, vllms.default) or len(found.users) > 1:
+        return None
+    (hidden, logits), rest = found.args[:MADE], found.args[MADE:]
+    # Other inputs have all rows. What is not None is a name, or 0: nothing is cut off.
+    others = [argument for argument in rest if argument is not None and argument != 0]
+    if found.kwargs or len(others) != 1 or not hasattr(_ours, "norm_experts_scatter"):
+        return None
+    between: list[fx.Node] = []
+    gate: tuple[Any, Any] = (None, None)
+    x, chosen_by = (_seen_through(node, between) for node in (hidden, logits))
+    if chosen_by is not x and _is_linear(chosen_by):
+        between.append(chosen_by)
+        gate = (*chosen_by.args[1:], None)[:2]
+        chosen_by = _seen_through(chosen_by.args[0], between)
+    return _Experts(found, rest, gate, between, x) if chosen_by is x and isinstance(x, fx.Node) else None
+
+
+def _is_linear(node: Any) -> bool:
+    """A linear layer with a weight that another node gives, and perhaps a bias."""
+    if not isinstance(node, fx.Node) or node.target is not torch.nn.functional.linear or node.kwargs:
+        return False
+    return len(node.args) >= 2 and isinstance(node.args[1], fx.Node) and value(node.args[1]).dim() == 2
 
 
 def _column_linear(each: _Sum) -> fx.Node | None:
     """The only user of the normalised rows, if that is a linear layer that flux.ag_gemm can run."""
     users = list(each.users(0))
     node = users[0] if len(users) == 1 else None
-    if node is None or node.target is not torch.nn.functional.linear or node.kwargs or len(node.args) < 2:
+    if node is None or not _is_linear(node):
         return None
     x, weight = node.args[:2]
-    dtype = value(each.linear).dtype
-    fits = isinstance(weight, fx.Node) and value(weight).dim() == 2 and value(weight).dtype == dtype
-    whole_x = x in each.norm.users and weight is not x
-    return node if fits and whole_x and value(weight).shape[0] % VECTOR == 0 else None
+    fits = weight is not x and value(weight).dtype == value(each.node).dtype
+    return node if fits and x in each.norm.users and value(weight).shape[0] % VECTOR == 0 else None
 
 
-def _count_gathers(sums: list[_Sum]) -> int:
-    norms = {each.norm for each in sums}
-    of_norms = sum(bool(each.users(0)) and _column_linear(each) is None for each in sums)
-    of_residuals = sum(
-        any(user not in norms or user.args[1] is not via for user, via in each.users(1).items())
-        for each in sums
-    )
-    return of_norms + of_residuals
+def _count_gathers(each: _Sum, sums: list[_Sum]) -> int:
+    """How many gathers a sum would need that no GEMM hides: of normalised rows, and of the residual."""
+    norms = {other.norm for other in sums}
+    of_norm = bool(each.users(0)) and each.feeds is None and _column_linear(each) is None
+    others = each.users(1).items()
+    of_residual = any(user not in norms or user.args[1] is not via for user, via in others)
+    return of_norm + of_residual
 
 
-def _rewrite(graph: fx.Graph, each: _Sum, from_tokens: int) -> None:
-    """Replaces a layer and its norm, and the linear layer behind it if there is one."""
-    norm_weight, eps = each.norm.args[2:4]
-    group_name = each.linear.args[4]
-    column = _column_linear(each)
-    normed = [part for part in each.norm.users if part.args[1] == 0]
-    with graph.inserting_before(each.norm):
-        whole = each.residual.target is not _ours.linear_scatter.default
-        target = _ours.linear_scatter.default
-        total = graph.call_function(target, (*each.linear.args, each.residual, whole, from_tokens))
-        total.meta["example_value"] = value(each.linear)
-    if column is not None:
-        weight, bias = (*column.args[1:], None)[:2]
-        with graph.inserting_before(column):
-            arguments = (total, norm_weight, eps, weight, bias, from_tokens, group_name)
-            product = graph.call_function(_ours.norm_gather_linear.default, arguments)
-        product.meta["example_value"] = value(column)
-        column.replace_all_uses_with(product)
-        graph.erase_node(column)
-    elif any(part.users for part in normed):
-        with graph.inserting_before(each.norm):
-            rows_of_all = (total, norm_weight, eps, from_tokens, group_name)
-            whole_norm = graph.call_function(_ours.norm_gather.default, rows_of_all)
-        whole_norm.meta["example_value"] = value(each.linear)
-        for part in normed:
-            part.replace_all_uses_with(whole_norm)
-    for part in list(each.norm.users):
-        if part not in normed:
+@dataclass
+class _Rewriting:
+    """What all sums of a graph have in common."""
+
+    graph: fx.Graph
+    from_tokens: int
+    group_name: str
+    vllm_group: str
+
+    def rewrite(self, each: _Sum) -> None:
+        """Replaces a sum and its norm, and the linear layer behind it if there is one."""
+        norm, where = each.norm.args[2:4], (self.from_tokens, self.group_name)
+        column = None if each.feeds else _column_linear(each)
+        like = value(each.residual)
+        total = self._insert(each.norm, *self._total(each), like)
+        if each.feeds:
+            self._cut_off(each.feeds, total)
+        elif column is not None:
+            weight, bias = (*column.args[1:], None)[:2]
+            arguments = (total, *norm, weight, bias, *where)
+            product = self._insert(column, _ours.norm_gather_linear.default, arguments, value(column))
+            column.replace_all_uses_with(product)
+            self.graph.erase_node(column)
+        elif each.users(0):
+            rows_of_all = self._insert(each.norm, _ours.norm_gather.default, (total, *norm, *where), like)
+            for part in each.parts(0):
+                part.replace_all_uses_with(rows_of_all)
+        for part in each.parts(1):
             part.replace_all_uses_with(total)
-        graph.erase_node(part)
-    graph.erase_node(each.norm)
-    graph.erase_node(each.linear)
+        self._erase({*each.norm.users, each.norm, *each.views, each.node})
+
+    def _total(self, each: _Sum) -> tuple[Any, tuple[Any, ...]]:
+        """The operator that gives the sum with the residual as own rows, and its arguments."""
+        where = (self.group_name, self.vllm_group)
+        if each.experts is not None:
+            experts, begins = each.experts, (each.node.args[1], self.from_tokens)
+            arguments = (each.residual, *experts.norm, *experts.gate, *experts.rest, *begins, *where)
+            return _ours.norm_experts_scatter.default, arguments
+        residual = (each.residual, each.residual.target not in _scatters().values(), self.from_tokens)
+        if each.is_linear:
+            return _ours.linear_scatter.default, (*each.node.args, *residual)
+        min_tokens = each.node.args[1] if each.is_below else NEVER
+        return _ours.sum_scatter.default, (each.node.args[0], min_tokens, *where, *residual)
+
+    def _cut_off(self, each: _Sum, residual: fx.Node) -> None:
+        """Erases experts and what is before them, which one operator takes the place of."""
+        assert each.experts is not None
+        for size, asked in each.experts.sizes().items():
+            size.replace_input_with(asked, residual)
+        each.node.update_arg(0, None)
+        self._erase({each.experts.call, *each.experts.between})
+
+    def _insert(self, before: fx.Node, target: Any, arguments: tuple[Any, ...], like: Any) -> fx.Node:
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, arguments)
+        node.meta["example_value"] = like
+        return node
+
+    def _erase(self, nodes: set[fx.Node]) -> None:
+        for node in [node for node in reversed(self.graph.nodes) if node in nodes]:
+            self.graph.erase_node(node)
 
 
 def _gather_for_others(graph: fx.Graph) -> None:
     """Gives all rows of a residual to users that do not know of shards."""
-    reads_rows = {
-        _ours.linear_scatter.default: 6,
-        _ours.norm_gather_linear.default: 0,
-        _ours.norm_gather.default: 0,
-    }
-    for total in graph.find_nodes(op="call_function", target=_ours.linear_scatter.default):
+    know = [*_scatters().values(), *(getattr(_ours, name).default for name in _GATHERS)]
+    for total in _sharded(graph):
         others = []
         for user in total.users:
-            at = reads_rows.get(user.target)
-            if at is None or user.args[at] is not total or user.all_input_nodes.count(total) > 1:
+            if user.target == "size":  # is the same
+                continue
+            alone = user.all_input_nodes.count(total) == 1
+            if not alone or user.target not in know or argument_of(user, "residual") is not total:
                 others.append(user)
         if others:
-            group_name, from_tokens = total.args[4], total.args[8]
+            group_name, from_tokens = (argument_of(total, name) for name in ("group_name", "from_tokens"))
             with graph.inserting_after(total):
                 rows_of_all = graph.call_function(_ours.gather.default, (total, from_tokens, group_name))
             rows_of_all.meta["example_value"] = value(total)
             for user in others:
                 user.replace_input_with(total, rows_of_all)
-
-
-def count_sharded(graph: fx.Graph) -> int:
-    """How many row-parallel layers of a graph are sequence parallel."""
-    return len(graph.find_nodes(op="call_function", target=_ours.linear_scatter.default))
-
-
-def unshard(graph: fx.Graph, end: int | None = None) -> None:
-    """Turns a piece back into linear_all_reduce, vLLM's fused_add_rms_norm and matrix products, in a range
-    that ends at `end` tokens if sequence parallelism begins later; None: in any range.
-    """
-
-    def found(target: Any, from_tokens: int) -> list[fx.Node]:
-        nodes = graph.find_nodes(op="call_function", target=target.default)
-        return [node for node in nodes if end is None or end < node.args[from_tokens]]
-
-    for node in found(_ours.linear_scatter, 8):
-        _unshard_sum(graph, node)
-    for node in [*found(_ours.norm_gather_linear, 5), *found(_ours.norm_gather, 3)]:
-        _unshard_norm(graph, node)
-    for node in found(_ours.gather, 1):
-        _replace(graph, node, node.args[0])
-
-
-def _unshard_sum(graph: fx.Graph, node: fx.Node) -> None:
-    """The layer and the residual, with the norm of their sum if that is in the same piece."""
-    residual = node.args[6]
-    norms = [user for user in node.users if user.target in _NORMS]
-    with graph.inserting_before(node):
-        product = call(graph, _ours.linear_all_reduce.default, *node.args[:6])
-        fused = norm_operators()[:1]
-        # Placeholders come before everything else.
-        early = len(norms) == 1 and getattr(norms[0].args[1], "op", "") == "placeholder"
-        if not fused or not early:
-            _replace(graph, node, call(graph, _aten.add.Tensor, product, residual))
-            return
-        pair = call(graph, fused[0], product, residual, *norms[0].args[1:3])
-        normed, total = (call(graph, operator.getitem, pair, i) for i in (0, 1))
-    with graph.inserting_before(norms[0]):
-        _replace(graph, norms[0], _product(graph, norms[0], normed))
-    _replace(graph, node, total)
-
-
-def _unshard_norm(graph: fx.Graph, node: fx.Node) -> None:
-    with graph.inserting_before(node):
-        normed = call(graph, torch.ops.vllm_ir.rms_norm.default, *node.args[:3])
-        _replace(graph, node, _product(graph, node, normed))
-
-
-def _product(graph: fx.Graph, node: fx.Node, normed: fx.Node) -> fx.Node:
-    """What a norm_gather_linear, or norm_gather, is of normalised rows."""
-    if node.target is _ours.norm_gather.default:
-        return normed
-    weight, bias = node.args[3:5]
-    transposed = call(graph, _aten.permute.default, weight, [1, 0])
-    if bias is None:
-        return call(graph, _aten.mm.default, normed, transposed)
-    return call(graph, _aten.addmm.default, bias, normed, transposed)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, by: Any) -> None:
-    node.replace_all_uses_with(by)
-    graph.erase_node(node)

@@ -116,8 +116,19 @@ def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) 
     if _invariance.active():
         return None
     forced = setting("FLUX_VLLM_SEQUENCE")
-    if forced is not None:
-        return forced or None
+    return _composed_from(n, dtype, ranks, device) if forced is None else forced or None
+
+
+def experts_sum_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int:
+    """From how many rows of n on flux's experts include the sum over ranks, where each rank owns a share of
+    the rows and all gather the results. Smaller sums are all-reduces behind the experts: routing needs no
+    exchange then, and residual and norm are part of the sum.
+    """
+    return setting("FLUX_VLLM_SEQUENCE") or _composed_from(n, dtype, ranks, device)
+
+
+def _composed_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int:
+    """From how many rows on a sum is bound by the links."""
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
     known = any(row.ranks == ranks for row in measured.rows)
     nbytes = COMPOSED_FROM_BYTES if known else RAGGED_FROM_BYTES

@@ -15,8 +15,8 @@ class Use:
     """One name of vLLM.
 
     Attributes:
-        part: what does not work without it: "layers" (anything), "sequence", "MoE" or "worker"; "optional":
-            all works.
+        part: what does not work without it: "layers" (anything), "sequence", "eager", "MoE" or "worker";
+            "optional": all works.
         module: where flux finds it.
         name: dotted, below the module.
         parameters: of the function, those that flux passes by name, or gets.
@@ -84,6 +84,12 @@ USES = (
     Use("layers", f"{_PASSES}.pass_manager", "PostGradPassManager.configure", ("config",), sets=("passes",)),
     Use("sequence", "vllm.compilation.backends", "VllmBackend.__call__", ("graph", "example_inputs")),
     Use("sequence", "vllm.compilation.backends", "VllmBackend", sets=("vllm_config",)),
+    Use(
+        "eager",
+        "vllm.model_executor.layers.layernorm",
+        "RMSNorm",
+        sets=("weight", "has_weight", "variance_epsilon", "variance_size_override"),
+    ),
     Use("worker", "vllm.envs", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
     Use("worker", "vllm.v1.outputs", "AsyncModelRunnerOutput.get_output"),
     Use("worker", _WORKER, "WorkerBase.sample_tokens"),
@@ -92,6 +98,12 @@ USES = (
     Use("MoE", f"{_MOE}.activation", "MoEActivation.SILU"),
     Use("MoE", f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
     Use("MoE", f"{_MOE}.runner.moe_runner", "MoERunner.register_oot", ("name",)),
+    Use(
+        "MoE",
+        f"{_MOE}.runner.moe_runner",
+        "_moe_forward",
+        ("hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"),
+    ),
     Use(
         "MoE",
         f"{_MOE}.runner.moe_runner",

@@ -1,0 +1,192 @@
+"""What the host does for an eager call, on a machine without GPUs: kernels and CUDA's functions do nothing.
+
+    make kernels
+    python benchmarks/host_cost.py [--out FILE] [--only NAME ...]
+
+Everything else is as on a GPU: torch's dispatcher and its tensors, the operators in Python, the host code of
+the kernels. Times are of this thread's CPU, the fastest of several repetitions. A GPU's driver takes some
+microseconds more for each launch and each copy.
+
+total    a call of the public function that is known (flux.comm.known)
+C++      the part of it in flux._core and in the host code of the kernels
+tensors  the part of that for the new tensors, which torch makes
+CUDA     calls of functions of CUDA's runtime and driver
+first    a call that is planned, but not yet known
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CALLS, REPETITIONS = 500, 9
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Microseconds of this thread's CPU for a call."""
+    for _ in range(50):
+        call()
+    times = []
+    for _ in range(REPETITIONS):
+        start = time.thread_time()
+        for _ in range(CALLS):
+            call()
+        times.append((time.thread_time() - start) / CALLS * 1e6)
+    return min(times)
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    call()
+    sys.setprofile(None)
+    return count - 1  # the call itself
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    import torch
+
+    import flux
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="cuda:0")
+
+    x, weight, residual, norm_weight = tensor(64, 1024), tensor(2048, 1024), tensor(64, 2048), tensor(2048)
+    many, short, wide = tensor(16384, 1024), tensor(8192, 1024), tensor(8192, 4096)
+    tokens, experts = 64, 8
+    ids, weights = tensor(tokens, 2, dtype=torch.int32), tensor(tokens, 2, dtype=torch.float32)
+    routing = flux.moe.route(ids, weights, experts)
+    hidden, up, down = tensor(tokens, 1024), tensor(experts, 512, 1024), tensor(experts, 1024, 256)
+    activated = flux.moe.ag_scatter_gemm(hidden, up, routing, activation="swiglu")
+    return {
+        "gemm": lambda: flux.gemm(x, weight),
+        "gemm_rs": lambda: flux.gemm_rs(x, weight),
+        "gemm_rs, copy engines": lambda: flux.gemm_rs(many, short),
+        "ag_gemm": lambda: flux.ag_gemm(x, weight),
+        "ag_gemm, copy engines": lambda: flux.ag_gemm(many, short),
+        "ag_gemm, two weights": lambda: flux.ag_gemm(x, [weight, weight]),
+        "gemm_ar": lambda: flux.gemm_ar(x, weight),
+        "gemm_ar, norm": lambda: flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight),
+        "all_reduce": lambda: flux.all_reduce(residual),
+        "all_reduce, norm": lambda: flux.all_reduce(residual, residual=residual, norm_weight=norm_weight),
+        "reduce_scatter": lambda: flux.reduce_scatter(residual),
+        "all_gather": lambda: flux.all_gather(x),
+        "all_gather, copy engines": lambda: flux.all_gather(wide),
+        "grouped_gemm": lambda: flux.grouped_gemm(activated, down, routing.offsets),
+        "moe.route": lambda: flux.moe.route(ids, weights, experts),
+        "moe.ag_scatter_gemm": lambda: flux.moe.ag_scatter_gemm(hidden, up, routing, activation="swiglu"),
+        "moe.gemm_gather_rs": lambda: flux.moe.gemm_gather_rs(activated, down, routing),
+    }
+
+
+class Asked:
+    """KnownCalls that remembers what it was asked, to ask it again without Python around."""
+
+    def __init__(self, calls: Any) -> None:
+        self._calls = calls
+        self.given: tuple[Any, ...] = ()
+
+    def call(self, *given: Any) -> Any:
+        self.given = given
+        return self._calls.call(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._calls, name)
+
+
+def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]:
+    import fake_cuda  # type: ignore[import-not-found]
+    import torch
+
+    from flux.comm import known
+
+    call()
+    without_group, of_group = known.without_group, known.of_groups[group]
+    calls = without_group() if name in ("gemm", "grouped_gemm") else of_group
+    asked = Asked(calls)
+    known.without_group, known.of_groups[group] = lambda: asked, asked  # type: ignore[assignment]
+    made = 0
+    new_empty = torch.Tensor.new_empty
+
+    def counted(*size: Any, **how: Any) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        return new_empty(*size, **how)
+
+    torch.Tensor.new_empty = counted  # type: ignore[assignment,method-assign]
+    call()
+    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+    known.without_group, known.of_groups[group] = without_group, of_group
+    given = asked.given
+    assert calls.call(*given) is not None, f"{name} is not known"
+
+    def forgets() -> None:
+        calls.clear()
+        call()
+
+    like = next(argument for argument in given if isinstance(argument, torch.Tensor))
+    total, cpp, first = timed(call), timed(lambda: calls.call(*given)), timed(forgets)
+    call()
+    before = fake_cuda.calls()
+    call()
+    cuda_calls = fake_cuda.calls() - before
+    return {
+        "total_us": round(total, 2),
+        "cpp_us": round(cpp, 2),
+        "tensors": made,
+        "tensors_us": round(made * timed(lambda: like.new_empty(64, 64)), 2),
+        "python_us": round(total - cpp, 2),
+        "python_calls": python_calls(call),
+        "cuda_calls": cuda_calls,
+        "first_us": round(first, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kernels", type=Path, default=ROOT / "build/kernels", help="folder of make kernels")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--only", nargs="*", default=[], help="names of operators")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from host.machine import start
+
+    group = start(options.kernels, ROOT / "build/host_cost")
+    import torch
+
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    rows = {}
+    print(
+        f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'tensors':>9}{'first':>8}   calls of Python functions"
+    )
+    with torch.no_grad():
+        for name, call in cases().items():
+            if options.only and name not in options.only:
+                continue
+            row = rows[name] = measure(name, call, group)
+            figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us")]
+            print(
+                f"{name:26}{''.join(figures)}{row['tensors_us']:9.2f}{row['first_us']:8.2f}   "
+                f"{row['python_calls']:>9}{row['cuda_calls']:>9}",
+                flush=True,
+            )
+    if options.out is not None:
+        facts = {"commit": commit, "torch": torch.__version__, "python": sys.version.split()[0]}
+        options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

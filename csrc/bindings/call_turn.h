@@ -1,0 +1,75 @@
+// The turns in which the host threads of a process make their calls.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "runtime/turn.h"
+
+namespace flux::bindings {
+
+// Waits for a turn without the GIL.
+inline void acquire(runtime::Turn& turn) {
+  namespace py = pybind11;
+  if (turn.try_acquire()) return;
+  py::gil_scoped_release release;
+  turn.acquire([] {
+    py::gil_scoped_acquire hold;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
+// Serialises the calls of host threads on a group. Also records whether an exception ended a call after the call had
+// become visible to peers. In C++, so that no asynchronous exception (such as KeyboardInterrupt) can occur between the
+// end of a call and its record.
+class CallTurn {
+ public:
+  explicit CallTurn(pybind11::object refusals) : refusals_(std::move(refusals)) {}
+
+  // args: the function, then its arguments.
+  pybind11::object call(PyObject* const* args, Py_ssize_t count);
+
+  // A call without Python code in it: try_enter, open, leave. False if another thread is inside a call.
+  bool try_enter() {
+    if (!turn_.try_acquire()) return false;
+    if (turn_.depth() == 1) open_ = false;
+    return true;
+  }
+  void open() { open_ = true; }
+  // broken_by: name of the exception that ends an open call, or null.
+  void leave(const char* broken_by = nullptr) {
+    if (turn_.depth() == 1) {
+      if (open_ && broken_by != nullptr) broken_by_ = broken_by;
+      open_ = false;
+    }
+    turn_.release();
+  }
+
+  const std::optional<std::string>& broken_by() const { return broken_by_; }
+  void forget() { broken_by_.reset(); }
+
+ private:
+  runtime::Turn turn_;
+  pybind11::object refusals_;
+  bool open_ = false;  // the running call is already visible to peers
+  std::optional<std::string> broken_by_;
+};
+
+// The order of the calls of all groups on one device. Held from the stream wait for the last call on the GPU until the
+// launch, so that no other thread launches a call in between.
+struct LaunchOrder {
+  runtime::Turn turn;
+  std::optional<uint64_t> stream;  // raw stream of the last call
+  pybind11::object event =
+      pybind11::none();  // recorded after the last call, if that was on an external stream
+
+  // Whether a call on a stream comes after the last call without further ado.
+  bool follows_itself(const void* next) const {
+    return stream == reinterpret_cast<uint64_t>(next) && event.is_none();
+  }
+};
+
+}  // namespace flux::bindings

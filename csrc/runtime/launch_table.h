@@ -1,0 +1,20 @@
+// How _core, which knows Python, enqueues kernels of _C, which knows CUDA.
+#pragma once
+
+#include <cstdint>
+
+namespace flux::runtime {
+
+// A kept launch is a launch of fixed sizes that takes the addresses of its tensors anew each time.
+struct LaunchTable {
+  // Whether kept launches may be enqueued on a device's current stream, which it returns in `stream`. False if the
+  // device is not the current one, or if the stream is being captured.
+  bool (*ready)(int32_t device, void** stream);
+  // Enqueues a launch. Returns null, or why it failed: a text that is valid until this thread's next launch.
+  const char* (*run)(void* launch, void* const* addresses, uint32_t copy_epoch, void* stream);
+  void (*drop)(void* launch);
+};
+
+constexpr const char* kLaunchTableName = "flux.LaunchTable";  // of the capsule that contains its address
+
+}  // namespace flux::runtime

@@ -1,0 +1,153 @@
+"""Calls on GPUs that are repeated: C++ enqueues them from the second time on (csrc/bindings/known_calls.cc).
+
+Most of the host time of a call is Python: its checks, the search for its plan, and torch's dispatcher. Their
+results hold for every call with the same shapes, strides, dtypes and options. So an operator first asks
+`KnownCalls.call`. If that returns None, the operator makes the call itself, and tells `remember` how.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from flux import _native
+from flux.comm.group import GroupLike
+
+_c10d: Any = torch.distributed.distributed_c10d
+_C: Any = torch._C
+_ops: Any = torch.ops
+
+# The operand for an optional tensor that is not given.
+ABSENT: int = _native.core.ABSENT_OPERAND
+_count = itertools.count()
+
+
+def operator() -> int:
+    """A number for an operator, the first argument of its known calls."""
+    return next(_count)
+
+
+class Recipe:
+    """How a call is repeated. An operand of its launches is a number: of an argument, or below 0 of a tensor
+    that the call allocates.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        """given: the arguments of `KnownCalls.call`: the operator's number, then tensors and options."""
+        self.given = given
+        self.fresh: list[tuple[list[int], int, torch.dtype | None]] = []
+        self.results: list[int] = []
+
+    def allocates(self, tensor: torch.Tensor, like: int) -> int:
+        """The operand for a tensor that the call allocates on the device of argument number `like`."""
+        dtype = None if tensor.dtype == self.given[like].dtype else tensor.dtype
+        self.fresh.append((list(tensor.shape), like, dtype))
+        return -len(self.fresh)
+
+    def returns(self, tensor: torch.Tensor, like: int, argument: int | None = None) -> int:
+        """The operand for a result: argument number `argument` if that was given, else a fresh tensor."""
+        given = argument is not None and self.given[argument] is not None
+        self.results.append(argument if given and argument is not None else self.allocates(tensor, like))
+        return self.results[-1]
+
+
+@functools.cache
+def _torch() -> Any:
+    """What torch says about tensors, or None if this version does not tell C++."""
+    exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange_api is None:
+        return None
+    states = [
+        _C._len_torch_dispatch_stack,
+        _C._functorch.peek_interpreter_stack,
+        _C._is_any_autocast_enabled,
+    ]
+    types = [torch.Tensor, torch.nn.Parameter]
+    profiling = _C._autograd._profiler_enabled
+    return _native.core.Torch(exchange_api, types, states, torch.is_grad_enabled, profiling)
+
+
+@functools.cache
+def _launch_table() -> Any:
+    """The capsule of the kernels' LaunchTable, or None if there are no kernels."""
+    if not _native.available():
+        return None
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(_ops.flux._launch_table(), _native.core.LAUNCH_TABLE, None)
+
+
+def make(turn: Any = None, order: Any = None, error_address: int = 0) -> Any:
+    """The known calls (flux._core.KnownCalls) of a workspace, or of operators without communication."""
+    return _native.core.KnownCalls(_torch(), _launch_table(), turn, order, error_address)
+
+
+@functools.cache
+def without_group() -> Any:
+    """The known calls of operators without communication."""
+    return make()
+
+
+def keep(launch: Callable[[], object]) -> list[int]:
+    """The handles of launches, which are kept instead of enqueued."""
+    _ops.flux._keep()
+    try:
+        launch()
+    finally:
+        handles: list[int] = _ops.flux._kept()
+    return handles
+
+
+def remember(
+    calls: Any,
+    recipe: Recipe,
+    launch: Callable[[], object],
+    operands: Sequence[Sequence[int]],
+    by_copy_engine: bool = False,
+) -> None:
+    """Makes a call known that was made. It returns one result, or a tuple of several.
+
+    Args:
+        calls: KnownCalls.
+        launch: enqueues the kernels of the call once more.
+        operands: for each kernel all tensors that its operator takes, in the order of its arguments. Kernels
+            must read and write them in place, without copies.
+        by_copy_engine: the host counts the calls.
+    """
+    if calls.knows(*recipe.given):
+        return
+    handles = keep(launch)
+    launches = list(zip(handles, operands, strict=True))
+    one = len(recipe.results) == 1
+    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, by_copy_engine)
+
+
+# Of the first device of each group that has a workspace there.
+of_groups: dict[ProcessGroup, Any] = {}
+
+
+def of(group: GroupLike) -> Any:
+    """The known calls of a group, or None if there are none."""
+    if group is None:
+        group = _c10d._world.default_pg
+    elif not isinstance(group, ProcessGroup):
+        if isinstance(group, str):
+            try:
+                group = _c10d._resolve_process_group(group)
+            except (RuntimeError, ValueError):
+                return None
+        elif isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
+        else:
+            return None
+    elif group not in _c10d._world.pg_map:
+        return None
+    return of_groups.get(group)  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""A GPU and its kernels as flux.comm.known sees them, on CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_known_calls import DEVICE, make_workspace
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import flux
+from flux import moe
+from flux._native import core
+from flux.comm import known, registry
+from flux.comm.cuda import CudaWorkspace
+from flux.moe import route_kernel, routing
+from flux.ops import _exchange, ag_gemm, all_gather, gemm_ar, gemm_rs, grouped_gemm
+from flux.ops import gemm as plain
+
+STREAM = 7
+_alive: list[Any] = []
+
+
+def tensors_of(name: str, arguments: tuple[Any, ...]) -> list[torch.Tensor | None]:
+    """The tensors that a kernel's operator is given, in the order of its schema; None for those it is not."""
+    schema = getattr(torch.ops, name.replace("::", ".").split(".")[0])
+    schema = getattr(schema, name.split("::")[1]).default._schema
+    found: list[torch.Tensor | None] = []
+    for i, argument in enumerate(schema.arguments):
+        if "Tensor" in str(argument.type):
+            given = arguments[i] if i < len(arguments) else None
+            found.extend(given if isinstance(given, (list, tuple)) else [given])
+    return found
+
+
+class Machine:
+    """Kernels that are kept and enqueued as if there were a GPU, and what is asked of it.
+
+    Attributes:
+        dispatched: the name and arguments of each kernel that Python launched.
+        repeated: the operator and the addresses of each launch that C++ repeated, and its copy epoch.
+    """
+
+    def __init__(self) -> None:
+        self.dispatched: list[tuple[str, tuple[Any, ...]]] = []
+        self.repeated: list[tuple[str, list[int | None], int]] = []
+        self.dropped: list[int] = []
+        self.stream, self.is_ready, self.error = STREAM, True, b""
+        self.during: Callable[[], object] = lambda: None
+        self._keeping: list[tuple[str, int]] | None = None
+        self._kept: list[tuple[str, int]] = []
+        ready = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+        pointers = ctypes.POINTER(ctypes.c_void_p)
+        run = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, pointers, ctypes.c_uint32, ctypes.c_void_p)
+        drop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        _alive.append(self)  # known calls call its functions when they are freed
+        self._functions = (ready(self._ready), run(self._run), drop(self.dropped.append))
+        self._table = (ctypes.c_void_p * 3)(*(ctypes.cast(f, ctypes.c_void_p).value for f in self._functions))
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self.table = new(ctypes.addressof(self._table), core.LAUNCH_TABLE, None)
+
+    def kernel(self, operator: Any) -> Callable[..., None]:
+        """In place of a kernel's operator."""
+        name = operator._schema.name
+
+        def launch(*arguments: Any) -> None:
+            if self._keeping is None:
+                self.dispatched.append((name, arguments))
+            else:
+                self._keeping.append((name, len(tensors_of(name, arguments))))
+
+        return launch
+
+    def keep(self, launch: Callable[[], object]) -> list[int]:
+        self._keeping = []
+        launch()
+        first = len(self._kept) + 1
+        self._kept += self._keeping
+        self._keeping = None
+        return list(range(first, len(self._kept) + 1))
+
+    def _ready(self, device: int, stream: Any) -> bool:
+        stream[0] = self.stream
+        return self.is_ready
+
+    def _run(self, launch: int, addresses: Any, epoch: int, stream: int) -> int | None:
+        self.during()
+        name, count = self._kept[launch - 1]
+        self.repeated.append((name, [addresses[i] for i in range(count)], epoch))
+        return ctypes.cast(ctypes.c_char_p(self.error), ctypes.c_void_p).value if self.error else None
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    made = Machine()
+    layers = [sys.modules[layer.__module__] for layer in (moe.ag_scatter_gemm, moe.gemm_gather_rs)]
+    for module in (
+        plain,
+        gemm_rs,
+        gemm_ar,
+        ag_gemm,
+        all_gather,
+        grouped_gemm,
+        _exchange,
+        route_kernel,
+        *layers,
+    ):
+        monkeypatch.setattr(module, "_kernel", made.kernel(module._kernel))
+    monkeypatch.setattr(ag_gemm, "_collect", made.kernel(ag_gemm._collect))
+    monkeypatch.setattr(known, "keep", made.keep)
+    monkeypatch.setattr(known, "_launch_table", lambda: made.table)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(registry, "_workspaces", {})
+    monkeypatch.setattr(registry, "_turns", {})
+    monkeypatch.setattr(known, "of_groups", {})
+    yield made
+
+
+@pytest.fixture
+def workspace(machine: Machine) -> CudaWorkspace:
+    return add_workspace(dist.group.WORLD)
+
+
+def add_workspace(group: Any) -> CudaWorkspace:
+    made = make_workspace(group)
+    made._order.stream = STREAM
+    registry._workspaces[group, DEVICE] = made
+    known.of_groups[group] = made.known
+    return made
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def make_routing() -> moe.Routing:
+    """Of 8 tokens on each of 2 ranks, 2 of 4 experts."""
+    shapes = routing.checked_shapes(2, 4, 1, 8, 8, 2)
+    arrays = [tensor(*shape, dtype=torch.int32) for shape in shapes]
+    name = dist.group.WORLD.group_name
+    return moe.Routing(*arrays, tensor(2, 8, 2, dtype=torch.float32), 4, 1, 8, 8, name)
+
+
+# Each of another size, so that addresses cannot be mistaken.
+def arguments(op: str, transpose: bool = False) -> dict[str, Any]:
+    """Tensors of a call by the names of its parameters; all different tensors."""
+    weight = tensor(64, 16) if transpose else tensor(16, 64)
+    made: dict[str, Any] = {"x": tensor(8, 64)}
+    if "gemm" in op and "moe" not in op:
+        made |= {"weight": weight, "transpose_weight": transpose}
+    if op == "gemm_ar norm":
+        made |= {"residual": tensor(8, 16), "norm_weight": tensor(16), "eps": 1e-5}
+    if op == "all_reduce norm":
+        made |= {"residual": tensor(8, 64), "norm_weight": tensor(64)}
+    if op == "ag_gemm list":
+        made |= {
+            "weight": [weight, tensor(*weight.shape)],
+            "bias": [None, tensor(16)],
+            "return_gathered": True,
+        }
+    if op == "moe.ag_scatter_gemm":
+        made |= {"weight": tensor(4, 32, 64), "routing": make_routing(), "activation": "swiglu"}
+    if op == "moe.gemm_gather_rs":
+        made |= {"x": tensor(32, 16), "weight": tensor(4, 64, 16), "routing": make_routing()}
+    return made
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "gemm_rs": flux.gemm_rs,
+    "ag_gemm": flux.ag_gemm,
+    "ag_gemm list": flux.ag_gemm,
+    "gemm_ar": flux.gemm_ar,
+    "gemm_ar norm": flux.gemm_ar,
+    "all_reduce": flux.all_reduce,
+    "all_reduce norm": flux.all_reduce,
+    "reduce_scatter": flux.reduce_scatter,
+    "all_gather": flux.all_gather,
+    "moe.ag_scatter_gemm": moe.ag_scatter_gemm,
+    "moe.gemm_gather_rs": moe.gemm_gather_rs,
+}
+WITH_OUT = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather")
+
+
+def roles(given: dict[str, Any], results: Any) -> dict[int, str]:
+    """What lies at an address: an argument or a result."""
+    found: dict[int, str] = {}
+    flat = {name: value for name, value in given.items() if not isinstance(value, (list, tuple))}
+    for name, value in given.items():
+        if isinstance(value, (list, tuple)):
+            flat |= {f"{name}[{i}]": entry for i, entry in enumerate(value)}
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    nested = [entry for result in results for entry in (result if isinstance(result, list) else [result])]
+    flat |= {f"result {i}": result for i, result in enumerate(nested)}
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            found.setdefault(value.data_ptr(), name)
+    return found
+
+
+def told(named: dict[int, str], addresses: list[int | None]) -> list[str | None]:
+    return [None if address is None else named.get(address, "scratch") for address in addresses]
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [entry for result in results for entry in flat(result)]

@@ -1,0 +1,78 @@
+"""What a known call costs the host (docs/design/host-cost.md)."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from repeated import (
+    CALLS,
+    Machine,
+    arguments,
+)
+
+import flux
+from flux.comm.cuda import CudaWorkspace
+
+HERE = str(Path(__file__).parent)
+# Of a call through the public function: Python functions, C functions that these call, and new tensors.
+HOST_COST = {
+    "gemm_rs": (8, 2, 1),
+    "ag_gemm": (10, 9, 1),
+    "ag_gemm list": (10, 10, 3),
+    "gemm_ar": (7, 2, 1),
+    "gemm_ar norm": (7, 2, 2),
+    "all_reduce": (6, 2, 1),
+    "all_reduce norm": (7, 2, 2),
+    "reduce_scatter": (7, 2, 1),
+    "all_gather": (7, 2, 1),
+    "moe.ag_scatter_gemm": (10, 10, 1),
+    "moe.gemm_gather_rs": (10, 9, 2),
+}
+
+pytest_plugins = ("repeated",)  # fixtures
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_what_a_known_call_costs_the_host(
+    op: str, machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, call = arguments(op), CALLS[op]
+    for _ in range(3):
+        call(**given)
+    calls = {"call": 0, "c_call": 0}
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event in calls and not frame.f_code.co_filename.startswith(HERE):  # the machine
+            calls[event] += 1
+
+    sys.setprofile(profile)
+    call(**given)
+    sys.setprofile(None)
+    made = []
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *size, **how: made.append(1) or new_empty(*size, **how)
+    )
+    call(**given)
+    most_calls, most_c_calls, tensors = HOST_COST[op]
+    assert calls["call"] <= most_calls and calls["c_call"] <= most_c_calls and len(made) == tensors
+
+
+def test_known_calls_leak_nothing(machine: Machine, workspace: CudaWorkspace) -> None:
+    given = arguments("gemm_ar norm")
+
+    def blocks_after(calls: int) -> int:
+        for _ in range(calls):
+            flux.gemm_ar(**given)
+        machine.repeated.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks_after(100)
+    before = blocks_after(100)
+    assert blocks_after(1000) - before < 50

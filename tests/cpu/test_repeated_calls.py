@@ -1,0 +1,475 @@
+"""Calls that C++ repeats (flux.comm.known): what kernels are given, and which calls it must leave alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from repeated import (
+    CALLS,
+    STREAM,
+    WITH_OUT,
+    Machine,
+    add_workspace,
+    arguments,
+    flat,
+    roles,
+    tensor,
+    tensors_of,
+    told,
+)
+from test_known_calls import DEVICE
+
+import flux
+from flux import moe
+from flux.comm import cuda, known, registry
+from flux.comm.cuda import CudaWorkspace
+from flux.moe import route_kernel, routing
+from flux.ops import gemm as plain
+from flux.ops import gemm_rs, grouped_gemm
+from flux.tuning import store
+from flux.tuning.facts import NO_FACTS
+
+pytest_plugins = ("repeated",)  # fixtures
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("op", CALLS)
+def test_kernels_are_given_what_python_gave_them(
+    op: str, transpose: bool, with_out: bool, machine: Machine, workspace: CudaWorkspace
+) -> None:
+    if with_out and op not in WITH_OUT:
+        with_out = False
+    given = arguments(op, transpose)
+    if with_out:
+        given["out"] = torch.empty_like(CALLS[op](**given))
+    machine.dispatched.clear()
+    results = CALLS[op](**given)
+    if with_out:
+        assert results is given["out"]
+    named = roles(given, results)
+    dispatched = [
+        (name, told(named, [None if t is None else t.data_ptr() for t in tensors_of(name, given_to)]))
+        for name, given_to in machine.dispatched
+    ]
+    for _ in range(3):
+        given = {
+            name: [None if v is None else v.clone() for v in value]
+            if isinstance(value, list)
+            else value.clone()
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in given.items()
+        }
+        machine.repeated.clear()
+        again = CALLS[op](**given)
+        named = roles(given, again)
+        repeated = [(name, told(named, addresses)) for name, addresses, _ in machine.repeated]
+        assert repeated == dispatched
+        shapes = [(r.shape, r.dtype) for r in flat(results)]
+        assert [(r.shape, r.dtype) for r in flat(again)] == shapes
+        assert type(again) is type(results)
+    assert len(machine.dispatched) == len(dispatched), "Python has launched once"
+
+
+def count(machine: Machine, call: Callable[[], object]) -> tuple[int, int]:
+    """How many kernels a call launches from Python, and how many C++ repeats."""
+    before = len(machine.dispatched), len(machine.repeated)
+    call()
+    return len(machine.dispatched) - before[0], len(machine.repeated) - before[1]
+
+
+PYTHON, CPP = (1, 0), (0, 1)
+
+
+def test_a_gemm_is_repeated_without_a_group(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
+    monkeypatch.setattr(plain, "_plans", {})
+    calls = known.make()
+    monkeypatch.setattr(known, "without_group", lambda: calls)
+    x, weight, bias, out = tensor(2, 4, 64), tensor(16, 64), tensor(16), tensor(2, 4, 16)
+    plain._cuda(x, weight, bias, False)
+    plain._cuda_out(x, weight, bias, False, out)
+    assert len(machine.dispatched) == 2 and len(calls) == 2
+    result = flux.gemm(x, weight, bias)
+    assert flux.gemm(x, weight, bias, out=out) is out
+    named = roles({"x": x, "weight": weight, "bias": bias, "out": out}, result)
+    expected, no_scales = ["x", "weight", "bias"], [None, None]
+    assert [told(named, addresses) for _, addresses, _ in machine.repeated] == [
+        [*expected, "result 0", *no_scales],
+        [*expected, "out", *no_scales],
+    ]
+    assert result.shape == out.shape
+    with plain.leaving_free(4):
+        assert calls.call(plain._OP, False, x, weight, bias, None, False) is None
+        with plain.leaving_free(0):
+            assert calls.call(plain._OP, False, x, weight, bias, None, False) is not None
+    assert calls.call(plain._OP, False, x, weight, bias, None, False) is not None
+
+
+def test_launches_on_some_of_the_sms_go_through_python(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    call = lambda: flux.gemm_rs(x, weight)  # noqa: E731
+    assert [count(machine, call), count(machine, call)] == [PYTHON, CPP]
+    with workspace.leaving_free(16):
+        assert [count(machine, call), count(machine, call)] == [PYTHON, PYTHON]
+        assert machine.dispatched[-1][1][7] == 132 - 16
+    assert count(machine, call) == CPP and len(workspace.known) == 1
+
+
+@pytest.mark.parametrize(
+    "rows", [None, torch.zeros(24, dtype=torch.int32), torch.zeros(24, dtype=torch.int64)]
+)
+def test_a_grouped_gemm_is_repeated(
+    rows: torch.Tensor | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    calls = known.make()
+    monkeypatch.setattr(known, "without_group", lambda: calls)
+    x, weight, offsets = tensor(24, 64), tensor(4, 32, 64), tensor(5, dtype=torch.int32)
+    given = {"x": x, "weight": weight, "offsets": offsets, "rows": rows}
+    grouped_gemm._cuda(x, weight, offsets, rows, "swiglu")
+    assert len(machine.dispatched) == 1
+    if rows is not None and rows.dtype == torch.int64:
+        assert len(calls) == 0, "the kernel reads a copy"
+        return
+    result = flux.grouped_gemm(**given, activation="swiglu")
+    assert result.shape == (24, 16) and len(machine.dispatched) == 1
+    named = roles(given, result)
+    wanted = ["x", "weight", "offsets", None if rows is None else "rows", "result 0", "scratch", None, None]
+    assert [told(named, addresses) for _, addresses, _ in machine.repeated] == [wanted]
+    assert calls.call(grouped_gemm._OP, False, x, weight, offsets, rows, 0) is None
+
+
+def test_layers_of_experts_keep_no_promise_about_batches(machine: Machine, workspace: CudaWorkspace) -> None:
+    given = arguments("moe.ag_scatter_gemm")
+    moe.ag_scatter_gemm(**given)
+    with flux.batch_invariant(), pytest.raises(ValueError, match="batch"):
+        moe.ag_scatter_gemm(**given)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace: CudaWorkspace) -> None:
+    group: Any = dist.group.WORLD
+    layout = routing.make_layout(group, 4, 1, 2, 8)
+    shapes = routing.checked_shapes(2, 4, 1, 8, 8, 2)
+    ids, weights = tensor(8, 2, dtype=ids_dtype), tensor(8, 2, dtype=torch.float32)
+    plan = route_kernel.plan(layout, ids.device, workspace)
+    assert plan.fused
+    made = route_kernel.run(workspace, plan, layout, ids, weights, shapes)
+    found = moe.route(ids, weights, 4)
+    assert [(t.shape, t.dtype) for t in found[:11]] == [(t.shape, t.dtype) for t in made]
+    assert found[11:] == (4, 1, 8, 8, group.group_name)
+    (name, addresses, _), (dispatched, given) = machine.repeated[0], machine.dispatched[0]
+    before = {t.data_ptr(): f"result {i}" for i, t in enumerate(made)}
+    before |= {ids.data_ptr(): "ids", weights.data_ptr(): "weights"}
+    after = {t.data_ptr(): f"result {i}" for i, t in enumerate(found[:11])}
+    after |= {ids.data_ptr(): "ids", weights.data_ptr(): "weights"}
+    pointers = [None if t is None else t.data_ptr() for t in tensors_of(dispatched, given)]
+    assert name == dispatched and told(after, addresses) == told(before, pointers)
+    assert count(machine, lambda: moe.route(ids, weights, 4, max_tokens=8)) == CPP
+    assert len(workspace.known) == 1
+
+
+def test_another_call_is_not_taken_for_a_known_one(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight, bias = tensor(8, 64), tensor(16, 64), tensor(16)
+    changes: tuple[dict[str, Any], ...] = (
+        {"x": tensor(16, 64)},
+        {"x": tensor(2, 4, 64)},
+        {"x": tensor(8, 128)[:, ::2]},  # other strides
+        {"x": x.half(), "weight": weight.half()},
+        {"x": tensor(8, 32), "weight": tensor(16, 32)},
+        {"weight": tensor(24, 64)},
+        {"weight": tensor(64, 16), "transpose_weight": True},
+        {"bias": bias},
+        {"out": tensor(4, 16)},
+    )
+    given = {"x": x, "weight": weight}
+    assert count(machine, lambda: flux.gemm_rs(**given)) == PYTHON
+    assert count(machine, lambda: flux.gemm_rs(**given)) == CPP
+    for change in changes:
+        assert count(machine, lambda change=change: flux.gemm_rs(**{**given, **change})) == PYTHON, change
+        assert count(machine, lambda: flux.gemm_rs(**given)) == CPP
+    with flux.batch_invariant():
+        assert count(machine, lambda: flux.gemm_rs(**given)) == PYTHON
+        assert count(machine, lambda: flux.gemm_rs(**given)) == CPP
+    residual, norm_weight = tensor(8, 64), tensor(64)
+    for eps in (1e-5, 1e-6):
+        for expected in (PYTHON, CPP):
+            call = lambda eps=eps: flux.all_reduce(x, residual=residual, norm_weight=norm_weight, eps=eps)  # noqa: E731
+            assert count(machine, call) == expected
+
+
+def test_what_kernels_cannot_take_in_place_goes_through_python(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    weight = tensor(16, 64)
+    flux.gemm_rs(tensor(8, 64), weight)
+    shifted = tensor(8 * 64 + 1)[1:].view(8, 64)
+    for _ in range(2):
+        assert count(machine, lambda: flux.gemm_rs(shifted, weight)) == PYTHON
+    assert machine.dispatched[-1][1][0].data_ptr() % 16 == 0
+    across = tensor(64, 8).t()
+    for _ in range(2):
+        assert count(machine, lambda: flux.gemm_rs(across, weight)) == PYTHON
+
+
+def test_an_output_that_overlaps_is_refused_when_the_call_is_known(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    whole, weight = tensor(16, 64), tensor(16, 64)
+    for _ in range(2):
+        flux.all_gather(tensor(8, 64), out=tensor(16, 64))
+        flux.gemm_rs(tensor(8, 64), weight, out=tensor(4, 16))
+    with pytest.raises(ValueError, match="all_gather: out: expected memory of its own"):
+        flux.all_gather(whole[4:12], out=whole)
+    with pytest.raises(ValueError, match="gemm_rs: out: expected memory of its own"):
+        flux.gemm_rs(tensor(8, 64), weight, out=weight[:1].view(4, 16))
+    x = tensor(8, 64)
+    for _ in range(2):  # in place is allowed, through Python
+        assert flux.all_reduce(x, out=x) is x
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def test_what_torch_must_see_is_left_to_torch(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    number = known.operator()
+    workspace.known.remember((number, x, weight), [([4], 1, None)], [], [-1], True, False)
+
+    def is_known(x: Any = x, weight: Any = weight) -> bool:
+        return workspace.known.call(number, x, weight) is not None
+
+    assert is_known()
+    assert is_known(torch.nn.Parameter(x, requires_grad=False))
+    for other in (
+        x.as_subclass(Sub),
+        torch.nn.Parameter(x),
+        x.to_sparse(),
+        torch._neg_view(x),
+        x.to("meta"),
+        torch.nested.nested_tensor([x]),
+        [x],
+        None,
+        "x",
+    ):
+        assert not is_known(other), other
+    with torch.no_grad():
+        assert is_known(torch.nn.Parameter(x))
+    with torch.autocast("cpu"):
+        assert not is_known()
+    with torch.profiler.profile():
+        assert not is_known()
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert not is_known()
+    seen = []
+    torch.vmap(lambda x: seen.append(is_known(x)) or x)(x)
+    torch.func.functionalize(lambda x: seen.append(is_known(x)) or x)(x)
+    assert seen == [False, False] and is_known()
+    for wrong in (
+        (number,),
+        (number, x),
+        (number, x, weight, 1),
+        (number + 1, x, weight),
+        (2**70, x, weight),
+    ):
+        assert workspace.known.call(*wrong) is None
+
+
+def test_gradients_flow_through_known_calls(machine: Machine, workspace: CudaWorkspace) -> None:
+    x = torch.randn(8, 64).bfloat16().requires_grad_()
+    weight = torch.randn(16, 64).bfloat16()
+    with torch.no_grad():
+        flux.gemm_rs(x, weight)
+    before = len(machine.dispatched), len(machine.repeated)
+    out = flux.gemm_rs(x, weight)  # autograd records it, and C++ repeats the kernel below
+    assert (len(machine.dispatched), len(machine.repeated)) == (before[0], before[1] + 1)
+    assert out.requires_grad and out.grad_fn is not None
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_a_call_that_cannot_be_repeated_now_goes_through_python(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    call = lambda: flux.gemm_rs(x, weight)  # noqa: E731
+    assert [count(machine, call), count(machine, call)] == [PYTHON, CPP]
+    machine.is_ready = False  # a capture, or another device
+    assert count(machine, call) == PYTHON
+    machine.is_ready = True
+    machine.stream = 9
+    assert count(machine, call) == PYTHON
+    machine.stream = STREAM
+    workspace._order.event = "event"
+    assert workspace.known.call(gemm_rs._OP, False, x, weight, None, None, False) is None
+    workspace._order.event = None
+    assert count(machine, call) == CPP
+
+
+def test_calls_of_other_threads_are_waited_for(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    flux.gemm_rs(x, weight)
+    given = (gemm_rs._OP, False, x, weight, None, None, False)
+    tried: list[Any] = []
+
+    def from_another_thread() -> None:
+        thread = threading.Thread(target=lambda: tried.append(workspace.known.call(*given)))
+        thread.start()
+        thread.join(10)
+
+    machine.during = from_another_thread  # the launch gives the GIL away
+    flux.gemm_rs(x, weight)
+    machine.during = lambda: None
+    assert tried == [None], "the group is busy"
+    workspace._order.acquire()
+    from_another_thread()
+    workspace._order.release()
+    assert tried == [None, None], "another thread launches on this device"
+    from_another_thread()
+    assert tried[-1] is not None
+
+
+def test_failures(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    flux.gemm_rs(x, weight)
+    machine.error = b"no such kernel"
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        flux.gemm_rs(x, weight)
+    machine.error = b""
+    with pytest.raises(RuntimeError, match="was broken off by RuntimeError"):
+        flux.gemm_rs(x, weight)
+    workspace.turn.forget()
+    assert count(machine, lambda: flux.gemm_rs(x, weight)) == CPP
+    code: Any = workspace._error
+    code[:7] = torch.tensor([1, 1, 0, 1, 5, 42, 41])
+    for _ in range(2):
+        with pytest.raises(flux.CommTimeoutError):
+            flux.gemm_rs(x, weight)
+
+
+def test_no_memory_for_the_result(
+    machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    flux.gemm_rs(x, weight)
+
+    def full(*size: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        flux.gemm_rs(x, weight)
+    monkeypatch.undo()
+    assert workspace.turn.broken_by is None, "before peers have heard of the call"
+
+
+def test_copies_are_counted_together(machine: Machine, workspace: CudaWorkspace) -> None:
+    x = tensor(1024, 4096)
+    epochs = []
+    for ready in (True, True, True, False, True):
+        machine.is_ready = ready
+        before = len(machine.dispatched)
+        flux.all_gather(x)
+        python = len(machine.dispatched) > before
+        epochs.append(machine.dispatched[-1][1][3] if python else machine.repeated[-1][2])
+    assert epochs == [1, 2, 3, 4, 5] and len(machine.dispatched) == 2
+
+
+def test_a_workspace_that_grows_or_fails_forgets(
+    machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    call = lambda: flux.gemm_rs(x, weight)  # noqa: E731
+    regions = iter(((None, workspace._symm_buffer), (None, workspace._symm_buffer)))
+    monkeypatch.setattr(workspace, "_make_region", lambda *sizes: next(regions))
+    call()
+    workspace._allocate(0, 0, 0, "gemm_rs")
+    assert [count(machine, call), count(machine, call)] == [PYTHON, CPP], "its address is another one"
+    monkeypatch.setattr(workspace, "_meet", lambda *told: [{}])
+    monkeypatch.setattr(workspace, "_copy_room", (0, 0))
+    workspace.known.copy_epoch = 7
+    workspace.reserve_copy(1, 1, "gemm_rs", {})
+    assert workspace.known.copy_epoch == 0
+    assert [count(machine, call), count(machine, call)] == [PYTHON, CPP]
+    monkeypatch.undo()
+
+    class Gone:
+        def exchange(self, op: str, facts: object) -> None:
+            raise flux.CommTimeoutError(op, 0, 1, 0, timeout_s=1)
+
+    workspace._meeting = Gone()  # type: ignore[assignment]
+    with pytest.raises(flux.CommTimeoutError):
+        workspace._meet("gemm_rs", {})
+    assert len(workspace.known) == 0
+
+
+def test_with_debug_compare_every_call_is_compared(machine: Machine, workspace: CudaWorkspace) -> None:
+    workspace.compares_contents = True
+    met: list[str] = []
+    workspace._meet = lambda op, facts: met.append(op) or [facts]  # type: ignore[method-assign,func-returns-value]
+    for number in (1, 2, 3):
+        flux.gemm_rs(tensor(8, 64), tensor(16, 64))
+        assert len(met) == number
+
+
+def test_a_group_that_is_released_or_destroyed_is_not_found(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    world = dist.group.WORLD
+    assert known.of(None) is known.of(world) is known.of(world.group_name) is workspace.known
+    for other in (7, "no such group", [], object()):
+        assert known.of(other) is None  # type: ignore[arg-type]
+    pair = dist.new_group([0, 1])
+    made = add_workspace(pair)
+    assert known.of(pair) is made.known
+    dist.destroy_process_group(pair)
+    assert known.of(pair) is None and pair in known.of_groups
+    registry._forget_destroyed_groups()
+    assert pair not in known.of_groups
+    workspace.release = lambda: None  # type: ignore[method-assign]
+    registry.turn(world, DEVICE)
+    registry.release(world)
+    assert known.of(world) is None
+
+
+def test_launches_are_freed_and_the_number_of_calls_is_limited(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    weight = tensor(16, 64)
+    for rows in range(2, 20, 2):
+        flux.gemm_rs(tensor(rows, 64), weight)
+    assert len(workspace.known) == 9 and machine.dropped == []
+    for rows in range(2, 20, 2):
+        flux.gemm_rs(tensor(rows, 64), weight)
+    workspace.known.clear()
+    assert sorted(machine.dropped) == list(range(1, 10))
+    number = known.operator()
+    for i in range(1025):
+        workspace.known.remember((number, i), [], [], [1], True, False)
+    assert len(workspace.known) == 1
+
+
+def test_results_belong_to_the_caller(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    flux.gemm_rs(x, weight)
+    references = sys.getrefcount(x), sys.getrefcount(weight)
+    for _ in range(3):
+        result = weakref.ref(flux.gemm_rs(x, weight))
+        assert result() is None
+    assert (sys.getrefcount(x), sys.getrefcount(weight)) == references
+    first, second = flux.gemm_rs(x, weight), flux.gemm_rs(x, weight)
+    assert first.data_ptr() != second.data_ptr()

