@@ -333,6 +333,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   *function = nullptr;
   if (std::strcmp(name, "cuTensorMapEncodeTiled") == 0)
     *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
+  if (std::strcmp(name, "cuTensorMapReplaceAddress") == 0)
+    *function = reinterpret_cast<void*>(&cuTensorMapReplaceAddress);
   if (std::strcmp(name, "cuStreamBatchMemOp") == 0) *function = reinterpret_cast<void*>(&cuStreamBatchMemOp);
   *found = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
@@ -462,4 +464,14 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
   static_assert(sizeof(result) <= sizeof(*map));
   std::memcpy(map, &result, sizeof(result));
   return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
+  sim::TensorMap kept;
+  std::memcpy(&kept, map, sizeof(kept));
+  if (kept.magic != sim::TensorMap::kMagic || reinterpret_cast<uintptr_t>(address) % 16 != 0)
+    return CUDA_ERROR_INVALID_VALUE;
+  kept.base = static_cast<uint8_t*>(address);
+  std::memcpy(map, &kept, sizeof(kept));
+  return CUDA_SUCCESS;
 }
