@@ -11,7 +11,7 @@ from typing import Any
 
 from flux.bench import record as records
 from flux.bench.cases import OPS
-from flux.bench.model import Bar, Derived, Row, Summary, derive, summarise
+from flux.bench.model import FP8_KIND, Bar, Derived, Row, Summary, derive, summarise
 from flux.bench.record import Record
 from flux.bench.report import BARS
 from flux.bench.suites import Request, load
@@ -69,7 +69,7 @@ class Marker:
             )
         equal = self._history.contains(commit, EQUAL_RESTS)
         if equal is not None:
-            equal = equal or op not in OPS  # only bench rests between candidates
+            equal = equal or operator_of(op) not in OPS  # only bench rests between candidates
             share = 100 * self._history.changed(op, commit)
             return Marks("same" if share == 0 else "<1 %" if share < 1 else f"{share:.0f} %", equal)
         if (name, op) not in self._page:
@@ -126,7 +126,7 @@ class Measurement:
     @property
     def covered(self) -> int:
         """How many shapes of the suite it has."""
-        return len({shape(row.op, row) for row in self.rows} & suite_shapes(self.op, self.suite, self.tp))
+        return len({shape(self.op, row) for row in self.rows} & suite_shapes(self.op, self.suite, self.tp))
 
     @property
     def shapes(self) -> int:
@@ -147,12 +147,18 @@ def shape(op: str, row: Any) -> Shape:
 
 @cache
 def suite_shapes(op: str, suite: str, tp: int) -> frozenset[Shape]:
-    spec = OPS[op]
+    bench_op = operator_of(op)
+    spec = OPS[bench_op]
     if spec.rows:
-        problems = spec.rows(Request(op, cuda=True, world=tp))
+        problems = spec.rows(Request(bench_op, cuda=True, world=tp))
     else:
-        problems = load(suite).problems(op, spec.patterns)
+        problems = load(suite).problems(bench_op, spec.patterns)
     return frozenset(shape(op, problem) for problem in problems)
+
+
+def operator_of(kind: str) -> str:
+    """The operator of bench whose rows have this Row.kind."""
+    return kind.removesuffix(FP8_KIND)
 
 
 def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
@@ -193,8 +199,8 @@ def _source(name: str, op: str, commit: str, date: str, machine: str, rows: int,
 def _add(found: list[Measurement], record: Record, name: str, judge: Judge) -> None:
     """Adds each operator of a file to the measurement of its commit that lacks its rows, or as a new one."""
     machine = f"{record.machine['gpu_count']}× {record.machine['gpu']}"
-    for op in record.ops():
-        rows = [row for row in record.rows if row.op == op]
+    for op in dict.fromkeys(row.kind for row in record.rows):
+        rows = [row for row in record.rows if row.kind == op]
         source = _source(name, op, record.commit, record.date, machine, len(rows), judge)
         tp, gpus = rows[0].tp, record.machine["gpu_count"]
         keys = {_key(row) for row in rows}
@@ -210,7 +216,7 @@ def _add(found: list[Measurement], record: Record, name: str, judge: Judge) -> N
 
 
 def _key(row: Row) -> tuple[str, str, int, str]:
-    return row.model, row.pattern, row.m, row.variant
+    return row.model, row.pattern, row.m, f"{row.variant} {row.scales}"
 
 
 def ranked(measurements: Iterable[Measurement]) -> list[Measurement]:

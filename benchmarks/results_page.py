@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 from flux.bench.cases import OPS
-from flux.bench.model import Row, geomean, over_best
+from flux.bench.model import Bar, Row, geomean, over_best
 from flux.bench.report import BARS, notes
 from flux.cli.tables import furthest_apart
 from flux.cli.throughput import over_stock
-from measurements import Marks, Measurement, Other, Source, ranked
+from measurements import Marks, Measurement, Other, Source, operator_of, ranked
 from results_text import CTAS, HEAD, HOSTS, LOSSES, OPERATORS, README_HEAD, README_NOTES, VLLM
 
 RESULTS = "../benchmarks/results/"
@@ -79,7 +79,7 @@ def hosts(m: Measurement) -> list[float]:
 
 
 def label(m: Measurement, row: Row) -> str:
-    return f"{row.model} ({row.pattern})" if m.op == "gemm" else row.name
+    return f"{row.name} ({row.pattern})" if operator_of(m.op) == "gemm" else row.name
 
 
 def worst_row(m: Measurement) -> str:
@@ -100,7 +100,7 @@ def pivot(m: Measurement) -> str:
 
 def facts(m: Measurement) -> str:
     """What a table of speed-ups does not show, a sentence each."""
-    s, bar = m.summary, BARS[m.op]
+    s, bar = m.summary, BARS.get(m.op, Bar(row=1.0))
     mean, worst = speed(s.geomean_speedup), speed(s.min_speedup)
     lines = [f"Speed-up: {mean} in the geometric mean, {worst} at worst ({worst_row(m)})."]
     if s.geomean_bar_met is False:
@@ -135,7 +135,12 @@ def pictures(m: Measurement, figures: Path) -> list[str]:
     for path in sorted(figures.glob("*.svg")):
         said = " ".join(re.findall(r"<!-- (.*?) -->", path.read_text()))
         commit = re.search(r"flux \S+ \(([0-9a-f]+)\)", said)
-        if commit and commit[1].startswith(m.commit) and f"{m.op}  ·" in said and f"{m.gpus}× " in said:
+        if (
+            commit
+            and commit[1].startswith(m.commit)
+            and f"{operator_of(m.op)}  ·" in said
+            and f"{m.gpus}× " in said
+        ):
             found.append(path.name)
     return found
 
@@ -186,7 +191,7 @@ def summary(sections: Sections) -> str:
     rows = []
     for m in sections.heads():
         s = m.summary
-        host = span(hosts(m)) if BARS[m.op].host_us is not None else "–"
+        host = span(hosts(m)) if BARS.get(m.op, Bar(row=1.0)).host_us is not None else "–"
         share = str(s.rows) if m.is_full else f"{s.rows} (a part)"
         bar = "met" if s.meets_bar else "missed"
         marks = ", ".join(remarks(m.marks, m.complete)) or "–"
@@ -288,7 +293,7 @@ def files(measurements: Sequence[Measurement], found: Sequence[Other]) -> str:
     sources = [s for m in measurements for s in m.sources] + [other.source for other in found]
     rows = []
     for s in sorted(sources, key=lambda s: (s.name, s.op)):
-        rests = "–" if s.op not in OPS else "equal" if s.marks.equal_rests else "unequal"
+        rests = "–" if operator_of(s.op) not in OPS else "equal" if s.marks.equal_rests else "unequal"
         rows.append([f"[{s.name}]({RESULTS}{s.name})", s.op, str(s.rows), s.marks.changed, rests])
     return table(["file", "what", "rows", "kernel since", "rests"], rows)
 

@@ -17,6 +17,8 @@ class Operator:
 _LAYER = "The linear layers of a transformer block of Megatron-Core. Of Mixtral the attention only."
 _MOE = "TP slices every expert, EP2 and EP4 give whole experts to ranks; `std` says how uneven loads are."
 _MODEL = "Models of transformers under their `tp_plan`, with random weights and few layers."
+_FP8 = "Operands are quantised before. Rows name their scales: of tensors, rows and columns, or blocks."
+_FUSED = "Fused, with fp8 operands. Peers:"
 OPERATORS = {
     "gemm_rs": Operator("`gemm_rs`", "GEMM + ReduceScatter in one kernel.", "gemm_rs.md"),
     "ag_gemm": Operator("`ag_gemm`", "AllGather + GEMM in one kernel.", "ag_gemm.md"),
@@ -52,6 +54,21 @@ OPERATORS = {
     "gemm": Operator(
         "`gemm`", "The GEMM alone on one GPU, against cuBLAS, with the shapes of one of 4 ranks.", "gemm.md"
     ),
+    "gemm_fp8": Operator(
+        "`gemm`, fp8",
+        "The GEMM of fp8 operands. Peers: torch's and packages' scaled products, bf16. " + _FP8,
+        "fp8.md",
+    ),
+    "gemm_rs_fp8": Operator("`gemm_rs`, fp8", f"{_FUSED} scaled products and NCCL, bf16. {_FP8}", "fp8.md"),
+    "ag_gemm_fp8": Operator("`ag_gemm`, fp8", f"{_FUSED} NCCL and scaled products, bf16. {_FP8}", "fp8.md"),
+    "gemm_ar_fp8": Operator("`gemm_ar`, fp8", f"{_FUSED} scaled products and sums, bf16. {_FP8}", "fp8.md"),
+    "grouped_gemm": Operator("`grouped_gemm`", "Products of experts on one GPU, against torch's.", "moe.md"),
+    "grouped_gemm_fp8": Operator(
+        "`grouped_gemm`, fp8", f"Products of experts on one GPU. Peers: torch's, bf16. {_FP8}", "fp8.md"
+    ),
+    "moe_layer0_fp8": Operator("MoE layer 0, fp8", f"As in bf16, which is a peer. {_FP8}", "fp8.md"),
+    "moe_layer1_fp8": Operator("MoE layer 1, fp8", f"As in bf16, which is a peer. {_FP8}", "fp8.md"),
+    "quantize_fp8": Operator("`quantize`", "Activations from bf16. Scales: of tensor, row, block.", "fp8.md"),
     "layer_forward": Operator("Megatron, forward", _LAYER, "megatron.md"),
     "layer_training": Operator("Megatron, training", f"{_LAYER} Forward and backward.", "megatron.md"),
     "e2e_prefill": Operator("transformers, prefill", f"{_MODEL} M: tokens of one sequence.", "pytorch.md"),

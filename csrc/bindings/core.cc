@@ -353,6 +353,7 @@ void bind_selection(py::module_& m) {
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
   m.attr("NUM_SWAP_AB") = std::count_if(std::begin(gemm::kSwapAbConfigs), std::end(gemm::kSwapAbConfigs),
                                         [](const auto& tile) { return !tile.is_fp8; });
+  m.attr("NUM_FP8_SWAP_AB") = gemm::kNumSwapAbConfigs - m.attr("NUM_SWAP_AB").cast<int>();
   m.def(
       "swap_ab_stage_blocks",
       [](int tile, int k) {

@@ -210,18 +210,43 @@ def schedules(group: Group) -> Counter[str]:
     )
 
 
-def run(rank: int, world_size: int, ops: list[str], cases: int, seed: int) -> tuple[list[str], Counter[str]]:
-    """All cases on one rank: those that were not exact, and the schedules that ran."""
-    group = dist.group.WORLD
-    assert group is not None
+def subgroups(nodes: int, ranks: int) -> dict[str, list[list[int]]]:
+    """Members of the groups of every kind that such ranks can make."""
+    p = nodes * ranks
+    of_node = [list(range(i * ranks, (i + 1) * ranks)) for i in range(nodes)]
+    return {
+        "rails": [list(range(i, p, ranks)) for i in range(ranks)],
+        "nodes": of_node,
+        "pairs across": [[i, i + ranks] for i in range(p - ranks)],
+        "parts of nodes": [[node[i] for node in of_node for i in (0, 1)]] if ranks > 2 else [],
+        "uneven": [list(range(ranks + 1))] if ranks > 1 and nodes > 1 else [],
+    }
+
+
+def run(
+    rank: int, world_size: int, ops: list[str], cases: int, seed: int, ranks: int = 0
+) -> tuple[list[str], Counter[str]]:
+    """All cases on one rank: those that were not exact, and the schedules that ran.
+
+    ranks: of a node, for cases that take turns on subgroups; 0 for cases on all ranks.
+    """
+    assert dist.group.WORLD is not None
+    groups = [(dist.group.WORLD, dist.group.WORLD, "")]
+    if ranks:
+        kinds = subgroups(world_size // ranks, ranks)
+        groups = [(dist.new_group(of), of, kind) for kind, lists in kinds.items() for of in lists if of[1:]]
     wrong = []
     for number in range(cases):
+        group, members, kind = groups[number % len(groups)]
+        if ranks and rank not in members:
+            continue
         for op in ops:
             draw = random.Random(f"{seed} {op} {number}")
-            if not CHECKS[op](group, draw, number):
-                wrong.append(f"{op} --seed {seed}, case {number}, rank {rank}")
+            if not (kind == "uneven" and op == "moe") and not CHECKS[op](group, draw, number):
+                wrong.append(f"{op} --seed {seed}, case {number}, rank {rank}, group {members}")
     flux.check()
-    return wrong, schedules(group) + SEEN
+    seen = sum((schedules(group) for group, members, _ in groups if not ranks or rank in members), SEEN)
+    return wrong, seen
 
 
 def parse(nodes: str) -> tuple[int, int]:
@@ -239,17 +264,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ops", nargs="*", default=list(CHECKS))
     parser.add_argument("--engine", default="auto", choices=("auto", "symm"))
+    parser.add_argument("--subgroups", action="store_true", help="cases take turns on subgroups of all kinds")
     given = parser.parse_args()
     nodes, ranks = parse(given.nodes)
     env = {"FLUX_RAIL": given.engine, "FLUX_TIMEOUT_S": "120"}
     start = time.monotonic()
-    results = spawn(
-        run, nodes * ranks, given.ops, given.cases, given.seed, ranks_per_node=ranks, env=env, timeout_s=1e5
-    )
+    call = (given.ops, given.cases, given.seed, ranks if given.subgroups else 0)
+    results = spawn(run, nodes * ranks, *call, ranks_per_node=ranks, env=env, timeout_s=1e5)
     wrong = [line for found, _ in results for line in found]
     print("\n".join(wrong[:20]))
     print(", ".join(f"{name}: {count}" for name, count in sorted(results[0][1].items())))
-    told = f"{given.cases} cases of {len(given.ops)} operators on {nodes} nodes x {ranks}"
+    where = f"{'subgroups of ' if given.subgroups else ''}{nodes} nodes x {ranks}"
+    told = f"{given.cases} cases of {len(given.ops)} operators on {where}"
     print(f"{told}, engine {given.engine}: {len(wrong)} wrong, {time.monotonic() - start:.0f} s")
     return 1 if wrong else 0
 

@@ -78,10 +78,17 @@ def test_every_schedule_runs_among_the_random_calls() -> None:
 def of_one_node(rank: int, world_size: int) -> tuple[bool, str, Counter[str]]:
     wrong, seen = nodes_cases.run(rank, world_size, ["gemm_rs", "gemm_ar"], 3, 1)
     plan = flux.explain("gemm_rs", 64 * world_size, 64, 64, torch.float32)
+    for members in ([0, 1], [2, 3], [0, 3], [1, 2]):
+        group = dist.new_group(members)
+        if rank in members:
+            for op in nodes_cases.DENSE:
+                if not nodes_cases.CHECKS[op](group, random.Random(op), 0):
+                    wrong.append(f"{op} of {members}")
+            seen += nodes_cases.schedules(group)
     return not wrong, str(plan), seen
 
 
-def test_one_node_is_no_group_of_nodes() -> None:
+def test_one_node_and_its_subgroups_are_no_groups_of_nodes() -> None:
     for ranks_per_node in (None, 4):
         for exact, told, seen in spawn(of_one_node, 4, ranks_per_node=ranks_per_node):
             assert exact and not seen
@@ -91,13 +98,9 @@ def test_one_node_is_no_group_of_nodes() -> None:
 def subgroups(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
     """Calls on subgroups of every kind: what they run as."""
     nodes = world_size // ranks_per_node
-    rails = [list(range(i, world_size, ranks_per_node)) for i in range(ranks_per_node)]
-    inside = [list(range(i * ranks_per_node, (i + 1) * ranks_per_node)) for i in range(nodes)]
-    pairs = [[i, i + ranks_per_node] for i in range(world_size - ranks_per_node)]
-    thin = [[i * ranks_per_node + j for i in range(nodes) for j in range(2)]] if ranks_per_node > 2 else []
-    uneven = [list(range(ranks_per_node + 1))] if ranks_per_node > 1 else []
+    kinds = nodes_cases.subgroups(nodes, ranks_per_node)
     found = []
-    for members in [*rails, *inside, *pairs, *thin, *uneven]:
+    for members in (members for lists in kinds.values() for members in lists):
         group = dist.new_group(members)
         if rank not in members:
             continue

@@ -198,19 +198,21 @@ def seconds_late(rank: int, world_size: int) -> list[str]:
 
 
 def two_groups(rank: int, world_size: int) -> list[str]:
+    """Rows and columns of a mesh with two rows, in turns."""
     told = []
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half = world_size // 2
+    rows = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world_size)))]
+    columns = [dist.new_group([i, i + half]) for i in range(half)]
     for number in range(60):
         by_row = number % 3 != 0
-        group = rows[rank // 2] if by_row else columns[rank % 2]
-        place, colour = (rank % 2, rank // 2) if by_row else (rank // 2, rank % 2)
-        case = random_sum(random.Random(2 * number + colour), 2, 2 * number + colour)
+        group = rows[rank // half] if by_row else columns[rank % half]
+        place, colour = (rank % half, rank // half) if by_row else (rank // half, rank % half)
+        case = random_sum(random.Random(half * number + colour), group.size(), half * number + colour)
         x, weight, bias = case.inputs(place, "cuda")
         result = flux.gemm_ar(x, weight, bias, group=group, transpose_weight=case.transpose_weight)
         told += differs(case, result, case.expected_sum("cuda"))
         if number % 10 == 0:
-            everybody = GemmRsCase(32, 264, 136, 4, seed=number)
+            everybody = GemmRsCase(32, 264, 136, world_size, seed=number)
             x, weight, _ = everybody.inputs(rank, "cuda")
             told += differs(everybody, flux.gemm_ar(x, weight), everybody.expected_sum("cuda"))
     return told

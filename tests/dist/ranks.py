@@ -10,7 +10,7 @@ import pytest
 
 from flux.testing import RankFailure, spawn
 
-SIZES = [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))]
+SIZES = [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4, 8)]
 BACKENDS = ["cuda", "nvshmem"]
 TIMEOUT_S = 2.0
 

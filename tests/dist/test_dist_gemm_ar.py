@@ -36,9 +36,9 @@ def test_scenario(world_size: int, name: str, args: tuple[Any, ...]) -> None:
     run(getattr(ar_workers, name), world_size, *args)
 
 
-@pytest.mark.gpus(4)
-def test_two_groups_of_two_at_the_same_time() -> None:
-    run(ar_workers.two_groups, 4)
+@pytest.mark.parametrize("world_size", SIZES[1:])
+def test_two_groups_at_the_same_time(world_size: int) -> None:
+    run(ar_workers.two_groups, world_size)
 
 
 @pytest.mark.parametrize("world_size", SIZES)

@@ -18,22 +18,23 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),
 ]
+FEW = SIZES[:2]  # the models have four heads
 # As Megatron asks for.
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", FEW)
 def test_equal_to_stock(world_size: int) -> None:
     run(megatron_workers.dense, world_size, list(MODELS), BATCH, **ONE_QUEUE)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", FEW)
 def test_equal_to_stock_where_copy_engines_gather(world_size: int) -> None:
     """Shards of 8 MiB and more, of 32768 tokens."""
     run(megatron_workers.dense, world_size, ["recomputation", "swiglu, rms norm"], 128, **ONE_QUEUE)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", FEW)
 def test_gradient_accumulation(world_size: int) -> None:
     run(megatron_workers.main_grads, world_size, **ONE_QUEUE)
 
@@ -51,6 +52,6 @@ def test_beside_data_parallelism() -> None:
     run(megatron_workers.data_parallel, 4, **ONE_QUEUE)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", FEW)
 def test_the_example_trains_as_on_stock_megatron(world_size: int) -> None:
     run(megatron_workers.loss_curves, world_size, 100, **ONE_QUEUE)

@@ -15,9 +15,16 @@ from typing import Any
 LINK_GB_PER_S = 380.0
 
 # Roles of candidates. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
-# others are columns of the table.
+# others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+# Of fp8 operands: results, and what is summed over ranks, are in 16 bits.
+FP8, FP8_RESULT = "float8_e4m3fn", "bfloat16"
+SCALES = ("tensor", "row", "block")
+FP8_KIND = "_fp8"
+# The candidate that does the work of an fp8 row with 16-bit operands.
+IN_16_BITS = "flux, bf16"
+_GATHERS = ("ag_gemm", "moe_layer0")  # ranks send each other operands; others send results
 
 
 # Patterns with one GEMM, for which 2MNK operations give a rate.
@@ -27,6 +34,22 @@ GEMM_PATTERNS = ("gemm_rs", "ag_gemm", "gemm_ar", "local")
 def in_way(way: str) -> str:
     """The candidate that runs flux's operator in one way (flux.tuning.facts.WAYS)."""
     return f"flux, {way}"
+
+
+def bar_over_16_bits(row: Row) -> float:
+    """How much sooner an fp8 row should be than in 16 bits: twice the rate and half the bytes, but for scales
+    and results; a fused operator may be bound by its links.
+    """
+    if row.op != "gemm":
+        return 1.0
+    if row.scales == "block":
+        return 1.5 if row.m >= 2048 or row.m <= 128 else 1.0
+    return 1.75 if row.m >= 2048 else 1.7 if row.m <= 128 else 1.0
+
+
+def on_wire_bytes(pattern: str, dtype: str) -> int:
+    """Bytes of an element that ranks send each other. Scales are not counted: up to 3 % of fp8 operands."""
+    return DTYPE_BYTES[FP8_RESULT if dtype == FP8 and pattern not in _GATHERS else dtype]
 
 
 def passed(check: str) -> bool:
@@ -97,15 +120,27 @@ class Row:
     check: str = "not run"
     notes: list[str] = field(default_factory=list)
     variant: str = ""
+    scales: str = ""
 
     @property
     def ok(self) -> bool:
         return passed(self.check)
 
     @property
+    def kind(self) -> str:
+        """The operator, apart for fp8 operands: what a bar and a table are of."""
+        return f"{self.op}{FP8_KIND}" if self.scales else self.op
+
+    @property
+    def over_16_bits(self) -> float | None:
+        """How much sooner than with 16-bit operands flux is with fp8 operands."""
+        wide, ours = self.times.get(IN_16_BITS), self.times.get("flux")
+        return wide.median / ours.median if wide and ours else None
+
+    @property
     def name(self) -> str:
-        """The model, and the variant that distinguishes its rows."""
-        return f"{self.model} {self.variant}".strip()
+        """The model, and the variant and scales that distinguish its rows."""
+        return " ".join(filter(None, (self.model, self.variant, self.scales)))
 
 
 @dataclass(frozen=True)

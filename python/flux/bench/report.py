@@ -13,7 +13,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flux.bench.model import Bar, Derived, Row, Summary, derive, geomean, over_best, summarise
+from flux.bench.model import (
+    Bar,
+    Derived,
+    Row,
+    Summary,
+    bar_over_16_bits,
+    derive,
+    geomean,
+    over_best,
+    summarise,
+)
 from flux.bench.record import Record
 
 # The bar of each op: docs/benchmarks.md, "The bar".
@@ -31,6 +41,8 @@ BARS = {
     "moe_ctas": Bar(row=1.0),
     "layer_forward": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
     "layer_training": Bar(row=1.0, geomean=1.08, geomean_tp=4, host_us=None),
+    # Peers are bf16, too.
+    "gemm_fp8": Bar(row=0.95),
     "e2e_prefill": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
     "e2e_decode": Bar(row=1.0, geomean=1.15, geomean_tp=4, host_us=None),
 }
@@ -119,6 +131,17 @@ def _host(row: Row, d: Derived, bar: Bar) -> str | Text:
     return "–" if value is None else Text(f"{value:.0f}", style="" if within else "red")
 
 
+def _over_16_bits(row: Row) -> str | Text:
+    value = row.over_16_bits
+    return _judged(value, value is not None and value >= bar_over_16_bits(row))
+
+
+def _fast(row: Row) -> str:
+    """The fastest with sums that stay in the tensor cores."""
+    found = min(((t.median, name) for name, t in row.times.items() if t.role == "fast"), default=None)
+    return "–" if found is None else f"{_ms(found[0])} {found[1]}"
+
+
 def _size(row: Row) -> str:
     """N and K of the local GEMM, as the kernels see it."""
     return f"{row.local[1]} × {row.local[2]}"
@@ -177,6 +200,28 @@ _CTAS = [
     Column("unfused", _peer, "left"),
     Column("speed-up", _speedup),
     Column("check", _check, "left", spare=1),
+]
+_OVER_16_BITS = Column("over bf16", lambda r, d, b: _over_16_bits(r))
+_GPU_FP8_GEMM = [
+    Column("model", lambda r, d, b: f"{r.name} ({r.pattern})", "left"),
+    *_HEAD[1:],
+    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
+    Column("TFLOP/s", lambda r, d, b: _ratio(d.tflops, 0)),
+    _OVER_16_BITS,
+    Column("best peer", _peer, "left"),
+    Column("speed-up", _speedup),
+    Column("fast sums", lambda r, d, b: _fast(r), "left", spare=4),
+    *_GPU_GEMM[-3:],
+]
+_GPU_QUANTIZE = [
+    *_HEAD[:2],
+    Column("K", lambda r, d, b: str(r.local[2])),
+    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
+    Column("copy", lambda r, d, b: _ms(d.comm)),
+    Column("of copy's speed", lambda r, d, b: _ratio(d.comm / d.flux if d.comm and d.flux else None)),
+    Column("best peer", _peer, "left"),
+    Column("speed-up", _speedup),
+    *_GPU_GEMM[-3:],
 ]
 _CPU = [
     *_HEAD,
@@ -248,7 +293,19 @@ def _columns(record: Record, op: str) -> list[Column]:
         return _CTAS
     if record.device == "cpu":
         return _CPU
+    if op == "quantize":
+        return _GPU_QUANTIZE
+    if any(row.scales for row in record.rows if row.op == op):
+        at = len(_GPU_COLLECTIVE) - 3
+        return (
+            _GPU_FP8_GEMM if op == "gemm" else [*_GPU_COLLECTIVE[:at], _OVER_16_BITS, *_GPU_COLLECTIVE[at:]]
+        )
     return _GPU_GEMM if op == "gemm" else _GPU_COLLECTIVE
+
+
+def bar_of(rows: list[Row]) -> Bar:
+    """The bar of the rows of one op."""
+    return BARS.get(rows[0].kind, Bar(row=1.0))
 
 
 def table(record: Record, op: str, width: int = _WIDE) -> Table:
@@ -257,7 +314,7 @@ def table(record: Record, op: str, width: int = _WIDE) -> Table:
     title = f"{op} · {record.ranks(rows[0])} · {rows[0].dtype}"
     title += f" · ms per call, median of {record.settings.get('rounds')} rounds"
     out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    bar = BARS.get(op, Bar(row=1.0))
+    bar = bar_of(rows)
     derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
     columns = [
         (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
@@ -295,13 +352,14 @@ def _against(record: Record, op: str) -> str:
         return "stock"
     if record.device == "cpu":
         return "unfused"
-    return "cuBLAS" if op == "gemm" else "best peer"
+    scaled = any(row.scales for row in record.rows if row.op == op)
+    return "cuBLAS" if op == "gemm" and not scaled else "best peer"
 
 
 def footer(record: Record, op: str) -> tuple[Text, Summary]:
     """Geometric means, the worst row, and how many rows are under the bar."""
-    bar = BARS.get(op, Bar(row=1.0))
     rows = [row for row in record.rows if row.op == op]
+    bar = bar_of(rows)
     s = summarise(rows, [derive(r, record.link_gb_per_s, with_floor=record.with_floor) for r in rows], bar)
     lines = []
     if s.geomean_speedup is not None:
@@ -323,6 +381,14 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
         if s.median_e_overlap is not None:
             line += f"; E_overlap median {s.median_e_overlap:.2f}"
         lines.append(line)
+    wide = [(row.over_16_bits, bar_over_16_bits(row)) for row in rows]
+    if gains := [(gain, least) for gain, least in wide if gain is not None]:
+        under = sum(gain < least for gain, least in gains)
+        values = [gain for gain, _ in gains]
+        line = f"over bf16: geomean {geomean(values):.3f}, min {min(values):.3f}"
+        lines.append(
+            f"{line}; {under} of {len(gains)} rows under their bar" if record.device == "cuda" else line
+        )
     ratios = [found.ratio for row in rows if (found := over_best(row)) is not None]
     if ratios:
         lines.append(f"plan over the best number: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")

@@ -17,7 +17,7 @@ from flux import _env
 from flux.bench import machine
 from flux.bench.cases import OPS, OpSpec
 from flux.bench.cases.common import Context, collectives
-from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S, Row, Timing, derive, passed
+from flux.bench.model import FP8, FP8_RESULT, LINK_GB_PER_S, Row, Timing, derive, on_wire_bytes, passed
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
 from flux.bench.suites import Problem
@@ -48,6 +48,12 @@ class Settings:
     timeout_s: float = 3600.0
     ways: tuple[str, ...] = ("parts",)
     nodes: int = 1
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of results, and of operands that are not fp8."""
+        dtype: torch.dtype = getattr(torch, FP8_RESULT if self.dtype == FP8 else self.dtype)
+        return dtype
 
     def public(self) -> dict[str, Any]:
         """The settings that a result file records."""
@@ -138,15 +144,16 @@ def context_of(rank: int, world_size: int, settings: Settings) -> Context:
     if settings.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD if world_size > 1 else None
-    context = Context(rank, world_size, settings.tp, device, getattr(torch, settings.dtype), group)
+    context = Context(rank, world_size, settings.tp, device, settings.result_dtype, group)
     return context if settings.alone else context.with_twins(settings.ways)
 
 
 def measure(problem: Problem, context: Context, timer: Timer, settings: Settings) -> Row:
     """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
     spec = OPS[problem.op]
+    case = spec.case(problem)
     local = problem.local(context.tp)
-    on_wire = problem.on_wire(context.tp, DTYPE_BYTES[settings.dtype])
+    on_wire = problem.on_wire(context.tp, on_wire_bytes(problem.pattern, settings.dtype))
     row = Row(
         op=problem.op,
         model=problem.model,
@@ -159,11 +166,12 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         local=local,
         wire_bytes=on_wire if spec.collective else 0,
         variant=problem.variant,
+        scales=problem.scales,
     )
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
-    row.check = _agree(first_failed(spec.check(problem, each) for each in everybody), context)
-    prepare = spec.sweep if settings.all_configs and spec.sweep else spec.prepare
+    row.check = _agree(first_failed(case.check(problem, each) for each in everybody), context)
+    prepare = case.sweep if settings.all_configs and case.sweep else case.prepare
     prepared = prepare(problem, context)
     row.plan, row.notes = prepared.plan, prepared.notes
     roles = {c.role for c in prepared.candidates}
@@ -231,7 +239,8 @@ def _heat(context: Context) -> list[dict[str, Any]]:
 
 def label(problem: Problem) -> str:
     side = f" ({problem.pattern})" if problem.op == "gemm" else ""
-    return f"{problem.op}{side} {problem.model} {problem.variant} M={problem.m}".replace("  ", " ")
+    names = (f"{problem.op}{side}", problem.model, problem.variant, problem.scales, f"M={problem.m}")
+    return " ".join(filter(None, names))
 
 
 def _outcome(row: Row, settings: Settings) -> str:

@@ -17,12 +17,12 @@ from flux.bench import plot as plots
 from flux.bench import record as records
 from flux.bench import suites
 from flux.bench.cases import FAMILIES, OPS
-from flux.bench.model import DTYPE_BYTES, LINK_GB_PER_S
+from flux.bench.model import DTYPE_BYTES, FP8, LINK_GB_PER_S
 from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import compare, options
+from flux.cli import compare, fp8_rows, options
 from flux.cli.estimate import estimate
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
@@ -100,6 +100,7 @@ def choose(
     ep: Sequence[int] = (),
     layers: int | None = None,
     nodes: int | None = None,
+    scales: Sequence[str] = (),
 ) -> Settings:
     """Settings from what the user said and what the machine has.
 
@@ -109,7 +110,11 @@ def choose(
         if op not in OPS and op not in FAMILIES:
             known = ", ".join([*OPS, *FAMILIES])
             raise ValueError(f"bench: op expected to be one of {known}, got {op!r}")
-    ops = list(dict.fromkeys(name for op in ops for name in FAMILIES.get(op, (op,))))
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}.get(dtype or "", dtype)
+    if dtype is not None and dtype not in DTYPE_BYTES:
+        raise ValueError(f"bench: --dtype expected to be bf16, fp16, fp32 or fp8, got {dtype!r}")
+    kinds = fp8_rows.kinds(dtype, scales)
+    ops = fp8_rows.measurable(ops, bool(kinds))
     models, m = list(dict.fromkeys(models)), list(dict.fromkeys(m))
     of_models = [op for op in ops if OPS[op].rows is not None]
     if of_models and n is not None:
@@ -147,13 +152,12 @@ def choose(
     if not gpus and world > MAX_WORLD_SIZE:
         raise ValueError(f"bench: --world expected to be at most {MAX_WORLD_SIZE} on CPUs, got {world}")
     tp = tp or world
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype or "", dtype)
-    if dtype is not None and dtype not in DTYPE_BYTES:
-        raise ValueError(f"bench: --dtype expected to be bf16, fp16 or fp32, got {dtype!r}")
     # Ops that are measured on models have their own names, and are not part of the main job.
     shapes = [
         op for op, spec in OPS.items() if spec.rows is None and not spec.by_name and (gpus or spec.collective)
     ]
+    if kinds:
+        shapes = [op for op in shapes if OPS[op].scaled]
     asked, ops = bool(ops) and not nodes, ops or shapes
     chosen = None
     if len(of_models) < len(ops):
@@ -169,6 +173,7 @@ def choose(
         layers or DEFAULT_LAYERS,
     )
     problems, skipped = choose_problems(chosen, ops, n, k, world, tp, request, asked)
+    problems = [replace(problem, scales=kind) for problem in problems for kind in kinds] or problems
     if not problems:
         raise ValueError(f"bench: nothing to measure: {'; '.join(skipped) or 'the suite has no such shape'}")
     return Settings(
@@ -265,7 +270,14 @@ def command(
         int | None,
         typer.Option("--k", parser=whole(), metavar="N", help="Inner dimension of the whole model."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="bf16, fp16 or fp32.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="bf16, fp16, fp32 or fp8.")] = None,
+    scales: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="With --dtype fp8: tensor, row (and column) or block; may be repeated. Default: all.",
+        ),
+    ] = None,
     world: Annotated[
         int | None,
         typer.Option(parser=whole(), metavar="N", help="Processes. Default: all GPUs, or 4 on a CPU."),
@@ -388,6 +400,7 @@ def command(
             ep=list(ep or []),
             layers=layers,
             nodes=nodes,
+            scales=list(scales or []),
         )
         on_gpus = settings.device == "cuda"
         for package in ("transformers", "accelerate"):

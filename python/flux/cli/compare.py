@@ -97,4 +97,4 @@ def command(files: list[str]) -> None:
 
 
 def _key(row: Row) -> tuple[object, ...]:
-    return row.op, row.pattern, row.model, row.variant, row.m, row.n, row.k, row.tp, row.dtype
+    return row.op, row.pattern, row.model, row.variant, row.scales, row.m, row.n, row.k, row.tp, row.dtype

@@ -11,7 +11,7 @@ import torch
 
 from flux.bench.cases import e2e, moe
 from flux.bench.cases.common import CALLS
-from flux.bench.model import DTYPE_BYTES
+from flux.bench.model import on_wire_bytes
 from flux.bench.runner import Settings
 from flux.bench.suites import Problem
 
@@ -60,13 +60,13 @@ def duration(seconds: float) -> str:
 
 def estimate(settings: Settings) -> Estimate:
     """The estimate of a run on the CPUs of this machine."""
-    rate = flops_per_s(getattr(torch, settings.dtype))
+    rate = flops_per_s(settings.result_dtype)
     crowded = max(1.0, settings.world / len(os.sched_getaffinity(0)))
     calls = _CANDIDATES * (_WARM_CALLS + settings.iters * settings.rounds) + 2 * CALLS
     seconds, memory = 0.0, 0.0
     for problem in settings.problems:
         weights, activations, flops, passes = work(problem, settings.world, settings.tp)
-        on_wire = problem.on_wire(settings.tp, DTYPE_BYTES[settings.dtype])
+        on_wire = problem.on_wire(settings.tp, on_wire_bytes(problem.pattern, settings.dtype))
         call = flops / rate + on_wire * _S_PER_BYTE + _S_PER_CALL
         seconds += calls * call + passes * (weights + activations) * _S_PER_ELEMENT
         each = _BYTES_PER_RANDOM_WEIGHT if isinstance(problem, moe.MoeProblem) else _BYTES_PER_EXACT_WEIGHT

@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from flux.bench.model import FP8
 from flux.bench.report import make_console
 from flux.bench.runner import Settings
 from flux.cli import options
@@ -114,6 +115,8 @@ def _settings(
     if trace is not None and (suite or models or m or n):
         raise ValueError("tune: --trace expected without other shapes")
     shapes = {"suite": suite, "models": models, "m": m, "n": n, "k": k}
+    if dtype in ("fp8", FP8):
+        raise ValueError(f"tune: --dtype expected to be bf16, fp16 or fp32, got {dtype!r}")
     settings = choose(ops, **shapes, dtype=dtype, world=tp, tp=tp, cpu=cpu)  # type: ignore[arg-type]
     if trace is None:
         return settings

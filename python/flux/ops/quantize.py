@@ -128,8 +128,13 @@ def run(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, q: Tensor, sca
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and x.shape[-1] % 8 == 0:
         _kernel(readable(x), q, scales, QUANTS.index(quant), ue8m0, scale is not None)
         return
+    by_torch(x, quant, ue8m0, q, scales, scale is not None)
+
+
+def by_torch(x: Tensor, quant: str, ue8m0: bool, q: Tensor, scales: Tensor, is_static: bool = False) -> None:
+    """The same with torch only. is_static: the scales are given."""
     wide = x.to(torch.float32)
-    if scale is None:
+    if not is_static:
         scales.copy_(_scales_of(_amax(wide, quant), torch.finfo(q.dtype).max, ue8m0))
     inverse = _spread(1.0 / scales, quant, wide)
     q.copy_(rounded(wide * inverse, q.dtype))

@@ -21,6 +21,7 @@ import torch
 from flux.testing.data import EXACT_LIMIT
 
 BLOCK = 128
+Device = torch.device | str
 _MAX_BIAS = 8
 
 
@@ -91,69 +92,72 @@ class ScaledCase:
         return (min(room, smallest, 33) - 1) // 2 * 2 + 1
 
     def inputs(
-        self, rank: int
+        self, rank: int, device: Device = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """x [m, k], weight [n, k], scale_x, scale_w, and bias [n] or None of one rank; scales as
-        flux.quantize returns them. The same on every call.
+        flux.quantize returns them. The same on every call and every device of a kind.
         """
-        x, of_rows = self.x(rank)
-        weight, of_columns = self.weight(rank)
-        return x, weight, of_rows, of_columns, self._bias()
+        x, of_rows = self.x(rank, device)
+        weight, of_columns = self.weight(rank, device)
+        return x, weight, of_rows, of_columns, self._bias(device)
 
-    def x(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def x(self, rank: int, device: Device = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """x of one rank, and its scales."""
-        g = self._generator(1, rank)
-        x = torch.zeros(self.m, self.k)
+        g = self._generator(1, rank, device)
+        x = torch.zeros(self.m, self.k, device=device)
         size = self.k if self.scales != "block" else BLOCK
         for block in range(self.blocks):
             part = x[:, block * size : (block + 1) * size]
-            columns = torch.rand(part.shape, generator=g).topk(self.nonzeros, dim=1).indices
-            signs = torch.randint(2, columns.shape, generator=g).float() * 2 - 1
+            columns = torch.rand(part.shape, generator=g, device=device).topk(self.nonzeros, dim=1).indices
+            signs = torch.randint(2, columns.shape, generator=g, device=device).float() * 2 - 1
             part.scatter_(1, columns, signs)
         shape = {"tensor": (1,), "row": (self.m, 1), "block": (self.m, self.blocks)}[self.scales]
         return x.to(self.x_dtype), self._powers(shape, self.exponents[0], g)
 
-    def weight(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight(self, rank: int, device: Device = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """The weight of one rank, and its scales."""
-        g = self._generator(2, rank)
-        weight = torch.randint(2, (self.n, self.k), generator=g).float() * 2 - 1
+        g = self._generator(2, rank, device)
+        weight = torch.randint(2, (self.n, self.k), generator=g, device=device).float() * 2 - 1
         blocks = (-(-self.n // BLOCK), self.blocks)
         shape = {"tensor": (1,), "row": (self.n,), "block": blocks}[self.scales]
         return weight.to(torch.float8_e4m3fn), self._powers(shape, self.exponents[1], g)
 
     def _powers(self, shape: tuple[int, ...], most: int, g: torch.Generator) -> torch.Tensor:
         least = min(most, 1) if self.scales == "tensor" else 0  # where it is the only one, not 1
-        return torch.ldexp(torch.ones(shape), torch.randint(least, most + 1, shape, generator=g))
+        exponents = torch.randint(least, most + 1, shape, generator=g, device=g.device)
+        return torch.ldexp(torch.ones(shape, device=g.device), exponents)
 
-    def _bias(self) -> torch.Tensor | None:
+    def _bias(self, device: Device = "cpu") -> torch.Tensor | None:
         if not self.bias:
             return None
-        g = self._generator(3, 0)
-        half = torch.randint(-_MAX_BIAS // 2, _MAX_BIAS // 2 + 1, (self.n,), generator=g)
+        g = self._generator(3, 0, device)
+        half = torch.randint(-_MAX_BIAS // 2, _MAX_BIAS // 2 + 1, (self.n,), generator=g, device=device)
         return (2 * half).to(self.out_dtype)
 
     def residual(self) -> torch.Tensor:
         """[m, n], the same on all ranks: zeros and ones, so that a sum without bias stays exact."""
         return (torch.arange(self.m * self.n).view(self.m, self.n) % 2).to(self.out_dtype)
 
-    def _generator(self, what: int, rank: int) -> torch.Generator:
-        return torch.Generator().manual_seed(1_000_003 * self.seed + 101 * what + rank)
+    def _generator(self, what: int, rank: int, device: Device = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed(1_000_003 * self.seed + 101 * what + rank)
 
-    def product(self, source: int, holder: int) -> torch.Tensor:
+    def product(self, source: int, holder: int, device: Device = "cpu") -> torch.Tensor:
         """x of one rank times the weight of another one [m, n], plus bias, in float64."""
-        total = exact_product(*self.x(source), *self.weight(holder))
-        bias = self._bias()
+        total = exact_product(*self.x(source, device), *self.weight(holder, device))
+        bias = self._bias(device)
         return total if bias is None else total + bias.double()
 
-    def gathered(self, rank: int) -> torch.Tensor:
+    def gathered(self, rank: int, device: Device = "cpu") -> torch.Tensor:
         """The rows of all ranks times the weight of one, plus bias: what AllGather+GEMM gives [p m, n]."""
-        products = [self.product(source, rank) for source in range(self.world_size)]
+        products = [self.product(source, rank, device) for source in range(self.world_size)]
         return torch.cat(products).to(self.out_dtype)
 
-    def total(self) -> torch.Tensor:
+    def total(self, device: Device = "cpu") -> torch.Tensor:
         """The sum of all ranks' products, plus bias: what GEMM+AllReduce gives to each [m, n]."""
-        parts = [exact_product(*self.x(rank), *self.weight(rank)) for rank in range(self.world_size)]
-        total, bias = torch.stack(parts).sum(0), self._bias()
+        total = torch.zeros(self.m, self.n, dtype=torch.float64, device=device)
+        for rank in range(self.world_size):
+            total += exact_product(*self.x(rank, device), *self.weight(rank, device))
+        bias = self._bias(device)
         return (total if bias is None else total + bias.double()).to(self.out_dtype)
 
 

@@ -19,7 +19,24 @@ from flux.bench.cases import (
     norms,
 )
 from flux.bench.cases.common import Context, Prepared
+from flux.bench.cases.fp8 import gemm as fp8_gemm
+from flux.bench.cases.fp8 import gemm_rs as fp8_gemm_rs
+from flux.bench.cases.fp8 import quantize
 from flux.bench.suites import Problem, Request
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one op is measured with operands of some kind.
+
+    check: runs the op on exact data; "exact", or what is wrong with the result.
+    prepare: the candidates of one row, ready to be timed.
+    sweep: the op with every tile shape there is (--all-configs); None where it has no such choice.
+    """
+
+    check: Callable[[Problem, Context], str]
+    prepare: Callable[[Problem, Context], Prepared]
+    sweep: Callable[[Problem, Context], Prepared] | None
 
 
 @dataclass(frozen=True)
@@ -30,9 +47,8 @@ class OpSpec:
     custom: the pattern of a shape given by --n and --k.
     collective: whether its ranks talk to each other; if not, one GPU can measure the shapes of any TP.
     deals_rows: whether M must divide by the ranks.
-    check: runs the op on exact data; "exact", or what is wrong with the result.
-    prepare: the candidates of one row, ready to be timed.
-    sweep: the op with every tile shape there is (--all-configs); None where it has no such choice.
+    wide: with operands of 16 bits or more; None for an op that has fp8 rows only.
+    scaled: with fp8 operands; None for an op that takes none, or that nobody measures with them.
     rows: the rows of an op that is measured on models and not on the shapes of a suite.
     by_name: whether it is measured only where somebody asks for it.
     """
@@ -40,28 +56,38 @@ class OpSpec:
     patterns: tuple[str, ...]
     custom: str
     collective: bool
-    check: Callable[[Problem, Context], str]
-    prepare: Callable[[Problem, Context], Prepared]
-    sweep: Callable[[Problem, Context], Prepared] | None
+    wide: Case | None
+    scaled: Case | None = None
     deals_rows: bool = True
     rows: Callable[[Request], list[Problem]] | None = None
     by_name: bool = False
 
+    def case(self, problem: Problem) -> Case:
+        """What measures a problem of this op."""
+        case = self.scaled if problem.scales else self.wide
+        assert case is not None, "the command takes no such problem"
+        return case
 
-def _spec(case: Any, patterns: tuple[str, ...], custom: str = "", **rest: bool) -> OpSpec:
-    sweep, rows = getattr(case, "sweep", None), getattr(case, "rows", None)
-    collective = rest.pop("collective", True)
-    return OpSpec(patterns, custom, collective, case.check, case.prepare, sweep, rows=rows, **rest)
+
+def _case(module: Any) -> Case | None:
+    return module and Case(module.check, module.prepare, getattr(module, "sweep", None))
+
+
+def _spec(case: Any, patterns: tuple[str, ...], custom: str = "", scaled: Any = None, **rest: bool) -> OpSpec:
+    """The entry of an op from its module, and from the one with its fp8 rows."""
+    rows, collective = getattr(case, "rows", None), rest.pop("collective", True)
+    return OpSpec(patterns, custom, collective, _case(case), _case(scaled), rows=rows, **rest)
 
 
 OPS: dict[str, OpSpec] = {
-    "gemm_rs": _spec(gemm_rs, ("gemm_rs",), "gemm_rs"),
+    "gemm_rs": _spec(gemm_rs, ("gemm_rs",), "gemm_rs", fp8_gemm_rs),
     "ag_gemm": _spec(ag_gemm, ("ag_gemm",), "ag_gemm"),
     "gemm_ar": _spec(gemm_ar, ("gemm_ar",), "gemm_ar", deals_rows=False),
     "gemm_ar_norm": _spec(norms, ("gemm_ar",), "gemm_ar", deals_rows=False, by_name=True),
     "all_reduce": _spec(all_reduce, ("all_reduce",), "all_reduce", deals_rows=False),
     "all_reduce_norm": _spec(norms, ("all_reduce",), "all_reduce", deals_rows=False, by_name=True),
-    "gemm": _spec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), "local", collective=False),
+    "gemm": _spec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), "local", fp8_gemm, collective=False),
+    "quantize": _spec(None, ("gemm_rs", "ag_gemm"), "local", quantize, collective=False, by_name=True),
     **{f"moe_{part}": _spec(moe, ()) for part in ("route", "layer0", "layer1")},
     "moe_ctas": _spec(moe_ctas, ()),
     **{f"layer_{part}": _spec(layer, ()) for part in ("forward", "training")},

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 import flux
 from flux import _native
-from flux.bench.model import in_way
+from flux.bench.model import FP8, in_way
 from flux.bench.suites import Problem
 from flux.bench.timing import Call, all_max
 from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
+from flux.ops._scales import Scaling
 from flux.ops.plan import ways_of, workspace_plan
 from flux.ops.plan_nodes import SCHEDULES
 from flux.testing import GemmRsCase
@@ -27,7 +28,7 @@ T = TypeVar("T")
 # Below this M the weight would stay in L2 during a burst, unlike in a model: rotate over copies of it.
 # Successive calls of a correctness check: they use both buffers of a workspace, and one of them again.
 CALLS = 3
-_DECODE_M = 256
+DECODE_M = 256
 _MIN_WEIGHT_SETS = 3
 
 
@@ -75,8 +76,8 @@ class Context:
 class Candidate:
     """One way to do the work.
 
-    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", "parts" (flux in another way),
-    or "config" (one choice of a sweep).
+    role: "flux", "gemm" and "comm" (each alone), "serial", "peer", "parts" (flux in another way), "fast"
+    (with less accurate sums of fp8 products), or "config" (one choice of a sweep).
     calls: how often `call` does the work: a CUDA graph holds several.
     eager: what its host cost is measured of, where that is not `call`.
     """
@@ -114,10 +115,13 @@ def collectives(context: Context) -> str:
     return "NCCL" if context.cuda else "gloo"
 
 
-def random_operands(m: int, n: int, k: int, context: Context) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def random_operands(
+    m: int, n: int, k: int, context: Context, weight_bytes: int = 0
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """x [m, k] and one weight [n, k], several for decode shapes.
 
     Normal x 0.1: zeros and small integers draw less power and would run 10-20 % faster.
+    weight_bytes: of an element of the weights that are timed, if not that of the context's dtype.
     """
     generator = torch.Generator(context.device).manual_seed(1234 + context.rank)
 
@@ -126,13 +130,13 @@ def random_operands(m: int, n: int, k: int, context: Context) -> tuple[torch.Ten
         return tensor.mul_(0.1)
 
     sets = 1
-    if context.cuda and m <= _DECODE_M:
+    if context.cuda and m <= DECODE_M:
         l2_bytes = torch.cuda.get_device_properties(context.device).L2_cache_size
-        sets = max(_MIN_WEIGHT_SETS, -(-2 * l2_bytes // (n * k * context.dtype.itemsize)))
+        sets = max(_MIN_WEIGHT_SETS, -(-2 * l2_bytes // (n * k * (weight_bytes or context.dtype.itemsize))))
     return normal(m), [normal(n) for _ in range(sets)]
 
 
-def rotating(weights: list[torch.Tensor], call: Callable[[torch.Tensor], object]) -> Call:
+def rotating(weights: Sequence[T], call: Callable[[T], object]) -> Call:
     """Calls with the next weight each time."""
     if len(weights) == 1:
         only = weights[0]
@@ -148,7 +152,7 @@ def rotating(weights: list[torch.Tensor], call: Callable[[torch.Tensor], object]
 
 
 def async_tp(
-    weights: list[torch.Tensor], fused: Callable[[torch.Tensor], object], context: Context
+    weights: Sequence[T], fused: Callable[[T], object], context: Context
 ) -> tuple[list[Candidate], list[str]]:
     """PyTorch's own fused op as a peer, or a note that says why it cannot run. All ranks agree on which."""
     group = context.ranks
@@ -239,10 +243,14 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
     return f"agrees to {worst:.1e}" if worst else "agrees to the bit"
 
 
-def kernel_plan(op: str, m: int, n: int, k: int, context: Context) -> tuple[CudaWorkspace, Any]:
-    """Workspace and plan of an operator whose kernel runs in every tile shape."""
+def kernel_plan(
+    op: str, m: int, n: int, k: int, context: Context, scales: str = ""
+) -> tuple[CudaWorkspace, Any]:
+    """Workspace and plan of an operator whose kernel runs in every tile shape. scales: of fp8 operands."""
     workspace = registry.get(context.ranks, context.device, op)
-    plan = workspace_plan(workspace, op, m, n, k, context.dtype, False)
+    scaling = Scaling("block" if scales == "block" else "row", context.dtype, False) if scales else None
+    dtype = getattr(torch, FP8) if scales else context.dtype
+    plan = workspace_plan(workspace, op, m, n, k, dtype, False, scaling)
     if plan.way != "fused" or not isinstance(workspace, CudaWorkspace):
         raise RuntimeError(f"bench --all-configs needs the fused kernel: {plan.reason}")
     return workspace, plan
@@ -254,26 +262,32 @@ _CLUSTERS = {"": 1, " pair-m": 2, " pair-n": 3, " split-2": 4, " split-3": 5}
 _SWAP_AB_CLUSTERS = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2))
 
 
-def packed_choices(plan: Any) -> list[tuple[str, int]]:
+def packed_choices(plan: Any, operand_bytes: int = 2) -> list[tuple[str, int]]:
     """Every (tile shape, cluster) the cost model considered: its name, and the `config` of a low-level op."""
     core = _native.core
     known = {
         config.name + suffix: config.id | cluster << 8
-        for config in core.tile_configs()
+        for config in core.tile_configs(operand_bytes)
         for suffix, cluster in _CLUSTERS.items()
     }
-    for tile in range(core.NUM_SWAP_AB):
+    first = core.NUM_SWAP_AB
+    for tile in range(first) if operand_bytes == 2 else range(first, first + core.NUM_FP8_SWAP_AB):
         for split, sharers in _SWAP_AB_CLUSTERS:
             choice = core.FIRST_SWAP_AB + tile | split << 8 | sharers << 16
             known[core.select_gemm(1, 8, 8, False, 1, choice).name] = choice
     return [(name, known[name]) for name, _ in plan.candidates if name in known]
 
 
-def explained(op: str, m: int, n: int, k: int, context: Context) -> dict[str, Any] | None:
-    """plan_dict of a call, or None if explain would plan for a GPU that the benchmark does not use."""
+def explained(
+    op: str, m: int, n: int, k: int, context: Context, scales: str | None = None
+) -> dict[str, Any] | None:
+    """plan_dict of a call, or None if explain would plan for a GPU that the benchmark does not use. scales:
+    of fp8 operands.
+    """
     if not context.cuda and torch.cuda.is_available():
         return None
-    return plan_dict(flux.explain(op, m, n, k, dtype=context.dtype, group=context.group))
+    dtype = getattr(torch, FP8) if scales else context.dtype
+    return plan_dict(flux.explain(op, m, n, k, dtype=dtype, group=context.group, scales=scales))
 
 
 def plan_dict(plan: Any) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,14 +18,15 @@ from flux.ops.gemm_ar import rms_norm
 _CALLS = 12  # minimum in a graph, because the launch of a graph costs some microseconds
 _symm_mem: Any = torch.ops.symm_mem
 
+T = TypeVar("T")
 Step = Callable[[torch.Tensor], object]
 
 
 def graphed(
     name: str,
     role: str,
-    step: Step,
-    weights: list[torch.Tensor],
+    step: Callable[[T], object],
+    weights: Sequence[T],
     context: Context,
     inside: packages.Inside = nullcontext,
 ) -> Candidate:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
-from flux.bench.model import DTYPE_BYTES, wire_bytes
+from flux.bench.model import DTYPE_BYTES, FP8, wire_bytes
 
 _PATTERNS = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce")
 
@@ -20,6 +20,7 @@ class Problem:
     ``m, n, k`` are the global sizes of the projection. ``pattern`` says how tensor parallelism cuts it:
     ``ag_gemm`` divides ``n`` (x is gathered), ``gemm_rs`` and ``gemm_ar`` divide ``k`` (the sum is scattered,
     or every rank gets it), so does ``all_reduce``, of which k means nothing; ``local`` divides nothing.
+    ``scales`` is "tensor", "row" or "block" for fp8 operands.
     """
 
     op: str
@@ -28,6 +29,7 @@ class Problem:
     m: int
     n: int
     k: int
+    scales: str = field(default="", kw_only=True)
 
     def local(self, tp: int) -> tuple[int, int, int]:
         """(M, N, K) of the GEMM that one rank computes.
@@ -169,8 +171,9 @@ def parse(text: str) -> Suite:
         models.append(Model(name, shapes))
     if not models:
         raise ValueError("suite: no [[model]] in it")
-    if head["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"suite: dtype expected one of {', '.join(DTYPE_BYTES)}, got {head['dtype']!r}")
+    known = [dtype for dtype in DTYPE_BYTES if dtype != FP8]  # which needs scales: an option of the command
+    if head["dtype"] not in known:
+        raise ValueError(f"suite: dtype expected one of {', '.join(known)}, got {head['dtype']!r}")
     description = str(head.get("description", ""))
     return Suite(str(head["name"]), description, head["dtype"], _sizes("m", head["m"]), tuple(models))
 

@@ -1,0 +1,143 @@
+"""flux bench with fp8 operands: rows for each kind of scales, exact checks, peers left out, result files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import choose_cpu
+from torch import Tensor
+from typer.testing import CliRunner
+
+import flux
+from flux.bench import record
+from flux.bench.cases.common import Context
+from flux.bench.cases.fp8 import gemm, libraries, quantize
+from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, on_wire_bytes
+from flux.bench.report import footer
+from flux.bench.runner import Settings, measure
+from flux.bench.suites import Problem
+from flux.bench.timing import CpuTimer
+from flux.cli import app
+from flux.tune.facts import facts_of
+
+runner = CliRunner()
+ONE = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
+SETTINGS = Settings((), "custom", "cpu", 1, 1, FP8, iters=1, rounds=1)
+
+
+def problem(scales: str, op: str = "gemm", k: int = 256) -> Problem:
+    return Problem(op, "a", "local", 40, 136, k, scales=scales)
+
+
+def test_rows_and_refusals() -> None:
+    rows = choose_cpu(["gemm"], dtype="fp8", n=64, k=128, m=[8], world=1, scales=["block", "row"]).problems
+    assert [row.scales for row in rows] == ["block", "row"]
+    every = choose_cpu(["gemm_rs"], dtype="fp8", n=64, k=128, m=[8])
+    assert [row.scales for row in every.problems] == ["tensor", "row", "block"] and every.dtype == FP8
+    assert {row.op for row in choose_cpu([], dtype="fp8").problems} >= {"gemm_rs"}
+    for ops, options, said in (
+        (["gemm"], {"scales": ["row"]}, "--scales expected with --dtype fp8"),
+        (["gemm"], {"dtype": "fp8", "scales": ["rows"]}, "one of tensor, row, block, got 'rows'"),
+        (["quantize"], {"dtype": "bf16"}, "quantize expected with --dtype fp8"),
+        (["layer"], {"dtype": "fp8"}, "layer expected with another --dtype than fp8"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            choose_cpu(ops, **options)  # type: ignore[arg-type]
+    assert runner.invoke(app, ["tune", "gemm_rs", "--cpu", "--dtype", "fp8"]).exit_code == 2
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    shape = ["--n", "136", "--k", "512", "--m", "136", "--iters", "1", "--rounds", "1"]
+    options = ["--cpu", "--world", "2", "--dtype", "fp8", "--json", str(file)]
+    result = runner.invoke(app, ["bench", "gemm_rs", *options, *shape])
+    assert result.exit_code == 0, result.output
+    rows = record.read(file).rows
+    assert [(row.scales, row.check, row.dtype) for row in rows] == [
+        (kind, "exact", FP8) for kind in ("tensor", "row", "block")
+    ]
+    ours = {"flux", "flux, parts", IN_16_BITS, "flux.gemm", "flux.gemm+gloo", "gloo"}
+    assert all(ours <= set(row.times) for row in rows)
+    # Sums travel in bf16.
+    assert rows[0].wire_bytes == 136 * 136 * 2 // 2
+    assert "flux, fast" in rows[0].times and "flux, fast" not in rows[2].times
+    assert any("DeepGEMM could not run: deep_gemm is not installed" in note for note in rows[2].notes)
+    shown = runner.invoke(app, ["bench", "--show", str(file)])
+    assert shown.exit_code == 0 and "over bf16: geomean" in shown.stdout and "custom block" in shown.stdout
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
+def test_a_wrong_scale_is_not_timed(monkeypatch: pytest.MonkeyPatch, scales: str) -> None:
+    right = flux.gemm
+
+    def broken(x: Tensor, weight: Tensor, *, scale_x: Tensor | None = None, **rest: object) -> Tensor:
+        if scale_x is not None:
+            scale_x = scale_x.clone()
+            scale_x.view(-1)[0] *= 2
+        return right(x, weight, scale_x=scale_x, **rest)  # type: ignore[arg-type]
+
+    row = measure(problem(scales), ONE, CpuTimer(None), SETTINGS)
+    assert row.check == "exact" and "flux" in row.times
+    monkeypatch.setattr(flux, "gemm", broken)
+    row = measure(problem(scales), ONE, CpuTimer(None), SETTINGS)
+    assert not row.ok and "flux" not in row.times
+
+
+def test_sums_that_bf16_does_not_hold_are_checked_twice() -> None:
+    """130 blocks of K: exact in fp16, and in bf16 but for the rounding."""
+    assert gemm.check(problem("block", k=130 * 128), ONE).startswith("agrees")
+
+
+def test_a_wrong_library_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that drops the scales of rows is noted, and so is one whose package is absent."""
+
+    def product(x: libraries.Scaled, weight: libraries.Scaled, out: Tensor) -> Tensor:
+        return out.copy_(x.q.float() @ weight.q.float().t())
+
+    as_it_is = libraries._as_it_is
+    wrong = libraries.Library("Wrong", "peer", "torch", ("row",), as_it_is, as_it_is, product)
+    right = replace(wrong, name="Right", product=lambda x, w, out: gemm.flux_product(x, w, out=out))
+    absent = replace(wrong, name="Absent", package="no_such_package")
+    monkeypatch.setattr(libraries, "LIBRARIES", (wrong, right, absent))
+    row = measure(problem("row"), ONE, CpuTimer(None), SETTINGS)
+    assert "Right" in row.times and not {"Wrong", "Absent"} & set(row.times)
+    assert row.notes[0].startswith("Wrong with row scales could not run: wrong: product: off by")
+    assert row.notes[1] == "Absent could not run: no_such_package is not installed"
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
+def test_quantisation(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measure(problem(scales, "quantize"), ONE, CpuTimer(None), SETTINGS)
+    assert row.check == "exact" and {"flux", "copy", "torch"} <= set(row.times)
+    right = quantize.quantized
+
+    def broken(x: Tensor, quant: str) -> quantize.Scaled:
+        q, scale = right(x, quant)
+        broken_now.append(1)
+        return quantize.Scaled(q, scale * (2 if len(broken_now) == 1 else 1))
+
+    broken_now: list[int] = []
+    monkeypatch.setattr(quantize, "quantized", broken)
+    assert "scales are not" in quantize.check(problem(scales, "quantize"), ONE)
+
+
+def test_bars_and_facts() -> None:
+    def row(op: str, scales: str, m: int, fp8_ms: float) -> Row:
+        times = {"flux": Timing("flux", (fp8_ms,)), IN_16_BITS: Timing("peer", (1.0,))}
+        sizes = {"local": (m, 8, 8), "wire_bytes": 0, "times": times, "check": "exact", "scales": scales}
+        return Row(op, "a", op, m, 8, 8, 2, FP8, **sizes)  # type: ignore[arg-type]
+
+    assert bar_over_16_bits(row("gemm", "row", 4096, 1)) == 1.75
+    assert bar_over_16_bits(row("gemm", "tensor", 64, 1)) == 1.7
+    assert bar_over_16_bits(row("gemm", "block", 4096, 1)) == 1.5
+    assert bar_over_16_bits(row("gemm_rs", "block", 4096, 1)) == 1.0
+    rows = [row("gemm", "row", 4096, 0.5), row("gemm", "block", 4096, 0.8)]
+    said = footer(record.Record("", "", "", "a", "cuda", {}, {}, rows), "gemm")[0].plain
+    assert "over bf16: geomean 1.581, min 1.250; 1 of 2 rows under their bar" in said
+    # A plan for 16 bits must not be made from them.
+    assert list(facts_of(rows[0])) == []
+    assert (on_wire_bytes("ag_gemm", FP8), on_wire_bytes("gemm_rs", FP8)) == (1, 2)
+    assert on_wire_bytes("ag_gemm", "float32") == 4
