@@ -168,7 +168,7 @@ def main() -> None:
 
     head = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    rows = {}
+    rows = []
     print(
         f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'tensors':>9}{'first':>8}   calls of Python functions"
     )
@@ -176,7 +176,8 @@ def main() -> None:
         for name, call in cases().items():
             if options.only and name not in options.only:
                 continue
-            row = rows[name] = measure(name, call, group)
+            row = measure(name, call, group)
+            rows.append({"case": name, **row})
             figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us")]
             print(
                 f"{name:26}{''.join(figures)}{row['tensors_us']:9.2f}{row['first_us']:8.2f}   "
@@ -184,7 +185,8 @@ def main() -> None:
                 flush=True,
             )
     if options.out is not None:
-        facts = {"commit": commit, "torch": torch.__version__, "python": sys.version.split()[0]}
+        what = " ".join((__doc__ or "").split("\n\n")[0].split())
+        facts = {"what": what, "commit": commit, "torch": torch.__version__, "python": sys.version.split()[0]}
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 

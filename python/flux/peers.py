@@ -1,11 +1,12 @@
-"""All-reduces of other packages as peers, where these are installed: alone, and with residual and RMSNorm.
+"""Operators of other packages as peers, where these are installed: all-reduces, alone and with residual and
+RMSNorm; fused GEMMs; cuBLASLt's GEMM with its heuristic's candidates timed; the exchange of experts' tokens.
 
 None of them may create NVLink multicast objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -20,6 +21,8 @@ Inside = Callable[[], AbstractContextManager[Any]]
 # Of x [m, n] and a residual: the sum over ranks and None; with a norm, the normalised sum and the sum. It may
 # write to both arguments.
 Reduce = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+# Of a rank's x and weight [n, k]: the operator's result on this rank.
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Ranks(Protocol):
@@ -112,20 +115,120 @@ def _flashinfer(ranks: Ranks, m: int, n: int, norm: Norm | None) -> tuple[Reduce
     return reduce, nullcontext
 
 
-# By the name in tables: the module of the package, and how its all-reduce is opened.
+def _cublaslt(ranks: Ranks, m: int, n: int, k: int) -> Product:
+    """cuBLASLt's fastest algorithm among those that its heuristic proposes, for each pair of operands."""
+    matmul = import_module("nvmath.linalg.advanced").Matmul
+    tuned: dict[tuple[int, int], Any] = {}  # each keeps its operands, so no address comes twice
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        which = x.data_ptr(), weight.data_ptr()
+        if which not in tuned:
+            made = tuned[which] = matmul(x, weight.t())
+            made.plan(preferences={"limit": 16})
+            made.autotune(iterations=10)
+        result: Tensor = tuned[which].execute()
+        return result
+
+    return call
+
+
+def _quack(ranks: Ranks, m: int, n: int, k: int) -> Product:
+    """QuACK's AllGather+GEMM: copy engines push, the GEMM waits for each shard."""
+    gathers = import_module("quack.distributed.all_gather_gemm")
+    runner = gathers.AllGatherRunner(m // ranks.world_size, k, ranks.dtype, ranks.group, ranks.device)
+    gemm, of = (
+        import_module("quack.gemm").gemm,
+        import_module("quack.gemm_config").default_config(ranks.device),
+    )
+    out = torch.empty(m, n, dtype=ranks.dtype, device=ranks.device)
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        with runner.gather(x) as (gathered, arguments):
+            tile = (of.tile_m, of.tile_n, of.cluster_m, of.cluster_n)
+            gemm(gathered, weight, out, None, None, *tile, pingpong=of.pingpong, ag_args=arguments)
+        return out
+
+    return call
+
+
+def _userbuffers(mode: str) -> Callable[[Ranks, int, int, int], Product]:
+    """TransformerEngine's linear layer, its GEMM and collective overlapped. mode: of its parallelism."""
+
+    def made(ranks: Ranks, m: int, n: int, k: int) -> Product:
+        column, p = mode == "column", ranks.world_size
+        base = import_module("transformer_engine.pytorch.module.base")
+        base.destroy_ub()  # of the row before
+        kinds = [base.UserBufferQuantizationMode.NONE]
+        base.initialize_ub([m, k if column else n], p, quantization_modes=kinds, dtype=ranks.dtype)
+        layer = import_module("transformer_engine.pytorch").Linear(
+            k if column else k * p,
+            n * p if column else n,
+            sequence_parallel=True,
+            tp_group=ranks.group,
+            tp_size=p,
+            bias=False,
+            params_dtype=ranks.dtype,
+            parallel_mode=mode,
+            device=ranks.device,
+            ub_overlap_ag=column,
+            ub_overlap_rs=not column,
+            ub_name="qkv" if column else "proj",
+        )
+
+        def call(x: Tensor, weight: Tensor) -> Tensor:
+            layer.weight.data = weight
+            result: Tensor = layer(x)
+            return result
+
+        return call
+
+    return made
+
+
+def _deep_ep(ranks: Ranks, goes: Tensor, columns: int) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """DeepEP's kernels for one node, with the layout known. goes [tokens, ranks]: who needs which token.
+
+    Returns dispatch, x [tokens, columns] to the rows that arrive, by rank, then token; and combine, such
+    rows to each token's sum.
+    """
+    buffers, p = import_module("deep_ep").Buffer, ranks.world_size
+    configs = buffers.get_dispatch_config(p), buffers.get_combine_config(p)
+    size = max(config.get_nvl_buffer_size_hint(columns * ranks.dtype.itemsize, p) for config in configs)
+    buffer = buffers(ranks.group, size)
+    to_ranks = goes.sum(0, dtype=torch.int32)
+    empty = torch.zeros(len(goes), columns, dtype=ranks.dtype, device=ranks.device)
+    layout = {"num_tokens_per_rank": to_ranks, "is_token_in_rank": goes}
+    # As if each rank had one expert.
+    handle = buffer.dispatch(empty, **layout, num_tokens_per_expert=to_ranks)[4]
+    return lambda x: buffer.dispatch(x, handle=handle)[0], lambda rows: buffer.combine(rows, handle)[0]
+
+
+# By the name in tables: the module of the package, and how its operator is opened.
 PEERS = {
     "vLLM": ("vllm", _vllm),
     "FlashInfer": ("flashinfer", _flashinfer),
+}
+EXCHANGES = {"DeepEP": ("deep_ep", _deep_ep)}
+# Of the sizes of a rank's GEMM.
+PRODUCTS: dict[str, dict[str, tuple[str, Callable[[Ranks, int, int, int], Product]]]] = {
+    "gemm": {"cuBLASLt tuned": ("nvmath", _cublaslt)},
+    "ag_gemm": {
+        "QuACK": ("quack", _quack),
+        "TransformerEngine": ("transformer_engine", _userbuffers("column")),
+    },
+    "gemm_rs": {"TransformerEngine": ("transformer_engine", _userbuffers("row"))},
 }
 
 
 def versions() -> dict[str, str]:
     """The versions of the packages whose peers are here."""
     owners = metadata.packages_distributions()  # vLLM's build for CPUs has another name
-    packages = sorted({owner for name in here() for owner in owners.get(PEERS[name][0], ())})
+    kinds: list[Mapping[str, tuple[str, Any]]] = [PEERS, EXCHANGES, *PRODUCTS.values()]
+    modules = {kind[name][0] for kind in kinds for name in here(kind)}
+    packages = sorted({owner for module in modules for owner in owners.get(module, ())})
     return {package: metadata.version(package) for package in packages}
 
 
-def here() -> list[str]:
-    """The peers whose packages are installed."""
-    return [name for name, (module, _) in PEERS.items() if find_spec(module)]
+def here(kind: Mapping[str, tuple[str, Any]] = PEERS) -> list[str]:
+    """The peers of a kind whose packages are installed."""
+    return [name for name, (module, _) in kind.items() if find_spec(module)]

@@ -10,6 +10,7 @@ import pytest
 from flux.bench import suites
 from flux.bench.cases import OPS
 from flux.bench.model import (
+    OTHERS,
     Bar,
     Row,
     Timing,
@@ -18,6 +19,7 @@ from flux.bench.model import (
     floor_ms,
     geomean,
     summarise,
+    sustained_speedup,
     wire_bytes,
 )
 from flux.bench.suites import Problem
@@ -206,6 +208,32 @@ def test_short_rows_are_not_held_to_the_floor() -> None:
     )
     s = summarise([short], [derive(short)], bar)
     assert (s.floor_bar_rows, s.over_floor_bar, s.meets_bar) == (0, 0, True)
+
+
+def test_host_and_time_of_a_call_have_bars() -> None:
+    fast = row(FULL)
+    fast.host_us = {"flux": 24.0, "NCCL": 90.0}
+    late = row(FULL)
+    late.host_us = {"flux": 26.0}
+    both = [derive(fast), derive(late)]
+    assert summarise([fast], both[:1], Bar(row=0.5)).meets_bar
+    s = summarise([fast, late], both, Bar(row=0.5))
+    assert (s.over_host_bar, s.meets_bar) == (1, False)
+    assert summarise([fast, late], both, Bar(row=0.5, host_us=None)).meets_bar
+    us = 1e3 * row(FULL).times["flux"].median
+    s = summarise([fast], both[:1], Bar(row=0.5, us=us - 1))
+    assert (s.over_time_bar, s.meets_bar) == (1, False)
+    assert summarise([fast], both[:1], Bar(row=0.5, us=us)).meets_bar
+
+
+def test_sustained_clocks_have_a_speed_up_of_their_own() -> None:
+    measured, other = row(FULL), row(FULL)
+    names = [name for name, timing in measured.times.items() if timing.role in ("flux", *OTHERS)]
+    measured.sustained_ms = {name: 3.0 if name == "flux" else 4.0 + i for i, name in enumerate(names)}
+    assert sustained_speedup(other) is None
+    best = min(ms for name, ms in measured.sustained_ms.items() if name != "flux")
+    s = summarise([measured, other], [derive(measured), derive(other)], Bar(row=0.5))
+    assert s.sustained_speedups == pytest.approx((best / 3.0,))
 
 
 def test_geomean_bar_is_for_its_world_size() -> None:

@@ -196,6 +196,29 @@ def test_a_candidate_that_waits_for_the_gpu_does_not_make_the_others_rest(gpu: F
     assert gpu.host - begun < 250
 
 
+def test_sustained_times_are_those_after_clocks_have_fallen(gpu: FakeGpu) -> None:
+    """A GPU that needs longer for each call after 200 ms without a rest."""
+    timer = make_timer(gpu)
+    rested = gpu.gpu
+
+    def call(name: str, ms: float) -> None:
+        nonlocal rested
+        if gpu.host >= gpu.gpu or "delay" in gpu.log[-2:]:  # the GPU had nothing to do
+            rested = max(gpu.host, gpu.gpu)
+        gpu.enqueue(name, ms * (1.25 if gpu.gpu - rested > 200 else 1.0), ms / 10)
+
+    calls = {"a": partial(call, "a", 0.5), "b": partial(call, "b", 2.0)}
+    bursts = timer.interleaved(calls, 20, 3)
+    assert bursts["a"] == pytest.approx([0.5] * 3)
+    gpu.log.clear()
+    found = timer.sustained(calls, {"a": 0.5, "b": 2.0})
+    assert found == pytest.approx({"a": 0.625, "b": 2.5})
+    # Each candidate runs for 400 ms three times, and a quarter of that is timed; nobody rests behind a delay.
+    assert gpu.log.count("a") == 3 * 800 and gpu.log.count("b") == 3 * 200 and "delay" not in gpu.log
+    first = gpu.log.index("event")
+    assert gpu.log[first + 1 :].index("event") in (50, 200)
+
+
 def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:
     timer = make_timer(gpu)
     assert timer.host_us(lambda: gpu.enqueue("a", gpu_ms=5.0, host_ms=0.012)) == pytest.approx(12.0)

@@ -197,7 +197,7 @@ def test_gemm_alone_may_have_another_tp() -> None:
         (["gemm_rs"], {"m": [63], "world": 2}, "m must be divisible by the 2 ranks, got m=63"),
         (["gemm_rs"], {"n": 64, "k": 63, "world": 2}, "k must be divisible by the 2 ranks, got k=63"),
         (["ag_gemm"], {"n": 63, "k": 64, "world": 2}, "n must be divisible by the 2 ranks, got n=63"),
-        (["gemm_rs"], {"dtype": "fp8"}, "--dtype expected"),
+        (["gemm_rs"], {"dtype": "fp4"}, "--dtype expected"),
         (["gemm_rs"], {"world": 0}, "at least 1"),
     ],
 )

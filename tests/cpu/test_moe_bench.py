@@ -30,10 +30,12 @@ def test_rows_are_those_of_the_models() -> None:
 
 def test_a_request_becomes_rows() -> None:
     rows = moe.rows(Request("moe_layer0", True, 4))
-    # 4 models, 2 layouts, 4 imbalances, 3 token counts.
-    assert len(rows) == 96 and all(row.model != "tiny" for row in rows)
+    # 4 models, 2 layouts, 5 imbalances, 3 token counts.
+    assert len(rows) == 120 and all(row.model != "tiny" for row in rows)
     assert {row.variant for row in rows} == {
-        f"{layout} {load}" for layout in ("TP", "EP4") for load in ("std 0", "std 0.032", "std 0.05", "hot")
+        f"{layout} {load}"
+        for layout in ("TP", "EP4")
+        for load in ("std 0", "std 0.032", "std 0.05", "zipf", "hot")
     }
     few = moe.rows(Request("moe_layer1", False, 4, ("flux-demo",), (8,), ("hot",), (2,)))
     assert [(row.model, row.m, row.variant) for row in few] == [("flux-demo", 8, "EP2 hot")]
@@ -65,6 +67,10 @@ def test_loads_are_spread_as_asked(load_std: float) -> None:
     ids = moe.choose_experts(problem, 20000, torch.Generator().manual_seed(0))
     share = torch.bincount(ids.flatten(), minlength=8) / len(ids)
     assert abs(float(share.std(correction=0)) - load_std) < 0.006
+    zipf = moe.MoeProblem("moe_layer0", "", "moe_layer0", 1, 1, 1, 256, 1, zipf=True)
+    ids = moe.choose_experts(zipf, 100_000, torch.Generator().manual_seed(0))
+    loads = torch.bincount(ids.flatten(), minlength=256).sort(descending=True).values
+    assert 0.45 < loads[1] / loads[0] < 0.55 and 0.08 < loads[9] / loads[0] < 0.12
     hot = moe.MoeProblem("moe_layer0", "", "moe_layer0", 1, 1, 1, 8, 2, hot=True)
     assert (moe.choose_experts(hot, 100, torch.Generator()) == 0).any(1).all()
 

@@ -17,7 +17,12 @@ from flux import _native
 from flux.peers import versions
 
 # flux never uses multicast; results of peers with multicast would not be comparable.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "UB_SKIPMC": "1",
+}
 
 _SMI_FIELDS = {
     "index": "index",

@@ -17,6 +17,8 @@ LINK_GB_PER_S = 380.0
 # Roles of candidates. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
 # others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
+# Those of candidates that do the job in another way.
+OTHERS = ("serial", "peer", "parts")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 # Of fp8 operands: results, and what is summed over ranks, are in 16 bits.
 FP8, FP8_RESULT = "float8_e4m3fn", "bfloat16"
@@ -89,7 +91,7 @@ class Timing:
 class Bar:
     """The required performance of an op. ``geomean_tp`` limits the geomean bar to one world size (None: all).
 
-    host_us: of an eager call; None where it is that of a model and not of flux.
+    host_us: of an eager call; None where it is that of a model and not of flux. us: of the call on the GPU.
     """
 
     row: float
@@ -98,6 +100,7 @@ class Bar:
     over_floor: float | None = None
     floor_from_ms: float = 0.15
     host_us: float | None = 25.0
+    us: float | None = None
 
 
 @dataclass
@@ -121,6 +124,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     scales: str = ""
+    sustained_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -266,6 +270,12 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
     )
 
 
+def sustained_speedup(row: Row) -> float | None:
+    """flux against the best peer at clocks that have fallen; None if that was not measured."""
+    others = [ms for name, ms in row.sustained_ms.items() if row.times[name].role in OTHERS]
+    return min(others) / row.sustained_ms["flux"] if others and "flux" in row.sustained_ms else None
+
+
 @dataclass(frozen=True)
 class Summary:
     """The footer under a table of one op."""
@@ -282,10 +292,14 @@ class Summary:
     floor_bar_rows: int
     geomean_bar_met: bool | None
     max_host_us: float | None
+    sustained_speedups: tuple[float, ...]
+    over_host_bar: int
+    over_time_bar: int
 
     @property
     def meets_bar(self) -> bool:
-        return not (self.wrong or self.under_row_bar or self.over_floor_bar or self.geomean_bar_met is False)
+        missed = self.under_row_bar or self.over_floor_bar or self.over_host_bar or self.over_time_bar
+        return not (self.wrong or missed or self.geomean_bar_met is False)
 
 
 def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
@@ -317,4 +331,7 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
         if applies and mean is not None and bar.geomean is not None
         else None,
         max_host_us=max(hosts, default=None),
+        sustained_speedups=tuple(found for row in rows if (found := sustained_speedup(row)) is not None),
+        over_host_bar=sum(us > bar.host_us for us in hosts) if bar.host_us else 0,
+        over_time_bar=sum(1e3 * d.flux > bar.us for d in derived if d.flux is not None) if bar.us else 0,
     )

@@ -35,7 +35,7 @@ BARS = {
     "gemm_ar_norm": Bar(row=1.0),
     "all_reduce": Bar(row=1.0),
     "all_reduce_norm": Bar(row=1.0),
-    "moe_route": Bar(row=1.0),
+    "moe_route": Bar(row=1.0, us=10.0),
     "moe_layer0": Bar(row=1.0, geomean=1.30, geomean_tp=4),
     "moe_layer1": Bar(row=1.0, geomean=1.30, geomean_tp=4),
     "moe_ctas": Bar(row=1.0),
@@ -72,6 +72,9 @@ class Column:
     cell: Callable[[Row, Derived, Bar], str | Text]
     justify: str = "right"
     spare: int = 0
+
+
+Filled = tuple[Column, list[str | Text]]
 
 
 def _ms(value: float | None) -> str:
@@ -308,18 +311,29 @@ def bar_of(rows: list[Row]) -> Bar:
     return BARS.get(rows[0].kind, Bar(row=1.0))
 
 
-def table(record: Record, op: str, width: int = _WIDE) -> Table:
-    """All rows of one op, in the columns that fit into ``width`` characters."""
+def filled(record: Record, op: str) -> tuple[list[Row], list[Derived], list[Filled]]:
+    """The rows of one op, what is derived of them, and all columns of their table."""
     rows = [row for row in record.rows if row.op == op]
-    title = f"{op} · {record.ranks(rows[0])} · {rows[0].dtype}"
-    title += f" · ms per call, median of {record.settings.get('rounds')} rounds"
-    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     bar = bar_of(rows)
     derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
     columns = [
         (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
         for column in _columns(record, op)
     ]
+    return rows, derived, columns
+
+
+def title_of(record: Record, rows: list[Row]) -> str:
+    """The title of the table of an op's rows."""
+    title = f"{rows[0].op} · {record.ranks(rows[0])} · {rows[0].dtype}"
+    return title + f" · ms per call, median of {record.settings.get('rounds')} rounds"
+
+
+def table(record: Record, op: str, width: int = _WIDE) -> Table:
+    """All rows of one op, in the columns that fit into ``width`` characters."""
+    rows, _, columns = filled(record, op)
+    title = title_of(record, rows)
+    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for column, _ in _fit(columns, width):
         out.add_column(column.title, justify=column.justify, no_wrap=True)  # type: ignore[arg-type]
     previous = None
@@ -329,9 +343,6 @@ def table(record: Record, op: str, width: int = _WIDE) -> Table:
         previous = (row.model, row.pattern)
         out.add_row(*(cells[i] for _, cells in _fit(columns, width)))
     return out
-
-
-Filled = tuple[Column, list[str | Text]]
 
 
 def _fit(columns: list[Filled], width: int) -> list[Filled]:
@@ -392,9 +403,14 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
     ratios = [found.ratio for row in rows if (found := over_best(row)) is not None]
     if ratios:
         lines.append(f"plan over the best number: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
+    if s.sustained_speedups:
+        mean, least = geomean(s.sustained_speedups), min(s.sustained_speedups)
+        lines.append(f"at sustained clocks: speed-up geomean {mean:.3f}, min {least:.3f}")
     if s.max_host_us is not None:
-        limit = "" if bar.host_us is None else f" (bar {bar.host_us:.0f})"
+        limit = "" if bar.host_us is None else f"; {s.over_host_bar} rows over {bar.host_us:.0f}"
         lines.append(f"host cost of a call: max {s.max_host_us:.1f} µs{limit}")
+    if bar.us is not None and record.device == "cuda":
+        lines.append(f"time of a call: {s.over_time_bar} of {s.rows} rows over {bar.us:.0f} µs")
     if s.wrong:
         lines.append(f"WRONG RESULTS in {s.wrong} rows: their times mean nothing")
     good = s.meets_bar or (record.device == "cpu" and not s.wrong)

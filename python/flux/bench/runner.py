@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,11 +18,21 @@ from flux import _env
 from flux.bench import machine
 from flux.bench.cases import OPS, OpSpec
 from flux.bench.cases.common import Context, collectives
-from flux.bench.model import FP8, FP8_RESULT, LINK_GB_PER_S, Row, Timing, derive, on_wire_bytes, passed
+from flux.bench.model import (
+    FP8,
+    FP8_RESULT,
+    LINK_GB_PER_S,
+    OTHERS,
+    Row,
+    Timing,
+    derive,
+    on_wire_bytes,
+    passed,
+)
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
 from flux.bench.suites import Problem
-from flux.bench.timing import Timer, make_timer
+from flux.bench.timing import GpuTimer, Timer, make_timer
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,8 @@ class Settings:
     """Everything that decides what is measured.
 
     world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers; ways: in
-    which flux runs beside its plan; nodes: on which the ranks are emulated.
+    which flux runs beside its plan; nodes: on which the ranks are emulated; sustained: whether rows are timed
+    at fallen clocks, too.
     """
 
     problems: tuple[Problem, ...]
@@ -48,6 +60,7 @@ class Settings:
     timeout_s: float = 3600.0
     ways: tuple[str, ...] = ("parts",)
     nodes: int = 1
+    sustained: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -200,6 +213,11 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
         f"{name}: the host never got ahead of the GPU; its time is included" for name in timer.host_bound
     ]
     row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
+    if settings.sustained and isinstance(timer, GpuTimer):
+        kept = {c.name: c.calls for c in candidates if c.role in ("flux", *OTHERS)}
+        bursts = {name: statistics.median(samples[name]) for name in kept}
+        found = timer.sustained({name: calls[name] for name in kept}, bursts)
+        row.sustained_ms = {name: round(ms / kept[name], 6) for name, ms in found.items()}
     if settings.device == "cuda" and not settings.all_configs:
         wanted = ("flux", "serial", "peer", "parts")
         row.host_us = {

@@ -13,16 +13,16 @@ from typing import Annotated
 import torch
 import typer
 
+from flux.bench import html, suites
 from flux.bench import plot as plots
 from flux.bench import record as records
-from flux.bench import suites
 from flux.bench.cases import FAMILIES, OPS
 from flux.bench.model import DTYPE_BYTES, FP8, LINK_GB_PER_S
 from flux.bench.record import Record
 from flux.bench.report import TABLE_WIDTH, footer, make_console, render
 from flux.bench.runner import Settings, run
 from flux.bench.suites import Problem, Request
-from flux.cli import compare, fp8_rows, options
+from flux.cli import fp8_rows, history, options
 from flux.cli.estimate import estimate
 from flux.cli.options import real, whole
 from flux.cli.show import show_file
@@ -32,9 +32,9 @@ from flux.testing import SpawnError
 
 _CPU_PROCESSES = 4
 DEFAULT_LAYERS = 4
-_WITH_SHOW = {"plot", "shown"}
+_WITH_SHOW = {"plot", "shown", "html_file"}
 # Options of a run on CPUs that keep it comparable with `make bench`.
-_DEFAULT_RUN = {"json_file", "plot", "cpu", "timeout", "strict", "yes"}
+_DEFAULT_RUN = {"json_file", "html_file", "plot", "cpu", "timeout", "strict", "yes"}
 
 
 def choose_problems(
@@ -299,7 +299,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="STD",
-            help="moe: standard deviation of the experts' loads, 0 to 1, or hot; may be repeated.",
+            help="moe: standard deviation of the experts' loads, 0 to 1, zipf or hot; may be repeated.",
         ),
     ] = None,
     nodes: Annotated[
@@ -321,6 +321,10 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Draw the result (png, pdf, svg; needs matplotlib)."),
     ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with tables, plots and all samples."),
+    ] = None,
     iters: Annotated[int | None, typer.Option(parser=whole(), metavar="N", help="Calls in a burst.")] = None,
     rounds: Annotated[
         int | None, typer.Option(parser=whole(), metavar="N", help="Bursts of each candidate.")
@@ -332,6 +336,9 @@ def command(
     strict: Annotated[
         bool,
         typer.Option("--strict", metavar="", help="Exit status 1 if a row is under the bar (GPUs)."),
+    ] = False,
+    sustained: Annotated[
+        bool, typer.Option("--sustained", metavar="", help="Also after 0.4 s without a rest (GPUs).")
     ] = False,
     alone: Annotated[
         bool,
@@ -363,23 +370,32 @@ def command(
 
     Without arguments: the default suite with TP = number of GPUs, or the CPU path with 4 processes.
     "compare A.json B.json" compares two results: exit status 1 if a row is worse.
+    "history FILES" follows rows over results, with --model, --m and --plot.
     Exit status 1 if a result is wrong, 2 if an option is.
     """
-    if ops and ops[0] == "compare":
-        compare.command(ops[1:])
-        return
     given = {p for p in ctx.params if str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
     with options.refusing():
         if plot is not None:
             plots.check_suffix(plot)
-            if plot == json_file:
-                raise ValueError(f"bench: --plot expected another file than --json, got {str(plot)!r}")
             options.check_target("bench: --plot", plot)
+        for option, target, others in (
+            ("--plot", plot, {"--json": json_file, "--html": html_file}),
+            ("--html", html_file, {"--json": json_file}),
+        ):
+            for other, file in others.items():
+                if target is not None and target == file:
+                    raise ValueError(
+                        f"bench: {option} expected another file than {other}, got {str(target)!r}"
+                    )
+        options.check_target("bench: --html", html_file)
+        if ops and ops[0] in history.OF_FILES:
+            history.of_files(ctx, given, ops, model or [], m or [], plot)
+            return
         if shown is not None:
             options.only_rank_0()
             if idle := [p.opts[0] for p in ctx.command.params if p.name in given - _WITH_SHOW]:
                 raise ValueError(f"bench: --show measures nothing, expected without {', '.join(idle)}")
-            show_file(shown, plot)
+            show_file(shown, plot, html_file)
             return
         if options.torchrun() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ValueError(
@@ -406,11 +422,13 @@ def command(
         for package in ("transformers", "accelerate"):
             if any(p.op.startswith("e2e") for p in settings.problems) and find_spec(package) is None:
                 raise ValueError(f"bench: e2e needs {package}, which is not installed: pip install {package}")
+        if sustained and (not on_gpus or all_configs):
+            raise ValueError("bench: --sustained expected with GPUs, whose clocks fall, and no --all-configs")
         if link is not None and not on_gpus:
             raise ValueError(f"bench: --link expected with GPUs, got {link:g} for CPUs, which have no floor")
-        if all_configs and (not on_gpus or settings.suite == "models" or plot):
+        if all_configs and (not on_gpus or settings.suite == "models" or plot or html_file):
             raise ValueError(
-                "bench: --all-configs needs GPUs and ops with tile shapes to choose, and no --plot"
+                "bench: --all-configs needs GPUs and ops with tile shapes to choose, no --plot and no --html"
             )
         settings = replace(
             settings,
@@ -419,6 +437,7 @@ def command(
             link_gb_per_s=link or LINK_GB_PER_S,
             all_configs=all_configs,
             alone=alone,
+            sustained=sustained,
             json_file=str(json_file) if json_file else None,
             timeout_s=timeout,
         )
@@ -434,11 +453,16 @@ def command(
         return
     console = make_console(least=TABLE_WIDTH)
     console.print(render(record, console.width))
-    if plot is not None:
+    for option, what, target, writer in (
+        ("--plot", "picture", plot, plots.plot),
+        ("--html", "report", html_file, html.write),
+    ):
+        if target is None:
+            continue
         try:
-            console.print(f"picture: {plots.plot(record, plot)}", highlight=False, soft_wrap=True)
+            console.print(f"{what}: {writer(record, target)}", highlight=False, soft_wrap=True)
         except (ValueError, RuntimeError, OSError) as error:
-            options.say_error(f"bench: --plot {plot}: {error}")
+            options.say_error(f"bench: {option} {target}: {error}")
             raise typer.Exit(1) from None
     if any(not row.ok for row in record.rows) or (strict and not within_bar(record)):
         raise typer.Exit(1)

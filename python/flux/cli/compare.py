@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -53,9 +53,9 @@ class Change:
 
 def changes(old: record.Record, new: record.Record) -> Iterator[Change]:
     """The rows that both results have, flux's time in each."""
-    before = {_key(row): row for row in old.rows if "flux" in row.times}
+    before = {key(row): row for row in old.rows if "flux" in row.times}
     for row in new.rows:
-        first = before.get(_key(row))
+        first = before.get(key(row))
         if first is None or (row.ok and "flux" not in row.times):
             continue
         mine, theirs = row.times, first.times
@@ -67,7 +67,7 @@ def changes(old: record.Record, new: record.Record) -> Iterator[Change]:
         yield Change(row, theirs["flux"].median, after, drift, max(_SAME, spread))
 
 
-def command(files: list[str]) -> None:
+def command(files: Sequence[str]) -> None:
     """Prints the comparison of two files. Exit status 1 if a row is worse, or wrong in the second file."""
     with options.refusing():
         options.only_rank_0()
@@ -96,5 +96,6 @@ def command(files: list[str]) -> None:
         raise typer.Exit(1)
 
 
-def _key(row: Row) -> tuple[object, ...]:
+def key(row: Row) -> tuple[object, ...]:
+    """What a row measures."""
     return row.op, row.pattern, row.model, row.variant, row.scales, row.m, row.n, row.k, row.tp, row.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from flux.bench.cases.common import (
     explained,
     first_wrong,
     kernel_plan,
+    of_packages,
     packed_choices,
     plan_dict,
     random_operands,
@@ -32,14 +34,22 @@ from flux.testing import AgGemmCase
 def check(problem: Problem, context: Context) -> str:
     """flux.ag_gemm and flux.all_gather on integers that carry each rank's mark, several calls in a row."""
     m, n, k = problem.local(context.tp)
+    product = _exact(lambda x, w: flux.ag_gemm(x, w, group=context.group), m, n, k, context)
+    case = AgGemmCase(m, n, k, context.world_size, context.dtype, seed=CALLS)
+    x = case.inputs(context.rank, context.device)[0]
+    gathered = compare(flux.all_gather(x, group=context.group), case.gathered(context.device))
+    flux.check(context.group)
+    return first_wrong([product, gathered])
+
+
+def _exact(
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], m: int, n: int, k: int, context: Context
+) -> str:
     results = []
     for seed in range(CALLS):
         case = AgGemmCase(m, n, k, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
-        got = flux.ag_gemm(x, weight, group=context.group)
-        results.append(compare(got, case.expected(context.rank, context.device)))
-    results.append(compare(flux.all_gather(x, group=context.group), case.gathered(context.device)))
-    flux.check(context.group)
+        results.append(compare(call(x, weight), case.expected(context.rank, context.device)))
     return first_wrong(results)
 
 
@@ -83,6 +93,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
             context,
         )
         candidates += peers
+    packaged, failed = of_packages(
+        "ag_gemm", (m, n, k), x, weights, lambda call: _exact(call, m, n, k, context), context
+    )
+    candidates, notes = candidates + packaged, notes + failed
     return Prepared(candidates, explained("ag_gemm", m, n, k, context), notes)
 
 

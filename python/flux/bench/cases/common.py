@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import flux
 from flux import _native
+from flux import peers as packages
 from flux.bench.model import FP8, in_way
 from flux.bench.suites import Problem
 from flux.bench.timing import Call, all_max
@@ -170,6 +171,43 @@ def async_tp(
 
     found, error = tried(enabled, context)
     return ([], [f"async-TP could not run: {error}"]) if found is None else ([found], [])
+
+
+def installed(
+    kind: Mapping[str, tuple[str, Any]], make: Callable[[str], Candidate], context: Context
+) -> tuple[list[Candidate], list[str]]:
+    """Candidates of the packages of a kind (flux.peers) that are installed, and notes on those that fail."""
+    candidates, notes = [], []
+    for name in packages.here(kind):
+        candidate, error = tried(lambda name=name: make(name), context)  # type: ignore[misc]
+        if candidate is None:
+            notes.append(f"{name} could not run: {error}")
+        else:
+            candidates.append(candidate)
+    return candidates, notes
+
+
+def of_packages(
+    op: str,
+    sizes: tuple[int, int, int],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    exact: Callable[[packages.Product], str],
+    context: Context,
+) -> tuple[list[Candidate], list[str]]:
+    """Installed packages' ways to do `op` as peers, and notes on those that cannot run, or are wrong.
+
+    sizes: m, n, k of a rank's GEMM. exact: compares what a peer computes, as `compare` says it.
+    """
+    kind = packages.PRODUCTS[op]
+
+    def opened(name: str) -> Candidate:
+        call = kind[name][1](context, *sizes)
+        if (said := exact(call)) != "exact":
+            raise RuntimeError(f"wrong: {said}")
+        return Candidate(name, "peer", rotating(weights, lambda w: call(x, w)))
+
+    return installed(kind, opened, context)
 
 
 def compare(got: torch.Tensor, want: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import flux
@@ -10,6 +12,7 @@ from flux.bench.cases.common import (
     Context,
     Prepared,
     compare,
+    of_packages,
     packed_choices,
     plan_dict,
     random_operands,
@@ -27,9 +30,13 @@ def library(context: Context) -> str:
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm on marked integers; a GEMM is a GEMM+ReduceScatter of one rank."""
     m, n, k = problem.local(context.tp)
+    return _exact(flux.gemm, m, n, k, context)
+
+
+def _exact(gemm: Callable[..., torch.Tensor], m: int, n: int, k: int, context: Context) -> str:
     case = GemmRsCase(m, n, k, 1, context.dtype, seed=context.rank)
     x, weight, _ = case.inputs(0, context.device)
-    return compare(flux.gemm(x, weight), case.expected(0, context.device))
+    return compare(gemm(x, weight), case.expected(0, context.device))
 
 
 def prepare(problem: Problem, context: Context) -> Prepared:
@@ -40,8 +47,11 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         Candidate("flux", "flux", rotating(weights, lambda w: flux.gemm(x, w, out=ours))),
         Candidate(library(context), "peer", rotating(weights, lambda w: torch.mm(x, w.t(), out=theirs))),
     ]
+    peers, notes = of_packages(
+        "gemm", (m, n, k), x, weights, lambda gemm: _exact(gemm, m, n, k, context), context
+    )
     plan = plan_dict(flux.explain("gemm", m, n, k, dtype=context.dtype)) if context.cuda else None
-    return Prepared(candidates, plan)
+    return Prepared(candidates + peers, plan, notes)
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:

@@ -17,6 +17,7 @@ from flux.bench.cases.common import (
     explained,
     kernel_plan,
     marked,
+    of_packages,
     packed_choices,
     plan_dict,
     random_operands,
@@ -68,6 +69,10 @@ def prepare(problem: Problem, context: Context) -> Prepared:
             weights, lambda w: symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name), context
         )
         candidates += peers
+    packaged, failed = of_packages(
+        "gemm_rs", (m, n, k), x, weights, lambda call: marked(problem, context, call, False), context
+    )
+    candidates, notes = candidates + packaged, notes + failed
     return Prepared(candidates, explained("gemm_rs", m, n, k, context), notes)
 
 

@@ -23,7 +23,7 @@ from flux.moe.plan import MoePlan
 from flux.testing.moe_data import MoeCase
 
 _CHECK_COLUMNS = 512  # columns of the correctness check; tokens, experts and layout are those of the row
-_HOT = "hot"
+_HOT, _ZIPF = "hot", "zipf"
 _M = (512, 2048, 8192)
 _CPU_M = (64,)
 
@@ -55,7 +55,7 @@ class MoeProblem(Problem):
     """One row: m counts the tokens of all ranks, n and k are those of one expert's weight, uncut.
 
     load_std: standard deviation of the experts' shares of the tokens (COMET, arXiv 2502.19811, section 5).
-    hot: every token chooses expert 0 too.
+    hot: every token chooses expert 0 too. zipf: the i-th most popular expert has 1/i of the first's load.
     """
 
     experts: int = 1
@@ -63,6 +63,7 @@ class MoeProblem(Problem):
     ep_size: int = 1
     load_std: float = 0.0
     hot: bool = False
+    zipf: bool = False
 
     def local(self, tp: int) -> tuple[int, int, int]:
         """Rows that a rank expects, and N and K of its part of an expert."""
@@ -94,45 +95,45 @@ class MoeProblem(Problem):
     @property
     def variant(self) -> str:
         layout = f"EP{self.ep_size}" if self.ep_size > 1 else "TP"
-        return f"{layout} {_HOT if self.hot else f'std {self.load_std:g}'}"
+        return f"{layout} {_HOT if self.hot else _ZIPF if self.zipf else f'std {self.load_std:g}'}"
 
 
 def rows(request: Request) -> list[Problem]:
     """Models x layouts x imbalances x tokens. Routing does not depend on who holds what of the experts."""
-    wanted = [_load(text) for text in request.imbalance or ("0", "0.032", "0.05", _HOT)]
+    wanted = [_load(text) for text in request.imbalance or ("0", "0.032", "0.05", _ZIPF, _HOT)]
     layouts = request.ep or tuple(dict.fromkeys((1, request.world)))
     return [
-        problem(request.op, model, m, ep_size, load_std, hot)
+        problem(request.op, model, m, ep_size, **load)
         for model in request.pick(tuple(MODELS))
         for ep_size in layouts
-        for load_std, hot in wanted
+        for load in wanted
         for m in request.m or (_M if request.cuda else _CPU_M)
     ]
 
 
-def _load(text: str) -> tuple[float, bool]:
-    """(standard deviation of the experts' shares of the tokens, whether expert 0 is hot)."""
-    if text == _HOT:
-        return 0.0, True
+def _load(text: str) -> dict[str, Any]:
+    """What --imbalance says of the experts' loads, as the fields of a problem."""
+    if text in (_HOT, _ZIPF):
+        return {text: True}
     try:
         spread = float(text)
     except ValueError:
         spread = math.nan
     if not 0 <= spread <= 1:
-        what = f"a standard deviation of the loads from 0 to 1, such as 0.032, or {_HOT}"
+        what = f"a standard deviation of the loads from 0 to 1, such as 0.032, or {_ZIPF} or {_HOT}"
         raise ValueError(f"bench: --imbalance expected to be {what}, got {text!r}")
-    return spread, False
+    return {"load_std": spread}
 
 
-def problem(
-    op: str, model: str, m: int, ep_size: int = 1, load_std: float = 0.0, hot: bool = False
-) -> MoeProblem:
-    """The row of a model by name; op is "moe_route", "moe_layer0", "moe_layer1" or "moe_ctas"."""
+def problem(op: str, model: str, m: int, ep_size: int = 1, **load: Any) -> MoeProblem:
+    """The row of a model by name; op is "moe_route", "moe_layer0", "moe_layer1" or "moe_ctas"; load: what
+    MoeProblem says of loads.
+    """
     if model not in MODELS:
         raise ValueError(f"bench: --model expected to be one of {', '.join(MODELS)}, got {model!r}")
     of = MODELS[model]
     n, k = (of.gates * of.intermediate, of.hidden) if op == "moe_layer0" else (of.hidden, of.intermediate)
-    return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, load_std, hot)
+    return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, **load)
 
 
 def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -143,9 +144,12 @@ def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator)
     # The same seed on all ranks, so that the same experts are popular.
     shape = torch.randn(experts, generator=torch.Generator().manual_seed(7))
     share = (1 / experts + problem.load_std * (shape - shape.mean()) / shape.std(correction=0)).clamp(min=0)
-    score = torch.rand(tokens, experts, generator=generator) ** (1 / share.clamp(min=1e-9))
+    if problem.zipf:
+        share = 1 / (1.0 + shape.argsort().argsort())
+    # Highest rand ** (1 / share) first; its logarithm does not underflow.
+    score = torch.rand(tokens, experts, generator=generator).log() / share.clamp(min=1e-9)
     if problem.hot:
-        score[:, 0] = 2
+        score[:, 0] = math.inf
     return score.topk(problem.top_k).indices
 
 
@@ -175,7 +179,7 @@ def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs,
         problem.top_k,
         problem.ep_size,
         context.dtype,
-        "one expert" if problem.hot else "skewed" if problem.load_std else "even",
+        "one expert" if problem.hot else "skewed" if problem.load_std or problem.zipf else "even",
     )
     for seed in range(CALLS):
         case, rank, device = replace(case, seed=seed), context.rank, context.device
@@ -201,14 +205,14 @@ def prepare(problem: Problem, context: Context) -> Prepared:
         op = "moe.ag_scatter_gemm"
         ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
         parts = Candidate(in_way("parts"), "parts", lambda: layer0_in_parts(x, weight, routing, None))
-        others = moe_peers.layer0(x, weight, routing, context)
+        others, failed = moe_peers.layer0(x, weight, routing, context)
     else:
         op = "moe.gemm_gather_rs"
         ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
         parts = Candidate(in_way("parts"), "parts", lambda: layer1_in_parts(x, weight, routing))
-        others = moe_peers.layer1(x, weight, routing, context)
+        others, failed = moe_peers.layer1(x, weight, routing, context)
     _, plan = plan_of(op, weight, routing, context)
-    return Prepared([ours, parts, *others], plan_dict(plan), [note, *why_unfused(plan)])
+    return Prepared([ours, parts, *others], plan_dict(plan), [note, *why_unfused(plan), *failed])
 
 
 def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:

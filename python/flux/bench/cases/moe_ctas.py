@@ -55,12 +55,13 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     x, weight, routing = inputs
     workspace, plan = _plan(weight, routing, context)
     forced = _forced(workspace, plan)
+    others, failed = moe_peers.layer1(x, weight, routing, context)
     candidates = [
         Candidate("flux", "flux", partial(flux.moe.gemm_gather_rs, *inputs)),
         *(Candidate(name, "config", partial(layer, *inputs)) for name, layer in forced.items()),
-        *moe_peers.layer1(x, weight, routing, context),
+        *others,
     ]
-    told, notes = moe.plan_dict(plan), [note, *moe.why_unfused(plan)]
+    told, notes = moe.plan_dict(plan), [note, *moe.why_unfused(plan), *failed]
     if plan.fused:
         told["communication_ctas"] = plan.communication_ctas
         notes.append(

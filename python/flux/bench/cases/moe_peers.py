@@ -5,6 +5,7 @@ The peers know how many rows there are: in a model they would have to ask the GP
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux.bench.cases.common import Candidate, Context, collectives
+from flux import peers as packages
+from flux.bench.cases.common import Candidate, Context, collectives, compare, first_wrong, installed
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
 from flux.moe.combine import weighted_sum
@@ -69,7 +71,10 @@ def check_routing(routing: flux.moe.Routing, ids: Tensor, context: Context) -> s
     return "exact" if torch.equal(there, token.expand_as(chosen)[here]) else "a row holds another token"
 
 
-def layer0(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context) -> list[Candidate]:
+def layer0(
+    x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context
+) -> tuple[list[Candidate], list[str]]:
+    """The peers of layer 0, and notes on those that cannot run."""
     comm, collect = collectives(context), torch_all_gather()
     gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
     rows = _used(routing)
@@ -90,16 +95,25 @@ def layer0(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Contex
     if routing.ep_size == context.world_size:
         parts = _Parts.of(routing, context)
 
-        def dispatched() -> Tensor:
-            arrived = parts.dispatch(x)
-            result: Tensor = _grouped_mm(arrived.index_select(0, parts.rows), transposed, offs=ends)
-            return result
+        def dispatched(name: str, dispatch: Callable[[Tensor], Tensor]) -> Candidate:
+            def call() -> Tensor:
+                rows = dispatch(x).index_select(0, parts.rows)
+                result: Tensor = _grouped_mm(rows, transposed, offs=ends)
+                return result
 
-        candidates.append(Candidate("all-to-all+grouped_mm", "peer", dispatched))
-    return candidates
+            return Candidate(f"{name}+grouped_mm", "peer", call)
+
+        candidates.append(dispatched("all-to-all", parts.dispatch))
+        return _with_packages(
+            candidates, lambda name: dispatched(name, parts.opened(name, x, context)[0]), context
+        )
+    return candidates, []
 
 
-def layer1(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context) -> list[Candidate]:
+def layer1(
+    x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context
+) -> tuple[list[Candidate], list[str]]:
+    """The peers of layer 1, and notes on those that cannot run."""
     comm, scatter = collectives(context), reduce_scatter()
     partial = x.new_zeros(routing.max_tokens * context.world_size, weight.shape[1])
     total = x.new_empty(routing.max_tokens, weight.shape[1])
@@ -124,12 +138,25 @@ def layer1(x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Contex
     if routing.ep_size == context.world_size:
         parts = _Parts.of(routing, context)
 
-        def combined() -> Tensor:
-            summed = weighted_sum(product(), parts.positions, parts.weights)
-            return parts.combine(summed[0].to(x.dtype))
+        def combined(name: str, combine: Callable[[Tensor], Tensor]) -> Candidate:
+            def call() -> Tensor:
+                summed = weighted_sum(product(), parts.positions, parts.weights)
+                return combine(summed[0].to(x.dtype))
 
-        candidates.append(Candidate("grouped_mm+all-to-all", "peer", combined))
-    return candidates
+            return Candidate(f"grouped_mm+{name}", "peer", call)
+
+        candidates.append(combined("all-to-all", parts.combine))
+        return _with_packages(
+            candidates, lambda name: combined(name, parts.opened(name, total, context)[1]), context
+        )
+    return candidates, []
+
+
+def _with_packages(
+    candidates: list[Candidate], make: Callable[[str], Candidate], context: Context
+) -> tuple[list[Candidate], list[str]]:
+    more, notes = installed(packages.EXCHANGES, make, context)
+    return candidates + more, notes
 
 
 @dataclass(frozen=True)
@@ -176,6 +203,19 @@ class _Parts:
             returned,
             torch.ones_like(returned, dtype=torch.float32),
         )
+
+    def opened(self, name: str, x: Tensor, context: Context) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """Dispatch and combine of a package, for rows like those of x, which have given the right results."""
+        goes = self.returned[0, : x.shape[0]] >= 0
+        dispatch, combine = packages.EXCHANGES[name][1](context, goes, x.shape[1])
+        marks = torch.arange(x.numel(), device=x.device).view(x.shape) % 31 - 15
+        mine = (marks + context.rank).to(x.dtype)
+        arrived = dispatch(mine)
+        home = self.combine(self.dispatch(mine))[: x.shape[0]]
+        said = first_wrong([compare(arrived, self.dispatch(mine)), compare(combine(arrived), home)])
+        if said != "exact":
+            raise RuntimeError(f"wrong: {said}")
+        return dispatch, combine
 
     def dispatch(self, x: Tensor) -> Tensor:
         """x [tokens, K] of this rank -> [arriving, K]"""

@@ -1,0 +1,113 @@
+"""``flux bench history FILES...``: one row over all results that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich import box
+from rich.table import Table
+
+from flux.bench import plot, record
+from flux.bench.model import Row, derive
+from flux.bench.plot_ctas import FLUX, GRID, INK, LOSS
+from flux.bench.record import Record
+from flux.bench.report import make_console
+from flux.cli import compare, options
+
+Rows = dict[tuple[object, ...], list[tuple[Record, Row]]]
+
+
+# Words in the place of operators, and the options that they take.
+OF_FILES: dict[str, set[str]] = {"compare": set(), "history": {"plot", "model", "m"}}
+
+
+def of_files(
+    ctx: typer.Context,
+    given: set[str],
+    words: Sequence[str],
+    models: Sequence[str],
+    m: Sequence[int],
+    picture: Path | None,
+) -> None:
+    """Runs what measures nothing: a word of OF_FILES, and its files. Raises ValueError for other options."""
+    options.only_rank_0()
+    allowed = {"ops", *OF_FILES[words[0]]}
+    if idle := [p.opts[0] for p in ctx.command.params if p.name in given - allowed]:
+        raise ValueError(f"bench: {words[0]} measures nothing, expected without {', '.join(idle)}")
+    if words[0] == "compare":
+        compare.command(words[1:])
+    else:
+        command(words[1:], models, m, picture)
+
+
+def rows_of(results: Sequence[Record], models: Sequence[str], m: Sequence[int]) -> Rows:
+    """The correct rows of these models and M (empty: all), by what they measure, in the order of dates."""
+    found: Rows = {}
+    for result in sorted(results, key=lambda each: each.date):
+        for row in result.rows:
+            wanted = (not models or row.model in models) and (not m or row.m in m)
+            if wanted and row.ok and "flux" in row.times:
+                which = (*compare.key(row), str(result.machine.get("gpu")))
+                found.setdefault(which, []).append((result, row))
+    return found
+
+
+def command(files: Sequence[str], models: Sequence[str], m: Sequence[int], picture: Path | None) -> None:
+    """Prints and draws each row's times over the results. Raises ValueError if there is none."""
+    if not files:
+        raise ValueError("bench: history expected result files, got none")
+    try:
+        results = [record.read(Path(file)) for file in files]
+    except OSError as error:
+        raise ValueError(f"bench: history {error.filename}: {error.strerror}") from error
+    found = rows_of(results, models, m)
+    if not found:
+        raise ValueError("bench: history found no row of flux in these files")
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("op", "row", "M", "date", "commit", "flux, ms", "best peer, ms", "speed-up", "spread"):
+        table.add_column(title, justify="left" if title in ("op", "row", "date", "commit") else "right")
+    for each in found.values():
+        table.add_section()
+        for result, row in each:
+            d, flux = derive(row), row.times["flux"]
+            where = (row.op, f"{row.name} TP {row.tp}", str(row.m), result.date[:10], result.commit[:7])
+            peer = "–" if d.peer is None else f"{d.peer:.4f}"
+            speed = "–" if d.speedup is None else f"{d.speedup:.3f}"
+            table.add_row(*where, f"{flux.median:.4f}", peer, speed, f"{flux.spread:.1%}")
+    console = make_console(least=110)
+    console.print(table)
+    if picture is not None:
+        console.print(f"picture: {draw(found, picture)}", highlight=False, soft_wrap=True)
+
+
+def draw(found: Rows, path: Path) -> Path:
+    """A panel for each row: times of flux and of the best peer, one result after the other."""
+    plt = plot.require_matplotlib()
+    most = max(len(each) for each in found.values())
+    wide = min(3, len(found))
+    lines = -(-len(found) // wide)
+    figure, axes = plt.subplots(
+        lines, wide, figsize=(wide * max(3.6, 0.5 * most), 2.6 * lines), squeeze=False, layout="constrained"
+    )
+    for axis, each in zip(axes.flatten(), found.values(), strict=False):
+        of_peers = [(i, d.peer) for i, (_, row) in enumerate(each) if (d := derive(row)).peer is not None]
+        axis.plot(*zip(*of_peers, strict=True), color=LOSS, marker="o") if of_peers else None
+        ours = [row.times["flux"] for _, row in each]
+        middles = [timing.median for timing in ours]
+        lows = [timing.median - timing.min for timing in ours]
+        highs = [timing.max - timing.median for timing in ours]
+        axis.errorbar(range(len(ours)), middles, yerr=[lows, highs], color=FLUX, marker="o", capsize=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xticks(range(len(each)), [result.commit[:7] for result, _ in each], rotation=60, fontsize=7)
+        row = each[0][1]
+        axis.set_title(f"{row.op} {row.name} TP {row.tp}, M = {row.m}, ms", fontsize=8, color=INK, loc="left")
+        axis.grid(axis="y", color=GRID)
+    for axis in axes.flatten()[len(found) :]:
+        axis.set_axis_off()
+    figure.suptitle("flux, and the best peer in grey", fontsize=9, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, facecolor="white")
+    plt.close(figure)
+    return path
