@@ -31,8 +31,6 @@ SOURCES = {
     "gemm_ar_fp8": ("gemm_ar/gemm_ar_fp8.cu", "gemm/gemm_fp8.cu"),
     "moe_layer0_fp8": ("moe/layers_fp8.cu",),
     "moe_layer1_fp8": ("moe/layers_fp8.cu",),
-    "grouped_gemm": ("moe/grouped_gemm.cu",),
-    "grouped_gemm_fp8": ("moe/grouped_gemm_fp8.cu",),
     "quantize_fp8": ("gemm/quantize.cu",),
     "layer_forward": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
     "layer_training": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),

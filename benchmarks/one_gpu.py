@@ -9,12 +9,14 @@ But it compares two builds of flux. Run them in turns::
     PYTHONPATH=OLD python benchmarks/one_gpu.py old-2.json
     python benchmarks/one_gpu.py --before old-*.json --after new-*.json
 
-A file maps each case to microseconds a call: the median of replays of a CUDA graph of several calls.
+A file maps each case to microseconds a call: the median of replays of a CUDA graph of several calls. A build
+without fp8 operands leaves out the cases that have them.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import re
@@ -22,9 +24,12 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+# How x and weights are quantised, by the kind of scales.
+QUANTS = {"tensor": ("tensor", "tensor"), "row": ("token", "token"), "block": ("group128", "block128")}
 CALLS = 8  # in a graph
 REPLAYS = 25
 Case = tuple[str, Callable[[], object]]
@@ -46,6 +51,57 @@ def gemms() -> Iterator[Case]:
     ):
         x, weight = normal(m, k), normal(n, k)
         yield f"gemm {m}x{n}x{k}", partial(flux.gemm, x, weight)
+
+
+def quantised() -> Iterator[Case]:
+    """Products of fp8 operands and the quantisation of activations."""
+    import flux
+
+    if not hasattr(flux, "quantize"):
+        return
+    for m, n, k in ((16, 8192, 3584), (64, 8192, 7168), (2048, 8192, 3584), (8192, 8192, 3584)):
+        x, weight = normal(m, k), normal(n, k)
+        for kind, (of_x, of_weight) in QUANTS.items():
+            yield f"quantize {m}x{k}, {kind}", partial(flux.quantize, x, of_x)
+            (q, scale_x), (w, scale_w) = flux.quantize(x, of_x), flux.quantize(weight, of_weight)
+            call = partial(flux.gemm, q, w, scale_x=scale_x, scale_w=scale_w)
+            yield f"gemm_fp8 {m}x{n}x{k}, {kind}", call
+            if kind != "block":
+                yield f"gemm_fp8 {m}x{n}x{k}, {kind}, fast", partial(call, accumulate="fast")
+
+
+def quantised_ranks(world_size: int) -> Iterator[Case]:
+    """Sums and gathers with fp8 operands, of builds whose emulated ranks take them."""
+    from flux.testing.emulate import EmulatedRanks
+
+    if "scales" not in inspect.signature(EmulatedRanks.gemm_rs).parameters:
+        return
+    ranks, count = EmulatedRanks(world_size), range(world_size)
+    for op, m, n, k in (
+        ("gemm_rs", 4096, 8192, 2048),
+        ("gemm_rs", 8192, 8192, 3584),
+        ("ag_gemm", 4096, 2048, 8192),
+        ("ag_gemm", 8192, 3584, 8192),
+        ("gemm_ar", 16, 8192, 2048),
+        ("gemm_ar", 128, 8192, 3584),
+    ):
+        rows = m // world_size if op == "ag_gemm" else m
+        wide = [(normal(rows, k), normal(n, k)) for _ in count]
+        for kind in QUANTS:
+            xs, weights, scales = zip(*(fp8_of_rank(x, weight, kind) for x, weight in wide), strict=True)
+            mode = {"mode": 0} if op == "gemm_ar" else {}
+            call = partial(getattr(ranks, op), xs, weights, scales=scales, **mode)
+            yield f"{op}_fp8 {m}x{n}x{k}, {kind}, {world_size} ranks", call
+
+
+def fp8_of_rank(x: torch.Tensor, weight: torch.Tensor, kind: str) -> tuple[Any, Any, Any]:
+    """Operands, and scales as kernels take them."""
+    import flux
+    from flux.ops._scales import Scales
+
+    of_x, of_weight = QUANTS[kind]
+    (q, scale_x), (w, scale_w) = flux.quantize(x, of_x), flux.quantize(weight, of_weight)
+    return q, w, Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(*w.shape)
 
 
 def dense(world_size: int) -> Iterator[Case]:
@@ -135,7 +191,8 @@ def measure(out: Path, only: str) -> None:
 
     torch.manual_seed(0)
     results: dict[str, float] = {}
-    for cases in (gemms(), dense(2), dense(4), mixtures(2), mixtures(4)):
+    ranks = (part(count) for part in (dense, quantised_ranks, mixtures) for count in (2, 4))
+    for cases in (gemms(), quantised(), *ranks):
         for name, call in cases:
             if re.search(only, name) is None:
                 continue

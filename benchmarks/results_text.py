@@ -62,10 +62,6 @@ OPERATORS = {
     "gemm_rs_fp8": Operator("`gemm_rs`, fp8", f"{_FUSED} scaled products and NCCL, bf16. {_FP8}", "fp8.md"),
     "ag_gemm_fp8": Operator("`ag_gemm`, fp8", f"{_FUSED} NCCL and scaled products, bf16. {_FP8}", "fp8.md"),
     "gemm_ar_fp8": Operator("`gemm_ar`, fp8", f"{_FUSED} scaled products and sums, bf16. {_FP8}", "fp8.md"),
-    "grouped_gemm": Operator("`grouped_gemm`", "Products of experts on one GPU, against torch's.", "moe.md"),
-    "grouped_gemm_fp8": Operator(
-        "`grouped_gemm`, fp8", f"Products of experts on one GPU. Peers: torch's, bf16. {_FP8}", "fp8.md"
-    ),
     "moe_layer0_fp8": Operator("MoE layer 0, fp8", f"As in bf16, which is a peer. {_FP8}", "fp8.md"),
     "moe_layer1_fp8": Operator("MoE layer 1, fp8", f"As in bf16, which is a peer. {_FP8}", "fp8.md"),
     "quantize_fp8": Operator("`quantize`", "Activations from bf16. Scales: of tensor, row, block.", "fp8.md"),

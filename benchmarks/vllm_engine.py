@@ -26,21 +26,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import vllm_trace
 from vllm_models import Model
 
 LOG_LINES = 40
 CAUSES = 5
-COMMAND_S = 90
+COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-# Nothing goes to a network, nothing makes NVLink multicast objects. What flux.bench.machine has against these
-# is added in the engines' processes: importing it takes seconds, and none of them should wait for that.
-ENVIRONMENT = {
+# Nothing makes NVLink multicast objects. What flux.bench.machine has against these is added in the engines'
+# processes: importing it takes seconds, and none of them should wait for that.
+NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "NCCL_WIN_ENABLE": "0",
+}
+# Nothing goes to a network.
+ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_PLUGINS": "flux",
     "VLLM_NO_USAGE_STATS": "1",
@@ -66,15 +70,21 @@ _calls: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs share."""
+    """What all runs share.
+
+    Attributes:
+        min_tokens: FLUX_VLLM_MIN_TOKENS; None: flux's default.
+        defaults: vLLM's fusions and multicast are on if it would have them on.
+    """
 
     model: Model
     tp: int
-    min_tokens: int
+    min_tokens: int | None
     gpu_memory: float
     timeout_s: int
     cpu: bool
     folder: Path
+    defaults: bool = False
 
     def arguments(self, run: str) -> dict[str, Any]:
         """Of vllm.LLM."""
@@ -112,11 +122,12 @@ class Settings:
         return {
             **os.environ,
             **ENVIRONMENT,
+            **({} if self.defaults else NO_MULTICAST),
             **(CPU_ENVIRONMENT if self.cpu else {}),
             "PYTHONPATH": os.pathsep.join(paths),
             "FLUX_VLLM": "auto" if with_flux else "off",
             "FLUX_VLLM_MOE": "auto" if with_flux and self.model.experts else "off",
-            "FLUX_VLLM_MIN_TOKENS": str(self.min_tokens),
+            "FLUX_VLLM_MIN_TOKENS": "auto" if self.min_tokens is None else str(self.min_tokens),
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),
@@ -154,7 +165,7 @@ class Engine:
                 start_new_session=True,
             )
         theirs.close()
-        self._send(settings.arguments(run))
+        self._send((settings.arguments(run), settings.defaults))
 
     def receive(self, deadline: float) -> Any:
         """The answer to a command, or "ready". Raises Gone if there is none."""
@@ -173,7 +184,7 @@ class Engine:
 
     def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
         self._send((command, arguments))
-        return self.receive(min(deadline, time.monotonic() + COMMAND_S))
+        return self.receive(min(deadline, time.monotonic() + (TRACE_S if command == "trace" else COMMAND_S)))
 
     def kill(self) -> None:
         """With all that it started, which else may go on to use GPUs."""
@@ -199,20 +210,21 @@ def stop(engines: dict[str, Engine]) -> None:
 
 
 def serve(fd: int) -> None:
-    """Takes vllm.LLM's arguments from the pipe, says "ready", then obeys (method of Commands, its arguments)
-    until the pipe is closed.
+    """Takes vllm.LLM's arguments from the pipe, and whether vLLM's defaults hold, says "ready", then obeys
+    (method of Commands, its arguments) until the pipe is closed.
     """
     connection = Connection(fd)
     try:
-        arguments = connection.recv()
+        arguments, defaults = connection.recv()
         from vllm import LLM
         from vllm.config.compilation import PassConfig
 
-        from flux.bench import machine
+        if not defaults:
+            from flux.bench import machine
 
-        machine.disable_multicast()
-        known = {field.name for field in dataclasses.fields(PassConfig)}
-        arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
+            machine.disable_multicast()
+            known = {field.name for field in dataclasses.fields(PassConfig)}
+            arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
         commands = Commands(LLM(**arguments, worker_extension_cls="vllm_engine.Probe"))
         connection.send("ready")
         while True:
@@ -261,6 +273,12 @@ class Commands:
         self._timed(prompts, 1)
         first = self._timed(prompts, 1)
         return self._timed(prompts, 1 + count) - first
+
+    def trace(self, count: int, longest: int, per_s: float, vocabulary: int) -> dict[str, Any]:
+        """vllm_trace.summary of its first requests, which arrive `per_s` a second; 0: all at once."""
+        wanted = vllm_trace.requests(count, longest)
+        served = vllm_trace.serve(self.llm.llm_engine, wanted, per_s, vocabulary)
+        return vllm_trace.summary(wanted, per_s, served)
 
     def state(self) -> list[dict[str, Any]]:
         """Probe.probe_state of every rank."""
@@ -347,6 +365,7 @@ def prepare_worker() -> None:
 
     DummyModelLoader.load_weights = load_weights
     flux.gemm_ar = _counted("linear", flux.gemm_ar)
+    flux.gemm_rs = _counted("linear", flux.gemm_rs)
     flux.moe.gemm_gather_rs = _counted("experts", flux.moe.gemm_gather_rs)
 
 

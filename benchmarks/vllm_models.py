@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_KINDS = {
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama, or if it has experts a Qwen3-MoE; how long its sequences may be, how many there are at once,
-    how many tokens in one pass. ffn: columns of a layer's MLP, or of each of its experts, of which a token
-    chooses top_k.
+    """A model of a kind (of _KINDS); how long its sequences may be, how many there are at once, how many
+    tokens in one pass. ffn: columns of a layer's MLP, or of each of its experts, of which a token chooses
+    top_k.
     """
 
     name: str
@@ -20,6 +27,7 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
+    kind: str
     dtype: str
     vocabulary: int
     length: int
@@ -35,8 +43,8 @@ class Model:
     def config(self) -> dict[str, Any]:
         """What stands in a model's config.json."""
         config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [_KINDS[self.kind]],
+            "model_type": self.kind,
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
             "num_hidden_layers": self.layers,
@@ -50,10 +58,8 @@ class Model:
             "tie_word_embeddings": False,
             "torch_dtype": self.dtype,
         }
-        if self.experts:
+        if self.kind == "qwen3_moe":
             config |= {
-                "architectures": ["Qwen3MoeForCausalLM"],
-                "model_type": "qwen3_moe",
                 "moe_intermediate_size": self.ffn,
                 "num_experts": self.experts,
                 "num_experts_per_tok": self.top_k,
@@ -61,12 +67,14 @@ class Model:
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
+        if self.kind == "mixtral":
+            config |= {"num_local_experts": self.experts, "num_experts_per_tok": self.top_k}
         return config
 
 
 # fmt: off
 _GPU: dict[str, Any] = {
-    "dtype": "bfloat16", "vocabulary": 32000, "length": 2048, "sequences": 128, "batched_tokens": 8192,
+    "dtype": "bfloat16", "vocabulary": 32000, "length": 2048, "sequences": 256, "batched_tokens": 8192,
 }
 _CPU: dict[str, Any] = {
     "dtype": "float32", "vocabulary": 512, "length": 512, "sequences": 16, "batched_tokens": 512,
@@ -74,13 +82,19 @@ _CPU: dict[str, Any] = {
 MODELS = {
     model.name: model
     for model in (
-        Model("llama-3-8b", 8, 4096, 14336, 32, 8, 128, **_GPU),
-        Model("qwen3-30b-a3b", 8, 2048, 768, 32, 4, 128, experts=128, top_k=8, **_GPU),
+        Model("llama-3-8b", 8, 4096, 14336, 32, 8, 128, "llama", **_GPU),
+        Model("llama-3-70b", 8, 8192, 28672, 64, 8, 128, "llama", **_GPU),
+        Model("qwen3-32b", 8, 5120, 25600, 64, 8, 128, "qwen3", **_GPU),
+        Model("qwen3-30b-a3b", 8, 2048, 768, 32, 4, 128, "qwen3_moe", experts=128, top_k=8, **_GPU),
+        Model("mixtral-8x7b", 8, 4096, 14336, 32, 8, 128, "mixtral", experts=8, top_k=2, **_GPU),
     )
 }
-# What --cpu takes instead.
-TWINS = {
-    "llama-3-8b": Model("a tiny Llama", 2, 256, 512, 8, 4, 32, **_CPU),
-    "qwen3-30b-a3b": Model("a tiny Qwen3-MoE", 2, 256, 64, 8, 4, 32, experts=8, top_k=2, **_CPU),
+_TINY = {
+    "llama": Model("a tiny Llama", 2, 256, 512, 8, 4, 32, "llama", **_CPU),
+    "qwen3": Model("a tiny Qwen3", 2, 256, 512, 8, 4, 32, "qwen3", **_CPU),
+    "qwen3_moe": Model("a tiny Qwen3-MoE", 2, 256, 64, 8, 4, 32, "qwen3_moe", experts=8, top_k=2, **_CPU),
+    "mixtral": Model("a tiny Mixtral", 2, 256, 128, 8, 4, 32, "mixtral", experts=4, top_k=2, **_CPU),
 }
+# What --cpu takes instead.
+TWINS = {name: _TINY[model.kind] for name, model in MODELS.items()}
 # fmt: on

@@ -3,8 +3,8 @@
     python benchmarks/vllm_throughput.py [--model llama-3-8b] [--tp 2] [--layers 8] [--json FILE]
     python benchmarks/vllm_throughput.py --cpu      a rehearsal: a tiny model, vLLM's build for CPUs
 
-The model has the shape of Llama-3-8B or of Qwen3-30B-A3B, whose layers have experts, but fewer layers, a
-smaller vocabulary and seeded random weights. A run is a vLLM engine of its own, named
+The model has the shape of a known one (--model), but fewer layers, a smaller vocabulary and seeded random
+weights. A run is a vLLM engine of its own, named
 (stock|flux)[-nccl]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are experts; -nccl
 without vLLM's custom all-reduce; graph compiled and in CUDA graphs. All engines start at the same time and
 stay up, but work one at a time: samples are taken in rounds whose order rotates. Of every metric the median
@@ -12,12 +12,15 @@ counts.
 
 - prefill: prompts' tokens per second until each prompt has its first token.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
+- trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
+  all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
   tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
   far two stock engines are apart that only sum in another order: flux should not be further.
 
-vLLM's fusion of the all-reduce with RMSNorm is off in all runs, and so is all that uses NVLink multicast.
+vLLM's fusion of the all-reduce with RMSNorm is off in all runs, and so is all that uses NVLink multicast;
+with --defaults, vLLM and flux are as users have them, and a run of flux may leave all to vLLM.
 Ends with 1 if something is wrong: an engine did not come up, a flux run without flux (be it only for its
 experts), a stock run with it.
 """
@@ -40,7 +43,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_engine import Engine, Gone, Settings, stop
-from vllm_models import MODELS, TWINS
+from vllm_models import MODELS, TWINS, Model
+from vllm_trace import requests
 
 # Of --timeout: what then is not up would take the others' time.
 START_SHARE = 2 / 3
@@ -52,7 +56,8 @@ KINDS = {"linear": "row_parallel", "experts": "experts"}
 @dataclass(frozen=True)
 class Work:
     """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
-    prompts: how many tokens those have that are to be answered."""
+    prompts: how many tokens those have that are to be answered; trace: how many requests; arrivals: how many
+    of them in a second, for each way to serve them (0: all at once); trace_rounds: how often."""
 
     prefill: tuple[int, int]
     decode: tuple[int, ...]
@@ -60,19 +65,22 @@ class Work:
     prompts: tuple[int, ...]
     answer_tokens: int
     forced: tuple[int, int]
+    trace: int
+    arrivals: tuple[float, ...] = (0.0,)
+    trace_rounds: int = 3
 
 
-WORK = Work((16, 1024), (16, 64), 128, (5, 17, 40, 64, 130, 200, 333, 512), 32, (4, 400))
-TINY_WORK = Work((4, 64), (2, 4), 4, (5, 17, 40, 64), 8, (2, 48))
+WORK = Work((16, 1024), (16, 64), 128, (5, 17, 40, 64, 130, 200, 333, 512), 32, (4, 400), 2000)
+TINY_WORK = Work((4, 64), (2, 4), 4, (5, 17, 40, 64), 8, (2, 48), 20)
 
 
 class Measurement:
     """Of engines that are up, what they said and how fast. `faults` says what went wrong with which."""
 
-    def __init__(self, engines: dict[str, Engine], work: Work, vocabulary: int, deadline: float) -> None:
+    def __init__(self, engines: dict[str, Engine], work: Work, model: Model, deadline: float) -> None:
         self.engines = engines
         self.work = work
-        self.vocabulary = vocabulary
+        self.model = model
         self.deadline = deadline
         self.faults: list[str] = []
         self.forced_prompts: list[list[int]] = []
@@ -128,7 +136,7 @@ class Measurement:
 
         def prompts(*lengths: int) -> list[list[int]]:
             # Without the ends of the vocabulary, which may be special.
-            return [[generator.randrange(3, self.vocabulary - 12) for _ in range(n)] for n in lengths]
+            return [[generator.randrange(3, self.model.vocabulary - 12) for _ in range(n)] for n in lengths]
 
         self.keep("state_at_start", self.each("state"))
         self.keep("answers", self.each("say", prompts(*work.prompts), work.answer_tokens))
@@ -139,16 +147,31 @@ class Measurement:
             self.sample("prefill", self.each("prefill", long, rotate=turn))
             for size, batch in short.items():
                 self.sample(f"decode {size}", self.each("decode", batch, work.decode_tokens, rotate=turn))
+        self.take_traces()
         count, length = work.forced
         self.forced_prompts = prompts(*[length] * count)
         self.keep("forced", self.each("forced", self.forced_prompts))
         self.keep("state", self.each("state"))
         self.add_rates()
 
+    def take_traces(self) -> None:
+        """A sample of each, in turns."""
+        work, model = self.work, self.model
+        for turn in range(work.trace_rounds if work.trace else 0):
+            for per_s in work.arrivals:
+                arguments = (work.trace, model.length, per_s, model.vocabulary)
+                answers = self.each("trace", *arguments, rotate=turn)
+                for run, answer in answers.items():
+                    traces = self.runs[run].setdefault("traces", {})
+                    traces.setdefault(f"{per_s:g} per s" if per_s else "at once", []).append(answer)
+                if not per_s:
+                    self.sample("trace", {run: answer["seconds"] for run, answer in answers.items()})
+
     def add_rates(self) -> None:
         """Tokens per second of every run: of its median sample."""
         tokens = {"prefill": math.prod(self.work.prefill)}
         tokens |= {f"decode {size}": size * self.work.decode_tokens for size in self.work.decode}
+        tokens["trace"] = sum(each.answer for each in requests(self.work.trace, self.model.length))
         for run in self.runs.values():
             medians = {metric: statistics.median(samples) for metric, samples in run["samples_s"].items()}
             run["tokens_per_s"] = {metric: tokens[metric] / seconds for metric, seconds in medians.items()}
@@ -230,8 +253,10 @@ def compare_all(measured: Measurement) -> list[dict[str, Any]]:
     return found
 
 
-def faults_of(runs: dict[str, Any], comparisons: list[dict[str, Any]], cpu: bool) -> list[str]:
-    """What makes a result worth nothing, though its engines ran."""
+def faults_of(
+    runs: dict[str, Any], comparisons: list[dict[str, Any]], cpu: bool, defaults: bool = False
+) -> list[str]:
+    """What makes a result worth nothing, though its engines ran. By default, flux may leave all to vLLM."""
     faults, weights = [], set()
     for run, data in runs.items():
         states = zip(data.get("state_at_start", []), data.get("state", []), strict=False)
@@ -243,7 +268,7 @@ def faults_of(runs: dict[str, Any], comparisons: list[dict[str, Any]], cpu: bool
                 faults.append(f"{run}: rank {rank} called flux {total} times")
             # What came before the start was vLLM measuring its memory and capturing graphs.
             idle = [kind for kind in KINDS if end[KINDS[kind]] and calls[kind] <= before[kind]]
-            if run.startswith("flux") and (idle or not end["flux_through"]):
+            if run.startswith("flux") and not defaults and (idle or not end["flux_through"]):
                 which = f" for {' and '.join(idle)}" if idle else ""
                 faults.append(f"{run}: rank {rank} did not run flux's kernels{which}")
     if len(weights) != len({rank for rank, _ in weights}):
@@ -263,7 +288,9 @@ def describe(settings: Settings, work: Work) -> dict[str, Any]:
     from flux.bench import machine
     from flux.integrations.vllm import installed_version
 
-    kept = {"tp": settings.tp, "min_tokens": settings.min_tokens, "gpu_memory": settings.gpu_memory}
+    min_tokens = "auto" if settings.min_tokens is None else settings.min_tokens
+    kept = {"tp": settings.tp, "min_tokens": min_tokens, "gpu_memory": settings.gpu_memory}
+    kept["defaults"] = settings.defaults
     return {
         "version": flux.__version__,
         "commit": machine.commit(),
@@ -305,7 +332,22 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="shape (default llama-3-8b)")
     parser.add_argument("--layers", type=int, help="default 8; with --cpu 2")
     parser.add_argument("--runs", nargs="+", type=run, default=RUNS, help=f"default {' '.join(RUNS)}")
-    parser.add_argument("--min-tokens", type=int, default=1, help="FLUX_VLLM_MIN_TOKENS (default 1)")
+    parser.add_argument(
+        "--min-tokens", type=int, help="FLUX_VLLM_MIN_TOKENS (default 1; with --defaults flux's own)"
+    )
+    parser.add_argument("--defaults", action="store_true", help="leave vLLM's fusions and multicast on")
+    parser.add_argument("--decode", nargs="+", type=int, metavar="N", help="sequences (default 16 64)")
+    parser.add_argument(
+        "--trace", type=int, metavar="N", help="requests of the trace (default 2000; 0: none)"
+    )
+    parser.add_argument(
+        "--arrivals",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="R",
+        help="serve it at R requests a second, too",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
@@ -327,10 +369,16 @@ def main() -> int:
     start = time.monotonic()
     model, work = (TWINS[options.model], TINY_WORK) if options.cpu else (MODELS[options.model], WORK)
     model = replace(model, layers=options.layers or model.layers)
-    folder = (options.logs or Path(tempfile.mkdtemp(prefix="vllm-throughput-"))).resolve()
-    settings = Settings(
-        model, options.tp, options.min_tokens, options.gpu_memory, options.timeout, options.cpu, folder
+    work = replace(
+        work,
+        decode=tuple(options.decode or work.decode),
+        trace=work.trace if options.trace is None else options.trace,
+        arrivals=(*work.arrivals, *options.arrivals),
     )
+    folder = (options.logs or Path(tempfile.mkdtemp(prefix="vllm-throughput-"))).resolve()
+    min_tokens = 1 if options.min_tokens is None and not options.defaults else options.min_tokens
+    limits = (options.gpu_memory, options.timeout)
+    settings = Settings(model, options.tp, min_tokens, *limits, options.cpu, folder, options.defaults)
     settings.write_model()
     say(f"logs in {folder}")
     engines: dict[str, Engine] = {}
@@ -338,12 +386,12 @@ def main() -> int:
         for run in options.runs:
             engines[run] = Engine(run, settings)
         record = describe(settings, work)  # while they come up
-        measured = Measurement(engines, work, model.vocabulary, start + options.timeout)
+        measured = Measurement(engines, work, model, start + options.timeout)
         measured.wait_until_ready(start + START_SHARE * options.timeout)
         measured.take_all(options.rounds)
         record["machine"]["gpus_load"] = gpus_now()
         comparisons = compare_all(measured)
-        faults = measured.faults + faults_of(measured.runs, comparisons, options.cpu)
+        faults = measured.faults + faults_of(measured.runs, comparisons, options.cpu, options.defaults)
         record |= {"runs": measured.to_json(), "comparisons": comparisons, "faults": faults}
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)

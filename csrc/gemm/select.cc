@@ -134,6 +134,7 @@ std::string config_name(int config, Cluster cluster) {
   const TileConfig& tile = kTileConfigs[config];
   std::string name =
       std::to_string(kBlockM) + "x" + std::to_string(tile.block_n) + "x" + std::to_string(tile.stages);
+  if (tile.operand_bytes() == 1 && !tile.promotes()) name += " fast";
   if (cluster == Cluster::kPairM) name += " pair-m";
   if (cluster == Cluster::kPairN) name += " pair-n";
   const int split = one_tile(cluster).split();

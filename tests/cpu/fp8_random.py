@@ -8,6 +8,7 @@ A case is a number: everything else follows from it, on every rank alike.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 import time
@@ -17,14 +18,16 @@ from typing import Any
 
 import torch
 from fp8_layouts import LAYOUTS
-from fp8_moe import ScaledMoe
 
 import flux
+from flux.ops._end import QUANTS
+from flux.ops._norm import rms_norm
 from flux.ops._tensors import taken
 from flux.testing import ScaledCase, spawn
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import random_case
 from flux.testing.scaled_data import exact_product
+from flux.testing.scaled_moe_data import ScaledMoe
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -115,6 +118,71 @@ def gemm_rs(call: Case) -> str:
     return differs("sum", result, case.total()[call.rank * rows :][:rows])
 
 
+def ag_gemm(call: Case) -> str:
+    case = call.scaled(call.size(150), False)
+    rows = call.p * case.m
+    out = call.out(rows, case.n, dtype=case.out_dtype)
+    arguments, keeps = call.arguments(case), call.dice.random() < 0.3
+    told = run(flux.ag_gemm, **arguments, **out, return_gathered=keeps)
+    if not keeps:
+        return differs("product", told, case.gathered(call.rank))
+    result, gathered, scale = told
+    everybody = [case.x(source) for source in range(call.p)]
+    expected = torch.cat([q.float() for q, _ in everybody])
+    of_rows = torch.cat([s.expand(case.m, 1) if s.dim() == 1 else s for _, s in everybody])
+    return (
+        differs("product", result, case.gathered(call.rank))
+        or differs("rows", gathered.float(), expected)
+        or differs("their scales", scale, of_rows)
+    )
+
+
+def gemm_ar(call: Case) -> str:
+    """The sum, or with a norm the quantised norm."""
+    case = call.scaled(call.size(150), True)
+    arguments, expected = call.arguments(case), case.total()
+    if not case.bias and call.dice.random() < 0.5:  # else the sum would be too large to be exact
+        arguments["residual"] = case.residual()
+        expected = (expected.double() + case.residual()).to(case.out_dtype)
+    if call.dice.random() < 0.5:
+        out = call.out(case.m, case.n, dtype=case.out_dtype)
+        return differs("sum", run(flux.gemm_ar, **arguments, **out), expected)
+    return quantised_end(call, functools.partial(run, flux.gemm_ar, **arguments), expected)
+
+
+def all_reduce(call: Case) -> str:
+    case = call.scaled(call.size(150), True)
+    partial = exact_product(*case.x(call.rank), *case.weight(call.rank)).to(case.out_dtype)
+    bias = case.inputs(0)[4]
+    total = case.total() if bias is None else (case.total().double() - bias.double()).to(case.out_dtype)
+    return quantised_end(call, functools.partial(run, flux.all_reduce, partial), total)
+
+
+def quantised_end(call: Case, op: Callable[..., Any], total: Tensor) -> str:
+    """Bit for bit flux.quantize of the returned norm, which is that of the exact sum."""
+    quant = call.dice.choice(QUANTS)
+    static, ue8m0 = quant == "tensor" and call.dice.random() < 0.5, call.dice.random() < 0.5
+    how: dict[str, Any] = {"scale": torch.tensor([0.02])} if static else {"ue8m0": ue8m0}
+    norm_weight = torch.arange(total.shape[-1]).remainder(3).add(1).to(total.dtype)
+    q, scale, summed, norm = op(
+        norm_weight=norm_weight,
+        quant=quant,
+        quant_scale=how.get("scale"),
+        ue8m0=how.get("ue8m0", False),
+        return_norm=True,
+    )
+    expected, scales = flux.quantize(norm, quant, **how)
+    exact_norm = rms_norm(total, norm_weight, 1e-6)
+    if DEVICE == "cuda" and torch.allclose(norm, exact_norm, rtol=2**-7, atol=0):
+        exact_norm = norm  # kernels add the squares of a row in another order
+    return (
+        differs("sum", summed, total)
+        or differs("norm", norm, exact_norm)
+        or differs("scales", scale, scales)
+        or differs("quantised", q.view(torch.uint8), expected.view(torch.uint8))
+    )
+
+
 def grouped_gemm(call: Case) -> str:
     experts, kind = call.dice.randint(1, 5), call.dice.choice(("tensor", "row", "block"))
     m, n, seed = call.size(200), call.padded(call.size(150), 8), 10 * call.number
@@ -163,7 +231,9 @@ def moe(call: Case) -> str:
     return told or differs("layer 1", result, case.layer1(call.rank))
 
 
-OPS: dict[str, Callable[[Case], str]] = {f.__name__: f for f in (gemm, gemm_rs, grouped_gemm, moe)}
+OPS: dict[str, Callable[[Case], str]] = {
+    f.__name__: f for f in (gemm, gemm_rs, ag_gemm, gemm_ar, all_reduce, grouped_gemm, moe)
+}
 
 
 def sweep(rank: int, p: int, op: str, first: int, count: int) -> list[str]:

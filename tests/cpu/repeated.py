@@ -20,7 +20,7 @@ from flux._native import core
 from flux.comm import known, registry
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
-from flux.ops import _exchange, ag_gemm, all_gather, gemm_ar, gemm_rs, grouped_gemm
+from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, all_gather, gemm_rs, grouped_gemm
 from flux.ops import gemm as plain
 
 STREAM = 7
@@ -70,7 +70,8 @@ class Machine:
         """In place of a kernel's operator."""
         name = operator._schema.name
 
-        def launch(*arguments: Any) -> None:
+        def launch(*arguments: Any, **fp8: Any) -> None:  # that are never kept
+            assert self._keeping is None or not fp8
             if self._keeping is None:
                 self.dispatched.append((name, arguments))
             else:
@@ -111,7 +112,7 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for module in (
         plain,
         gemm_rs,
-        gemm_ar,
+        _gemm_ar_parts,
         ag_gemm,
         all_gather,
         grouped_gemm,

@@ -18,7 +18,8 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import flux
 from flux.integrations import async_tp
-from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing import AgGemmCase, GemmRsCase, ScaledCase, spawn
+from flux.testing.scaled_data import exact_product
 
 _torch: Any = torch  # parts of it are not typed
 _symm_mem: Any = symm_mem
@@ -113,6 +114,102 @@ def scatter(rank: int, world_size: int, index: int) -> str:
     return same(result, expected)
 
 
+# Scales of x: of the tensor, of this rank's rows, or of the rows of all ranks.
+SCALED = list(
+    product([((6,), 0), ((5, 3), 0), ((3, 5), 1), ((2, 3, 4), 1)], ["tensor", "own rows", "all rows"])
+)
+OUT = [torch.bfloat16, torch.float32]
+
+
+def scaled_gather(rank: int, world_size: int, index: int) -> str:
+    (leading, dim), kind = SCALED[index]
+    rows, dtype = int(torch.Size(leading).numel()), OUT[index % 2]
+    kinds = "tensor" if kind == "tensor" else "row"
+    cases = [
+        ScaledCase(rows, n, 144, world_size, kinds, out_dtype=dtype, bias=n == 40, seed=index)
+        for n in (24, 40)
+    ]
+    # A scale of the tensor is the same on all ranks.
+    xs = [cases[0].x(source) for source in range(world_size)]
+    scale = [xs[0][1] if kind == "tensor" else each for _, each in xs]
+    weights = [case.weight(rank) for case in cases]
+    biases = [case.inputs(rank)[4] for case in cases]
+    a_shard, a_scale = as_fused_op_takes(xs[rank][0], leading, dim), scale[rank]
+    whole = tuple(size * world_size if i == dim else size for i, size in enumerate(leading))
+    if kind == "own rows":
+        a_scale = as_fused_op_takes(a_scale, leading, dim)
+    elif kind == "all rows":
+        a_scale = as_fused_op_takes(torch.cat(scale), whole, dim)
+    call = [a_shard, [w.t() for w, _ in weights], a_scale, [s.view(1, -1) for _, s in weights], dim]
+    fast = index % 3 == 0
+    options = [biases, [None, None], [dtype, dtype], [fast, fast]]
+    group = dist.group.WORLD.group_name
+    with mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ours:
+        a, results = torch.ops.symm_mem.fused_all_gather_scaled_matmul(*call, group, *options)
+    if ours.call_count != 1 or ours.call_args.kwargs["accumulate"] != ("fast" if fast else "promoted"):
+        return f"flux was called so: {ours.call_args_list}"
+    answers = [same(a.float(), as_fused_op_takes(torch.cat([x.float() for x, _ in xs]), whole, dim))]
+    for result, (weight, of_columns), bias in zip(results, weights, biases, strict=True):
+        parts = [exact_product(x, s, weight, of_columns) for (x, _), s in zip(xs, scale, strict=True)]
+        expected = torch.cat(parts) + (0 if bias is None else bias.double())
+        answers.append(same(result, as_fused_op_takes(expected.to(dtype), whole, dim)))
+    return "; ".join(answer for answer in answers if answer)
+
+
+def scaled_scatter(rank: int, world_size: int, index: int) -> str:
+    (leading, dim), kind = SCALED[index]
+    whole = tuple(size * world_size if i == dim else size for i, size in enumerate(leading))
+    rows, dtype = int(torch.Size(whole).numel()), OUT[index % 2]
+    kinds, reduce_op = "tensor" if kind == "tensor" else "row", ("sum", "avg")[index % 2]
+    case = ScaledCase(rows, 24, 144, world_size, kinds, out_dtype=dtype, sums=True, seed=index)
+    x, weight, scale, of_columns, _ = case.inputs(rank)
+    flat = kind == "all rows"  # torch may have one dimension for all leading ones
+    a = x if flat else x.view(*whole, -1)
+    a_scale = scale if flat or kind == "tensor" else scale.view(*whole, 1)
+    call = [a, weight.t(), a_scale, of_columns.view(1, -1), reduce_op, dim, 0 if flat else dim]
+    group, shape = dist.group.WORLD.group_name, [*whole, 24]
+    with mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as ours:
+        result = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            *call, group, shape, out_dtype=dtype, use_fast_accum=False
+        )
+    if ours.call_count != 1:
+        return "flux was not called"
+    expected = case.total().view(shape).chunk(world_size, dim)[rank].contiguous()
+    return same(result, expected / world_size if reduce_op == "avg" else expected)
+
+
+def scaled_stays_torchs() -> None:
+    """What flux has no operator for."""
+    q, one = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(1)
+    w, group = torch.ones(8, 16).to(torch.float8_e4m3fn).t(), dist.group.WORLD.group_name
+    called: list[Any] = []
+    torchs = mock.Mock()
+    torchs.call_boxed.side_effect = lambda *arguments: called.append(arguments)
+    bf16, other = torch.bfloat16, torch.ones(8)
+    gathers: list[tuple[Any, ...]] = [
+        ([None], [one], [bf16], [True]),
+        ([None], [None], [None], [True]),
+        ([other], [None], [bf16], [True]),
+    ]
+    with mock.patch.object(flux, "ag_gemm") as ag, mock.patch.object(flux, "gemm_rs") as rs:
+        for options in gathers:
+            async_tp._all_gather_scaled_matmul(torchs, None, q, [w], one, [one], 0, group, *options)
+        row_major = w.contiguous()
+        async_tp._all_gather_scaled_matmul(
+            torchs, None, q, [row_major], one, [one], 0, group, [None], [None], [bf16], [True]
+        )
+        scatters: list[dict[str, Any]] = [{"bias": other}, {"result_scale": one}, {"out_dtype": None}]
+        for change in scatters:
+            how = {"out_dtype": bf16} | change
+            async_tp._scaled_matmul_reduce_scatter(
+                torchs, None, q, w, one, one, "sum", 0, 0, group, [4, 8], **how
+            )
+        async_tp._scaled_matmul_reduce_scatter(
+            torchs, None, q, w, one, one, "max", 0, 0, group, [4, 8], out_dtype=bf16
+        )
+    assert not ag.called and not rs.called and len(called) == len(gathers) + len(scatters) + 2
+
+
 def torchs_own(rank: int, world_size: int) -> str:
     """The last dimension stays torch's, and an unknown reduction is torch's error."""
     group = dist.group.WORLD.group_name
@@ -139,6 +236,10 @@ def work(rank: int, world_size: int) -> dict[str, str]:
     async_tp.install()
     answers = {f"gather {GATHERS[i]}": gather(rank, world_size, i) for i in range(len(GATHERS))}
     answers |= {f"scatter {SCATTERS[i]}": scatter(rank, world_size, i) for i in range(len(SCATTERS))}
+    for i, how in enumerate(SCALED):
+        answers[f"scaled gather {how}"] = scaled_gather(rank, world_size, i)
+        answers[f"scaled scatter {how}"] = scaled_scatter(rank, world_size, i)
+    scaled_stays_torchs()
     answers["torchs_own"] = torchs_own(rank, world_size)
     return {name: answer for name, answer in answers.items() if answer}
 
@@ -209,7 +310,7 @@ def kernel(name: str, key: str) -> str:
         return "none"
 
 
-@pytest.mark.parametrize("name", ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"])
+@pytest.mark.parametrize("name", async_tp._IMPLEMENTATIONS)
 def test_install_and_uninstall(name: str, recwarn: pytest.WarningsRecorder) -> None:
     before = kernel(name, "CUDA")
     for _ in range(2):
@@ -220,13 +321,6 @@ def test_install_and_uninstall(name: str, recwarn: pytest.WarningsRecorder) -> N
         async_tp.uninstall()
         assert kernel(name, "CUDA") == before and kernel(name, "CPU") == "none"
     assert not [w for w in recwarn if "Overriding" in str(w.message)]
-
-
-def test_scaled_variants_stay_torchs() -> None:
-    names = ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"]
-    before = [kernel(name, key) for name in names for key in ("CUDA", "CPU")]
-    async_tp.install()
-    assert [kernel(name, key) for name in names for key in ("CUDA", "CPU")] == before
 
 
 def test_what_flux_does_not_fuse_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

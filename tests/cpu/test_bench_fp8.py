@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_cli import choose_cpu
 from torch import Tensor
 from typer.testing import CliRunner
 
 import flux
 from flux.bench import record
+from flux.bench.cases import moe
 from flux.bench.cases.common import Context
 from flux.bench.cases.fp8 import gemm, libraries, quantize
+from flux.bench.cases.fp8 import moe as fp8_moe
+from flux.bench.cases.fp8.data import quantized
 from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, on_wire_bytes
 from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer
 from flux.cli import app
+from flux.moe import gemm_gather_rs
+from flux.testing import spawn
 from flux.tune.facts import facts_of
 
 runner = CliRunner()
@@ -122,6 +130,60 @@ def test_quantisation(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_now: list[int] = []
     monkeypatch.setattr(quantize, "quantized", broken)
     assert "scales are not" in quantize.check(problem(scales, "quantize"), ONE)
+
+
+def layers(rank: int, world_size: int) -> list[tuple[str, set[str], list[str]]]:
+    context = Context(rank, world_size, world_size, torch.device("cpu"), torch.bfloat16, dist.group.WORLD)
+    told = []
+    for op in ("moe_layer0", "moe_layer1"):
+        for kind, ep_size in (("tensor", 1), ("row", world_size), ("block", world_size)):
+            row = replace(moe.problem(op, "tiny", 64, ep_size, load_std=0.05), scales=kind)
+            prepared = fp8_moe.prepare(row, context)
+            for candidate in prepared.candidates:
+                candidate.call()
+            told.append((fp8_moe.check(row, context), {c.name for c in prepared.candidates}, prepared.notes))
+    lost = mock.patch.object(flux.moe, "gemm_gather_rs", without_scales)
+    with lost:
+        told.append((fp8_moe.check(row, context), set(), []))
+    return told
+
+
+def without_scales(x: Tensor, weight: Tensor, routing: flux.moe.Routing, **options: Any) -> Tensor:
+    options["scale_x"] = torch.ones_like(options["scale_x"])
+    return gemm_gather_rs(x, weight, routing, **options)
+
+
+def test_expert_layers() -> None:
+    *rows, lost = spawn(layers, 2)[0]
+    assert [said for said, _, _ in rows] == ["exact"] * 6 and "wrong; at [" in lost[0]
+    both = {"flux", IN_16_BITS, "flux, parts", "flux.grouped_gemm", "gloo"}
+    assert all(both <= names for _, names, _ in rows)
+    assert "all-to-all+flux.grouped_gemm" in rows[1][1] and "gloo+flux.grouped_gemm" in rows[0][1]
+    assert "flux.grouped_gemm+all-to-all" in rows[4][1] and "flux.grouped_gemm+gloo" in rows[3][1]
+    assert any("takes no block scales" in note for note in rows[2][2])
+
+
+def test_a_scaled_grouped_product_of_torch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has it on GPUs only: a stand-in of its arguments, right and then without the scales of x."""
+
+    def stand_in(
+        x: Tensor, w: Tensor, of_x: Tensor, of_w: Tensor, offs: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
+        assert x.dtype == w.dtype == torch.float8_e4m3fn and w.stride(1) == 1
+        assert of_x.shape == x.shape[:1] and of_w.shape == (w.shape[0], w.shape[2])
+        expert = torch.searchsorted(offs, torch.arange(len(x)), right=True)
+        rows = [x[i].float() * (of_x[i] if right else 1) @ w[e].float() for i, e in enumerate(expert)]
+        return (torch.stack(rows) * of_w[expert]).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
+    x = quantized(torch.randn(6, 64), "token")
+    weight, offsets = quantized(torch.randn(2, 32, 64), "token"), torch.tensor([0, 4, 6], dtype=torch.int32)
+    right = True
+    found, notes = fp8_moe.grouped_products(x, weight, "row", offsets, ONE)
+    assert list(found) == ["flux.grouped_gemm", "_scaled_grouped_mm"] and notes == []
+    right = False
+    found, notes = fp8_moe.grouped_products(x, weight, "row", offsets, ONE)
+    assert list(found) == ["flux.grouped_gemm"] and "could not run: wrong" in notes[0]
 
 
 def test_bars_and_facts() -> None:

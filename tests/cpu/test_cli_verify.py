@@ -154,7 +154,7 @@ def test_cases_after_an_error_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     first, left = verify_cases.run_rank(1, 2, "cpu", "")
     assert (first.state, first.detail) == ("wrong", "rank 0: RuntimeError: lost")
     every = sum(len(verify_cases.named_cases(2, "cpu", op)) for op in verify_cases.COLLECTIVES)
-    every += len(verify_cases.verify_moe.named_cases(2))
+    every += len(verify_cases.verify_moe.named_cases(2)) + len(verify_cases.verify_fp8.named_cases(2))
     assert (left.state, left.case) == ("skipped", f"{every - 1} more")
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, by_name, opcheck, run_scenarios
-from fp8_moe import ScaledMoe
 from fp8_random import differs
 
 import flux
@@ -21,6 +20,7 @@ from flux.ops import grouped_gemm as grouped
 from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 from flux.testing.moe_data import MoeCase
+from flux.testing.scaled_moe_data import ScaledMoe
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -21,7 +21,10 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
 from flux.ops import _exchange
+from flux.ops import _gemm_ar_parts as parts
 from flux.ops import gemm_ar as ops
+from flux.ops._end import NONE, End
+from flux.ops._scales import Scales
 from flux.ops.plan import PLANNERS, Plan, PlanInput
 from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import GemmRsCase, RankFailure, spawn
@@ -135,7 +138,7 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
 
 def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(ops, "_kernel", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(parts, "_kernel", lambda *arguments: told.append(arguments))
     monkeypatch.setattr(_exchange, "_kernel", lambda *arguments: told.append(arguments))
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
     monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
@@ -144,30 +147,72 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(4, 8).bfloat16(), torch.ones(16, 8).bfloat16()
     total = torch.zeros(4, 16).bfloat16()
     shifted = torch.ones(65).bfloat16()[1:].view(4, 16)  # not at a multiple of 16 bytes
-    ops._fused_cuda(workspace, made, x, weight, None, None, total, None, 0.0)
-    normalised = ops._fused_cuda(workspace, made, x, weight, None, shifted, total, shifted[0], 1e-5)
+    end = End(shifted[0], 1e-5)
+    assert parts.fused_cuda(workspace, made, x, weight, None, None, total, NONE, None) is None
+    normed = parts.fused_cuda(workspace, made, x, weight, None, shifted, total, end, None)
+    assert normed is not None
     plain, norm = told
     assert plain[:2] == (x, weight) and plain[2] is None and plain[3] is total
     assert plain[4:] == (False, 77, made.choice, 114, made.mode, None, None, 0.0, None)
-    assert norm[3] is normalised and norm[12] is total and norm[11] == 1e-5
+    assert norm[3] is normed.normalised and norm[12] is total and norm[11] == 1e-5
     assert plain[7] == norm[7] == 114, "CTAs wait for those of peers that have the same share"
     for aligned, given in ((norm[9], shifted), (norm[10], shifted[0])):
         assert aligned.data_ptr() % 16 == 0 and torch.equal(aligned, given)
     # Written before the residual is read.
-    ops._fused_cuda(workspace, made, x, weight, None, total, total, None, 0.0)
+    parts.fused_cuda(workspace, made, x, weight, None, total, total, NONE, None)
     assert told[2][9] is total and told[2][3].data_ptr() != total.data_ptr()
     # A result that a kernel cannot write where it shall lie.
-    monkeypatch.setattr(ops, "_kernel", lambda *arguments: arguments[3].fill_(5))
-    ops._fused_cuda(workspace, made, x, weight, None, None, shifted, None, 0.0)
+    monkeypatch.setattr(parts, "_kernel", lambda *arguments: arguments[3].fill_(5))
+    parts.fused_cuda(workspace, made, x, weight, None, None, shifted, NONE, None)
     assert (shifted == 5).all()
     _exchange.run_fused(workspace, plan("all_reduce", m=1, n=64), 0, x, total)
     assert told[3] == (x, total, 77, 114, 0, None, None, 0.0, None)
     plain_plan = plan("all_reduce", m=1, n=64)
     assert _exchange.run_fused(workspace, plain_plan, 0, x, total, shifted) is None
-    norm = _exchange.run_fused(workspace, plain_plan, 0, x, total, None, shifted[0], 1e-5)
+    summed = _exchange.run_fused(workspace, plain_plan, 0, x, total, None, end)
+    assert summed is not None
     assert told[4][:5] == (x, total, 77, 114, 0) and torch.equal(told[4][5], shifted)
-    assert told[5][:3] == (x, norm, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
+    assert told[5][:3] == (x, summed.normalised, 77) and told[5][3] == 114 and told[5][7:] == (1e-5, total)
     assert told[4][5].data_ptr() % 16 == 0 and told[5][6].data_ptr() % 16 == 0
+
+
+def test_what_the_kernels_are_given_of_scales_and_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    for module in (parts, _exchange):
+        monkeypatch.setattr(module, "_kernel", lambda *arguments, **how: told.append(how))
+    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    monkeypatch.setattr(workspace, "enter", lambda plan: nullcontext((77, 0)), raising=False)
+    monkeypatch.setattr(workspace, "num_sms", 114, raising=False)
+    made, total = plan(m=4, n=256, k=16), torch.zeros(4, 256).bfloat16()
+    x, weight = (torch.ones(rows, 16).to(torch.float8_e4m3fn) for rows in (4, 256))
+    scales, static = Scales(torch.ones(4), torch.ones(1), torch.bfloat16, "fast"), torch.tensor([0.5])
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "tensor": ((1,), (1,)),
+        "token": ((4,), (4, 1)),
+        "group128": ((4, 2), (4, 2)),
+    }
+    for quant, (of_kernel, of_result) in shapes.items():
+        scale = static if quant == "tensor" else None
+        end = End(torch.ones(256).bfloat16(), 1e-5, quant, scale, quant == "token", True)
+        results = [
+            (parts.fused_cuda(workspace, made, x, weight, None, None, total, end, scales), total),
+            (_exchange.run_fused(workspace, made, 0, total, total.clone(), None, end), total),
+        ]
+        for how, (found, summed) in zip(told[-2:], results, strict=True):
+            assert found is not None
+            q, q_scale = found.quantised  # type: ignore[misc]
+            assert how["q"] is q and how["q_scale"].data_ptr() == q_scale.data_ptr()
+            assert how["q_scale"].shape == of_kernel and how["quant_scale"] is scale
+            granularity = ("tensor", "token", "group128").index(quant)
+            assert (how["granularity"], how["ue8m0"]) == (granularity, quant == "token")
+            told_q, told_scale, *rest = end.of(summed, found)
+            assert told_q.dtype == torch.float8_e4m3fn and told_q.shape == (4, 256)
+            assert told_scale.shape == of_result and rest[0] is summed and rest[1].shape == (4, 256)
+            # Kernels do not write a scale that is given.
+            assert scale is None or torch.equal(told_scale, static)
+        fused, alone = told[-2:]
+        assert (fused["scale_x"], fused["scale_w"], fused["fast"]) == (*scales[:2], True)
+        assert "scale_x" not in alone
 
 
 X2 = torch.ones(5, 8)
@@ -395,6 +440,6 @@ def test_unfused_on_gpus_makes_no_second_result(monkeypatch: pytest.MonkeyPatch,
     )
     total = residual if in_place else torch.empty_like(residual)
     with Made() as made:
-        ops._unfused(x.as_subclass(OnGpu), weight, bias, False, residual, dist.group.WORLD, total)
+        parts.unfused(x.as_subclass(OnGpu), weight, bias, False, residual, dist.group.WORLD, total, None)
     assert (total == 2 * 32 + 2 + 2).all()
     assert made.elements == ({torch.bfloat16: 64 * 32} if in_place else {})

@@ -15,7 +15,7 @@ import flux
 from flux._native import core
 from flux.comm import known, registry
 from flux.comm.cuda import CopyLaunch, CudaWorkspace, Launch
-from flux.ops import _check, ag_gemm, all_gather, gemm_ar, gemm_rs
+from flux.ops import _check, _end, _gemm_ar_parts, ag_gemm, all_gather, gemm_ar, gemm_rs
 
 DEVICE = torch.device("cpu")  # where the tensors are; their workspace plans for GPUs
 ROOM = 1 << 30
@@ -80,8 +80,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: told.append((name, arguments))
 
-    for module in (gemm_rs, gemm_ar, ag_gemm, all_gather):
-        monkeypatch.setattr(module, "_kernel", record(module.__name__.rpartition(".")[2]))
+    for name, module in {
+        "gemm_rs": gemm_rs,
+        "gemm_ar": _gemm_ar_parts,
+        "ag_gemm": ag_gemm,
+        "all_gather": all_gather,
+    }.items():
+        monkeypatch.setattr(module, "_kernel", record(name))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=1))
@@ -117,7 +122,7 @@ def call(group: Any, op: str, **change: Any) -> Any:
         return gemm_rs.call(x, weight, bias, transpose_weight, group, out)
     if op == "gemm_ar":
         residual = given.get("residual")
-        return gemm_ar._call(x, weight, bias, transpose_weight, residual, None, 0.0, group, out)
+        return gemm_ar._call(x, weight, bias, transpose_weight, residual, _end.NONE, group, out)
     weights = weight if isinstance(weight, list) else [weight]
     biases = bias if isinstance(bias, list) else [] if bias is None else [bias]
     outs = None if out is None else [out]

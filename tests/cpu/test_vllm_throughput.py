@@ -146,7 +146,20 @@ def test_models(benchmark: Any) -> None:
     sizes = ("hidden_size", "head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
     assert [config[size] for size in sizes] == [2048, 128, 768, 128, 8]
     assert not any("expert" in key for key in llama.config())
-    assert [benchmark.TWINS[name].experts for name in benchmark.MODELS] == [0, 8]
+    assert [benchmark.TWINS[name].experts for name in benchmark.MODELS] == [0, 0, 0, 8, 4]
+    mixtral = benchmark.MODELS["mixtral-8x7b"].config()
+    assert (mixtral["model_type"], mixtral["num_local_experts"]) == ("mixtral", 8)
+
+
+def test_by_default_flux_may_leave_all_to_vllm(benchmark: Any, tmp_path: Path) -> None:
+    runs = STOCK | {"flux-graph": _run((0, 0), (0, 0), [])}
+    assert benchmark.faults_of(runs, [], cpu=False, defaults=True) == []
+    settings = benchmark.Settings(
+        benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, defaults=True
+    )
+    environment = settings.environment("flux-graph")
+    assert environment["FLUX_VLLM_MIN_TOKENS"] == "auto"
+    assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
 
 
 def test_an_engine_that_does_not_come_up_says_why(

@@ -1,14 +1,39 @@
-"""fp8 on one GPU: quantisation has the bits of the CPU path, and GEMMs of small integers are exact."""
+"""fp8 on one GPU, which emulates ranks: quantisation has the bits of the CPU path, and products and sums of
+small integers are exact.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import flux
+from flux._native import core
+from flux.ops._end import QUANTS as ENDS
+from flux.ops._end import End
+from flux.ops._norm import rms_norm
+from flux.ops._scales import Scales
 from flux.ops.quantize import QUANTS
+from flux.testing import ScaledCase
+from flux.testing.emulate import EmulatedRanks
+from flux.testing.scaled_data import exact_product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ("tensor", "row", "block")
+TRANSPORTS = [pytest.param(False, id="pushed"), pytest.param(True, id="copied")]
+# Rows of a rank (around one block of 128, and more), n, k: block scales take the next multiple of 128.
+SHAPES = [(1, 8, 16), (127, 200, 400), (128, 64, 128), (129, 264, 528), (300, 1032, 256)]
+SUMS = [(1, 8, 16), (1, 4096, 256), (5, 136, 144), (16, 1024, 512), (64, 520, 384), (130, 264, 528)]
+ALONE, PAIR_M, PAIR_N, SPLIT = 1, 2, 3, 4  # clusters
+# Of tiles of 256 columns, one has room to send, and the other more stages.
+TILES = core.tile_configs(1)
+SENDING = [tile for tile in TILES if tile.block_n >= 128 and (tile.block_n, tile.stages) != (256, 4)]
+KEEPING = [tile for tile in TILES if (tile.block_n, tile.stages) != (256, 3)]
+CHOSEN = -1
 
 
 def bits(q: torch.Tensor) -> torch.Tensor:
@@ -56,3 +81,194 @@ def test_gemm_is_exact(quant: str, m: int, n: int, k: int) -> None:
     cuda = [tensor.cuda() for tensor in (x, weight, scale_x, scale_w)]
     out = flux.gemm(*cuda[:2], scale_x=cuda[2], scale_w=cuda[3], out_dtype=torch.float32)
     assert torch.equal(out.cpu(), expected)
+
+
+class Operands(NamedTuple):
+    """Those of all ranks on the GPU."""
+
+    xs: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    scales: list[Scales]
+    bias: torch.Tensor | None
+
+
+def operands(case: ScaledCase, accumulate: str) -> Operands:
+    made = [
+        [part if part is None else part.cuda() for part in case.inputs(r)] for r in range(case.world_size)
+    ]
+    xs, weights, of_rows, of_columns, biases = (list(parts) for parts in zip(*made, strict=True))
+    scales = [
+        Scales(*pair, case.out_dtype, accumulate).canonical(case.n, case.k)
+        for pair in zip(of_rows, of_columns, strict=True)
+    ]
+    return Operands(xs, weights, scales, biases[0])
+
+
+def cases(
+    world_size: int, shapes: list[tuple[int, int, int]], sums: bool
+) -> Iterator[tuple[ScaledCase, str]]:
+    """Problems of every kind of scales, the first of their shapes for one rank, and how they accumulate."""
+    for kind in KINDS:
+        for number, (m, n, k) in enumerate(shapes):
+            depth = -(-k // 128) * 128 if kind == "block" else k
+            x_dtype, out_dtype = (E4M3, E5M2)[number % 2], (torch.bfloat16, torch.float16)[number // 2 % 2]
+            bias = number % 3 == 0
+            case = ScaledCase(m, n, depth, world_size, kind, x_dtype, out_dtype, bias, sums, number)
+            yield case, "promoted"
+            if kind != "block":
+                yield replace(case, x_dtype=E4M3), "fast"
+
+
+@pytest.mark.parametrize("copied", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("tile", [None, *SENDING], ids=str)
+def test_gemm_rs_is_exact(tile: core.TileConfig | None, world_size: int, copied: bool) -> None:
+    ranks = EmulatedRanks(world_size)
+    shapes = [(rows * world_size, n, k) for rows, n, k in SHAPES]
+    for case, accumulate in cases(world_size, shapes, sums=True):
+        if tile is not None and not tile.promotes and accumulate != "fast":
+            continue
+        xs, weights, scales, bias = operands(case, accumulate)
+        expected, rows = case.total().cuda(), case.m // world_size
+        for cluster in (ALONE, PAIR_M):
+            config = CHOSEN if tile is None else tile.id | cluster << 8
+            how = {"config": config, "copied": copied, "chunks": cluster}
+            results = ranks.gemm_rs(xs, weights, bias, scales=scales, **how)
+            ranks.check()
+            for rank, result in enumerate(results):
+                assert torch.equal(result, expected[rank * rows :][:rows]), (rank, case, accumulate, config)
+
+
+@pytest.mark.parametrize("copied", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("tile", [None, *KEEPING], ids=str)
+def test_ag_gemm_is_exact(tile: core.TileConfig | None, world_size: int, copied: bool) -> None:
+    """Then a second weight for the same rows, and the gathered rows and scales themselves."""
+    ranks = EmulatedRanks(world_size)
+    for number, (case, accumulate) in enumerate(cases(world_size, SHAPES, sums=False)):
+        if tile is not None and not tile.promotes and accumulate != "fast":
+            continue
+        xs, weights, scales, bias = operands(case, accumulate)
+        biases = None if bias is None else [bias] * world_size
+        config = CHOSEN if tile is None else tile.id | (ALONE, PAIR_M, PAIR_N)[number % 3] << 8
+        how = {"config": config, "copied": copied, "scales": scales}
+        for reuse in (False, True):
+            results = ranks.ag_gemm(xs, weights, biases, reuse=reuse, **how)
+            ranks.check()
+            for rank, result in enumerate(results):
+                assert torch.equal(result, case.gathered(rank).cuda()), (
+                    rank,
+                    reuse,
+                    case,
+                    accumulate,
+                    config,
+                )
+        collected = ranks.collect(xs, copied=copied, scales=scales)
+        ranks.check()
+        rows, of_rows = collected[:world_size], collected[world_size:]
+        expected = torch.cat([x.float() for x in xs])
+        expected_scales = torch.cat(
+            [each.x.expand(case.m) if each.x.dim() == 1 else each.x for each in scales]
+        )
+        for rank in range(world_size):
+            assert torch.equal(rows[rank].float(), expected), (rank, case)
+            assert torch.equal(of_rows[rank], expected_scales), (rank, case)
+
+
+def sum_choices() -> list[int]:
+    """Tiles that sum in their launch: ordinary ones, and swap-AB ones with one part of K or two."""
+    ordinary = [tile.id | c << 8 for tile in TILES[:2] for c in (ALONE, PAIR_M, SPLIT)]
+    first = core.FIRST_SWAP_AB + core.NUM_SWAP_AB
+    few_rows = [first + tile | split << 8 | 1 << 16 for tile in range(4) for split in (1, 2)]
+    return [CHOSEN, *ordinary, *few_rows]
+
+
+def splits(config: int, case: ScaledCase, sms: int) -> bool:
+    """Whether K has the parts that a choice asks for, and there is a CTA for each."""
+    tile, parts = config & 0xFF, config >> 8 & 0xFF
+    if config == CHOSEN:
+        return True
+    if tile >= core.FIRST_SWAP_AB:
+        return parts == 1 or parts <= core.swap_ab_stage_blocks(tile - core.FIRST_SWAP_AB, case.k)
+    tiles = -(-case.m // 128) * -(-case.n // core.tile_config(tile).block_n)
+    return parts != SPLIT or (case.k > 256 and tiles <= sms // 2)
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["one-shot", "two-shot"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("config", sum_choices())
+def test_gemm_ar_is_exact(config: int, world_size: int, mode: int) -> None:
+    ranks = EmulatedRanks(world_size)
+    for case, accumulate in cases(world_size, SUMS, sums=True):
+        if not splits(config, case, ranks.num_sms):
+            continue
+        xs, weights, scales, bias = operands(case, accumulate)
+        results = ranks.gemm_ar(xs, weights, bias, mode=mode, config=config, scales=scales)
+        ranks.check()
+        expected = case.total().cuda()
+        for rank, result in enumerate(results):
+            assert torch.equal(result, expected), (rank, case, accumulate, config)
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["one-shot", "two-shot"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("quant", ENDS)
+def test_quantised_norm_has_the_bits_of_quantize(quant: str, world_size: int, mode: int) -> None:
+    """Behind gemm_ar and all_reduce; the sum is exact, and the norm near that of torch."""
+    ranks = EmulatedRanks(world_size)
+    for number, (m, n, k) in enumerate(
+        [(1, 8, 16), (5, 4096, 128), (16, 1000, 256), (64, 520, 384), (300, 2056, 256)]
+    ):
+        for ue8m0 in (False, True):
+            case = ScaledCase(
+                m, n, k, world_size, KINDS[number % 3 if k % 128 == 0 else 0], sums=True, seed=number
+            )
+            xs, weights, scales, _ = operands(case, "promoted")
+            norm_weight = torch.arange(n).remainder(3).add(1).bfloat16().cuda()
+            static = torch.tensor([0.02], device="cuda") if quant == "tensor" and not ue8m0 else None
+            end = End(norm_weight, 1e-6, quant, static, ue8m0)
+            residual = case.residual().cuda()
+            total = (case.total().float() + case.residual()).bfloat16().cuda()
+            partial = [
+                exact_product(*case.x(r), *case.weight(r)).bfloat16().cuda() for r in range(world_size)
+            ]
+            how = {"mode": mode, "residual": residual, "end": end}
+            for results in (
+                ranks.gemm_ar(xs, weights, scales=scales, **how),
+                ranks.all_reduce(partial, **how),
+            ):
+                ranks.check()
+                norms, sums, qs, q_scales = (results[i * world_size :][:world_size] for i in range(4))
+                for rank in range(world_size):
+                    what = (rank, case, quant, ue8m0)
+                    assert torch.equal(sums[rank], total), what
+                    near = rms_norm(total, norm_weight, 1e-6)
+                    assert torch.allclose(norms[rank].float(), near.float(), rtol=2**-7, atol=1e-6), what
+                    options = {"ue8m0": ue8m0} if static is None else {"scale": static.cpu()}
+                    expected, of_groups = flux.quantize(norms[rank].cpu(), quant, **options)
+                    assert torch.equal(q_scales[rank].cpu(), of_groups), what
+                    assert torch.equal(bits(qs[rank]), bits(expected)), what
+
+
+def test_calls_with_scales_and_without_take_turns_on_one_workspace() -> None:
+    """Nothing joins the streams of the ranks, so slots, signals and epochs are used by all of them."""
+    ranks = EmulatedRanks(4)
+    pending = []
+    for case, accumulate in cases(4, [(m, n, k) for m, n, k in SHAPES if m % 4 == 0], sums=True):
+        scattered, gathering = operands(case, accumulate), replace(case, sums=False, m=case.m // 4)
+        rows = operands(gathering, accumulate)
+        plain = [x.bfloat16() for x in rows.xs]
+        torch.cuda.synchronize()
+        for _ in range(3):
+            first = ranks.gemm_rs(*scattered[:2], scattered.bias, scales=scattered.scales, join=False)
+            biases = None if rows.bias is None else [rows.bias] * 4
+            second = ranks.ag_gemm(*rows[:2], biases, scales=rows.scales, join=False)
+            third = ranks.all_gather(plain, join=False)
+            pending.append((case, gathering, (scattered, rows, plain), first, second, third))
+    ranks.check()
+    for case, gathering, (_, _, plain), first, second, third in pending:
+        shards = case.total().cuda().chunk(4)
+        for rank in range(4):
+            assert torch.equal(first[rank], shards[rank]), (rank, case)
+            assert torch.equal(second[rank], gathering.gathered(rank).cuda()), (rank, gathering)
+            assert torch.equal(third[rank], torch.cat(plain)), rank

@@ -33,7 +33,7 @@ class FluxCalls:
         run = all_reduce._run
 
         def counted_sum(*args: Any) -> Any:
-            _calls["sums with norm"] += args[2] is not None
+            _calls["sums with norm"] += args[2].norm_weight is not None
             return run(*args)
 
         all_reduce._run = counted_sum

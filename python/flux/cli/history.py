@@ -99,7 +99,8 @@ def draw(found: Rows, path: Path) -> Path:
         lows = [timing.median - timing.min for timing in ours]
         highs = [timing.max - timing.median for timing in ours]
         axis.errorbar(range(len(ours)), middles, yerr=[lows, highs], color=FLUX, marker="o", capsize=2)
-        axis.set_ylim(bottom=0)
+        tallest = max([*(timing.max for timing in ours), *(peer for _, peer in of_peers if peer is not None)])
+        axis.set_ylim(0, 1.1 * tallest)
         axis.set_xticks(range(len(each)), [result.commit[:7] for result, _ in each], rotation=60, fontsize=7)
         row = each[0][1]
         axis.set_title(f"{row.op} {row.name} TP {row.tp}, M = {row.m}, ms", fontsize=8, color=INK, loc="left")

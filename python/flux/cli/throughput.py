@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich import box
@@ -20,6 +21,9 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print(
         _rates(runs, f"{model.get('name', 'vllm')} · {model['layers']} layers · TP {data['settings']['tp']}")
     )
+    for name, run in runs.items():
+        for arrivals, samples in run.get("traces", {}).items():
+            console.print(Text(f"{name}: {_trace(arrivals, samples)}"))
     for name, run in runs.items():
         for state in run.get("state", [])[:1]:
             console.print(Text(f"{name}: {_state(state)}"))
@@ -56,6 +60,17 @@ def _rates(runs: dict[str, Any], title: str) -> Table:
             cells += ["–" if rate is None else f"{rate:.0f}", "–" if ratio is None else f"{ratio:.3f}"]
         table.add_row(name, *cells)
     return table
+
+
+def _trace(arrivals: str, samples: list[dict[str, Any]]) -> str:
+    """Times of a trace: the medians of its samples, and how far the slowest is from the fastest."""
+    times = []
+    for key, what in (("first_s", "first token"), ("further_s", "each further one")):
+        median, late = (statistics.median(each[key][part] for each in samples) for part in ("median", "p99"))
+        times.append(f"{what} {1e3 * median:.1f} ms, in 1 % over {1e3 * late:.1f} ms")
+    seconds = [each["seconds"] for each in samples]
+    apart = 100 * (max(seconds) / min(seconds) - 1)
+    return f"trace {arrivals}: {'; '.join(times)}; {len(samples)} samples {apart:.1f} % apart"
 
 
 def _state(state: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import flux
 from flux.bench import machine
 from flux.bench.cases.common import CALLS, compare
-from flux.cli import options, verify_log, verify_moe
+from flux.cli import options, verify_fp8, verify_log, verify_moe
 from flux.cli.verify_log import RUNNING, Outcome, Say
 from flux.ops import gemm as products
 from flux.ops.plan_gemm import COPY_FROM_BYTES, copy_chunk_rows
@@ -27,7 +27,8 @@ Tensors = list[torch.Tensor]
 
 COLLECTIVES = ("gemm_rs", "ag_gemm", "all_gather", "gemm_ar", "all_reduce", "reduce_scatter")
 _MOE = "moe"
-ALL = (*COLLECTIVES, _MOE)
+_FP8 = "fp8"
+ALL = (*COLLECTIVES, _MOE, _FP8)
 _SUMS = ("gemm_ar", "all_reduce")  # sums of whole matrices, whose rows are not distributed over ranks
 _WITHOUT_WEIGHT = ("all_gather", "all_reduce", "reduce_scatter")
 # Ops that sum the marked product of each rank (GemmRsCase).
@@ -119,6 +120,8 @@ def gemm(device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
 
     for name, case in named_cases(1, device.type):
         yield _timed("gemm", name, where, partial(run, case), say)
+    for name, scaled in verify_fp8.gemm_cases():
+        yield _timed("gemm", f"fp8, {name}", where, partial(verify_fp8.gemm_case, scaled, device), say)
 
 
 def emulated(world_size: int, device: torch.device, say: Say = _quiet) -> Iterator[Outcome]:
@@ -138,6 +141,8 @@ def emulated(world_size: int, device: torch.device, say: Say = _quiet) -> Iterat
             yield _timed(op, name, where, partial(_emulated_case, ranks, op, case), say)
     for name, experts in verify_moe.named_cases(world_size):
         yield _timed(_MOE, name, where, partial(verify_moe.emulated_case, ranks, experts), say)
+    for name, fp8 in verify_fp8.named_cases(world_size):
+        yield _timed(_FP8, name, where, partial(verify_fp8.emulated_case, ranks, fp8), say)
 
 
 def _emulated_case(ranks: EmulatedRanks, op: str, case: Case) -> str:
@@ -213,6 +218,10 @@ def run_rank(rank: int, world_size: int, device_type: str, log: str, nodes: int 
     runs += [
         (_MOE, name, partial(verify_moe.rank_case, rank, experts, device))
         for name, experts in verify_moe.named_cases(world_size, nodes)
+    ]
+    runs += [
+        (_FP8, name, partial(verify_fp8.rank_case, rank, fp8, device))
+        for name, fp8 in verify_fp8.named_cases(world_size)
     ]
     outcomes: list[Outcome] = []
     with verify_log.writer(log if rank == 0 else None) as write:

@@ -1,10 +1,9 @@
 """flux behind torch's asynchronous tensor parallelism.
 
 Inductor's micro-pipeline pass rewrites all-gather + matmul and matmul + reduce-scatter, forward and
-backward, to two operators of torch.ops.symm_mem, and torchtitan's async tensor parallelism is that pass.
-:func:`install` gives these two operators an implementation in flux; neither compiler nor model code notices.
-
-The scaled (fp8) variants stay torch's.
+backward, to two operators of torch.ops.symm_mem, and two scaled ones for fp8. torchtitan's async tensor
+parallelism is that pass. :func:`install` gives these operators an implementation in flux; neither compiler
+nor model code notices.
 """
 
 from __future__ import annotations
@@ -21,24 +20,29 @@ import torch.distributed.distributed_c10d
 
 import flux
 from flux._log import say_once
+from flux.ops._scales import FP8, OUT, Scaling
 from flux.ops.plan import why_unfused
 
 __all__ = ["install", "uninstall"]
 
 _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
+_symm_mem: Any = torch.distributed._symmetric_memory
 
 # While installed: the Library objects that own the registrations.
 _installed: list[Any] = []
 
 
 def install() -> None:
-    """Puts flux behind torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter.
+    """Puts flux behind torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter, and behind
+    their scaled variants for fp8, fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter.
 
     Arguments and results stay those of torch, strides included. Calls that flux would not run fused go on to
     torch's own implementation, and the logger "flux" says so once: a dimension to gather or scatter that is
     the last one, types and shapes that the kernels do not take, groups of one rank or whose ranks cannot
-    reach each other. CPU tensors, for which torch has no implementation, take flux's CPU path.
+    reach each other; of scaled calls also those with a result scale or no out_dtype, and reductions with a
+    bias, which torch adds on every rank. CPU tensors, for which torch has no implementation, take flux's CPU
+    path. Scaled calls with use_fast_accum=False are promoted, which is more accurate than torch's.
 
     Process-wide; a second call does nothing. Needs neither a GPU nor a process group.
 
@@ -138,10 +142,147 @@ def _matmul_reduce_scatter(
     return total.movedim(0, scatter_dim).contiguous()
 
 
+def _all_gather_scaled_matmul(
+    torchs: Any,
+    keys: Any,
+    a_shard: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    a_scale: torch.Tensor,
+    b_scales: Sequence[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[Any],
+    use_fast_accum: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """As _all_gather_matmul, of fp8 operands; a_scale is one number, or one for each row of this rank or of
+    all ranks.
+    """
+    m, dtypes = _world_size(group_name) * math.prod(a_shard.shape[:-1]), _dtypes(out_dtypes)
+    fast = all(use_fast_accum)
+    why_not = _unscalable(a_shard, result_scales, dtypes, biases)
+    if why_not is not None or not _runs_fused(
+        "ag_gemm", a_shard, bs, gather_dim, m, group_name, Scaling("row", dtypes[0], fast)
+    ):
+        _say("ag_gemm", why_not)
+        given = (a_shard, bs, a_scale, b_scales, gather_dim, group_name, biases, result_scales)
+        answer: tuple[torch.Tensor, list[torch.Tensor]] = torchs.call_boxed(
+            keys, *given, out_dtypes, use_fast_accum
+        )
+        return answer
+    if a_scale.numel() > 1:
+        rows = a_shard.shape[gather_dim]
+        if a_scale.shape[gather_dim] != rows:
+            rank = _c10d._resolve_process_group(group_name).rank()
+            a_scale = a_scale.narrow(gather_dim, rank * rows, rows)
+        a_scale = a_scale.movedim(gather_dim, 0)
+    weights, transposed = _as_weights(bs)
+    with torch.no_grad():
+        products, gathered, _ = flux.ag_gemm(
+            a_shard.movedim(gather_dim, 0),
+            weights,
+            list(biases),
+            group=group_name,
+            transpose_weight=transposed,
+            return_gathered=True,
+            scale_x=a_scale,
+            scale_w=[scale.reshape(-1) for scale in b_scales],
+            out_dtype=dtypes[0],
+            accumulate="fast" if fast else "promoted",
+        )
+    return gathered.movedim(0, gather_dim), [product.movedim(0, gather_dim) for product in products]
+
+
+def _scaled_matmul_reduce_scatter(
+    torchs: Any,
+    keys: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """As _matmul_reduce_scatter, of fp8 operands; `output_shape` is that of the product, whose leading
+    dimensions may be one in `a`.
+    """
+    (dtype,), m = _dtypes([out_dtype]), math.prod(a.shape[:-1])
+    leading = a.shape[:-1] if output_shape is None else torch.Size(output_shape[:-1])
+    rows = a.flatten(0, -2).view(*leading, a.shape[-1])
+    why_not = _unscalable(a, [result_scale], [dtype], [])
+    if bias is not None:
+        why_not = "torch adds a bias on every rank"
+    if reduce_op not in ("sum", "avg"):
+        why_not = f"reductions by {reduce_op}"
+    if why_not is not None or not _runs_fused(
+        "gemm_rs", rows, [b], orig_scatter_dim, m, group_name, Scaling("row", dtype, use_fast_accum)
+    ):
+        _say("gemm_rs", why_not)
+        dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+        answer: torch.Tensor = torchs.call_boxed(
+            *(keys, a, b, a_scale, b_scale, reduce_op, *dims, group_name, output_shape),
+            *(bias, result_scale, out_dtype, use_fast_accum),
+        )
+        return answer
+    if a_scale.numel() > 1:
+        a_scale = a_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0)
+    (weight,), transposed = _as_weights([b])
+    with torch.no_grad():
+        total = flux.gemm_rs(
+            rows.movedim(orig_scatter_dim, 0),
+            weight,
+            group=group_name,
+            transpose_weight=transposed,
+            scale_x=a_scale,
+            scale_w=b_scale.reshape(-1),
+            out_dtype=dtype,
+            accumulate="fast" if use_fast_accum else "promoted",
+        )
+        if reduce_op == "avg":
+            total /= _world_size(group_name)
+    return total.movedim(0, orig_scatter_dim).contiguous()
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "fused_all_gather_matmul": _all_gather_matmul,
     "fused_matmul_reduce_scatter": _matmul_reduce_scatter,
+    "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul,
+    "fused_scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
 }
+
+
+def _dtypes(given: Sequence[Any]) -> list[Any]:
+    """Types of results, or None; the dispatcher gives those in a list as numbers."""
+    return list(_symm_mem._maybe_convert_scalar_types_to_dtypes(list(given)))
+
+
+def _unscalable(
+    a: torch.Tensor,
+    result_scales: Sequence[torch.Tensor | None],
+    dtypes: Sequence[Any],
+    biases: Sequence[torch.Tensor | None],
+) -> str | None:
+    """Why flux has no operator for a scaled call, or None."""
+    if any(scale is not None for scale in result_scales):
+        return "results have a scale"
+    if dtypes[0] not in OUT or set(dtypes) != {dtypes[0]}:
+        return f"results are of {', '.join(str(dtype) for dtype in dtypes)}"
+    if any(bias is not None and bias.dtype != dtypes[0] for bias in biases):
+        return "a bias has another dtype than the result"
+    return None if a.dtype in FP8 else f"x is of {a.dtype}"
+
+
+def _say(op: str, why_not: str | None) -> None:
+    if why_not is not None:
+        say_once(f"async_tp: {op} goes through torch: {why_not}")
 
 
 def _world_size(group_name: str) -> int:
@@ -161,7 +302,13 @@ def _as_weights(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
 
 
 def _runs_fused(
-    op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, m: int, group_name: str
+    op: str,
+    x: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    dim: int,
+    m: int,
+    group_name: str,
+    scaling: Scaling | None = None,
 ) -> bool:
     """Whether flux runs a call fused. Depends only on facts that are equal on all ranks.
 
@@ -169,24 +316,32 @@ def _runs_fused(
         dim: the dimension of x that is gathered or scattered.
         m: rows of all ranks.
     """
-    why_not = _why_not(op, x, bs, dim, m, group_name)
-    if why_not is not None:
-        say_once(f"async_tp: {op} goes through torch: {why_not}")
+    why_not = _why_not(op, x, bs, dim, m, group_name, scaling)
+    _say(op, why_not)
     return why_not is None
 
 
 def _why_not(
-    op: str, x: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, m: int, group_name: str
+    op: str,
+    x: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    dim: int,
+    m: int,
+    group_name: str,
+    scaling: Scaling | None,
 ) -> str | None:
     if _world_size(group_name) == 1:
         return "the group has one rank"
     if not 0 <= dim < x.dim() - 1:
         return f"dimension {dim} of {x.dim()} does not count rows"
+    _, transposed = _as_weights(bs)
+    if scaling is not None and transposed:
+        return "tensor cores read fp8 weights [k, n] column by column only"
     if x.is_cpu:
         return None  # torch's implementation is no faster there
-    _, transposed = _as_weights(bs)
+    how = (transposed,) if scaling is None else (False, scaling)
     for b in bs:
-        reason = why_unfused(op, m, b.shape[1], x.shape[-1], x.dtype, x.device, group_name, transposed)
+        reason = why_unfused(op, m, b.shape[1], x.shape[-1], x.dtype, x.device, group_name, *how)
         if reason is not None:
             return reason
     return None

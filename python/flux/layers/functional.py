@@ -7,15 +7,17 @@ one gradient, which they hold alike too: the loss counts once.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from flux.comm.group import GroupLike, group_name, world_size
+from flux.layers import _scaled
+from flux.layers.fp8 import Fp8
+from flux.layers.fp8 import check as check_fp8
+from flux.layers.weight_grads import DeferredGrads, How, WeightGrads
 from flux.ops import _arguments, _check, autocast
 from flux.ops.ag_gemm import ag_gemm
 from flux.ops.autograd import (
@@ -28,50 +30,9 @@ from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.gemm_rs_with_gather import gathers_beside
-from flux.ops.wgrad import weight_grad, wgrad_accum
 
 Tensor = torch.Tensor
 SaveGathered = bool | Literal["auto"]
-
-
-class DeferredGrads:
-    """Gradients of weights that backward passes leave for later, oldest first; `len` is how many calls wait.
-
-    With an object of this class, the backward pass of column_linear and row_linear computes and communicates
-    what the layers before it need; each `compute` does the GEMMs of one call. Schedules of pipelines fill
-    waiting times with these (arXiv 2401.10241). The operands stay in memory until then.
-
-    Raises:
-        RuntimeError: `compute` was called, and no call waits.
-
-    Example::
-
-        from flux.layers import DeferredGrads, column_linear
-
-        x, weight = torch.ones(8, 64, requires_grad=True), torch.ones(32, 64, requires_grad=True)
-        later = DeferredGrads()
-        column_linear(x, [weight], deferred=later)[0].sum().backward()
-        assert x.grad is not None and weight.grad is None and len(later) == 1
-        later.compute()
-        assert weight.grad.shape == weight.shape
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def defer(self, compute: Callable[[], None]) -> None:
-        """Adds what computes and stores the gradients of one call."""
-        self._waiting.append(compute)
-
-    def compute(self) -> None:
-        """Computes the gradients of the oldest call, and adds them to its weights' `grad` or `main_grad`."""
-        if not self._waiting:
-            raise RuntimeError("DeferredGrads.compute: expected a call whose gradients wait, got none")
-        with torch.no_grad():
-            self._waiting.popleft()()
 
 
 def column_linear(
@@ -84,6 +45,7 @@ def column_linear(
     save_gathered: SaveGathered = False,
     gradient_accumulation_fusion: bool = False,
     deferred: DeferredGrads | None = None,
+    fp8: Fp8 | None = None,
 ) -> list[Tensor]:
     """x · weightᵀ + bias for each weight; each rank has N/p output features. A collective.
 
@@ -99,6 +61,7 @@ def column_linear(
         gradient_accumulation_fusion: add a weight's gradient to its attribute `main_grad`, where it has one,
             by flux.wgrad_accum, and give autograd none.
         deferred: leave gradients of weights to its `compute`. The weights must be leaves, such as parameters.
+        fp8: quantise operands and gradients, and multiply in fp8. x is not float64 then.
 
     Returns:
         [M, ..., N/p] for each weight, in x's dtype.
@@ -132,10 +95,14 @@ def column_linear(
     name = group_name(group, op)
     if not autocast.enabled(x.device):  # under autocast the operators check the operands after the cast
         _check.ag_gemm_args(op, x, weights, biases or (), False, 1)
+    check_fp8(op, fp8, x)
     many = biases if biases is not None and any(bias is not None for bias in biases) else ()
     how = (gradient_accumulation_fusion, deferred)
-    settings = (name, sequence_parallel, save_gathered, how, len(weights))
-    return list(_apply_column(x, *settings, *weights, *many))
+    operands = (len(weights), *weights, *many)
+    if fp8 is not None:  # rows of fp8 are never gathered beside a GEMM
+        settings = (name, sequence_parallel, bool(save_gathered), how, fp8)
+        return list(_scaled.column(x, *settings, *operands))
+    return list(_apply_column(x, name, sequence_parallel, save_gathered, how, *operands))
 
 
 def row_linear(
@@ -147,6 +114,7 @@ def row_linear(
     sequence_parallel: bool = True,
     gradient_accumulation_fusion: bool = False,
     deferred: DeferredGrads | None = None,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """Sum over ranks of x · weightᵀ, plus bias once; each rank has K/p columns of x and weight. A collective.
 
@@ -154,7 +122,7 @@ def row_linear(
         x: [M, ..., K/p], bfloat16, float16, float32 or float64.
         weight: [N, K/p], dtype and device of x.
         bias: [N], the same on all ranks; so is its gradient.
-        group, gradient_accumulation_fusion, deferred: as in column_linear.
+        group, gradient_accumulation_fusion, deferred, fp8: as in column_linear.
         sequence_parallel: each rank gets its rows of the sum. Else all ranks get all of it.
 
     Returns:
@@ -184,10 +152,11 @@ def row_linear(
     name = group_name(group, op)
     if not autocast.enabled(x.device):
         _check.gemm_args(op, x, weight, bias, False, world_size(name, op) if sequence_parallel else 1)
-    result: Tensor = _apply_row(
-        x, weight, bias, name, sequence_parallel, (gradient_accumulation_fusion, deferred)
-    )
-    return result
+    check_fp8(op, fp8, x)
+    settings = (name, sequence_parallel, (gradient_accumulation_fusion, deferred))
+    if fp8 is not None:
+        return cast(Tensor, _scaled.row(x, weight, bias, *settings, fp8))
+    return cast(Tensor, _apply_row(x, weight, bias, *settings))
 
 
 def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> None:
@@ -197,10 +166,6 @@ def _check_deferred(op: str, deferred: object, weights: Sequence[Tensor]) -> Non
         raise TypeError(f"{op}: deferred: expected None or DeferredGrads, got {type(deferred).__name__}")
     if any(weight.requires_grad and not weight.is_leaf for weight in weights):
         _check.fail(op, "deferred", "weights that are leaves", "a weight that autograd computes")
-
-
-# Whether gradients go into main_grad, and where they wait, None: nowhere.
-How = tuple[bool, DeferredGrads | None]
 
 
 class _Column(torch.autograd.Function):
@@ -249,7 +214,7 @@ class _Column(torch.autograd.Function):
             rows = gathered if gathers else rows
         elif needs_x:
             grad_x = gemm_ar(*joined(grads, weights, False), group=ctx.name, transpose_weight=True)
-        grad_weights = ctx.weight_grads(grads, rows)
+        grad_weights = ctx.weight_grads(grads, rows, grads[0].dtype)
         grad_biases = [
             bias_grad(grad) if needed else None for grad, needed in zip(grads, needs[count:], strict=False)
         ]
@@ -290,7 +255,7 @@ class _Row(torch.autograd.Function):
             grad_x = gemm(grad, weight, transpose_weight=True)
         return (
             grad_x,
-            *ctx.weight_grads([rows], x),
+            *ctx.weight_grads([rows], x, grad.dtype),
             bias_grad(rows) if needs_bias and rows is not None else None,
             None,
             None,
@@ -300,72 +265,3 @@ class _Row(torch.autograd.Function):
 
 _apply_column: Any = _Column.apply
 _apply_row: Any = _Row.apply
-
-
-def collecting(weight: Tensor, fusion: bool) -> Tensor | None:
-    """The weight, if its gradients are to be added to its main_grad."""
-    return weight if fusion and getattr(weight, "main_grad", None) is not None else None
-
-
-class WeightGrads:
-    """How a backward pass makes the gradients of a call's weights: for autograd, in main_grad, or later.
-
-    Args:
-        needs: which weights need a gradient; may have more entries.
-        fusion: add to main_grad of a weight that has one.
-    """
-
-    def __init__(
-        self, weights: Sequence[Tensor], needs: Sequence[bool], fusion: bool, deferred: DeferredGrads | None
-    ) -> None:
-        self.needs, self.deferred = needs[: len(weights)], deferred
-        self.main = [collecting(weight, fusion) for weight in weights]
-        # Not kept otherwise: autograd knows the weights, and dynamo the fewer objects the better.
-        self.leaves = list(weights) if deferred is not None else []
-
-    def __call__(self, grads: Sequence[Tensor | None], x: Tensor | None) -> list[Tensor | None]:
-        """What autograd gets for each weight. grads: [..., N] of each result; x: [..., K]."""
-        if x is None or not any(self.needs):
-            return [None] * len(self.main)
-        if self.deferred is None:
-            return self._made(grads, x)
-        self.deferred.defer(partial(self._store, grads, x))
-        return [None] * len(self.main)
-
-    def _made(self, grads: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
-        return [
-            _weight_grad(grad, x, parameter) if needed and grad is not None else None
-            for grad, parameter, needed in zip(grads, self.main, self.needs, strict=True)
-        ]
-
-    def _store(self, grads: Sequence[Tensor | None], x: Tensor) -> None:
-        for weight, grad in zip(self.leaves, self._made(grads, x), strict=True):
-            store_grad(weight, grad)
-
-
-def store_grad(weight: Tensor, grad: Tensor | None) -> None:
-    """Adds a gradient to a weight's `grad`, as autograd does. None: there is none, or main_grad has it."""
-    if grad is None:
-        return
-    grad = grad.to(weight.dtype)
-    weight.grad = grad if weight.grad is None else weight.grad + grad
-
-
-def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Gradient of a weight for autograd. With a `weight`, adds the gradient to its main_grad instead, and
-    returns None or a placeholder.
-    """
-    if weight is None:
-        return weight_grad(grad, x)
-    wgrad_accum(grad, x, weight.main_grad)  # type: ignore[attr-defined]
-    return placeholder(weight, x.dtype)
-
-
-def placeholder(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What autograd gets for a weight whose gradient has been added to its main_grad."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    # Hooks of Megatron's data parallelism run only if autograd gets a gradient. The flag says not to add it.
-    weight.grad_added_to_main_grad = True
-    fill = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return fill(weight, dtype=dtype, requires_grad=False)

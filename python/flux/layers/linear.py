@@ -9,6 +9,7 @@ from torch import nn
 
 from flux._sharded import Init, ShardedModule, fill
 from flux.comm.group import GroupLike
+from flux.layers.fp8 import Fp8
 from flux.layers.functional import SaveGathered, column_linear, row_linear
 from flux.ops import _arguments, _check
 
@@ -27,12 +28,13 @@ class _ParallelLinear(ShardedModule):
         group: GroupLike = None,
         sequence_parallel: bool = True,
         gradient_accumulation_fusion: bool = False,
+        fp8: Fp8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         name = type(self).__name__
-        check_options(name, bias, sequence_parallel, gradient_accumulation_fusion, init, device, dtype)
+        check_options(name, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
         features = [
             _arguments.size(name, "out_features", out_features),
             _arguments.size(name, "in_features", in_features),
@@ -45,6 +47,7 @@ class _ParallelLinear(ShardedModule):
         shape[self.split_dim] //= self.world_size
         self.sequence_parallel = sequence_parallel
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.fp8 = fp8
         self.init = init
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
@@ -75,7 +78,7 @@ class _ParallelLinear(ShardedModule):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, rank={self.rank} of {self.world_size}, "
-            f"sequence_parallel={self.sequence_parallel}"
+            f"sequence_parallel={self.sequence_parallel}" + ("" if self.fp8 is None else f", fp8={self.fp8}")
         )
 
 
@@ -84,6 +87,7 @@ def check_options(
     bias: object,
     sequence_parallel: object,
     gradient_accumulation_fusion: object,
+    fp8: object,
     init: object,
     device: object,
     dtype: object,
@@ -92,6 +96,8 @@ def check_options(
     _arguments.flag(op, "bias", bias)
     _arguments.flag(op, "sequence_parallel", sequence_parallel)
     _arguments.flag(op, "gradient_accumulation_fusion", gradient_accumulation_fusion)
+    if fp8 is not None and not isinstance(fp8, Fp8):
+        _arguments.wrong_type(op, "fp8", "None or an Fp8", fp8)
     _arguments.optional_function(op, "init", init)
     _arguments.device(op, "device", device)
     _arguments.floating_dtype(op, "dtype", dtype)
@@ -112,7 +118,7 @@ class ColumnParallelLinear(_ParallelLinear):
         in_features, out_features: of the whole layer; out_features must be divisible by p.
         bias: whether there is one, of which each rank holds its part.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
-        sequence_parallel, save_gathered, gradient_accumulation_fusion: as in column_linear.
+        sequence_parallel, save_gathered, gradient_accumulation_fusion, fp8: as in column_linear.
         init: fills the whole weight [out_features, in_features] in place; default: as nn.Linear.
         device, dtype: of the parameters; default: torch's.
 
@@ -144,6 +150,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = True,
         save_gathered: SaveGathered = False,
         gradient_accumulation_fusion: bool = False,
+        fp8: Fp8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -156,6 +163,7 @@ class ColumnParallelLinear(_ParallelLinear):
             group=group,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            fp8=fp8,
             init=init,
             device=device,
             dtype=dtype,
@@ -171,6 +179,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=self.sequence_parallel,
             save_gathered=self.save_gathered,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            fp8=self.fp8,
         )[0]
 
 
@@ -184,7 +193,7 @@ class RowParallelLinear(_ParallelLinear):
         in_features, out_features: of the whole layer; in_features must be divisible by p.
         bias: whether there is one; every rank holds all of it, and its gradient is the same on all ranks.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
-        sequence_parallel, gradient_accumulation_fusion: as in row_linear.
+        sequence_parallel, gradient_accumulation_fusion, fp8: as in row_linear.
         init, device, dtype: as of ColumnParallelLinear.
 
     Raises:
@@ -211,4 +220,5 @@ class RowParallelLinear(_ParallelLinear):
             group=self.group_name,
             sequence_parallel=self.sequence_parallel,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            fp8=self.fp8,
         )

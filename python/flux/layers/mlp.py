@@ -10,6 +10,7 @@ from torch import nn
 
 from flux._sharded import Init
 from flux.comm.group import GroupLike, group_name, world_size
+from flux.layers.fp8 import Fp8
 from flux.layers.functional import SaveGathered, column_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, check_options
 from flux.ops import _arguments
@@ -28,7 +29,7 @@ class ParallelMLP(nn.Module):
         activation: "swiglu", with a gate, or "gelu", without.
         bias: whether the layers have biases.
         save_gathered: as in column_linear.
-        group, sequence_parallel, gradient_accumulation_fusion, init, device, dtype: as of the layers.
+        group, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype: as of the layers.
 
     x and the result are [M/p, ..., hidden_size] with `sequence_parallel` (the default), else [M, ...,
     hidden_size]. State dict: "gate_proj.", "up_proj." and "down_proj." with weight and bias.
@@ -57,12 +58,13 @@ class ParallelMLP(nn.Module):
         sequence_parallel: bool = True,
         save_gathered: SaveGathered = False,
         gradient_accumulation_fusion: bool = False,
+        fp8: Fp8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         op = type(self).__name__
-        check_options(op, bias, sequence_parallel, gradient_accumulation_fusion, init, device, dtype)
+        check_options(op, bias, sequence_parallel, gradient_accumulation_fusion, fp8, init, device, dtype)
         _arguments.flag_or_auto(op, "save_gathered", save_gathered)
         hidden_size = _arguments.size(op, "hidden_size", hidden_size)
         ffn_size = _arguments.size(op, "ffn_size", ffn_size)
@@ -81,6 +83,7 @@ class ParallelMLP(nn.Module):
                 sequence_parallel=sequence_parallel,
                 save_gathered=save_gathered,
                 gradient_accumulation_fusion=gradient_accumulation_fusion,
+                fp8=fp8,
                 init=init,
                 device=device,
                 dtype=dtype,
@@ -95,6 +98,7 @@ class ParallelMLP(nn.Module):
             group=name,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            fp8=fp8,
             init=init,
             device=device,
             dtype=dtype,
@@ -135,6 +139,7 @@ class ParallelMLP(nn.Module):
             sequence_parallel=up.sequence_parallel,
             save_gathered=up.save_gathered,
             gradient_accumulation_fusion=up.gradient_accumulation_fusion,
+            fp8=up.fp8,
         )
         return self.down_proj(_swiglu(gated, result))  # type: ignore[no-any-return]
 

@@ -137,7 +137,8 @@ def _eager(
     group_name: str,
     *scaling: Any,
 ) -> torch.Tensor:
-    told = Routing._make([*routing, num_experts, ep_size, max_tokens, x.shape[0], group_name])
+    tokens = x.shape[0] if x.dim() > 0 else 0  # is checked below
+    told = Routing._make([*routing, num_experts, ep_size, max_tokens, tokens, group_name])
     scales = _scales.given(_OP, *scaling)
     if scales is None and (done := known_layer(_KNOWN, x, weight, told, activation, below=True)) is not None:
         return done

@@ -8,8 +8,10 @@ import torch
 
 from flux import _native
 from flux.comm.cpu import CpuWorkspace
-from flux.ops import _invariant
+from flux.ops import _ag_gemm_parts as parts
 from flux.ops import all_gather as gather
+from flux.ops._product import WideWeight
+from flux.ops._scales import Scales
 from flux.ops._tensors import wide_type
 from flux.ops.plan import Plan
 
@@ -26,37 +28,46 @@ def run(
     weights: Tensors,
     biases: Biases,
     outs: Tensors,
-    gathered: torch.Tensor | None,
+    gathered: Tensors,
+    scales: Sequence[Scales],
 ) -> None:
-    """Writes the products to `outs`, and the rows of all ranks to `gathered`."""
-    arrivals = gather.Arrivals(workspace, call, epoch, x)
-    for plan, weight, bias, out in zip(plans, weights, biases, outs, strict=True):
-        _compute(arrivals, workspace.rank, plan, weight, bias, out)
-    if gathered is not None:
+    """Writes the products to `outs`, and the rows of all ranks, and their scales, to `gathered`."""
+    rows = parts.Rows(x, scales)
+    arrivals = gather.Arrivals(workspace, call, epoch, rows.sent)
+    of_weights = scales or (None,) * len(weights)
+    for plan, weight, bias, out, scale in zip(plans, weights, biases, outs, of_weights, strict=True):
+        _compute(arrivals, rows, workspace.rank, plan, weight, bias, out, scale)
+    if gathered:
+        everybody = gathered[0]
+        if scales:
+            everybody = rows.sent.new_empty(call.m, rows.sent.shape[1])
         for source in range(call.world_size):
-            arrivals.copy_to(gathered, source)
+            arrivals.copy_to(everybody, source)
+        rows.copy(everybody, gathered)
 
 
 def _compute(
     arrivals: gather.Arrivals,
+    sent: parts.Rows,
     rank: int,
     plan: Plan,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    scale: Scales | None,
 ) -> None:
     """Tiles of own rows first, others as their rows arrive."""
     core = _native.core
     p, rows = plan.world_size, plan.m // plan.world_size
-    wide = wide_type(plan.dtype)
-    wide_w = (weight if plan.transpose_weight else weight.t()).to(wide)
-    wide_bias = None if bias is None else bias.to(wide)
+    wide_w = WideWeight(weight, plan.transpose_weight, None if scale is None else scale.w)
+    wide_bias = None if bias is None else bias.to(wide_type(plan.dtype))
     config = core.tile_config(plan.config)
     block_m, block_n = config.block_m, config.block_n
     order = core.ag_gemm_tiles(plan.m, plan.n, p, rank, plan.config, plan.cluster, plan.group_m)
     for source, m_tile, n_tile in order:
         columns = slice(n_tile * block_n, (n_tile + 1) * block_n)
-        tile = _invariant.product(arrivals.block(source, m_tile).to(wide), wide_w[:, columns])
+        block = arrivals.block(source, m_tile)
+        tile = wide_w.times(sent.rows(block), columns, sent.scale(block))
         if wide_bias is not None:
             tile += wide_bias[columns]
         first_row = source * rows + m_tile * block_m

@@ -289,18 +289,6 @@ def out_arg(
         fail(op, "out" + which, "a contiguous tensor", f"strides {list(out.stride())}")
 
 
-def out_args(
-    op: str, outs: Sequence[torch.Tensor], shapes: list[list[int]], x: torch.Tensor, gathered: bool, p: int
-) -> None:
-    """Checks the `out` tensors of several products, which the gathered x may follow."""
-    if gathered:
-        shapes = [*shapes, [x.shape[0] * p, *x.shape[1:]]]
-    if len(outs) != len(shapes):
-        fail(op, "out", f"{len(shapes)} tensors", f"{len(outs)}")
-    for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)):
-        out_arg(op, out, shape, x, f"[{i}]" if len(shapes) - gathered > 1 else "")
-
-
 def output(
     op: str,
     out: torch.Tensor | None,

@@ -13,6 +13,7 @@ from flux.comm import known
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import round_up
+from flux.ops._end import NONE, End, Made
 from flux.ops._tensors import in_place, readable, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan
 from flux.ops.plan_ar import VECTOR
@@ -70,31 +71,32 @@ def run_fused(
     x: torch.Tensor,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    made: tuple[known.Recipe, torch.Tensor] | None = None,
-) -> torch.Tensor | None:
+    end: End = NONE,
+    repeated: tuple[known.Recipe, torch.Tensor] | None = None,
+) -> Made | None:
     """A sum without a GEMM: out = the sum of all ranks' x [m, n], or this rank's rows of it; plus residual
-    [m, n]. With a norm_weight [n], returns the norm of the sum on GPUs, and None on CPUs.
+    [m, n]. Returns what GPUs have made of the sum in the same launch, and None on CPUs.
 
     Args:
-        made: recipe and result of the call, if it is to be known (flux.comm.known). Arguments of the recipe:
-            operator, mode, x, residual, norm_weight and out.
+        repeated: recipe and result of the call, if it is to be known (flux.comm.known). Arguments of the
+            recipe: operator, mode, x, residual, norm_weight and out.
     """
     if not isinstance(workspace, CudaWorkspace):
         sum_over_ranks(workspace, plan, epoch, x, out, () if residual is None else (residual,))
         return None
     source, target = readable(x), writable(out)  # before the call: copies may run out of memory
-    extras = (readable_if_any(residual), readable_if_any(norm_weight))
-    normalised = None if norm_weight is None else torch.empty_like(target)
-    first, second = (target, None) if normalised is None else (normalised, target)
+    extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
+    made = end.in_kernel("all_reduce", target)
+    first, second = (target, None) if made is None else (made.normalised, target)
+    quantised = end.for_kernel(made)
     with workspace.enter(plan) as (symm_buffer, _):
         options = (symm_buffer, workspace.num_sms, plan.mode)
-        enqueue = functools.partial(_kernel, source, first, *options, *extras, eps, second)
+        enqueue = functools.partial(_kernel, source, first, *options, *extras, end.eps, second, **quantised)
         enqueue()
-    if made is not None and target is out and in_place((source, *extras), made[0].given[2:5]):
-        recipe, result = made
-        if normalised is None:
+    repeats = repeated is not None and target is out and not quantised
+    if repeated is not None and repeats and in_place((source, *extras), repeated[0].given[2:5]):
+        recipe, result = repeated
+        if made is None:
             used = [2, recipe.returns(result, like=2, argument=5), 3, 4, known.ABSENT]
         else:
             normalised_result = recipe.returns(result, like=2)
@@ -102,7 +104,7 @@ def run_fused(
         workspace.remember(recipe, enqueue, [used])
     if target is not out:
         out.copy_(target)
-    return normalised
+    return made
 
 
 class _Exchange:
@@ -150,7 +152,7 @@ class _Exchange:
             self._workspace.wait(self._plan.op, source, _slot(source, rank), word, 0)
 
     def _area(self, rank: int, offset: int, rows: int, columns: int) -> torch.Tensor:
-        dtype = self._plan.dtype
+        dtype = self._plan.result_dtype
         # The layout counts in 2-byte elements.
         start = offset * dtype.itemsize // 2
         return self._workspace.slot(rank, self._epoch, start, rows * columns, dtype).view(rows, columns)

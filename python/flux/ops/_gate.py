@@ -13,11 +13,17 @@ import torch
 
 from flux.ops import _arguments
 
+_QUANTISED = {
+    "quant": "Optional[str]",
+    "quant_scale": "Optional[Tensor]",
+    "ue8m0": "bool",
+    "return_norm": "bool",
+}
 # Arguments of public functions that are not in a schema, or have another type there.
 _EXTRA = {
     "moe.route": {"max_tokens": "Optional[int]", "max_node_tokens": "Optional[int]"},
-    "gemm_ar": {"eps": "Optional[float]"},
-    "all_reduce": {"eps": "Optional[float]"},
+    "gemm_ar": {"eps": "Optional[float]", **_QUANTISED},
+    "all_reduce": {"eps": "Optional[float]", **_QUANTISED},
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},
     "quantize": {"dtype": "dtype"},
     "explain": {

@@ -18,7 +18,8 @@ _torch_library: Any = torch.library  # not typed
 library: Any = _torch_library.Library("flux", "FRAGMENT")
 
 _X = "Tensor x, Tensor weight, Tensor? bias"
-# biases: empty, or one for each weight. Results: one for each weight, then the gathered x if requested.
+# biases: empty, or one for each weight. Results: one for each weight, then the gathered x if requested, and
+# with scales those of its rows.
 _XS = "Tensor x, Tensor[] weights, Tensor?[] biases, bool transpose_weight"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -37,10 +38,10 @@ library.define(
     f"gemm_rs_out({_X}, bool transpose_weight, str group_name, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS
 )
 
-library.define(f"ag_gemm({_XS}, bool return_gathered, str group_name) -> Tensor[]", tags=_TAGS)
-library.define(
-    f"ag_gemm_out({_XS}, bool return_gathered, str group_name, Tensor(a!)[] outs) -> ()", tags=_TAGS
-)
+_AG = f"{_XS}, bool return_gathered, str group_name"
+_AG_SCALES = f"Tensor? scale_x=None, Tensor[]? scale_w=None, {_HOW}"
+library.define(f"ag_gemm({_AG}, {_AG_SCALES}) -> Tensor[]", tags=_TAGS)
+library.define(f"ag_gemm_out({_AG}, Tensor(a!)[] outs, {_AG_SCALES}) -> ()", tags=_TAGS)
 # gemm_rs, and a concurrent all_gather of `rows`.
 library.define(
     "gemm_rs_with_gather(Tensor x, Tensor weight, bool transpose_weight, Tensor rows, str group_name) -> "
@@ -51,18 +52,19 @@ library.define("all_gather(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("all_gather_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 
 _AR = f"{_X}, bool transpose_weight, Tensor? residual"
-library.define(f"gemm_ar({_AR}, str group_name) -> Tensor", tags=_TAGS)
-library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+_NORM = "Tensor norm_weight, float eps"
+_QUANT = "str quant, Tensor? quant_scale, bool ue8m0, bool return_norm"
+library.define(f"gemm_ar({_AR}, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
+library.define(f"gemm_ar_out({_AR}, str group_name, Tensor(a!) out, {_SCALES}) -> ()", tags=_TAGS)
 # Returns the normalised sum and the sum.
-library.define(
-    f"gemm_ar_norm({_AR}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
-)
+library.define(f"gemm_ar_norm({_AR}, {_NORM}, str group_name, {_SCALES}) -> (Tensor, Tensor)", tags=_TAGS)
+# Returns fp8 of the normalised sum, its scales, the sum, and with return_norm the normalised sum.
+library.define(f"gemm_ar_quant({_AR}, {_NORM}, str group_name, {_QUANT}, {_SCALES}) -> Tensor[]", tags=_TAGS)
 _SUM = "Tensor x, Tensor? residual"
 library.define(f"all_reduce({_SUM}, str group_name) -> Tensor", tags=_TAGS)
 library.define(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
-library.define(
-    f"all_reduce_norm({_SUM}, Tensor norm_weight, float eps, str group_name) -> (Tensor, Tensor)", tags=_TAGS
-)
+library.define(f"all_reduce_norm({_SUM}, {_NORM}, str group_name) -> (Tensor, Tensor)", tags=_TAGS)
+library.define(f"all_reduce_quant({_SUM}, {_NORM}, str group_name, {_QUANT}) -> Tensor[]", tags=_TAGS)
 library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
 library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 

@@ -191,10 +191,7 @@ class PlanInput:
     @property
     def operands(self) -> dict[str, Any]:
         """What the cost model is told of fp8 operands."""
-        if self.scaling is None:
-            return {}
-        fast = self.scaling.stays_in_tensor_cores(self.dtype)
-        return {"operand_bytes": 1, "block_scales": self.scaling.kind == "block", "fast": fast}
+        return {} if self.scaling is None else self.scaling.operands(self.dtype)
 
     @property
     def on_gpu(self) -> bool:

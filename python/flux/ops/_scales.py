@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ _SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
 _COLUMN_ALIGNMENT = 4  # fp32 entries of 16 bytes, which TMA loads
 
 Tensor = torch.Tensor
+Accumulate = Literal["promoted", "fast"]
 
 
 class Scaling(NamedTuple):
@@ -44,6 +45,11 @@ class Scaling(NamedTuple):
     def stays_in_tensor_cores(self, x_dtype: torch.dtype) -> bool:
         """Whether kernels do not promote partial sums. There are fast tiles for e4m3 only."""
         return self.fast and x_dtype == torch.float8_e4m3fn
+
+    def operands(self, x_dtype: torch.dtype) -> dict[str, Any]:
+        """What the choice of a tile depends on, besides sizes."""
+        fast = self.stays_in_tensor_cores(x_dtype)
+        return {"operand_bytes": 1, "block_scales": self.kind == "block", "fast": fast}
 
     def columns(self, k: int) -> int:
         """Scales of a row of x with k elements."""
@@ -131,12 +137,17 @@ class Scales(NamedTuple):
         otherwise.
         """
         w = _fp32(self.w.t() if transpose_weight and self.w.dim() == 2 else self.w)
+        if not is_by_block(self.x, k):
+            w = w.reshape(-1)
+            if w.shape[0] not in (1, n):  # blocks of 128 columns, of a weight that has one block of K
+                w = w.repeat_interleave(BLOCK)[:n]
+        return self._replace(x=self.canonical_x(k), w=w.contiguous())
+
+    def canonical_x(self, k: int) -> Tensor:
+        """The scales of x [..., k] in the kernels' layout."""
         if is_by_block(self.x, k):
-            return self._replace(x=column_major(self.x.flatten(0, -2)), w=w.contiguous())
-        w = w.reshape(-1)
-        if w.shape[0] not in (1, n):  # blocks of 128 columns, of a weight that has one block of K
-            w = w.repeat_interleave(BLOCK)[:n]
-        return self._replace(x=_fp32(self.x).reshape(-1).contiguous(), w=w.contiguous())
+            return column_major(self.x.flatten(0, -2))
+        return _fp32(self.x).reshape(-1).contiguous()
 
     def canonical_experts(self, experts: int, n: int, k: int) -> Scales:
         """As canonical, of weights [experts, n, k]: w is [experts], [experts, n], or for blocks [experts,
@@ -144,7 +155,7 @@ class Scales(NamedTuple):
         """
         w = _fp32(self.w)
         if is_by_block(self.x, k):
-            return self._replace(x=column_major(self.x), w=w.contiguous())
+            return self._replace(x=self.canonical_x(k), w=w.contiguous())
         if w.numel() == 1:
             w = w.reshape(1).expand(experts)
         elif w.numel() == experts:
@@ -153,7 +164,7 @@ class Scales(NamedTuple):
             w = w.reshape(experts, n)
         else:
             w = w.reshape(experts, -1).repeat_interleave(BLOCK, 1)[:, :n]
-        return self._replace(x=_fp32(self.x).reshape(-1).contiguous(), w=w.contiguous())
+        return self._replace(x=self.canonical_x(k), w=w.contiguous())
 
     def of_expert(self, expert: int) -> Tensor:
         """The canonical scales of one expert's weight, from those of all."""
@@ -235,6 +246,32 @@ def given(
     return Scales(scale_x, scale_w, torch.bfloat16 if out_dtype is None else out_dtype, accumulate)
 
 
+def each(scale_w: Any, many: bool) -> Any:
+    """scale_w as a list with one entry for each weight, or None. many: there is a list of weights."""
+    return scale_w if many or scale_w is None else [scale_w]
+
+
+def of_weights(
+    op: str,
+    count: int,
+    scale_x: Tensor | None = None,
+    scale_w: Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "promoted",
+) -> tuple[Scales, ...]:
+    """As given, for an operator of several weights: one for each, or none."""
+    listed: Sequence[Tensor | None] = (None,) * count if scale_w is None else scale_w
+    if len(listed) != count:
+        fail(op, "scale_w", f"{count} entries, one for each weight", f"{len(listed)}")
+    found = []
+    for i, of_one in enumerate(listed):
+        scales = given(op, scale_x, of_one, out_dtype, accumulate, f"[{i}]" if count > 1 else "")
+        if scales is None:
+            return ()
+        found.append(scales)
+    return tuple(found)
+
+
 def no_backward(op: str, **tensors: Tensor | None) -> None:
     """Refuses tensors that need gradients in a call with scales."""
     if not torch.is_grad_enabled():
@@ -254,6 +291,11 @@ def canonical(
     n, k = weight.shape[::-1] if transpose_weight else weight.shape
     scales = scales.canonical(n, k, transpose_weight)
     return weight.t() if transpose_weight else weight, False, scales
+
+
+def of_slice(scales: Scales | None, rows: int, some: slice) -> Scales | None:
+    """The canonical scales of a slice of x [rows, k]."""
+    return None if scales is None else scales.of_rows(rows, lambda scale: scale[some])
 
 
 def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Arrivals:
         self._plan = plan
         self._epoch = epoch
         self._x = x
-        self._layout = _native.core.ag_gemm_layout(plan.m, plan.k, plan.world_size)
+        self._layout = _native.core.ag_gemm_layout(plan.m, x.shape[1], plan.world_size)
         rank = workspace.rank
         for block, rows in enumerate(self._blocks()):
             for step in range(1, plan.world_size):
@@ -226,7 +226,7 @@ class Arrivals:
         return (slice(first, min(first + BLOCK_M, rows)) for first in range(0, rows, BLOCK_M))
 
     def _slot_rows(self, owner: int, source: int, rows: slice) -> torch.Tensor:
-        dtype, k = self._plan.dtype, self._plan.k
+        dtype, k = self._x.dtype, self._x.shape[1]
         # The layout counts in 2-byte elements.
         offset = self._layout.offset(self._layout.slot_index(source, owner), rows.start) * dtype.itemsize // 2
         count = rows.stop - rows.start

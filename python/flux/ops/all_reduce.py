@@ -18,9 +18,10 @@ from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
 from flux.ops import _check, _gate, _invariant
+from flux.ops import _end as ends
+from flux.ops._end import End, Made, Quant
 from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch
-from flux.ops._norm import row_norm
 from flux.ops._tensors import wide_type
 from flux.ops.plan import workspace_plan
 from flux.ops.plan_ar import split_rows
@@ -51,7 +52,24 @@ def all_reduce(
     norm_weight: Tensor,
     eps: float | None = 1e-6,
     out: None = None,
+    quant: None = None,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_reduce(
+    x: Tensor,
+    *,
+    group: GroupLike = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor,
+    eps: float | None = 1e-6,
+    out: None = None,
+    quant: Quant,
+    quant_scale: Tensor | None = None,
+    ue8m0: bool = False,
+    return_norm: bool = False,
+) -> tuple[Tensor, ...]: ...
 
 
 def all_reduce(
@@ -62,6 +80,10 @@ def all_reduce(
     norm_weight: Tensor | None = None,
     eps: float | None = 1e-6,
     out: Tensor | None = None,
+    quant: Quant | None = None,
+    quant_scale: Tensor | None = None,
+    ue8m0: bool = False,
+    return_norm: bool = False,
 ) -> Any:
     """The sum of x over all ranks, plus residual once, on every rank. A collective.
 
@@ -79,10 +101,13 @@ def all_reduce(
             the sum.
         eps: of RMSNorm; nothing without `norm_weight`. None: that of fp32 (fp64 for fp64), as in torch.
         out: contiguous tensor of x's shape to write to; not with `norm_weight`. May be x or `residual`.
+        quant, ue8m0, return_norm: as in flux.gemm_ar: quantise the normalised sum.
+        quant_scale: float32 [1], as in flux.gemm_ar.
 
     Returns:
         The sum in x's shape and dtype: a fresh tensor, or `out`. With `norm_weight` a pair of fresh tensors:
-        the normalised sum, computed as by flux.gemm_ar, and the sum itself, which is the next residual.
+        the normalised sum, computed as by flux.gemm_ar, and the sum itself, which is the next residual. With
+        `quant` the tuple that flux.gemm_ar returns.
 
     Raises:
         TypeError: an argument is of another type.
@@ -96,24 +121,28 @@ def all_reduce(
         normalised, total = flux.all_reduce(x, residual=residual, norm_weight=norm_weight)
         assert (total == p).all() and normalised.shape == (4, 64)
     """
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    quantised = ends.arguments(quant, quant_scale, ue8m0, return_norm)
+    if not (quantised or torch.compiler.is_compiling()) and (calls := known.of(group)) is not None:
         used_eps = 0.0 if norm_weight is None else _check.norm_eps(eps, x)
         done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, out, used_eps)
         if done is not None:
             return done
-    direct = may_skip_dispatch(x, residual, norm_weight)
+    direct = may_skip_dispatch(x, residual, norm_weight, quant_scale)
     tensors = {"x": x, "residual": residual, "norm_weight": norm_weight}
-    if not direct or out is not None:
-        _gate.check("all_reduce", **tensors, eps=eps, out=out)
+    if not direct or out is not None or quantised:
+        of_quant = ends.named(quant, quant_scale, ue8m0, return_norm)
+        _gate.check("all_reduce", **tensors, eps=eps, out=out, **of_quant)
     _check.no_backward("all_reduce", **tensors, out=out)
-    if norm_weight is not None and out is not None:
-        _check.fail("all_reduce", "out", "None with norm_weight, which returns two tensors", "a tensor")
+    ends.check("all_reduce", norm_weight, out, quantised)
     name = group_name(group, "all_reduce")
-    if norm_weight is not None:
-        arguments = (x, residual, norm_weight, _check.norm_eps(eps, x), name)
+    if norm_weight is None:
+        fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
+        return dispatch(name, x.device, fn, fn_out, (x, residual, name), out)
+    arguments = (x, residual, norm_weight, _check.norm_eps(eps, x), name)
+    if not quantised:
         return dispatch(name, x.device, _eager_norm if direct else _op_norm, None, arguments)
-    fn, fn_out = (_eager, _eager_out) if direct else (_op, _op_out)
-    return dispatch(name, x.device, fn, fn_out, (x, residual, name), out)
+    fn = _eager_quant if direct else _op_quant
+    return tuple(dispatch(name, x.device, fn, None, (*arguments, *quantised)))
 
 
 def reference(x: Tensor, group: GroupLike = None, residual: Tensor | None = None) -> Tensor:
@@ -144,9 +173,20 @@ def _fake_out(x: Tensor, residual: Tensor | None, group_name: str, out: Tensor) 
 def _fake_norm(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
+    out, _ = _checked(x, residual, End(norm_weight, eps))
+    return torch.empty_like(out), out
+
+
+def _fake_quant(*arguments: Any) -> list[Tensor]:
+    x, residual, norm_weight, eps, _, *quantised = arguments
+    out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
+    return end.fake(out)
+
+
+def _checked(x: Tensor, residual: Tensor | None, end: End) -> tuple[Tensor, End]:
+    """Checks the arguments of a sum with a norm; returns memory for the sum, and `end` with its epsilon."""
     _check.all_reduce_args("all_reduce", x, residual)
-    _check.norm_args("all_reduce", norm_weight, eps, _check.rows_to_norm("all_reduce", x)[1], x)
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    return x.new_empty(x.shape), end.checked("all_reduce", _check.rows_to_norm("all_reduce", x)[1], x)
 
 
 def _eager(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
@@ -155,7 +195,7 @@ def _eager(x: Tensor, residual: Tensor | None, group_name: str) -> Tensor:
     if done is not None:
         return cast(Tensor, done)
     out = _fake(x, residual, group_name)
-    _run(x, residual, None, 0.0, group, out, None)
+    _run(x, residual, ends.NONE, group, out, None)
     return out
 
 
@@ -163,7 +203,7 @@ def _eager_out(x: Tensor, residual: Tensor | None, group_name: str, out: Tensor)
     _fake_out(x, residual, group_name, out)
     for given in (x, residual):
         _check.separate("all_reduce", "out", out, given, may_be=given)
-    _run(x, residual, None, 0.0, process_group(group_name), out, out)
+    _run(x, residual, ends.NONE, process_group(group_name), out, out)
 
 
 def _eager_norm(
@@ -171,11 +211,16 @@ def _eager_norm(
 ) -> tuple[Tensor, Tensor]:
     group = process_group(group_name)
     done = _known(x, residual, norm_weight, eps, group)
-    if done is not None:
-        return cast("tuple[Tensor, Tensor]", done)
-    _, out = _fake_norm(x, residual, norm_weight, eps, group_name)
-    norm = _run(x, residual, norm_weight, eps, group, out, None)
-    return (row_norm(out, norm_weight, eps) if norm is None else norm.view(x.shape)), out
+    if done is None:
+        out, end = _checked(x, residual, End(norm_weight, eps))
+        done = end.of(out, _run(x, residual, end, group, out, None))
+    return cast("tuple[Tensor, Tensor]", done)
+
+
+def _eager_quant(*arguments: Any) -> list[Tensor]:
+    x, residual, norm_weight, eps, name, *quantised = arguments
+    out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
+    return list(end.of(out, _run(x, residual, end, process_group(name), out, None)))
 
 
 def _known(
@@ -191,42 +236,44 @@ def _known(
 def _run(
     x: Tensor,
     residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
+    end: End,
     group: ProcessGroup,
     out: Tensor,
     given_out: Tensor | None,
-) -> Tensor | None:
-    """Writes the sum to `out`. Returns its norm, if that was a part of the same launch. given_out: `out`, if
-    the caller gave it.
+) -> Made | None:
+    """Writes the sum to `out`. Returns what the same launch has made of it. given_out: `out`, if the caller
+    gave it.
     """
     if group.size() == 1:
         out.copy_(x if residual is None else x + residual)
         return None
     if not _invariance.active():
-        recipe = known.Recipe(_OP, False, x, residual, norm_weight, given_out, eps)
-        arguments = (x, residual, norm_weight, eps, group, out, recipe)
-        return registry.in_turn(group, x.device, sum_of, *arguments)
+        recipe = None
+        if end.quant is None:
+            recipe = known.Recipe(_OP, False, x, residual, end.norm_weight, given_out, end.eps)
+        return registry.in_turn(group, x.device, sum_of, x, residual, end, group, out, recipe)
     # How many CTAs share a row of the kernel's norm depends on the number of rows.
     flat, total = x.reshape(-1), out.view(-1)
     added = None if residual is None else residual.reshape(-1)
     for part in split_rows(flat.shape[0], 1, x.dtype):
         some = None if added is None else added[part]
-        registry.in_turn(group, x.device, sum_of, flat[part], some, None, 0.0, group, total[part])
+        registry.in_turn(group, x.device, sum_of, flat[part], some, ends.NONE, group, total[part])
     return None
 
 
 def sum_of(
     x: Tensor,
     residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
+    end: End,
     group: ProcessGroup,
     out: Tensor,
     recipe: known.Recipe | None = None,
-) -> Tensor | None:
+) -> Made | None:
+    """Writes the sum of all ranks' x, plus residual, to `out`. Returns as _run. recipe: of the call, if it is
+    to be known (flux.comm.known).
+    """
     workspace = registry.get(group, x.device, "all_reduce")
-    if norm_weight is None:
+    if end.norm_weight is None:
         # Treated as one row, so that the column shards of two-shot have equal sizes for any shape.
         plan = workspace_plan(workspace, "all_reduce", 1, x.numel(), 0, x.dtype, False)
     else:
@@ -234,8 +281,8 @@ def sum_of(
         plan = workspace_plan(workspace, "all_reduce_norm", rows, columns, 0, x.dtype, False)
     _invariant.require(plan)
     same: Same = NOTHING
-    if residual is not None or norm_weight is not None:
-        same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+    if residual is not None or end.norm_weight is not None:
+        same = {"residual": residual, **end.same()}
     with workspace.calling(plan, same) as epoch:
         if not plan.fused:
             unfused(x, residual, group, out)
@@ -245,12 +292,12 @@ def sum_of(
             return None
         fused, shape = cast(CpuWorkspace | CudaWorkspace, workspace), (plan.m, plan.n)
         added = None if residual is None else residual.reshape(shape)
-        tensors = (x.reshape(shape), out.view(shape), added, norm_weight)
-        return run_fused(fused, plan, epoch, *tensors, eps, None if recipe is None else (recipe, out))
+        tensors = (x.reshape(shape), out.view(shape), added)
+        return run_fused(fused, plan, epoch, *tensors, end, None if recipe is None else (recipe, out))
 
 
 def _node_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    _run(x, None, None, 0.0, group, out, None)
+    _run(x, None, ends.NONE, group, out, None)
 
 
 def unfused(x: Tensor, residual: Tensor | None, group: ProcessGroup, out: Tensor) -> None:
@@ -274,10 +321,13 @@ for _device in ("CPU", "CUDA"):
     library.impl("all_reduce", _eager, _device)
     library.impl("all_reduce_out", _eager_out, _device)
     library.impl("all_reduce_norm", _eager_norm, _device)
+    library.impl("all_reduce_quant", _eager_quant, _device)
 torch.library.register_fake("flux::all_reduce", _fake, lib=library)
 torch.library.register_fake("flux::all_reduce_out", _fake_out, lib=library)
 torch.library.register_fake("flux::all_reduce_norm", _fake_norm, lib=library)
+torch.library.register_fake("flux::all_reduce_quant", _fake_quant, lib=library)
 
 _op: Any = torch.ops.flux.all_reduce.default
 _op_out: Any = torch.ops.flux.all_reduce_out.default
 _op_norm: Any = torch.ops.flux.all_reduce_norm.default
+_op_quant: Any = torch.ops.flux.all_reduce_quant.default

@@ -21,6 +21,7 @@ _OPS = (
     "ag_gemm",
     "gemm_ar",
     "gemm_ar_norm",
+    "gemm_ar_quant",
     "grouped_gemm",
     "moe_ag_scatter_gemm",
     "moe_gemm_gather_rs",

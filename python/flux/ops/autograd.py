@@ -149,7 +149,8 @@ def _gemm_rs_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _ag_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, _, ctx.transpose_weight, return_gathered, ctx.group_name = inputs
+    x, weights, _, ctx.transpose_weight, return_gathered, ctx.group_name, scale_x, *_ = inputs
+    no_scales("ag_gemm", scale_x)
     ctx.count = len(weights)
     # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.
     needs_x, *needs_weights = ctx.needs_input_grad[: 1 + ctx.count]
@@ -192,7 +193,7 @@ def _ag_gemm_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
             bias_grad(grad) if needed and grad is not None else None
             for grad, needed in zip(products, needs_biases, strict=False)
         ]
-    return grad_x, grad_weights, grad_biases, None, None, None
+    return none_for_rest(ctx, grad_x, grad_weights, grad_biases)
 
 
 def _with_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast, overload
 
 import torch
@@ -15,18 +14,18 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import Same
-from flux.ops import _check, _gate, _invariant
-from flux.ops import all_gather as gather
+from flux.ops import _check, _gate, _invariant, _scales
+from flux.ops import _end as ends
+from flux.ops import _gemm_ar_parts as parts
 from flux.ops import all_reduce as reduce
 from flux.ops import gemm as plain
-from flux.ops import gemm_rs as scatter
-from flux.ops._exchange import sum_over_ranks
+from flux.ops._end import End, Quant
 from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._norm import rms_norm as rms_norm
 from flux.ops._norm import row_norm as row_norm
-from flux.ops._tensors import aligned, in_place, readable_if_any, wide_type, writable
-from flux.ops.plan import Plan, workspace_plan
+from flux.ops._scales import Accumulate, Scales
+from flux.ops._tensors import wide_type
+from flux.ops.plan import workspace_plan
 from flux.ops.plan_ar import split_rows
 from flux.ops.two_level_sums import gemm_and_sum
 
@@ -46,6 +45,10 @@ def gemm_ar(
     norm_weight: None = None,
     eps: float | None = 1e-6,
     out: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate = "promoted",
 ) -> Tensor: ...
 
 
@@ -61,7 +64,35 @@ def gemm_ar(
     norm_weight: Tensor,
     eps: float | None = 1e-6,
     out: None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate = "promoted",
+    quant: None = None,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gemm_ar(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike = None,
+    transpose_weight: bool = False,
+    residual: Tensor | None = None,
+    norm_weight: Tensor,
+    eps: float | None = 1e-6,
+    out: None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate = "promoted",
+    quant: Quant,
+    quant_scale: Tensor | None = None,
+    ue8m0: bool = False,
+    return_norm: bool = False,
+) -> tuple[Tensor, ...]: ...
 
 
 def gemm_ar(
@@ -75,29 +106,51 @@ def gemm_ar(
     norm_weight: Tensor | None = None,
     eps: float | None = 1e-6,
     out: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate = "promoted",
+    quant: Quant | None = None,
+    quant_scale: Tensor | None = None,
+    ue8m0: bool = False,
+    return_norm: bool = False,
 ) -> Any:
     """Sum over ranks of x · weightᵀ, plus bias and residual once, on every rank. A collective.
 
-    Each rank's product is accumulated in fp32 and rounded to x's dtype. Those p products are summed in fp32,
-    in rank order; then bias and residual are added and the sum is rounded, once. So results are bitwise equal
-    on all ranks, and repeatable. What does not run in one kernel (flux.explain says what, and why), and a
-    single rank, may round before the residual is added, and not round the products.
+    Each rank's product is accumulated in fp32 and rounded to the result's dtype. Those p products are summed
+    in fp32, in rank order; then bias and residual are added and the sum is rounded, once. So results are
+    bitwise equal on all ranks, and repeatable. What does not run in one kernel (flux.explain says what, and
+    why), and a single rank, may round before the residual is added, and not round the products.
 
     Args:
-        x: [..., K/p]; bfloat16 or float16 for the kernel, float32 and float64 go through torch on GPUs.
-        weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x.
-        bias: [N], dtype and device of x, the same on all ranks.
+        x: [..., K/p]; bfloat16 or float16 for the kernel, float32 and float64 go through torch on GPUs. With
+            scales fp8, as in flux.gemm.
+        weight: [N, K/p] as in nn.Linear, or [K/p, N] with `transpose_weight`; dtype and device of x. With
+            scales float8_e4m3fn, as in flux.gemm.
+        bias: [N], dtype of the result and device of x, the same on all ranks.
         group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
         transpose_weight: weight is [K/p, N].
-        residual: [..., N], dtype and device of x, the same on all ranks.
-        norm_weight: [N], dtype and device of x: also apply RMSNorm with this weight to the rows of the sum.
+        residual: [..., N], dtype of the result and device of x, the same on all ranks.
+        norm_weight: [N], dtype of the result and device of x: also apply RMSNorm with this weight to the rows
+            of the sum.
         eps: of RMSNorm; nothing without `norm_weight`. None: that of fp32 (fp64 for fp64), as in torch.
         out: contiguous [..., N] to write to; not with `norm_weight`. May be `residual`.
+        scale_x, scale_w: of this rank's x and weight, with the shapes of flux.gemm; of the same kind on all
+            ranks.
+        out_dtype, accumulate: as in flux.gemm, the same on all ranks.
+        quant: with `norm_weight`: quantise the normalised sum to float8_e4m3fn as flux.quantize does, with
+            "tensor", "token" or "group128" scales.
+        quant_scale: with "tensor": float32 [1], the scale to use (static quantisation); the same on all
+            ranks.
+        ue8m0: as in flux.quantize.
+        return_norm: also return the normalised sum.
 
     Returns:
-        [..., N] in x's dtype, the sum: a fresh tensor, or `out`. With `norm_weight` a pair of fresh tensors,
-        normalised = sum * rsqrt(mean(sum², over N) + eps) * norm_weight, computed in fp32 from the rounded
-        sum and rounded once, and the sum itself, which is the next residual.
+        [..., N] in x's dtype, with scales in `out_dtype`, the sum: a fresh tensor, or `out`. With
+        `norm_weight` a pair of fresh tensors, normalised = sum * rsqrt(mean(sum², over N) + eps) *
+        norm_weight, computed in fp32 from the rounded sum and rounded once, and the sum itself, which is the
+        next residual. With `quant` a tuple of the quantised normalised sum, its scales as of flux.quantize,
+        the sum, and with `return_norm` the normalised sum.
 
     Raises:
         TypeError: an argument is of another type.
@@ -114,27 +167,33 @@ def gemm_ar(
         normalised, total = flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight)
         assert normalised.shape == total.shape == (4, 32)  # [M, N], the same on all ranks
     """
-    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+    scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    quantised = ends.arguments(quant, quant_scale, ue8m0, return_norm)
+    compiling = torch.compiler.is_compiling()
+    if not (scaling or quantised or compiling) and (calls := known.of(group)) is not None:
         options = (None if norm_weight is None else eps, out, transpose_weight)
         done = calls.call(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
         if done is not None:
-            return cast("Tensor | tuple[Tensor, Tensor]", done)
-    direct = may_skip_dispatch(x, weight, bias, residual, norm_weight)
+            return done
+    direct = may_skip_dispatch(x, weight, bias, residual, norm_weight, *scaling[:2], quant_scale)
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}
-    if not direct or out is not None:
-        _gate.check("gemm_ar", **tensors, transpose_weight=transpose_weight, eps=eps, out=out)
-    _check.no_backward("gemm_ar", **tensors, out=out)
-    if norm_weight is not None and out is not None:
-        _check.fail("gemm_ar", "out", "None with norm_weight, which returns two tensors", "a tensor")
+    if not direct or out is not None or scaling or quantised:
+        how = _scales.named(scale_x, scale_w, out_dtype, accumulate)
+        how |= ends.named(quant, quant_scale, ue8m0, return_norm)
+        _gate.check("gemm_ar", **tensors, transpose_weight=transpose_weight, eps=eps, out=out, **how)
+    _check.no_backward("gemm_ar", **tensors, out=out, scale_x=scale_x, scale_w=scale_w)
+    ends.check("gemm_ar", norm_weight, out, quantised)
     arguments = (x, weight, bias, transpose_weight, residual)
     if direct:
-        pg = resolve_group(group, "gemm_ar")
-        return _call(*arguments, norm_weight, eps, pg, out)
+        pg, scales = resolve_group(group, "gemm_ar"), _scales.given("gemm_ar", *scaling)
+        return _call(*arguments, ends.End(norm_weight, eps, *quantised), pg, out, scales)
     name = group_name(group, "gemm_ar")
-    if norm_weight is not None:
-        eps = _check.norm_eps(eps, x)
-        return dispatch(name, x.device, _op_norm, None, (*arguments, norm_weight, eps, name))
-    return dispatch(name, x.device, _op, _op_out, (*arguments, name), out)
+    if norm_weight is None:
+        return dispatch(name, x.device, _op, _op_out, (*arguments, name), out, scaling)
+    normed = (*arguments, norm_weight, _check.norm_eps(eps, x), name)
+    if not quantised:
+        return dispatch(name, x.device, _op_norm, None, normed, None, scaling)
+    return tuple(dispatch(name, x.device, _op_quant, None, (*normed, *quantised), None, scaling))
 
 
 def reference(
@@ -144,35 +203,24 @@ def reference(
     group: GroupLike = None,
     transpose_weight: bool = False,
     residual: Tensor | None = None,
+    *scaling: Any,
 ) -> Tensor:
     """gemm_ar with torch only, with the same roundings: products in fp32 (or float64), rounded,
-    gathered, summed in rank order, bias, residual, rounded.
+    gathered, summed in rank order, bias, residual, rounded. scaling: as in gemm.reference.
     """
-    pg = resolve_group(group, "gemm_ar")
-    shape, m, n, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
+    pg, scales = resolve_group(group, "gemm_ar"), _scales.given("gemm_ar", *scaling)
+    shape, m, n, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
     if pg.size() == 1:
-        product = plain.reference(x, weight, bias, transpose_weight)
+        product = plain.reference(x, weight, bias, transpose_weight, *scaling)
         return product if residual is None else product + residual
     wide = wide_type(x.dtype)
-    partial = plain.reference(x, weight, None, transpose_weight).view(m, n).to(wide)
+    partial = plain.reference(x, weight, None, transpose_weight, *scaling).view(m, n).to(wide)
     gathered = [torch.empty_like(partial) for _ in range(pg.size())]
     dist.all_gather(gathered, partial, group=pg)
     total = torch.zeros_like(partial)
     for other in gathered:
         total += other
-    return _plus(total, _addends(bias, residual, n)).to(x.dtype).view(shape)
-
-
-def _addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
-    """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
-    found = [] if bias is None else [bias]
-    return found if residual is None else [*found, residual.reshape(-1, n)]
-
-
-def _plus(total: Tensor, addends: list[Tensor]) -> Tensor:
-    for addend in addends:
-        total += addend
-    return total
+    return parts.plus(total, parts.addends(bias, residual, n)).to(_scales.result_dtype(x, scales)).view(shape)
 
 
 def _fake(
@@ -182,9 +230,11 @@ def _fake(
     transpose_weight: bool,
     residual: Tensor | None,
     group_name: str,
+    *scaling: Any,
 ) -> Tensor:
-    shape, _, _, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    return x.new_empty(shape)
+    scales = _scales.given("gemm_ar", *scaling)
+    shape, *_ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    return x.new_empty(shape, dtype=_scales.result_dtype(x, scales))
 
 
 def _fake_out(
@@ -195,9 +245,11 @@ def _fake_out(
     residual: Tensor | None,
     group_name: str,
     out: Tensor,
+    *scaling: Any,
 ) -> None:
-    shape, _, _, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    _check.out_arg("gemm_ar", out, shape, x)
+    scales = _scales.given("gemm_ar", *scaling)
+    shape, *_ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    _check.out_arg("gemm_ar", out, shape, x, scales=scales)
 
 
 def _fake_norm(
@@ -209,49 +261,46 @@ def _fake_norm(
     norm_weight: Tensor,
     eps: float,
     group_name: str,
+    *scaling: Any,
 ) -> tuple[Tensor, Tensor]:
-    shape, _, n, _ = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-    return x.new_empty(shape), x.new_empty(shape)
+    total = _fake(x, weight, bias, transpose_weight, residual, group_name, *scaling)
+    scales = _scales.given("gemm_ar", *scaling)
+    _check.norm_args("gemm_ar", norm_weight, eps, total.shape[-1], x, scales)
+    return torch.empty_like(total), total
 
 
-def _eager(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    group_name: str,
-) -> Tensor:
-    group = process_group(group_name)
-    return cast(Tensor, _call(x, weight, bias, transpose_weight, residual, None, 0.0, group))
+def _fake_quant(*arguments: Any) -> list[Tensor]:
+    total, scales = _fake(*arguments[:5], arguments[7], *arguments[12:]), arguments[12:]
+    end = End(*arguments[5:7], *arguments[8:12])
+    return end.checked("gemm_ar", total.shape[-1], arguments[0], _scales.given("gemm_ar", *scales)).fake(
+        total
+    )
 
 
-def _eager_out(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    group_name: str,
-    out: Tensor,
-) -> None:
-    _call(x, weight, bias, transpose_weight, residual, None, 0.0, process_group(group_name), out)
+def _eager(*arguments: Any) -> Tensor:
+    return cast(Tensor, _run(arguments[:5], ends.NONE, arguments[5], None, arguments[6:]))
 
 
-def _eager_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    group = process_group(group_name)
-    pair = _call(x, weight, bias, transpose_weight, residual, norm_weight, eps, group)
+def _eager_out(*arguments: Any) -> None:
+    _run(arguments[:5], ends.NONE, arguments[5], arguments[6], arguments[7:])
+
+
+def _eager_norm(*arguments: Any) -> tuple[Tensor, Tensor]:
+    pair = _run(arguments[:5], ends.End(*arguments[5:7]), arguments[7], None, arguments[8:])
     return cast("tuple[Tensor, Tensor]", pair)
+
+
+def _eager_quant(*arguments: Any) -> list[Tensor]:
+    end = ends.End(*arguments[5:7], *arguments[8:12])
+    return list(_run(arguments[:5], end, arguments[7], None, arguments[12:]))
+
+
+def _run(
+    inputs: tuple[Any, ...], end: End, group_name: str, out: Tensor | None, scaling: tuple[Any, ...]
+) -> Any:
+    x, weight, bias, transpose_weight, residual = inputs
+    scales = _scales.given("gemm_ar", *scaling)
+    return _call(x, weight, bias, transpose_weight, residual, end, process_group(group_name), out, scales)
 
 
 def _call(
@@ -260,31 +309,45 @@ def _call(
     bias: Tensor | None,
     transpose_weight: bool,
     residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float | None,
+    end: End,
     group: ProcessGroup,
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The sum, or with a norm_weight the normalised sum and the sum. Without torch's dispatcher."""
+    scales: Scales | None = None,
+) -> Any:
+    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher."""
     if group.size() == 1:
-        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-        eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-        out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
+        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+        end = end.checked("gemm_ar", n, x, scales)
+        out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
         total = out.view(m, n)
-        added = _rows(residual, m, n)
+        added = parts.rows(residual, m, n)
         product = total if added is None else torch.empty_like(total)
-        plain.run(x.reshape(m, k), weight, bias, transpose_weight, product)
+        weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
+        plain.run(x.reshape(m, k), weight, bias, transpose_weight, product, scales)
         if added is not None:
             torch.add(product, added, out=total)
-        return out if norm_weight is None else (row_norm(total, norm_weight, eps).view(shape), out)
-    eps = None if norm_weight is None else eps
-    if (calls := known.of_groups.get(group)) is not None:
-        options = (eps, out, transpose_weight)
-        done = calls.call_below(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
+        return end.of(out)
+    repeats = scales is None and end.quant is None
+    if repeats and (calls := known.of_groups.get(group)) is not None:
+        done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out))
         if done is not None:
-            return cast("Tensor | tuple[Tensor, Tensor]", done)
-    arguments = (x, weight, bias, transpose_weight, residual, norm_weight, eps, group, out)
+            return done
+    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
+
+
+def _given(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    end: End,
+    out: Tensor | None,
+) -> tuple[Any, ...]:
+    """The arguments of a call without scales and quantisation for flux.comm.known."""
+    eps = None if end.norm_weight is None else end.eps
+    return _OP, _invariance.active(), x, weight, bias, residual, end.norm_weight, eps, out, transpose_weight
 
 
 def _among_ranks(
@@ -293,190 +356,97 @@ def _among_ranks(
     bias: Tensor | None,
     transpose_weight: bool,
     residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float | None,
+    end: End,
     group: ProcessGroup,
     out: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    scales: Scales | None = None,
+) -> Any:
     workspace = registry.find(group, x.device)
-    facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight)
+    facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight, scales)
     if residual is not None:
         facts = (*facts, residual.shape, residual.dtype, residual.device)
     found = None if workspace is None else workspace.plans.get(facts)
     if found is not None:
         plan, shape, m, n, k = found
     else:
-        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual)
-    tensors = (x, weight, bias, residual, norm_weight)
-    recipe = known.Recipe(_OP, _invariance.active(), *tensors, eps, out, transpose_weight)
-    eps = _check.norm_args("gemm_ar", norm_weight, eps, n, x)
-    out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual)
-    total, normalised = out, None
+        shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
+    recipe = None
+    if scales is None and end.quant is None:
+        recipe = known.Recipe(*_given(x, weight, bias, transpose_weight, residual, end, out))
+    end = end.checked("gemm_ar", n, x, scales)
+    out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
+    total, made = out, None
     if len(shape) != 2:
-        x, total, residual = x.reshape(m, k), out.view(m, n), _rows(residual, m, n)
+        x, total, residual = x.reshape(m, k), out.view(m, n), parts.rows(residual, m, n)
     if workspace is None:
         workspace = registry.get(group, x.device, "gemm_ar")
+    if scales is not None:
+        weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
     if found is None:
-        plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight)
+        scaling = None if scales is None else scales.scaling(k)
+        plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight, scaling)
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
-    same = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+    same = {"residual": residual, **end.same()}
     if plan.fused and plan.mode < 0 and plan.batch_invariant and plan.levels is None:
-        for some in split_rows(m, n, x.dtype):
+        for some in split_rows(m, n, total.dtype):
             part = None if residual is None else residual[some]
-            _among_ranks(x[some], weight, bias, transpose_weight, part, None, 0.0, group, total[some])
+            call = (x[some], weight, bias, transpose_weight, part, ends.NONE, group, total[some])
+            _among_ranks(*call, _scales.of_slice(scales, m, some))
     elif plan.way == "parts":
-        product = x.new_empty(m, n)
-        plain.run(x, weight, None, transpose_weight, product)
+        product = torch.empty_like(total)
+        plain.run(x, weight, None, transpose_weight, product, scales)
         if bias is not None:  # an all_reduce adds one tensor
             residual = bias.expand(m, n) if residual is None else residual + bias
-        normalised = reduce.sum_of(product, residual, norm_weight, eps, group, total)
+        made = reduce.sum_of(product, residual, end, group, total)
     elif plan.way == "composed":
         dealt = m - m % group.size()
-        head = None if residual is None else residual[:dealt]
-        _composed(x[:dealt], weight, bias, transpose_weight, head, group, total[:dealt], same)
+        head, tail = slice(dealt), slice(dealt, m)
+        added = (None, None) if residual is None else (residual[head], residual[tail])
+        operands = (weight, bias, transpose_weight)
+        theirs = _scales.of_slice(scales, m, head)
+        parts.composed(x[head], *operands, added[0], group, total[head], same, theirs)
         if dealt < m:
-            tail = None if residual is None else residual[dealt:]
-            _among_ranks(x[dealt:], weight, bias, transpose_weight, tail, None, 0.0, group, total[dealt:])
+            theirs = _scales.of_slice(scales, m, tail)
+            _among_ranks(x[tail], *operands, added[1], ends.NONE, group, total[tail], theirs)
     else:
         with workspace.calling(plan, {"bias": bias, **same}) as epoch:
             if not plan.fused:
-                _unfused(x, weight, bias, transpose_weight, residual, group, total)
+                parts.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
             elif isinstance(workspace, CudaWorkspace):
-                normalised = _fused_cuda(
-                    workspace, plan, x, weight, bias, residual, total, norm_weight, eps, (recipe, out)
-                )
+                repeated = None if recipe is None else (recipe, out)
+                tensors = (x, weight, bias, residual, total)
+                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated)
             elif isinstance(workspace, CpuWorkspace):
-                _fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total)
+                parts.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
             else:
-                several, added = cast(NodesWorkspace, workspace), _addends(bias, residual, n)
-                gemm_and_sum(several, plan, x, weight, total, added, _node_sum)
-    if norm_weight is None:
-        return out
-    if normalised is None:
-        normalised = row_norm(total, norm_weight, eps)
-    return normalised if len(shape) == 2 else normalised.view(shape), out
+                several, addends = cast(NodesWorkspace, workspace), parts.addends(bias, residual, n)
+                gemm_and_sum(several, plan, x, weight, total, addends, scales, _node_sum)
+    return end.of(out, made)
 
 
-def _node_sum(x: Tensor, weight: Tensor, transpose_weight: bool, group: ProcessGroup, out: Tensor) -> None:
-    _call(x, weight, None, transpose_weight, None, None, 0.0, group, out)
-
-
-def _rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
-    return None if residual is None else residual.reshape(m, n)
-
-
-def _unfused(
+def _node_sum(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     transpose_weight: bool,
-    residual: Tensor | None,
     group: ProcessGroup,
-    total: Tensor,
+    out: Tensor,
+    scales: Scales | None = None,
 ) -> None:
-    if total.numel() == 0:
-        return
-    product = total
-    if not x.is_cuda:  # gloo is slow in any dtype, so it sums in the wide type; NCCL sums in x's
-        product = torch.empty(total.shape, dtype=wide_type(x.dtype))
-    elif residual is not None and residual.data_ptr() == total.data_ptr():
-        product = torch.empty_like(total)
-    if x.shape[1] > 0:
-        w = weight if transpose_weight else weight.t()
-        torch.mm(x.to(product.dtype), w.to(product.dtype), out=product)
-        dist.all_reduce(product, group=group)
-    else:
-        product.zero_()
-    _plus(product, _addends(bias, residual, total.shape[1]))
-    if product is not total:
-        total.copy_(product)
-
-
-def _composed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transpose_weight: bool,
-    residual: Tensor | None,
-    group: ProcessGroup,
-    total: Tensor,
-    same: Same,
-) -> None:
-    shard = scatter.call(x, weight, bias, transpose_weight, group, also=same)
-    if residual is not None:
-        rows = shard.shape[0]
-        shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
-    gather.call(shard, group, total)
-
-
-def _fused_cuda(
-    workspace: CudaWorkspace,
-    plan: Plan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    total: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    made: tuple[known.Recipe, Tensor] | None = None,
-) -> Tensor | None:
-    """Launches the kernel. made: recipe (flux.comm.known) and result of the call, if it is to be known."""
-    # Allocations may run out of memory, so they come before the call is opened.
-    target = writable(total)
-    # How many CTAs share a row of the kernel's norm depends on the number of rows.
-    weight_here = None if plan.batch_invariant else norm_weight
-    normalised = None if weight_here is None else torch.empty_like(total)
-    if residual is not None and residual.data_ptr() == total.data_ptr():
-        # The kernels write the product to `target` before they read the residual, so it must not be the same.
-        target = torch.empty_like(total)
-    first, second = (target, None) if normalised is None else (normalised, target)
-    operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
-    extras = (readable_if_any(residual), readable_if_any(weight_here))
-    with workspace.enter(plan) as (symm_buffer, _):
-        # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
-        options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
-        enqueue = functools.partial(_kernel, *operands, *options, *extras, eps, second)
-        enqueue()
-    norms_here = (normalised is None) == (norm_weight is None)
-    read = (*operands[:3], *extras)
-    if made is not None and norms_here and target is total and in_place(read, made[0].given[2:7]):
-        recipe, out = made
-        if normalised is None:
-            used = [2, 3, 4, recipe.returns(out, like=2, argument=8), 5, 6, known.ABSENT]
-        else:
-            first_result = recipe.returns(out, like=2)
-            used = [2, 3, 4, first_result, 5, 6, recipe.returns(out, like=2)]
-        workspace.remember(recipe, enqueue, [used])
-    if target is not total:
-        total.copy_(target)
-    return normalised
-
-
-def _fused_cpu(
-    workspace: CpuWorkspace,
-    plan: Plan,
-    epoch: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    total: Tensor,
-) -> None:
-    partial = plain.reference(x, weight, None, plan.transpose_weight)
-    sum_over_ranks(workspace, plan, epoch, partial, total, _addends(bias, residual, plan.n))
+    _call(x, weight, None, transpose_weight, None, ends.NONE, group, out, scales)
 
 
 for _device in ("CPU", "CUDA"):
     library.impl("gemm_ar", _eager, _device)
     library.impl("gemm_ar_out", _eager_out, _device)
     library.impl("gemm_ar_norm", _eager_norm, _device)
+    library.impl("gemm_ar_quant", _eager_quant, _device)
 torch.library.register_fake("flux::gemm_ar", _fake, lib=library)
 torch.library.register_fake("flux::gemm_ar_out", _fake_out, lib=library)
 torch.library.register_fake("flux::gemm_ar_norm", _fake_norm, lib=library)
+torch.library.register_fake("flux::gemm_ar_quant", _fake_quant, lib=library)
 
 _op: Any = torch.ops.flux.gemm_ar.default
 _op_out: Any = torch.ops.flux.gemm_ar_out.default
 _op_norm: Any = torch.ops.flux.gemm_ar_norm.default
-_kernel: Any = torch.ops.flux._gemm_ar.default
+_op_quant: Any = torch.ops.flux.gemm_ar_quant.default

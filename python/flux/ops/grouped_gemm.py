@@ -72,7 +72,7 @@ def grouped_gemm(
         assert out.shape == (6, 32)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    plain = not (scaling or torch.compiler.is_compiling())
+    plain = len(scaling) == 0 and not torch.compiler.is_compiling()
     if plain and (activation is None or isinstance(activation, str)):
         given = (_OP, _invariance.active(), x, weight, offsets, rows, NUMBERS.get(activation, -1))
         done: torch.Tensor | None = known.without_group().call(*given)

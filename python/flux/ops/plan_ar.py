@@ -39,7 +39,7 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
-    m, n, p, dtype = problem.m, problem.n, problem.world_size, problem.dtype
+    m, n, p, dtype = problem.m, problem.n, problem.world_size, problem.result_dtype
     sum_bytes = m * n * dtype.itemsize
     rest, invariant = m % p, _invariance.active()
     # A sum that is composed is rounded before the residual is added.
@@ -65,7 +65,7 @@ def _composed(problem: PlanInput, reason: str) -> Plan | None:
 
 
 def _exchange_if_it_fits(problem: PlanInput, reason: str) -> Plan | None:
-    fits = problem.m * problem.n * problem.dtype.itemsize <= MAX_EXCHANGE_BYTES
+    fits = problem.m * problem.n * problem.result_dtype.itemsize <= MAX_EXCHANGE_BYTES
     return _by_exchange(problem, reason) if fits else None
 
 
@@ -166,7 +166,7 @@ def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:
     name, other = "one-shot", "two-shot"
     if mode == core.ExchangeMode.TWO_SHOT:
         name, other = other, name
-    payload = m * padded * problem.dtype.itemsize / 2**10
+    payload = m * padded * problem.result_dtype.itemsize / 2**10
     sent = {
         "one-shot": f"{payload * (world_size - 1):.1f} KiB in one trip",
         "two-shot": f"{2 * payload * (world_size - 1) / world_size:.1f} KiB in two",
@@ -179,7 +179,7 @@ def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:
             problem.device_type,
             core.exchange(rows, padded, world_size, mode).bytes,
             world_size,
-            problem.dtype,
+            problem.result_dtype,
         ),
     }
 

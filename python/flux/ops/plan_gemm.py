@@ -10,6 +10,8 @@ import torch
 from flux import _native
 from flux.comm.workspace import round_up
 from flux.ops import _invariant
+from flux.ops._records import records_of
+from flux.ops._scales import Scaling
 from flux.ops.plan import PLANNERS, Plan, PlanInput, can_run_fused, chosen
 
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -92,7 +94,7 @@ def _gathering(problem: PlanInput) -> dict[str, Any]:
     """How rows are sent, and the workspace sizes that they need."""
     m, k, p, dtype = problem.m, problem.k, problem.world_size, problem.dtype
     rows = m // p
-    signal_bytes, slot_bytes = ag_gemm_room(m, k, p, dtype)
+    signal_bytes, slot_bytes = ag_gemm_room(m, k, p, dtype, problem.scaling, problem.on_gpu)
     room: dict[str, Any] = {"signal_bytes": signal_bytes, "slot_bytes": slot_bytes}
     if not problem.on_gpu or rows * k * dtype.itemsize < COPY_FROM_BYTES:
         return room
@@ -110,8 +112,15 @@ def copy_chunk_rows(rows: int) -> int:
     return round_up(rows, _BLOCK_M)
 
 
-def ag_gemm_room(m: int, k: int, world_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The signal_bytes and slot_bytes that a gather of m rows of k elements needs."""
+def ag_gemm_room(
+    m: int, k: int, world_size: int, dtype: torch.dtype, scaling: Scaling | None = None, on_gpu: bool = True
+) -> tuple[int, int]:
+    """The signal_bytes and slot_bytes that a gather of m rows of k elements, and their scales, needs."""
+    if scaling is not None and on_gpu:
+        layout = _native.core.ag_gemm_layout(m, k, world_size, scale_columns=scaling.columns(k))
+        return round_up(4 * layout.num_signals), round_up(layout.slot_bytes)
+    if scaling is not None:
+        k = records_of(k, dtype, scaling).row_bytes
     layout = _native.core.ag_gemm_layout(m, k, world_size)
     # The layout counts in 2-byte elements.
     return round_up(4 * layout.num_signals), round_up(layout.slot_bytes * dtype.itemsize // 2)

@@ -352,7 +352,7 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
         return _refused("gemm_ar", problem, reason)
-    m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.dtype.itemsize
+    m, n, nodes, itemsize = problem.m, problem.n, topology.nodes, problem.result_dtype.itemsize
     nbytes, row_bytes = m * n * itemsize, n * itemsize
     gemm = _gemm_us(problem, problem.sms) if problem.on_gpu else 0.0
     ways = []
@@ -367,7 +367,7 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
         dealt = replace(problem, m=m - rest)
         if _inside_fused("gemm_rs", _inside(dealt, m=dealt.m if name == "shards" else dealt.m // nodes)):
             continue
-        if _inside_fused("all_gather", _inside(dealt, k=n, n=0)):
+        if _inside_fused("all_gather", _inside(_of_sums(dealt))):
             continue
         tail = (nodes - 1) * rest * row_bytes
         us, sent = _shared_us(name, dealt) if problem.on_gpu else (0.0, _shared_bytes(name, dealt))
@@ -384,10 +384,15 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
 _SMALL_CALL_US = 20.0
 
 
+def _of_sums(problem: PlanInput) -> PlanInput:
+    """The gather of the sums of a GEMM+AllReduce."""
+    return replace(problem, k=problem.n, n=0, dtype=problem.result_dtype, scaling=None)
+
+
 def _shared_bytes(name: str, problem: PlanInput) -> int:
     topology = problem.topology
     assert topology is not None
-    nbytes = problem.m * problem.n * problem.dtype.itemsize
+    nbytes = problem.m * problem.n * problem.result_dtype.itemsize
     if name == "shards":
         return (topology.nodes - 1) * nbytes // topology.ranks
     return 2 * sent_by_scatter(nbytes, topology)
@@ -397,13 +402,13 @@ def _shared_us(name: str, problem: PlanInput) -> tuple[float, int]:
     """Microseconds and bytes of a GEMM+AllReduce whose rows the ranks of a node, or all ranks, share."""
     topology, links = problem.topology, problem.links
     assert topology is not None
-    nbytes, sent = problem.m * problem.n * problem.dtype.itemsize, _shared_bytes(name, problem)
+    nbytes, sent = problem.m * problem.n * problem.result_dtype.itemsize, _shared_bytes(name, problem)
     gathered = levels.collective_us(nbytes, topology, links)
     if name == "shards":
         launch = _launch_us("gemm_rs", problem, problem.m, free=False)
         add = levels.sum_us(nbytes / topology.ranks, topology.nodes)
         return launch + levels.crossing_us(sent, links) + add + gathered, sent
-    parts = [plan_gemm_rs(problem), plan_all_gather(replace(problem, k=problem.n, n=0))]
+    parts = [plan_gemm_rs(problem), plan_all_gather(_of_sums(problem))]
     # Each may be flat.
     return sum(plan.candidates[0][1] if plan.candidates else math.inf for plan in parts), sent
 

@@ -135,7 +135,7 @@ def by_torch(x: Tensor, quant: str, ue8m0: bool, q: Tensor, scales: Tensor, is_s
     """The same with torch only. is_static: the scales are given."""
     wide = x.to(torch.float32)
     if not is_static:
-        scales.copy_(_scales_of(_amax(wide, quant), torch.finfo(q.dtype).max, ue8m0))
+        scales.copy_(scales_of(amax_of(wide, quant), torch.finfo(q.dtype).max, ue8m0))
     inverse = _spread(1.0 / scales, quant, wide)
     q.copy_(rounded(wide * inverse, q.dtype))
 
@@ -146,7 +146,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isnan(), torch.nan, values.clamp(-most, most)).to(dtype)
 
 
-def _amax(x: Tensor, quant: str) -> Tensor:
+def amax_of(x: Tensor, quant: str) -> Tensor:
     size = x.abs()
     if x.numel() == 0:
         shape = empty(x, quant, torch.float8_e4m3fn)[1].shape
@@ -163,7 +163,7 @@ def _amax(x: Tensor, quant: str) -> Tensor:
     return groups.view(*groups.shape[:-2], -1, BLOCK, groups.shape[-1]).amax(-2)
 
 
-def _scales_of(amax: Tensor, most: float, ue8m0: bool) -> Tensor:
+def scales_of(amax: Tensor, most: float, ue8m0: bool) -> Tensor:
     scales = amax.clamp(min=_LEAST_AMAX) / most
     if not ue8m0:
         return scales

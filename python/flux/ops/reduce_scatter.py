@@ -143,7 +143,7 @@ def sum_of(
         else:
             fused = cast(CpuWorkspace | CudaWorkspace, workspace)
             tensors = (x.reshape(plan.m, plan.n), out.view(1, plan.n))
-            run_fused(fused, plan, epoch, *tensors, made=None if recipe is None else (recipe, out))
+            run_fused(fused, plan, epoch, *tensors, repeated=None if recipe is None else (recipe, out))
 
 
 def two_level_sum(

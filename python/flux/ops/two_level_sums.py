@@ -15,6 +15,7 @@ from flux.ops import all_gather as gather
 from flux.ops import gemm_rs as gemm_scatter
 from flux.ops import reduce_scatter as scatter
 from flux.ops import two_level
+from flux.ops._scales import Scales, of_slice
 from flux.ops.plan import Plan, workspace_plan
 from flux.ops.plan_nodes import padded
 
@@ -84,14 +85,16 @@ def gemm_and_sum(
     weight: Tensor,
     total: Tensor,
     addends: Sequence[Tensor],
-    gemm_ar: Callable[[Tensor, Tensor, bool, ProcessGroup, Tensor], None],
+    scales: Scales | None,
+    gemm_ar: Callable[[Tensor, Tensor, bool, ProcessGroup, Tensor, Scales | None], None],
 ) -> None:
     """total [m, n] = the sum over ranks of x [m, k] · weightᵀ, plus addends [n] or [m, n].
 
     Ranks share as many whole rows as they can; sums of nodes are exchanged of the others.
 
     Args:
-        gemm_ar: (x, weight, transpose_weight, group, out) inside a node.
+        scales: of fp8 operands, canonical.
+        gemm_ar: (x, weight, transpose_weight, group, out, scales) inside a node.
     """
     levels, topology = plan.levels, workspace.topology
     assert levels is not None
@@ -102,18 +105,20 @@ def gemm_and_sum(
     if dealt:
         head, share = x[:dealt], total.new_empty(dealt // p, plan.n)
         own = _rows(addends, slice(rank * len(share), (rank + 1) * len(share)))
+        theirs = of_slice(scales, plan.m, slice(dealt))
         if composed:
-            scattered = workspace_plan(workspace, "gemm_rs", dealt, plan.n, plan.k, x.dtype, transposed)
+            facts = (plan.n, plan.k, x.dtype, transposed, plan.scaling)
+            scattered = workspace_plan(workspace, "gemm_rs", dealt, *facts)
             if scattered.fused:
-                gemm_scatter.two_level_sum(workspace, scattered, head, weight, transposed, share, own)
+                gemm_scatter.two_level_sum(workspace, scattered, head, weight, transposed, share, own, theirs)
             else:
-                gemm_scatter.unfused(head, weight, None, transposed, workspace.group, share)
+                gemm_scatter.unfused(head, weight, None, transposed, workspace.group, share, theirs)
                 add(share, own)
             gather.call(share, workspace.group, total[:dealt])
         else:
 
             def node_share(node_sum: Tensor) -> None:
-                gemm_scatter.call(head, weight, None, transposed, node_group, node_sum)
+                gemm_scatter.call(head, weight, None, transposed, node_group, node_sum, scales=theirs)
 
             two_level.sum_whole(workspace, node_share, share, own)
             workspace.inside("the gather of shares")
@@ -121,9 +126,10 @@ def gemm_and_sum(
     if dealt < plan.m:
 
         def whole(node_sum: Tensor) -> None:
-            gemm_ar(x[dealt:], weight, transposed, node_group, node_sum)
+            gemm_ar(x[rest], weight, transposed, node_group, node_sum, of_rest)
 
         rest = slice(dealt, plan.m)
+        of_rest = of_slice(scales, plan.m, rest)
         two_level.sum_whole(workspace, whole, total[rest], _rows(addends, rest))
 
 

@@ -18,9 +18,11 @@ _OPS = (
     "ag_gemm",
     "gemm_ar",
     "gemm_ar_norm",
+    "gemm_ar_quant",
     "all_gather",
     "all_reduce",
     "all_reduce_norm",
+    "all_reduce_quant",
     "reduce_scatter",
     "grouped_gemm",
 )

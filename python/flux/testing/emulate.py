@@ -16,6 +16,9 @@ from flux import _native
 from flux.comm import cuda
 from flux.comm.workspace import HEADER_BYTES, MAX_WORLD_SIZE, OP_NAMES, round_up
 from flux.errors import CommTimeoutError
+from flux.ops import _ag_gemm_parts as parts
+from flux.ops._end import End, Made
+from flux.ops._scales import Scales, for_kernel
 
 _torch_cuda: Any = torch.cuda  # parts of it are not typed
 
@@ -100,6 +103,7 @@ class EmulatedRanks:
 
     Calls take, for every rank, contiguous bfloat16 or float16 tensors, and these keywords:
 
+    - scales: for every rank the canonical scales (flux.ops._scales) of fp8 operands; none without those.
     - join: whether the current stream waits for all ranks. If not, a rank starts its next call as soon as it
       is done with this one, as in real life; tensors must live until :meth:`check`, and only then are results
       ready.
@@ -147,6 +151,7 @@ class EmulatedRanks:
         copied: bool = False,
         chunks: int = 1,
         rounds_own: bool = False,
+        scales: Sequence[Scales] = (),
     ) -> list[torch.Tensor]:
         """GEMM+ReduceScatter of all ranks at once.
 
@@ -164,12 +169,13 @@ class EmulatedRanks:
         n = weights[0].shape[1 if transpose_weight else 0]
         core, num_sms = _native.core, self._num_sms_beside_copies if copied else self.num_sms
         if config < 0:
-            config = core.select_gemm_rs(m, n, k, transpose_weight, self.world_size, num_sms).config
+            sizes = (m, n, k, transpose_weight, self.world_size, num_sms)
+            config = core.select_gemm_rs(*sizes, **_operands(xs[0], scales)).config
         layout = core.gemm_rs_layout(m, n, self.world_size, config & 0xFF)
         workspaces = self._copied if copied else self._stored
         workspaces.reserve(layout)
         chunks = min(chunks, layout.m_tiles * layout.n_tiles)
-        outs = self._empty(xs[0], m // self.world_size, n)
+        outs = self._empty(xs[0], m // self.world_size, n, scales)
 
         def launch(rank: int) -> None:
             epoch = self._copy_epoch(rank, copied, next_=True)
@@ -189,6 +195,7 @@ class EmulatedRanks:
                 chunks,
                 staging,
                 rounds_own,
+                **_of_rank(xs, scales, rank),
             )
 
         self._launch(launch, join, absent)
@@ -207,6 +214,7 @@ class EmulatedRanks:
         copied: bool = False,
         chunk_rows: int = 128,
         reuse: bool = False,
+        scales: Sequence[Scales] = (),
     ) -> list[torch.Tensor]:
         """AllGather+GEMM of all ranks at once.
 
@@ -225,9 +233,10 @@ class EmulatedRanks:
         core = _native.core
         num_sms = self._num_sms_beside_copies if copied else self.num_sms
         if config < 0:
-            config = core.select_ag_gemm(m, n, k, transpose_weight, self.world_size, num_sms).config
-        workspaces = self._gathering(xs[0], copied)
-        outs = self._empty(xs[0], m, n)
+            sizes = (m, n, k, transpose_weight, self.world_size, num_sms)
+            config = core.select_ag_gemm(*sizes, **_operands(xs[0], scales)).config
+        workspaces = self._gathering(xs[0], copied, scales)
+        outs = self._empty(xs[0], m, n, scales)
 
         def launch(rank: int) -> None:
             bias = None if biases is None else biases[rank]
@@ -245,6 +254,7 @@ class EmulatedRanks:
                 epoch,
                 chunk_rows if copied else 0,
                 reuse,
+                **_of_rank(xs, scales, rank),
             )
 
         self._launch(launch, join, absent)
@@ -263,6 +273,8 @@ class EmulatedRanks:
         config: int = -1,
         join: bool = True,
         absent: Collection[int] = (),
+        scales: Sequence[Scales] = (),
+        end: End | None = None,
     ) -> list[torch.Tensor]:
         """GEMM+AllReduce of all ranks at once.
 
@@ -273,34 +285,41 @@ class EmulatedRanks:
             mode: 0 one-shot, 1 two-shot.
             residual: [m, n], the same for all.
             norm_weight: [n]; then RMSNorm is applied, with eps 1e-6.
+            end: instead of norm_weight, a norm that is quantised.
 
         Returns:
-            For every rank its [m, n]; with `norm_weight` first all norms, then all sums.
+            For every rank its [m, n]; with `norm_weight` first all norms, then all sums; with `end` fp8 of
+            the norms, then their scales, too.
         """
         m, n = xs[0].shape[0], weights[0].shape[1 if transpose_weight else 0]
         # In two launches, rows may be distributed over ranks, rounded up to a multiple of the ranks.
         self._stored.reserve_exchange(self._exchange(round_up(m, self.world_size), n, mode))
-        outs, sums = self._empty(xs[0], m, n), self._empty(xs[0], m, n)
+        end = end or End(norm_weight, 1e-6)
+        sums = self._empty(xs[0], m, n, scales)
+        made = [end.in_kernel("gemm_ar", total) for total in sums]
 
         def launch(rank: int) -> None:
+            own, total = made[rank], sums[rank]
             torch.ops.flux._gemm_ar(
                 xs[rank],
                 weights[rank],
                 bias,
-                outs[rank],
+                total if own is None else own.normalised,
                 transpose_weight,
                 self._stored.address(rank),
                 config,
                 self._num_sms_in_clusters,
                 mode,
                 residual,
-                norm_weight,
-                1e-6,
-                None if norm_weight is None else sums[rank],
+                end.norm_weight,
+                end.eps,
+                None if own is None else total,
+                **_of_rank(xs, scales, rank),
+                **end.for_kernel(own),
             )
 
         self._launch(launch, join, absent)
-        return outs if norm_weight is None else [*outs, *sums]
+        return _with_norms(sums, made)
 
     def all_reduce(
         self,
@@ -311,11 +330,12 @@ class EmulatedRanks:
         norm_weight: torch.Tensor | None = None,
         join: bool = True,
         absent: Collection[int] = (),
+        end: End | None = None,
     ) -> list[torch.Tensor]:
         """AllReduce of all ranks at once: for every rank the sum of all `xs` [m, n], plus residual [m, n].
-        With a norm_weight [n] first the norms of all ranks, then their sums.
+        With a norm_weight [n], or `end`, as gemm_ar.
         """
-        return self._sum(xs, xs[0].shape[0], mode, join, absent, residual, norm_weight)
+        return self._sum(xs, xs[0].shape[0], mode, join, absent, residual, end or End(norm_weight, 1e-6))
 
     def reduce_scatter(
         self, xs: Sequence[torch.Tensor], *, join: bool = True, absent: Collection[int] = ()
@@ -324,7 +344,7 @@ class EmulatedRanks:
         [m, n].
         """
         mode = int(_native.core.ExchangeMode.SCATTER)
-        return self._sum(xs, xs[0].shape[0] // self.world_size, mode, join, absent)
+        return self._sum(xs, xs[0].shape[0] // self.world_size, mode, join, absent, None, End())
 
     def _sum(
         self,
@@ -333,22 +353,24 @@ class EmulatedRanks:
         mode: int,
         join: bool,
         absent: Collection[int],
-        residual: torch.Tensor | None = None,
-        norm_weight: torch.Tensor | None = None,
+        residual: torch.Tensor | None,
+        end: End,
     ) -> list[torch.Tensor]:
         """The sum of all `xs` [m, n], of which every rank gets `rows` rows."""
         m, n = xs[0].shape
-        whole = m if norm_weight is None else -(-m // self.world_size) * self.world_size
+        whole = m if end.norm_weight is None else -(-m // self.world_size) * self.world_size
         self._stored.reserve_exchange(self._exchange(whole, n, mode))
-        outs, sums = self._empty(xs[0], rows, n), self._empty(xs[0], rows, n)
+        sums = self._empty(xs[0], rows, n)
+        made = [end.in_kernel("all_reduce", total) for total in sums]
 
         def launch(rank: int) -> None:
-            total = None if norm_weight is None else sums[rank]
-            given = (self._stored.address(rank), self.num_sms, mode, residual, norm_weight, 1e-6, total)
-            torch.ops.flux._all_reduce(xs[rank], outs[rank], *given)
+            own, total = made[rank], sums[rank]
+            first, second = (total, None) if own is None else (own.normalised, total)
+            given = (self._stored.address(rank), self.num_sms, mode, residual, end.norm_weight, end.eps)
+            torch.ops.flux._all_reduce(xs[rank], first, *given, second, **end.for_kernel(own))
 
         self._launch(launch, join, absent)
-        return outs if norm_weight is None else [*outs, *sums]
+        return _with_norms(sums, made)
 
     def _exchange(self, m: int, n: int, mode: int) -> Any:
         core = _native.core
@@ -361,19 +383,23 @@ class EmulatedRanks:
         join: bool = True,
         absent: Collection[int] = (),
         copied: bool = False,
+        scales: Sequence[Scales] = (),
     ) -> list[torch.Tensor]:
         """For every rank the rows [m, k] that the call of ag_gemm before this one, with the same `xs` and
-        `copied`, has gathered.
+        `copied`, has gathered; with `scales` then theirs.
         """
-        workspaces = self._gathering(xs[0], copied)
+        workspaces = self._gathering(xs[0], copied, scales)
         outs = self._empty(xs[0], xs[0].shape[0] * self.world_size, xs[0].shape[1])
+        gathered = parts.new_gathered(xs[0], self.world_size, scales)[1:]
+        of_rows = [parts.scale_target([out, *(torch.empty_like(each) for each in gathered)]) for out in outs]
 
         def launch(rank: int) -> None:
             epoch = self._copy_epoch(rank, copied, next_=False)
-            torch.ops.flux._collect(xs[rank], outs[rank], workspaces.address(rank), epoch)
+            of_scales = (scales[rank].x, *of_rows[rank]) if scales else ()
+            torch.ops.flux._collect(xs[rank], outs[rank], workspaces.address(rank), epoch, *of_scales)
 
         self._launch(launch, join, absent)
-        return outs
+        return [*outs, *(each for targets in of_rows for each in targets)]
 
     def all_gather(
         self,
@@ -420,11 +446,13 @@ class EmulatedRanks:
                     name, rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
                 )
 
-    def _gathering(self, x: torch.Tensor, copied: bool) -> _Workspaces:
-        """The workspaces, grown for the rows of all ranks."""
+    def _gathering(self, x: torch.Tensor, copied: bool, scales: Sequence[Scales] = ()) -> _Workspaces:
+        """The workspaces, grown for the rows of all ranks, and their scales."""
         workspaces = self._copied if copied else self._stored
         rows, k = x.shape
-        workspaces.reserve(_native.core.ag_gemm_layout(rows * self.world_size, k, self.world_size))
+        columns = scales[0].scaling(k).columns(k) if scales else 0
+        sizes = (rows * self.world_size, k, self.world_size)
+        workspaces.reserve(_native.core.ag_gemm_layout(*sizes, scale_columns=columns))
         return workspaces
 
     def _copy_epoch(self, rank: int, copied: bool, next_: bool) -> int:
@@ -434,8 +462,11 @@ class EmulatedRanks:
         self._copied.epochs[rank] += next_
         return self._copied.epochs[rank]
 
-    def _empty(self, x: torch.Tensor, rows: int, columns: int) -> list[torch.Tensor]:
-        return [torch.empty(rows, columns, dtype=x.dtype, device=self.device) for _ in self.streams]
+    def _empty(
+        self, x: torch.Tensor, rows: int, columns: int, scales: Sequence[Scales] = ()
+    ) -> list[torch.Tensor]:
+        dtype = scales[0].out_dtype if scales else x.dtype
+        return [torch.empty(rows, columns, dtype=dtype, device=self.device) for _ in self.streams]
 
     def _launch(self, launch: Callable[[int], None], join: bool, absent: Collection[int]) -> None:
         """Calls ``launch(rank)`` on the stream of each rank."""
@@ -449,3 +480,19 @@ class EmulatedRanks:
         if join:
             for stream in self.streams:
                 current.wait_stream(stream)
+
+
+def _operands(x: torch.Tensor, scales: Sequence[Scales]) -> dict[str, Any]:
+    """What the cost model is told of fp8 operands."""
+    return scales[0].scaling(x.shape[1]).operands(x.dtype) if scales else {}
+
+
+def _of_rank(xs: Sequence[torch.Tensor], scales: Sequence[Scales], rank: int) -> dict[str, Any]:
+    return for_kernel(xs[rank], scales[rank]) if scales else {}
+
+
+def _with_norms(sums: list[torch.Tensor], made: Sequence[Made | None]) -> list[torch.Tensor]:
+    """All norms, all sums, fp8 of all norms, its scales: as far as there are any."""
+    normed = [each for each in made if each is not None]
+    of_fp8 = zip(*(each.quantised for each in normed), strict=True)
+    return [*(each.normalised for each in normed), *sums, *(made for column in of_fp8 for made in column)]

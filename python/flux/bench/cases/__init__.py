@@ -21,6 +21,7 @@ from flux.bench.cases import (
 from flux.bench.cases.common import Context, Prepared
 from flux.bench.cases.fp8 import gemm as fp8_gemm
 from flux.bench.cases.fp8 import gemm_rs as fp8_gemm_rs
+from flux.bench.cases.fp8 import moe as fp8_moe
 from flux.bench.cases.fp8 import quantize
 from flux.bench.suites import Problem, Request
 
@@ -88,7 +89,8 @@ OPS: dict[str, OpSpec] = {
     "all_reduce_norm": _spec(norms, ("all_reduce",), "all_reduce", deals_rows=False, by_name=True),
     "gemm": _spec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), "local", fp8_gemm, collective=False),
     "quantize": _spec(None, ("gemm_rs", "ag_gemm"), "local", quantize, collective=False, by_name=True),
-    **{f"moe_{part}": _spec(moe, ()) for part in ("route", "layer0", "layer1")},
+    "moe_route": _spec(moe, ()),
+    **{f"moe_{part}": _spec(moe, (), scaled=fp8_moe) for part in ("layer0", "layer1")},
     "moe_ctas": _spec(moe_ctas, ()),
     **{f"layer_{part}": _spec(layer, ()) for part in ("forward", "training")},
     **{f"e2e_{part}": _spec(e2e, (), deals_rows=False) for part in ("prefill", "decode")},

@@ -77,7 +77,7 @@ def layer0(
     """The peers of layer 0, and notes on those that cannot run."""
     comm, collect = collectives(context), torch_all_gather()
     gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
-    rows = _used(routing)
+    rows = used_rows(routing)
     permuted = gathered.index_select(0, rows)
     ends, transposed = routing.offsets[1:], weight.transpose(1, 2)
     candidates = [
@@ -93,7 +93,7 @@ def layer0(
 
     candidates.append(Candidate(f"{comm}+grouped_mm", "serial", serial))
     if routing.ep_size == context.world_size:
-        parts = _Parts.of(routing, context)
+        parts = Parts.of(routing, context)
 
         def dispatched(name: str, dispatch: Callable[[Tensor], Tensor]) -> Candidate:
             def call() -> Tensor:
@@ -117,7 +117,7 @@ def layer1(
     comm, scatter = collectives(context), reduce_scatter()
     partial = x.new_zeros(routing.max_tokens * context.world_size, weight.shape[1])
     total = x.new_empty(routing.max_tokens, weight.shape[1])
-    used = x[: _used(routing).numel()]
+    used = x[: used_rows(routing).numel()]
     ends, transposed = routing.offsets[1:], weight.transpose(1, 2)
 
     def product() -> Tensor:
@@ -136,7 +136,7 @@ def layer1(
         Candidate(f"grouped_mm+{comm}", "serial", serial),
     ]
     if routing.ep_size == context.world_size:
-        parts = _Parts.of(routing, context)
+        parts = Parts.of(routing, context)
 
         def combined(name: str, combine: Callable[[Tensor], Tensor]) -> Candidate:
             def call() -> Tensor:
@@ -160,7 +160,7 @@ def _with_packages(
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """Expert parallelism by all-to-all: each token goes once to every rank that holds an expert of it.
 
     sent: own tokens in the order in which they leave. rows: of what arrives, the row of the grouped GEMM's
@@ -178,9 +178,9 @@ class _Parts:
     ones: Tensor
 
     @classmethod
-    def of(cls, routing: flux.moe.Routing, context: Context) -> _Parts:
+    def of(cls, routing: flux.moe.Routing, context: Context) -> Parts:
         group, p, limit = context.group, context.world_size, routing.max_tokens
-        tokens, rows = torch.unique(_used(routing), return_inverse=True)
+        tokens, rows = torch.unique(used_rows(routing), return_inverse=True)
         arriving = torch.bincount(tokens // limit, minlength=p)
         leaving = torch.empty_like(arriving)
         dist.all_to_all_single(leaving, arriving, group=group)
@@ -232,6 +232,6 @@ class _Parts:
         return weighted_sum(home, self.returned, self.ones)[0].to(home.dtype)
 
 
-def _used(routing: flux.moe.Routing) -> Tensor:
+def used_rows(routing: flux.moe.Routing) -> Tensor:
     """source * max_tokens + token of each valid row."""
     return reference.tokens_of_rows(routing.rows, routing.incoming)[: int(routing.offsets[-1])]

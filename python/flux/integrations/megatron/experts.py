@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flux.layers.functional import DeferredGrads, collecting, placeholder, store_grad
+from flux.layers.weight_grads import DeferredGrads, collecting, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
 from flux.moe.routing import Routing

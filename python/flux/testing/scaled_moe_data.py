@@ -95,9 +95,9 @@ class ScaledMoe:
             values = dequantized(*self.hidden(holder, len(rows)))
             products = self._products(holder, values, self.w2(holder))
             mine = rows[:, 1] == rank
-            for (expert, _, token), product in zip(rows[mine].tolist(), products[mine], strict=True):
-                choice = (ids[token] == expert).nonzero()[0, 0]
-                out[token] += weights[token, choice].double() * product
+            expert, _, token = rows[mine].unbind(1)
+            choice = (ids[token] == expert[:, None]).int().argmax(1)
+            out.index_add_(0, token, weights[token, choice].double()[:, None] * products[mine])
         return out.to(self.out_dtype)
 
     def order(self, rank: int, routing: Any) -> Tensor:
@@ -114,5 +114,5 @@ class ScaledMoe:
 
     def route(self, rank: int, device: str = "cpu") -> Any:
         ids, scores = (made.to(device) for made in self.moe.routing(rank))
-        sizes = {"ep_size": self.moe.ep_size, "max_tokens": self.moe.max_tokens}
-        return flux.moe.route(ids, scores, self.moe.num_experts, **sizes)
+        ep_size, limit = self.moe.ep_size, self.moe.max_tokens
+        return flux.moe.route(ids, scores, self.moe.num_experts, ep_size=ep_size, max_tokens=limit)

@@ -1,0 +1,262 @@
+"""Linear maps that multiply in fp8: activations, weights and gradients are quantised in every call, from
+values that stay in 16 or 32 bits. Master weights are only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flux.comm.group import process_group
+from flux.ops import _arguments, _check, _scales
+from flux.ops import quantize as quantising
+from flux.ops.ag_gemm import ag_gemm
+from flux.ops.all_gather import all_gather
+from flux.ops.autograd import concatenated
+from flux.ops.gemm import gemm
+from flux.ops.gemm_ar import gemm_ar
+from flux.ops.gemm_rs import gemm_rs
+from flux.ops.quantize import quantize
+
+Tensor = torch.Tensor
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SCALINGS = ("current", "block")
+# Rows that the kernels read are multiples of 16 bytes, of fp8 and of float32.
+_WHOLE, _WORDS = 16, 4
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How a layer multiplies in fp8.
+
+    Attributes:
+        scaling: "current": one scale for each tensor, made from the values that it has now; ranks that gather
+            rows agree on it. "block": one for each 1 by 128 elements of activations and gradients, and for
+            each 128 by 128 of weights (arXiv 2412.19437, section 3.3).
+        grad_dtype: of gradients: float8_e5m2 or float8_e4m3fn. None: e5m2 for "current", whose scales cover a
+            wide range of values, e4m3 for "block".
+        ue8m0: round scales up to powers of two. None: for "block". Then quantised rows that are quantised
+            once more along the other axis, for the gradient of a weight, lose nothing but underflow.
+        weight_grads: compute gradients of weights in fp8 too. Else from 16 or 32 bits, which are kept or
+            gathered for that.
+        accumulate: of the forward pass, as in flux.gemm; "fast" only for "current". Gradients are promoted.
+
+    Raises:
+        ValueError, TypeError: a value is none of these.
+
+    Example::
+
+        from flux.layers import ColumnParallelLinear, Fp8
+
+        layer = ColumnParallelLinear(256, 128 * p, fp8=Fp8("block"))
+        assert layer(torch.randn(8, 256)).shape == (8 * p, 128)
+    """
+
+    scaling: Literal["current", "block"] = "current"
+    grad_dtype: torch.dtype | None = None
+    ue8m0: bool | None = None
+    weight_grads: bool = True
+    accumulate: Literal["promoted", "fast"] = "promoted"
+
+    def __post_init__(self) -> None:
+        if self.scaling not in _SCALINGS:
+            _check.fail("Fp8", "scaling", "'current' or 'block'", repr(self.scaling))
+        if self.grad_dtype not in (None, _E4M3, _E5M2):
+            _check.fail("Fp8", "grad_dtype", "float8_e5m2, float8_e4m3fn or None", self.grad_dtype)
+        if self.ue8m0 is not None:
+            _arguments.flag("Fp8", "ue8m0", self.ue8m0)
+        _arguments.flag("Fp8", "weight_grads", self.weight_grads)
+        _scales.check_how("Fp8", torch.bfloat16, self.accumulate)
+        if self.by_block and self.accumulate == "fast":
+            _check.fail("Fp8", "accumulate", "'promoted' for block scales", "'fast'")
+
+    @property
+    def by_block(self) -> bool:
+        return self.scaling == "block"
+
+    @property
+    def powers_of_two(self) -> bool:
+        return self.by_block if self.ue8m0 is None else self.ue8m0
+
+    @property
+    def of_grads(self) -> torch.dtype:
+        """The dtype of quantised gradients."""
+        return self.grad_dtype or (_E4M3 if self.by_block else _E5M2)
+
+    def rows(self, x: Tensor, dtype: torch.dtype = _E4M3, among: str | None = None) -> Quantised:
+        """Activations or gradients [..., K]. among: a group that gathers them, whose ranks share a scale."""
+        if self.by_block:
+            return Quantised(*quantize(x, "group128", ue8m0=self.powers_of_two, dtype=dtype))
+        scale = self._scale([x], dtype, among)
+        return Quantised(quantize(x, "tensor", scale=scale, dtype=dtype)[0], scale)
+
+    def weights(self, weights: Sequence[Tensor]) -> list[Quantised]:
+        """Weights [N, K] of one call; with "current" they share a scale."""
+        if self.by_block:
+            return [Quantised(*quantize(w, "block128", ue8m0=self.powers_of_two)) for w in weights]
+        scale = self._scale(weights, _E4M3)
+        return [Quantised(quantize(w, "tensor", scale=scale)[0], scale) for w in weights]
+
+    def columns(self, x: Tensor, dtype: torch.dtype, quant: Literal["group128", "block128"]) -> Quantised:
+        """x [M, K] quantised along M, as [K, M], with block scales; M rounded up to whole blocks."""
+        padded = x.new_zeros(x.shape[1], -(-x.shape[0] // _scales.BLOCK) * _scales.BLOCK)
+        padded[:, : x.shape[0]] = x.t()
+        return Quantised(*quantize(padded, quant, ue8m0=self.powers_of_two, dtype=dtype))
+
+    def _scale(self, tensors: Sequence[Tensor], dtype: torch.dtype, among: str | None = None) -> Tensor:
+        """One scale for tensors, float32 [1]; of all ranks of a group, if one is named."""
+        largest = [quantising.amax_of(x, "tensor").to(torch.float32) for x in tensors]
+        amax = torch.cat(largest).amax(0, keepdim=True)
+        if among is not None and process_group(among).size() > 1:
+            amax = all_gather(amax.expand(1, _WORDS), group=among).amax().view(1)
+        return quantising.scales_of(amax, torch.finfo(dtype).max, self.powers_of_two)
+
+
+class Quantised(NamedTuple):
+    """fp8 and its scales, as flux.quantize returns them."""
+
+    q: Tensor
+    scale: Tensor
+
+    def of_rows(self, rows: slice) -> Quantised:
+        """Some rows of a matrix whose scale is one of the tensor or one of each row and block."""
+        return Quantised(self.q[rows], self.scale if self.scale.dim() == 1 else self.scale[rows])
+
+    def transposed(self, multiple: int = 1) -> Quantised:
+        """A weight [N, K], or a matrix with one scale, as [K, N]; N rounded up to a multiple of something."""
+        n, k = self.q.shape
+        flipped = torch.zeros(k, -(-n // multiple) * multiple, dtype=torch.uint8, device=self.q.device)
+        flipped[:, :n] = self.q.view(torch.uint8).t()
+        return Quantised(flipped.view(self.q.dtype), self.scale if self.scale.dim() == 1 else self.scale.t())
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What rows [..., K] stand for."""
+        quant = "tensor" if self.scale.dim() == 1 else "group128"
+        return quantising.dequantized(self.q, self.scale, quant).to(dtype)
+
+    def gathered(self, name: str) -> Quantised:
+        """The rows of all ranks, which share their scale or have scales of blocks."""
+        q = all_gather(self.q, group=name)
+        if self.scale.dim() == 1:
+            return Quantised(q, self.scale)
+        return Quantised(q, all_gather(self.scale.contiguous(), group=name))
+
+
+def check(op: str, fp8: object, x: Tensor) -> None:
+    """Checks the option of a layer, and that x is something that it can quantise."""
+    if fp8 is None:
+        return
+    if not isinstance(fp8, Fp8):
+        _arguments.wrong_type(op, "fp8", "None or an Fp8", fp8)
+    if x.dtype not in _scales.OUT:
+        _check.fail(op, "x", "dtype bfloat16, float16 or float32 with fp8", x.dtype)
+
+
+def column_forward(
+    fp8: Fp8,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    name: str | None,
+    keep: bool,
+) -> tuple[list[Tensor], Quantised]:
+    """The products of column_linear, and the quantised x.
+
+    Args:
+        name: of the group that gathers rows, or None.
+        keep: return the gathered x.
+    """
+    rows, operands = fp8.rows(x, among=name), fp8.weights(weights)
+    how: dict[str, Any] = {"scale_x": rows.scale, "out_dtype": x.dtype, "accumulate": fp8.accumulate}
+    if name is None:
+        pairs = zip_longest(operands, biases)
+        return [gemm(rows.q, w.q, bias, scale_w=w.scale, **how) for w, bias in pairs], rows
+    quantised, scales = [w.q for w in operands], [w.scale for w in operands]
+    arguments = (rows.q, quantised, list(biases) or None)
+    if not keep:
+        return ag_gemm(*arguments, group=name, scale_w=scales, **how), rows
+    results, q, scale = ag_gemm(*arguments, group=name, scale_w=scales, return_gathered=True, **how)
+    return results, Quantised(q, scale if fp8.by_block else rows.scale)
+
+
+def side_by_side(fp8: Fp8, grads: Sequence[Tensor]) -> Quantised:
+    """Gradients [..., N] of several results as one matrix."""
+    return fp8.rows(grads[0] if len(grads) == 1 else concatenated(grads, -1), fp8.of_grads)
+
+
+def column_input_grad(
+    fp8: Fp8, grads: Quantised, weights: Sequence[Tensor], name: str, scatter: bool, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of x in column_linear, from gradients side by side."""
+    (weight,) = fp8.weights([weights[0] if len(weights) == 1 else concatenated(weights, 0)])
+    flipped = weight.transposed()
+    function = gemm_rs if scatter else gemm_ar
+    how: dict[str, Any] = {"scale_x": grads.scale, "scale_w": flipped.scale, "out_dtype": dtype}
+    return function(grads.q, flipped.q, group=name, **how)
+
+
+def row_forward(
+    fp8: Fp8, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, scatter: bool
+) -> tuple[Tensor, Quantised]:
+    """The result of row_linear, and the quantised x."""
+    rows, (operand,) = fp8.rows(x), fp8.weights([weight])
+    function = gemm_rs if scatter else gemm_ar
+    how: dict[str, Any] = {"scale_x": rows.scale, "scale_w": operand.scale, "out_dtype": x.dtype}
+    return function(rows.q, operand.q, bias, group=name, accumulate=fp8.accumulate, **how), rows
+
+
+def row_input_grad(
+    fp8: Fp8, grad: Tensor, weight: Tensor, name: str | None, keep: bool
+) -> tuple[Tensor, Quantised]:
+    """The gradient of x in row_linear, and the quantised gradient of its result, gathered if `keep`.
+
+    Args:
+        name: of the group that gathers rows, or None.
+    """
+    rows, (operand,) = fp8.rows(grad, fp8.of_grads, among=name), fp8.weights([weight])
+    flipped = operand.transposed()
+    how: dict[str, Any] = {"scale_x": rows.scale, "scale_w": flipped.scale, "out_dtype": grad.dtype}
+    if name is None:
+        return gemm(rows.q, flipped.q, **how), rows
+    if not keep:
+        return ag_gemm(rows.q, flipped.q, group=name, **how), rows
+    result, q, scale = ag_gemm(rows.q, flipped.q, group=name, return_gathered=True, **how)
+    return result, Quantised(q, scale if fp8.by_block else rows.scale)
+
+
+def weight_grad_operands(
+    fp8: Fp8, grads: Quantised, sizes: Sequence[int], x: Quantised, dtype: torch.dtype
+) -> tuple[list[Quantised], Quantised]:
+    """Operands of gradᵀ · x along M: of each weight [N, M], and [K, M].
+
+    Args:
+        grads: rows [..., N], of several weights side by side.
+        sizes: the columns of each.
+        x: rows [..., K].
+        dtype: in which rows are quantised along the other axis.
+    """
+    grads, x = _matrix(grads), _matrix(x)
+    if fp8.by_block:
+        left = fp8.columns(grads.values(dtype), fp8.of_grads, "group128")
+        right = fp8.columns(x.values(dtype), _E4M3, "block128")
+    else:
+        left, right = grads.transposed(_WHOLE), x.transposed(_WHOLE)
+    first, parts = 0, []
+    for size in sizes:
+        parts.append(left.of_rows(slice(first, first + size)))
+        first += size
+    return parts, right
+
+
+def weight_grad(grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
+    """grad [N, M] · x [K, M]ᵀ."""
+    return gemm(grad.q, x.q, scale_x=grad.scale, scale_w=x.scale, out_dtype=dtype)
+
+
+def _matrix(rows: Quantised) -> Quantised:
+    q = rows.q.flatten(0, -2)
+    return Quantised(q, rows.scale if rows.scale.dim() == 1 else rows.scale.flatten(0, -2))

@@ -1,0 +1,139 @@
+"""What follows a sum over ranks in the same call: RMSNorm, and quantisation of the normalised rows."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flux.comm.workspace import Same
+from flux.ops import _check
+from flux.ops import quantize as quantising
+from flux.ops._library import takes
+from flux.ops._norm import row_norm
+from flux.ops._scales import Scales
+
+Tensor = torch.Tensor
+Quant = Literal["tensor", "token", "group128"]
+QUANTS = ("tensor", "token", "group128")
+NAMES = ("quant", "quant_scale", "ue8m0", "return_norm")  # of arguments, in the order of End
+_E4M3 = torch.float8_e4m3fn
+
+
+class End(NamedTuple):
+    """The arguments of a call that say what follows the sum.
+
+    Attributes:
+        norm_weight: [n] of the RMSNorm, or None for the sum alone.
+        quant, quant_scale, ue8m0, return_norm: as those of flux.gemm_ar.
+    """
+
+    norm_weight: Tensor | None = None
+    eps: float | None = 0.0
+    quant: str | None = None
+    quant_scale: Tensor | None = None
+    ue8m0: bool = False
+    return_norm: bool = False
+
+    def checked(self, op: str, n: int, x: Tensor, scales: Scales | None = None) -> End:
+        """Checks the arguments for a sum [..., n]; returns them with the epsilon as a number."""
+        eps = _check.norm_args(op, self.norm_weight, self.eps, n, x, scales)
+        if self.quant is not None:
+            if self.quant not in QUANTS:
+                _check.fail(op, "quant", f"None or one of {', '.join(QUANTS)}", repr(self.quant))
+            quantising.checked(op, x, self.quant, self.quant_scale, self.ue8m0, _E4M3, "quant_scale")
+        return self._replace(eps=eps)
+
+    def same(self) -> Same:
+        """What ranks compare of it."""
+        facts: dict[str, Any] = {"norm_weight": self.norm_weight, "eps": self.eps}
+        if self.quant is not None:
+            facts |= {"quant": self.quant, "quant_scale": self.quant_scale, "ue8m0": self.ue8m0}
+        return facts
+
+    def of(self, total: Tensor, made: Made | None = None) -> Any:
+        """The result of a call: the sum alone, or what follows from it, then the sum. made: what the kernel
+        has made of it.
+        """
+        if self.norm_weight is None:
+            return total
+        assert self.eps is not None
+        if made is None:
+            made = Made(row_norm(total, self.norm_weight, self.eps))
+        normalised = made.normalised.view(total.shape)
+        if self.quant is None:
+            return normalised, total
+        q, scale = quantising.empty(total, self.quant, _E4M3)
+        if made.quantised:
+            q, scale = (part.view(like.shape) for part, like in zip(made.quantised, (q, scale), strict=True))
+        else:
+            quantising.run(normalised, self.quant, self.quant_scale, self.ue8m0, q, scale)
+        found = (q, scale, total)
+        return (*found, normalised) if self.return_norm else found
+
+    def fake(self, total: Tensor) -> list[Tensor]:
+        """Tensors like the results of a call that quantises."""
+        assert self.quant is not None
+        found = [*quantising.empty(total, self.quant, _E4M3), total]
+        return [*found, torch.empty_like(total)] if self.return_norm else found
+
+    def in_kernel(self, op: str, total: Tensor) -> Made | None:
+        """Memory for what a kernel makes of the sum [m, n], without what it cannot make."""
+        if self.norm_weight is None:
+            return None
+        if self.quant is None or not takes(op, "q"):
+            return Made(torch.empty_like(total))
+        q, scale = quantising.empty(total, self.quant, _E4M3)
+        if self.quant_scale is not None:  # kernels do not write a scale that is given
+            scale.copy_(self.quant_scale.reshape(1))
+        return Made(torch.empty_like(total), (q, scale))
+
+    def for_kernel(self, made: Made | None) -> dict[str, Any]:
+        """What a kernel gets for the quantisation."""
+        if made is None or self.quant is None or not made.quantised:
+            return {}
+        q, scale = made.quantised
+        return {
+            "q": q,
+            "q_scale": scale if self.quant == "group128" else scale.flatten(),
+            "granularity": quantising.QUANTS.index(self.quant),
+            "ue8m0": self.ue8m0,
+            "quant_scale": self.quant_scale,
+        }
+
+
+class Made(NamedTuple):
+    """What a kernel makes of a sum: the normalised rows, and maybe fp8 of them and its scales."""
+
+    normalised: Tensor
+    quantised: tuple[Tensor, Tensor] | tuple[()] = ()
+
+
+NONE = End()
+
+
+def arguments(quant: Any, quant_scale: Any, ue8m0: Any, return_norm: Any) -> tuple[Any, ...]:
+    """Arguments of a torch operator: none for a call that does not quantise."""
+    if quant is None and quant_scale is None and ue8m0 is False and return_norm is False:
+        return ()
+    return quant, quant_scale, ue8m0, return_norm
+
+
+def named(quant: Any, quant_scale: Any, ue8m0: Any, return_norm: Any) -> dict[str, Any]:
+    """Arguments of a public function by name, for the check of their types."""
+    return dict(zip(NAMES, (quant, quant_scale, ue8m0, return_norm), strict=True))
+
+
+def check(op: str, norm_weight: Tensor | None, out: Tensor | None, quantised: tuple[Any, ...]) -> None:
+    """Checks that arguments of a public function go together."""
+    if norm_weight is not None and out is not None:
+        several = "several tensors" if quantised else "two tensors"
+        _check.fail(op, "out", f"None with norm_weight, which returns {several}", "a tensor")
+    if not quantised:
+        return
+    if quantised[0] is None:
+        _, quant_scale, ue8m0, _ = quantised
+        name = "quant_scale" if quant_scale is not None else "ue8m0" if ue8m0 else "return_norm"
+        _check.fail(op, name, "the default without quant", "another value")
+    if norm_weight is None:
+        _check.fail(op, "quant", "None without norm_weight (flux.quantize quantises a sum)", quantised[0])

@@ -1,0 +1,155 @@
+"""The ways of running flux.gemm_ar: with torch, as gemm_rs and all_gather, in a kernel, on CPUs. Operands are
+matrices, and scales canonical.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux.comm import known
+from flux.comm.cpu import CpuWorkspace
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.workspace import Same
+from flux.ops import _end as ends
+from flux.ops import _scales
+from flux.ops import all_gather as gather
+from flux.ops import gemm as plain
+from flux.ops import gemm_rs as scatter
+from flux.ops._end import End, Made
+from flux.ops._exchange import sum_over_ranks
+from flux.ops._product import product as of_wide
+from flux.ops._scales import Scales
+from flux.ops._tensors import aligned, in_place, readable_if_any, writable
+from flux.ops.plan import Plan
+
+Tensor = torch.Tensor
+
+
+def addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
+    """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
+    found = [] if bias is None else [bias]
+    return found if residual is None else [*found, residual.reshape(-1, n)]
+
+
+def plus(total: Tensor, addends: list[Tensor]) -> Tensor:
+    for addend in addends:
+        total += addend
+    return total
+
+
+def rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
+    return None if residual is None else residual.reshape(m, n)
+
+
+def unfused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group: ProcessGroup,
+    total: Tensor,
+    scales: Scales | None,
+) -> None:
+    if total.numel() == 0:
+        return
+    product = total
+    if residual is not None and residual.data_ptr() == total.data_ptr():
+        product = torch.empty_like(total)
+    if x.shape[1] == 0:
+        product.zero_()
+    elif x.is_cuda:
+        plain.unfused(x, weight, None, transpose_weight, product, scales)
+        dist.all_reduce(product, group=group)
+    else:  # gloo is slow in any dtype, so it sums in the wide type; NCCL sums in the result's
+        product = of_wide(x, weight, transpose_weight, scales)
+        dist.all_reduce(product, group=group)
+    plus(product, addends(bias, residual, total.shape[1]))
+    if product is not total:
+        total.copy_(product)
+
+
+def composed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transpose_weight: bool,
+    residual: Tensor | None,
+    group: ProcessGroup,
+    total: Tensor,
+    same: Same,
+    scales: Scales | None,
+) -> None:
+    shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales)
+    if residual is not None:
+        rows = shard.shape[0]
+        shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
+    gather.call(shard, group, total)
+
+
+def fused_cuda(
+    workspace: CudaWorkspace,
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    total: Tensor,
+    end: End,
+    scales: Scales | None,
+    repeated: tuple[known.Recipe, Tensor] | None = None,
+) -> Made | None:
+    """Launches the kernel. repeated: recipe (flux.comm.known) and result of a call that is to be known."""
+    # Allocations may run out of memory, so they come before the call is opened.
+    target, norms = writable(total), end.norm_weight is not None
+    if plan.batch_invariant:  # how many CTAs share a row of the kernel's norm depends on the number of rows
+        end = ends.NONE
+    made = end.in_kernel("gemm_ar", total)
+    if residual is not None and residual.data_ptr() == total.data_ptr():
+        # The kernels write the product to `target` before they read the residual, so it must not be the same.
+        target = torch.empty_like(total)
+    first, second = (target, None) if made is None else (made.normalised, target)
+    operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
+    extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
+    how = _scales.for_kernel(x, scales) | end.for_kernel(made)
+    with workspace.enter(plan) as (symm_buffer, _):
+        # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
+        options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
+        enqueue = functools.partial(_kernel, *operands, *options, *extras, end.eps, second, **how)
+        enqueue()
+    norms_here, read = (made is not None) == norms, (*operands[:3], *extras)
+    repeats = norms_here and target is total and not how
+    if repeated is not None and repeats and in_place(read, repeated[0].given[2:7]):
+        recipe, out = repeated
+        if made is None:
+            used = [2, 3, 4, recipe.returns(out, like=2, argument=8), 5, 6, known.ABSENT]
+        else:
+            first_result = recipe.returns(out, like=2)
+            used = [2, 3, 4, first_result, 5, 6, recipe.returns(out, like=2)]
+        workspace.remember(recipe, enqueue, [used])
+    if target is not total:
+        total.copy_(target)
+    return made
+
+
+def fused_cpu(
+    workspace: CpuWorkspace,
+    plan: Plan,
+    epoch: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    total: Tensor,
+    scales: Scales | None,
+) -> None:
+    partial = plain.reference(x, weight, None, plan.transpose_weight, *(scales or ()))
+    sum_over_ranks(workspace, plan, epoch, partial, total, addends(bias, residual, plan.n))
+
+
+_kernel: Any = torch.ops.flux._gemm_ar.default
