@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import simulator
 
@@ -35,11 +36,12 @@ def main() -> int:
     done = failed = 0
     for seed in range(arguments.seed, last, BATCH):
         count = min(BATCH, last - seed)
-        for binary, case in kinds:
-            result = simulator.run(binary, case, seed, count)
-            if result.returncode != 0:
+        with ThreadPoolExecutor(simulator.JOBS) as pool:
+            runs = [pool.submit(simulator.run, binary, case, seed, count) for binary, case in kinds]
+        for run in runs:
+            if run.result().returncode != 0:
                 failed += 1
-                print(result.stderr, end="")
+                print(run.result().stderr, end="")
             done += count
         if time.monotonic() - start > arguments.seconds:
             break

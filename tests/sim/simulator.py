@@ -27,6 +27,10 @@ _COMMON = ["-std=c++20", "-g1", "-fno-strict-aliasing"]
 # Thread-local variables stand for shared memory: none of them has a constructor that could be asked for.
 _KERNEL = [*_COMMON, "-O1", "-fno-extern-tls-init", "-w", "-include", "tests/sim/include/cuda_on_host.h"]
 _KERNEL += ["-Itests/sim/include", "-Icsrc", "-x", "c++"]
+# Of device code, the compiler announces each load and store to the engine (engine/shadow.cc).
+_DEVICE = [*_KERNEL, "-fsanitize=thread", "-fsanitize=alignment", "--param=tsan-instrument-func-entry-exit=0"]
+# The host is one thread. Its thread-local variables must not lie among those that stand for shared memory.
+_HOST = [*_KERNEL, "-Dthread_local="]
 _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/sim/engine", "-x", "c++"]
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
 _RUNTIME = ["runtime/tensor_map.cc", "runtime/device.cc", "runtime/copy_queue.cc"]
@@ -75,7 +79,8 @@ PROGRAMS = {
         Program(
             "dead",
             (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME),
-            ("dead_rank", "too_late_rank"),
+            ("dead_rank", "too_late_rank", "graphs"),
+            helpers=("ops", "graphs"),
         ),
         Program("copies", tuple(_RUNTIME), ("copy_queue",)),
     )
@@ -150,7 +155,14 @@ def build(name: str, root: Path = ROOT, changed: Collection[str] = ()) -> Path:
     engine = sorted(str(path.relative_to(ROOT)) for path in (HERE / "engine").glob("*.cc"))
     # Last: its thread-local array ends the block (engine/shared_memory.cc).
     engine.sort(key=lambda path: path.endswith("shared_memory.cc"))
-    wanted = [(f"csrc/{kernel}", _KERNEL, root if kernel in changed else ROOT) for kernel in kernels]
+    wanted = [
+        (
+            f"csrc/{kernel}",
+            _DEVICE if kernel.endswith(".cu") else _HOST,
+            root if kernel in changed else ROOT,
+        )
+        for kernel in kernels
+    ]
     wanted += [(f"tests/sim/cases/{case}.cc", _CASE, ROOT) for case in ("case", *program.helpers, name)]
     wanted += [(source, _ENGINE, ROOT) for source in engine]
     with ThreadPoolExecutor(JOBS) as pool:

@@ -70,6 +70,7 @@ struct Values {
         values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)] = value;
         data[static_cast<int64_t>(row) * stride + column] = rounded(static_cast<float>(value), dtype);
       }
+      sim::mark_written(&data[static_cast<int64_t>(row) * stride], columns * int64_t{2});
     }
   }
   int at(int row, int column) const {

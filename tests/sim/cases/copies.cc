@@ -14,6 +14,7 @@ void copy_queue(uint64_t seed) {
   machine.policy = sim::policy_of(seed);
   sim::reset_machine(machine);
   auto* const words = static_cast<uint32_t*>(sim::allocate((kCalls + 2) * sizeof(uint32_t), 0, "words"));
+  sim::mark_written(words, (kCalls + 2) * sizeof(uint32_t));
   uint32_t *const sources = words, *const data = words + kCalls, *const signal = data + 1;
   std::fill(words, words + kCalls + 2, 0u);
   for (uint32_t epoch = 1; epoch <= kCalls; ++epoch) {

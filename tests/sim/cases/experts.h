@@ -84,6 +84,7 @@ inline int32_t* copied(const std::vector<int32_t>& values, int device, const cha
   auto* const words = static_cast<int32_t*>(
       sim::allocate(std::max<int64_t>(1, static_cast<int64_t>(values.size())) * 4, device, name));
   std::copy(values.begin(), values.end(), words);
+  sim::mark_written(words, static_cast<int64_t>(values.size()) * 4);
   return words;
 }
 

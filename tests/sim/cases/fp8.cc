@@ -101,6 +101,7 @@ QuantizedValues::QuantizedValues(Random& random, int device, int rows, int colum
   std::fill_n(to.parts, flux::gemm::kPartsFloats, 1e30f);
   if (to.granularity == Granularity::kTensor && random.below(2) == 0) {
     to.scales[0] = std::ldexp(static_cast<float>(random.between(1, 30)), -random.between(0, 8));
+    sim::mark_written(to.scales, sizeof(float));
     to.given = to.scales;
     to.ue8m0 = false;
     untouched[0] = to.scales[0];

@@ -41,6 +41,7 @@ struct Fp8Values {
   void set(int row, int column, int value, DType dtype) {
     values[static_cast<size_t>(row) * static_cast<size_t>(columns) + static_cast<size_t>(column)] = value;
     data[static_cast<int64_t>(row) * stride + column] = fp8_of(value, dtype);
+    sim::mark_written(&data[static_cast<int64_t>(row) * stride + column], 1);
   }
   Fp8Values& fill(Random& random, DType dtype, int most = 2) {
     for (int row = 0; row < rows; ++row) {
@@ -82,8 +83,9 @@ struct ScaleValues {
     for (int row = 0; row < rows; ++row) {
       for (int block = 0; block < blocks; ++block) {
         exponents.push_back(random.between(0, most));
-        data[static_cast<int64_t>(row) * row_step + static_cast<int64_t>(block) * k_step] =
-            std::ldexp(1.0f, exponents.back());
+        float& scale = data[static_cast<int64_t>(row) * row_step + static_cast<int64_t>(block) * k_step];
+        scale = std::ldexp(1.0f, exponents.back());
+        sim::mark_written(&scale, sizeof(scale));
       }
     }
   }
@@ -142,6 +144,10 @@ struct Floats {
     std::fill_n(data, static_cast<int64_t>(rows) * stride, kUntouched);
   }
   static constexpr float kUntouched = -0.125f;
+  void fill(const Values& values) const {
+    std::copy(values.values.begin(), values.values.end(), data);
+    sim::mark_written(data, columns * int64_t{4});
+  }
   Matrix matrix() const { return {data, rows, columns, stride}; }
 };
 void expect(const Floats& out, const std::vector<int>& expected, const char* name);

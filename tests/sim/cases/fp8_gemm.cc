@@ -51,8 +51,7 @@ void run(uint64_t seed, Random& random, Shape shape, int config, bool promotes, 
   Values bias(0, "bias", 1, shape.n);
   Floats wide_bias(0, "bias", 1, shape.n);
   bias.fill(random, dtype == DType::kFloat32 ? DType::kBFloat16 : dtype);
-  for (int i = 0; i < shape.n; ++i)
-    wide_bias.data[i] = static_cast<float>(bias.values[static_cast<size_t>(i)]);
+  wide_bias.fill(bias);
   const void* const bias_data = dtype == DType::kFloat32 ? static_cast<void*>(wide_bias.data) : bias.data;
   std::vector<Fp8Values> xs;
   std::vector<ScaleValues> x_scales;
@@ -214,6 +213,7 @@ void quantize(uint64_t seed) {
     Values& x = xs.emplace_back(0, "x", rows, columns);
     const bool zero = random.below(10) == 0;
     for (int i = 0; i < rows * columns; ++i) x.data[i] = zero ? 0 : draw_bits(random, dtype);
+    sim::mark_written(x.data, rows * columns * int64_t{2});
     flux::gemm::quantize(x.matrix(), dtype, height,
                          results.emplace_back(random, 0, rows, columns, height, false).to, nullptr);
   }

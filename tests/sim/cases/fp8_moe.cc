@@ -53,6 +53,7 @@ struct Experts {
       exponents.push_back(random.between(0, 2));
       scales[i] = std::ldexp(1.0f, exponents.back());
     }
+    sim::mark_written(scales, count * int64_t{4});
   }
   int exponent(int expert, int row, int k_block) const {
     const int block = kind == Kind::kTensor ? 0 : kind == Kind::kRows ? row : row / kScaleBlock;

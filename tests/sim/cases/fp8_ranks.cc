@@ -311,8 +311,7 @@ void ag_gemm(uint64_t seed) {
     const auto at = static_cast<size_t>(rank);
     Product& mine = products[at];
     const Floats wide_bias(rank, "bias", 1, n);
-    for (int i = 0; i < n; ++i)
-      wide_bias.data[i] = static_cast<float>(mine.bias.values[static_cast<size_t>(i)]);
+    wide_bias.fill(mine.bias);
     const Fp8Values garbage(rank, "garbage", rows, k);
     for (int call = 0; call < kCalls; ++call) {
       const flux::ag_gemm::Transport transport =

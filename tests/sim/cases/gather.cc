@@ -81,10 +81,12 @@ void all_gather(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 3, 4, 8});
   const auto dtype = static_cast<DType>(random.below(2));
-  const int rows = random.one_of({1, 37, 128, 200, 300});
-  // A block of rows is one piece, or several, of which the last is shorter.
-  const int k =
-      8 * (world_size == 2 && random.below(3) == 0 ? random.between(33, 70) : random.between(1, 16));
+  // More blocks than CTAs; or blocks of one piece, or of several, of which the last is shorter.
+  const bool long_rows = world_size == 2 && random.below(3) != 0;
+  const int rows = world_size == 8 && random.below(3) == 0 ? 900 : random.one_of({1, 37, 128, 200, 300});
+  const int k = 8 * (rows == 900 ? random.between(1, 3)
+                     : long_rows ? random.between(33, 70)
+                                 : random.between(1, 16));
   const Way way(random);
   const bool begins =
       way.copied && random.below(2) == 0;  // copies that start before other work of the stream

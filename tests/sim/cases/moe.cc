@@ -32,7 +32,8 @@ void route(uint64_t seed) {
   const int ep_size = divisor(random, world_size);
   const int top_k = random.below(4) == 0 ? random.between(5, 16) : random.between(1, 4);
   const int max_tokens = world_size > 2 ? random.between(0, 70) : random.one_of({1, 33, 256, 257, 600});
-  const int num_experts = ep_size * random.one_of({1, 2, 5, 16, 150});
+  const int num_experts =
+      ep_size * (max_tokens < 40 && random.below(6) == 0 ? 600 : random.one_of({1, 2, 5, 16, 150}));
   const Layout layout = {world_size, 0, ep_size, num_experts, top_k, max_tokens};
   const bool wide = random.below(2) == 0;
   // All CTAs of the launch must be resident.
@@ -151,6 +152,7 @@ void combine(uint64_t seed) {
   auto* const device_weights =
       static_cast<float*>(sim::allocate(std::max(1, tokens * top_k) * 4, 0, "weights"));
   std::copy(weights.begin(), weights.end(), device_weights);
+  sim::mark_written(device_weights, tokens * top_k * int64_t{4});
   flux::moe::combine(products.matrix(), dtype, copied(positions, 0, "positions"), device_weights, tokens,
                      top_k, out.data, nullptr);
   cudaDeviceSynchronize();

@@ -63,6 +63,8 @@ struct Ranks {
       // Slots hold NaNs until peers write to them, as exchange buffers do.
       std::memset(memory, 0xFF, static_cast<size_t>(bytes + 2 * sizes.exchange_bytes));
       std::memset(memory, 0, static_cast<size_t>(flux::runtime::kHeaderBytes + sizes.signal_bytes));
+      sim::mark_written(memory, flux::runtime::kHeaderBytes + sizes.signal_bytes);
+      sim::mark_written(static_cast<char*>(memory) + bytes, 2 * sizes.exchange_bytes);
       peers.push_back(reinterpret_cast<uint64_t>(memory));
     }
     for (int rank = 0; rank < world_size; ++rank) {
@@ -77,6 +79,8 @@ struct Ranks {
       mine.error = static_cast<flux::runtime::ErrorRecord*>(
           sim::allocate(sizeof(flux::runtime::ErrorRecord), rank, "error record"));
       std::memset(static_cast<void*>(mine.error), 0, sizeof(*mine.error));
+      sim::mark_written(mine.error, sizeof(*mine.error));
+      sim::machine.devices[static_cast<size_t>(rank)].failure = &mine.header()->aborted;
       mine.timeout_ns = 2'000'000'000;
     }
   }

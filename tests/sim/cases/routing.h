@@ -94,6 +94,7 @@ struct Routing {
   void fill_on_host(const Choices& choices, int rank) const {
     route_on_host(choices.of(rank), flux::gemm::kBlockM, choices.ids.data(), out);
     std::copy(choices.weights.begin(), choices.weights.end(), weights);
+    for (const Array& array : arrays) sim::mark_written(array.words, array.count * 4);
   }
 
   void expect(const Routing& right, const std::string& where) const {
@@ -130,6 +131,8 @@ struct OwnTokens {
       weights[i] = choices.weights[static_cast<size_t>(first + i)];
       if (std::isnan(weights[i])) std::memset(&weights[i], 0xFF, sizeof(float));
     }
+    sim::mark_written(ids, count * (wide ? 8 : 4));
+    sim::mark_written(weights, count * 4);
     own.ids = ids;
     own.wide = wide;
     own.weights = weights;

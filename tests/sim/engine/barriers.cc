@@ -19,6 +19,8 @@ std::string describe(const MBarrier& barrier, uint32_t address, uint32_t parity)
 }
 
 void complete(NamedBarrier& barrier) {
+  barrier.told = barrier.gathering.told();
+  barrier.gathering = {};
   barrier.last_all = barrier.all;
   barrier.all = true;
   barrier.arrived = 0;
@@ -37,12 +39,14 @@ void settle(MBarrier& barrier, const Where& where) {
   }
   if (barrier.bytes > 0) return;
   barrier.pending = static_cast<int32_t>(barrier.count);
+  barrier.told = barrier.gathering.told();
   ++barrier.phase;
   barrier.queue.wake_all();
 }
 
+// `orders`: accesses of memory before and behind it; else only what fence.mbarrier_init has shown.
 bool meet(NamedBarrier& barrier, int threads, bool condition, bool waits, const char* name,
-          const Where& where) {
+          const Where& where, bool orders = true) {
   if (barrier.expected >= 0 && barrier.expected != threads) {
     report(std::string("threads disagree on how many meet at ") + name + ": " +
                std::to_string(barrier.expected) + " and " + std::to_string(threads),
@@ -50,19 +54,38 @@ bool meet(NamedBarrier& barrier, int threads, bool condition, bool waits, const 
   }
   barrier.expected = threads;
   barrier.all &= condition;
-  const uint64_t generation = barrier.generation;
-  if (++barrier.arrived >= threads) {
-    complete(barrier);
-    return barrier.last_all;
+  Clock& clock = self().clock;
+  if (orders) {
+    tell(barrier.gathering, clock);
+  } else {
+    barrier.gathering.all = join(barrier.gathering.all, clock.at_init);
   }
+  const uint64_t generation = barrier.generation;
+  if (++barrier.arrived >= threads) complete(barrier);
   if (!waits) return true;
   while (barrier.generation == generation) {
     wait_on(barrier.queue, where, [&barrier, name] { return describe(barrier, name); });
   }
+  learn(clock, barrier.told);
   return barrier.last_all;
 }
 
 }  // namespace
+
+void tell(Gathering& gathering, Clock& clock) {
+  gathering.all = join(gathering.all, clock.known);
+  gathering.stamps.push_back(clock.stamp());
+  ++clock.now;
+}
+
+void learn(Clock& clock, const Known& known) { clock.known = join(clock.known, known); }
+
+Past issue_past() {
+  Clock& clock = self().clock;
+  const Past past = clock;
+  ++clock.now;
+  return past;
+}
 
 void cta_barrier(int id, int threads, bool waits, const Where& where) {
   maybe_preempt();
@@ -87,7 +110,7 @@ void cluster_barrier(const Where& where) {
   Cta& cta = here();
   int threads = 0;
   for (const Cta* each : cta.cluster->ctas) threads += each != nullptr ? each->live : 0;
-  meet(cta.cluster->barrier, threads, true, /*waits=*/true, "the cluster barrier", where);
+  meet(cta.cluster->barrier, threads, true, /*waits=*/true, "the cluster barrier", where, /*orders=*/false);
 }
 
 void grid_barrier(const Where& where) {
@@ -114,7 +137,7 @@ void leave_barriers(Cta& cta) {
   }
 }
 
-void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where) {
+void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where, bool orders) {
   Cta& cta = here();
   const int thread = self().thread, lane = thread % 32;
   WarpMeeting& meeting = cta.warps[static_cast<size_t>(thread / 32)];
@@ -124,9 +147,13 @@ void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const 
   meeting.mask = mask;
   meeting.arrived |= 1u << lane;
   meeting.values[lane] = value;
+  Clock& clock = self().clock;
+  if (orders) tell(meeting.gathering, clock);
   const uint64_t generation = meeting.generation;
   if (meeting.arrived == mask) {
     std::memcpy(meeting.result, meeting.values, sizeof(meeting.result));
+    meeting.told = meeting.gathering.told();
+    meeting.gathering = {};
     meeting.arrived = 0;
     ++meeting.generation;
     meeting.queue.wake_all();
@@ -141,6 +168,7 @@ void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const 
     }
   }
   std::memcpy(values, meeting.result, sizeof(meeting.result));
+  if (orders) learn(clock, meeting.told);
 }
 
 bool elect_one(const Where& where) {
@@ -195,6 +223,24 @@ MBarrier& barrier_at(Cta& cta, uint32_t bar, const Where& where) {
   return found->second;
 }
 
+MBarrier& known_barrier(Cta& cta, uint32_t bar, const Where& where) {
+  MBarrier& barrier = barrier_at(cta, bar, where);
+  const Clock& clock = self().clock;
+  const bool own = barrier.initialised.actor() == clock.actor && barrier.initialised.slot() == clock.thread;
+  if (!own && !covers(clock.known, barrier.initialised) && machine.config.reports_races) {
+    report("use of an mbarrier whose initialisation nothing orders before, at shared address " +
+               std::to_string(bar),
+           &self(), &where);
+  }
+  return barrier;
+}
+
+void fence_mbarrier_init() {
+  Clock& clock = self().clock;
+  clock.at_init = with(clock.known, {clock.stamp()});
+  ++clock.now;
+}
+
 void mbarrier_init(uint32_t bar, uint32_t count, const Where& where) {
   Cta& cta = here();
   checked(cta, bar, 8, "mbarrier", where);
@@ -203,18 +249,21 @@ void mbarrier_init(uint32_t bar, uint32_t count, const Where& where) {
   MBarrier& barrier = cta.mbarriers[bar];
   barrier.count = count;
   barrier.pending = static_cast<int32_t>(count);
-  cta.granules[bar / 16].barriers |= static_cast<uint8_t>(1 << bar / 8 % 2);
+  const Clock& clock = self().clock;
+  barrier.initialised = Epoch::of(clock.actor, clock.thread, clock.now);
+  barrier.slot = new_agent(cta.actor, Agent::kBarrier, static_cast<int>(bar));
+  cta.barriers[bar / 8] = true;
 }
 
 void arrive(Cta& cta, uint32_t bar, const Where& where) {
   MBarrier& barrier = barrier_at(cta, bar, where);
-  barrier.used = true;
   --barrier.pending;
   settle(barrier, where);
 }
 
 void complete_bytes(Cta& cta, uint32_t bar, int64_t bytes, const Where& where) {
   MBarrier& barrier = barrier_at(cta, bar, where);
+  barrier.gathering.stamps.push_back({cta.actor, barrier.slot, barrier.phase + 1, barrier.phase + 1});
   barrier.bytes -= bytes;
   settle(barrier, where);
 }
@@ -222,24 +271,29 @@ void complete_bytes(Cta& cta, uint32_t bar, int64_t bytes, const Where& where) {
 void mbarrier_arrive(uint32_t bar, int rank, uint32_t expected_bytes, const Where& where) {
   maybe_preempt();
   Cta& cta = cta_of_cluster(rank, where);
-  barrier_at(cta, bar, where).bytes += expected_bytes;
+  MBarrier& barrier = known_barrier(cta, bar, where);
+  barrier.bytes += expected_bytes;
+  tell(barrier.gathering, self().clock);
   arrive(cta, bar, where);
 }
 
 bool mbarrier_test(uint32_t bar, uint32_t parity, const Where& where) {
-  MBarrier& barrier = barrier_at(here(), bar, where);
+  MBarrier& barrier = known_barrier(here(), bar, where);
   // A program may spin on it.
   uint32_t phase;
-  poll(&barrier.phase, &phase, sizeof(phase), where);
-  return (barrier.phase & 1) != parity;
+  poll(&barrier.phase, &phase, sizeof(phase), Scope::kDevice, /*acquires=*/false, where);
+  const bool done = (barrier.phase & 1) != parity;
+  if (done) learn(self().clock, barrier.told);
+  return done;
 }
 
 void mbarrier_wait(uint32_t bar, uint32_t parity, const Where& where) {
   maybe_preempt();
-  MBarrier& barrier = barrier_at(here(), bar, where);
+  MBarrier& barrier = known_barrier(here(), bar, where);
   while ((barrier.phase & 1) == parity) {
     wait_on(barrier.queue, where, [&barrier, bar, parity] { return describe(barrier, bar, parity); });
   }
+  learn(self().clock, barrier.told);
 }
 
 void check_exit(Cta& cta) {

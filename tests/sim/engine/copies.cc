@@ -54,6 +54,18 @@ void for_each_piece(const TensorMap& map, const int (&at)[3], Piece piece) {
   }
 }
 
+// The slot of one of the running thread's agents.
+int agent_of(int& slot, Agent agent) {
+  if (slot < 0) slot = new_agent(here().actor, agent, self().thread);
+  return slot;
+}
+
+// A copy that completes on an mbarrier, in the phase that is running.
+Access completing_on(const char* what, const Cta& cta, const MBarrier& barrier, const Past& past,
+                     Place place) {
+  return {what, Epoch::of(cta.actor, barrier.slot, barrier.phase + 1), place, past, nullptr, /*async=*/true};
+}
+
 }  // namespace
 
 void tma_load(const void* map_address, uint32_t dst, uint32_t bar, int x, int y, uint32_t ctas,
@@ -69,15 +81,20 @@ void tma_load(const void* map_address, uint32_t dst, uint32_t bar, int x, int y,
     if ((targets >> rank & 1) == 0) continue;
     Cta& cta = cta_of_cluster(rank, where);
     checked(cta, dst, map.box_bytes(), "TMA load", where);
-    barrier_at(cta, bar, where);
-    issue(false, [=, in_flight = InFlight(cta)] {
+    known_barrier(cta, bar, where);
+    issue(false, [=, past = issue_past(), in_flight = InFlight(cta)] {
       Cta& to = *in_flight.cta;
+      const Access access = completing_on("TMA load", to, barrier_at(to, bar, where), past, place_of(where));
       for_each_piece(map, {x, y, 0}, [&](int64_t offset, const uint8_t* address, int bytes) {
-        if (address != nullptr) check_global(address, bytes, "TMA load", where);
         uint8_t piece[16] = {};
-        if (address != nullptr) std::memcpy(piece, address, static_cast<size_t>(bytes));
+        if (address != nullptr) {
+          check_global(address, bytes, "TMA load", where);
+          std::memcpy(piece, address, static_cast<size_t>(bytes));
+          // A box may hold rows that have not arrived, if nobody uses them: they are NaN.
+          if (!is_ordered(address, bytes, access)) std::memset(piece, 0xFF, static_cast<size_t>(bytes));
+        }
         const uint32_t at = map.swizzled(dst + static_cast<uint32_t>(offset));
-        async_write(to, at, 16, where);
+        write_shared(to, at, 16, access);
         std::memcpy(to.memory + at, piece, 16);
       });
       complete_bytes(to, bar, map.box_bytes(), where);
@@ -86,6 +103,18 @@ void tma_load(const void* map_address, uint32_t dst, uint32_t bar, int x, int y,
 }
 
 // A copy from shared memory: reads at one moment, writes at a later one.
+struct BulkAccess {
+  Past past;
+  Epoch reads, writes;
+};
+static BulkAccess store_in_group_access() {
+  Fiber& fiber = self();
+  const int reads = agent_of(fiber.bulk_reads_slot, Agent::kBulkReads);
+  const int writes = agent_of(fiber.bulk_writes_slot, Agent::kBulkWrites);
+  const uint32_t number = fiber.bulk_group + 1;
+  const uint32_t actor = fiber.cta->actor;
+  return {issue_past(), Epoch::of(actor, reads, number), Epoch::of(actor, writes, number)};
+}
 static void store_in_group(std::function<std::function<void()>()> read) {
   Fiber& fiber = self();
   Cta& cta = here();
@@ -115,7 +144,8 @@ void tma_store(const void* map_address, uint32_t src, int x, int y, int z, const
   aligned(src, map.swizzle_bytes(), "source of a swizzled TMA store", where);
   first_column(x, map, where);
   checked(here(), src, map.box_bytes(), "TMA store", where);
-  store_in_group([=, &fiber = self()] {
+  store_in_group([=, by = store_in_group_access(), &fiber = self()] {
+    const Access reads = {"TMA store", by.reads, place_of(where), by.past, nullptr, /*async=*/true};
     struct Piece {
       uint8_t* to;
       int bytes;
@@ -126,13 +156,17 @@ void tma_store(const void* map_address, uint32_t src, int x, int y, int z, const
       if (address == nullptr) return;
       check_global(address, bytes, "TMA store", where);
       const uint32_t at = map.swizzled(src + static_cast<uint32_t>(offset));
-      async_read(*fiber.cta, at, 16, fiber, /*written_only=*/true, "TMA store", where);
+      read_shared(*fiber.cta, at, 16, reads);
       Piece piece = {const_cast<uint8_t*>(address), bytes, {}};
       std::memcpy(piece.data, fiber.cta->memory + at, 16);
       pieces.push_back(piece);
     });
-    return [pieces = std::move(pieces)] {
-      for (const Piece& piece : pieces) std::memcpy(piece.to, piece.data, static_cast<size_t>(piece.bytes));
+    return [=, pieces = std::move(pieces)] {
+      const Access writes = {"TMA store", by.writes, place_of(where), by.past, nullptr, /*async=*/true};
+      for (const Piece& piece : pieces) {
+        write_global(piece.to, piece.bytes, writes);
+        std::memcpy(piece.to, piece.data, static_cast<size_t>(piece.bytes));
+      }
     };
   });
 }
@@ -142,10 +176,11 @@ void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Where& where) {
   aligned(src | bytes | reinterpret_cast<uintptr_t>(dst), 16, "bulk copy", where);
   checked(here(), src, bytes, "bulk copy", where);
   check_global(dst, bytes, "bulk copy", where);
-  store_in_group([=, &fiber = self()] {
-    async_read(*fiber.cta, src, bytes, fiber, /*written_only=*/true, "bulk copy", where);
+  store_in_group([=, by = store_in_group_access(), &fiber = self()] {
+    read_shared(*fiber.cta, src, bytes, {"bulk copy", by.reads, place_of(where), by.past, nullptr, true});
     const uint8_t* const from = fiber.cta->memory + src;
-    return [dst, data = std::vector<uint8_t>(from, from + bytes)] {
+    return [=, data = std::vector<uint8_t>(from, from + bytes)] {
+      write_global(dst, bytes, {"bulk copy", by.writes, place_of(where), by.past, nullptr, true});
       std::memcpy(dst, data.data(), data.size());
     };
   });
@@ -156,10 +191,14 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, cons
   aligned(dst | bytes | reinterpret_cast<uintptr_t>(src), 16, "bulk copy", where);
   checked(here(), dst, bytes, "bulk copy", where);
   check_global(src, bytes, "bulk copy", where);
-  issue(false, [=, in_flight = InFlight(here())] {
-    async_write(*in_flight.cta, dst, static_cast<int>(bytes), where);
-    std::memcpy(in_flight.cta->memory + dst, src, bytes);
-    complete_bytes(*in_flight.cta, bar, bytes, where);
+  known_barrier(here(), bar, where);
+  issue(false, [=, past = issue_past(), in_flight = InFlight(here())] {
+    Cta& to = *in_flight.cta;
+    const Access access = completing_on("bulk copy", to, barrier_at(to, bar, where), past, place_of(where));
+    read_global(src, bytes, access);
+    write_shared(to, dst, bytes, access);
+    std::memcpy(to.memory + dst, src, bytes);
+    complete_bytes(to, bar, bytes, where);
   });
 }
 
@@ -170,13 +209,13 @@ void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar,
   Cta& to = cta_of_cluster(cta, where);
   checked(here(), src, bytes, "bulk copy", where);
   checked(to, dst, bytes, "bulk copy", where);
-  issue(false, [=, from = InFlight(here()), into = InFlight(to), &fiber = self()] {
-    async_read(*from.cta, src, bytes, fiber, /*written_only=*/false, "bulk copy", where);
-    async_write(*into.cta, dst, static_cast<int>(bytes), where);
-    // Padding may travel too: what was not written here is not written there.
-    for (uint32_t i = 0; i < bytes / 16; ++i) {
-      into.cta->granules[dst / 16 + i].written = from.cta->granules[src / 16 + i].written;
-    }
+  known_barrier(to, bar, where);
+  issue(false, [=, past = issue_past(), from = InFlight(here()), into = InFlight(to)] {
+    const Access access =
+        completing_on("bulk copy", *into.cta, barrier_at(*into.cta, bar, where), past, place_of(where));
+    read_shared(*from.cta, src, bytes, access, /*written_only=*/false);
+    write_shared(*into.cta, dst, bytes, access);
+    copy_unwritten(*from.cta, src, *into.cta, dst, bytes);  // padding may travel too
     std::memcpy(into.cta->memory + dst, from.cta->memory + src, bytes);
     complete_bytes(*into.cta, bar, bytes, where);
   });
@@ -186,8 +225,10 @@ void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const 
   maybe_preempt();
   Cta& to = cta_of_cluster(cta, where);
   checked(to, address, 4, "st.async", where);
-  issue(false, [=, into = InFlight(to)] {
-    async_write(*into.cta, address, 4, where);
+  known_barrier(to, bar, where);
+  issue(false, [=, past = issue_past(), into = InFlight(to)] {
+    const MBarrier& barrier = barrier_at(*into.cta, bar, where);
+    write_shared(*into.cta, address, 4, completing_on("st.async", *into.cta, barrier, past, place_of(where)));
     std::memcpy(into.cta->memory + address, &value, 4);
     complete_bytes(*into.cta, bar, 4, where);
   });
@@ -196,8 +237,8 @@ void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const 
 void bulk_commit() {
   maybe_preempt();
   Fiber& fiber = self();
-  fiber.bulk_groups.push_back(open_group(fiber.open_bulk));
-  fiber.open_bulk = nullptr;
+  open_group(fiber.open_bulk)->number = ++fiber.bulk_group;
+  fiber.bulk_groups.push_back(std::move(fiber.open_bulk));
 }
 
 void bulk_wait(int pending, bool reads_only, const Where& where) {
@@ -212,6 +253,13 @@ void bulk_wait(int pending, bool reads_only, const Where& where) {
     return true;
   };
   while (!done()) wait_on(*fiber.copies_done, where, [] { return std::string("its bulk copies"); });
+  Clock& clock = fiber.clock;
+  const uint32_t number = fiber.bulk_group - std::min(fiber.bulk_group, static_cast<uint32_t>(pending));
+  if (number > 0 && fiber.bulk_reads_slot >= 0) {
+    const uint32_t actor = fiber.cta->actor;
+    clock.known = with(clock.known, {{actor, fiber.bulk_reads_slot, number, number}});
+    if (!reads_only) clock.copied = {{actor, fiber.bulk_writes_slot, number, number}};
+  }
   // Only the oldest ones may go: newer ones count as pending even after they are done.
   auto& groups = fiber.bulk_groups;
   while (!groups.empty() && groups.front()->writes == 0) groups.erase(groups.begin());
@@ -231,11 +279,14 @@ void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Wher
   auto counted = std::make_shared<CopyGroup>();  // of this copy alone, for arrivals
   counted->writes = 1;
   fiber.all_copies.push_back(counted);
-  issue(false, [=, in_flight = InFlight(here()), done = fiber.copies_done, thread = fiber.thread] {
+  const int slot = agent_of(fiber.copies_slot, Agent::kCopies);
+  const Epoch epoch = Epoch::of(fiber.cta->actor, slot, ++fiber.copies);
+  issue(false, [=, past = issue_past(), in_flight = InFlight(here()), done = fiber.copies_done] {
     Cta& cta = *in_flight.cta;
-    generic_write(cta, dst, bytes, thread, where);
-    cta.granules[dst / 16].copied = true;
+    const Access access = {"cp.async", epoch, place_of(where), past};
+    write_shared(cta, dst, bytes, access);
     if (valid) {
+      read_global(src, bytes, access);
       std::memcpy(cta.memory + dst, src, static_cast<size_t>(bytes));
     } else {
       std::memset(cta.memory + dst, 0, static_cast<size_t>(bytes));
@@ -248,8 +299,8 @@ void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Wher
 
 void copy_async_commit() {
   Fiber& fiber = self();
-  fiber.copy_groups.push_back(open_group(fiber.open_copies));
-  fiber.open_copies = nullptr;
+  open_group(fiber.open_copies)->number = fiber.copies;
+  fiber.copy_groups.push_back(std::move(fiber.open_copies));
 }
 
 void copy_async_wait(int pending, const Where& where) {
@@ -263,29 +314,39 @@ void copy_async_wait(int pending, const Where& where) {
     return true;
   };
   while (!done()) wait_on(*fiber.copies_done, where, [] { return std::string("its cp.async"); });
+  const int last = static_cast<int>(fiber.copy_groups.size()) - pending - 1;
+  if (last < 0 || fiber.copies_slot < 0) return;
+  const uint32_t number = fiber.copy_groups[static_cast<size_t>(last)]->number;
+  fiber.clock.known = with(fiber.clock.known, {{fiber.cta->actor, fiber.copies_slot, number, 0}});
 }
 
 // Arrives when the copies have landed: an operation that keeps itself with the adversary until then.
 static void arrive_behind(std::vector<std::shared_ptr<CopyGroup>> copies, std::shared_ptr<InFlight> in_flight,
-                          uint32_t bar, const Where& where) {
+                          const Stamp& stamp, uint32_t bar, const Where& where) {
   for (const auto& copy : copies) {
     if (copy->writes == 0) continue;
-    issue(false, [=] { arrive_behind(copies, in_flight, bar, where); });
+    issue(false, [=] { arrive_behind(copies, in_flight, stamp, bar, where); });
     return;
   }
+  if (stamp.time > 0) barrier_at(*in_flight->cta, bar, where).gathering.stamps.push_back(stamp);
   arrive(*in_flight->cta, bar, where);
 }
 
 void mbarrier_arrive_after_copies(uint32_t bar, const Where& where) {
   maybe_preempt();
-  barrier_at(here(), bar, where);
-  arrive_behind(std::move(self().all_copies), std::make_shared<InFlight>(here()), bar, where);
-  self().all_copies.clear();
+  known_barrier(here(), bar, where);
+  Fiber& fiber = self();
+  const Stamp copied = {fiber.cta->actor, fiber.copies_slot, fiber.copies, 0};
+  arrive_behind(std::move(fiber.all_copies), std::make_shared<InFlight>(here()), copied, bar, where);
+  fiber.all_copies.clear();
 }
 
 void fence_proxy(const Where&) {
   maybe_preempt();
-  self().fence_clock = ++machine.proxy_clock;
+  Clock& clock = self().clock;
+  clock.known = all_fenced(with(clock.known, clock.copied));
+  clock.copied.clear();
+  clock.fenced = clock.now++;
 }
 
 }  // namespace sim

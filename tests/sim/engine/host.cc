@@ -12,6 +12,7 @@
 
 struct SimEvent {
   uint64_t issued = 0, reached = 0;
+  sim::Known known;
 };
 
 namespace sim {
@@ -28,6 +29,7 @@ struct StreamOp {
   uint64_t ticket = 0;
   uint32_t value = 0;
   bool issued = false, done = false;
+  bool ends_graph = false;
 };
 
 }  // namespace
@@ -36,6 +38,8 @@ struct StreamOp {
 struct CUstream_st {
   int device = 0;
   std::deque<sim::StreamOp> ops;
+  sim::Past past;       // the stream is an actor, with its copies and writes
+  sim::Known at_start;  // of its last launch
 };
 
 namespace sim {
@@ -48,6 +52,7 @@ std::vector<std::unique_ptr<SimEvent>> events;
 constexpr int kMaxDevices = 8;
 constexpr int kSharedLimit = 232448;
 std::unordered_map<const void*, int> shared_limits;
+Graph* captured = nullptr;  // where launches go while a graph is captured
 
 CUstream_st& stream_of(cudaStream_t stream) {
   while (streams.size() < kMaxDevices) {
@@ -74,12 +79,17 @@ std::string kernel_name(const void* kernel) {
 }
 
 // Starts clusters of a launch on free SMs.
-bool fill(Launch& launch) {
+bool fill(CUstream_st& stream, Launch& launch) {
   bool any = false;
   const int size = launch.config.cluster;
   // All CTAs of a cooperative launch start together.
   if (launch.config.cooperative && launch.next_cta == 0 && launch.device->free_slots < launch.total())
     return false;
+  if (launch.next_cta == 0) {
+    // A kernel that may start early knows no more than the one before it, even if it starts late.
+    if (!launch.may_start_early()) stream.at_start = all_fenced(stream.past.known);
+    launch.at_start = stream.at_start;
+  }
   while (launch.next_cta < launch.total() && launch.device->free_slots >= size) {
     launch.device->free_slots -= size;
     const auto cluster = std::make_shared<Cluster>();
@@ -102,14 +112,19 @@ bool advance(CUstream_st& stream) {
         if (launch.device->frozen) return any;
         if (!launch.earlier_complete) {
           launch.earlier_complete = any = true;
+          launch.earlier_known = all_fenced(stream.past.known);
           launch.earlier_done.wake_all();
         }
-        any |= fill(launch);
+        any |= fill(stream, launch);
         op.done = launch.complete();
+        if (op.done) {
+          Known& known = stream.past.known;
+          known = with_launch(join(known, launch.at_exit), launch.number);
+        }
         if (!op.done && launch.triggered == launch.total() && stream.ops.size() > 1) {
           StreamOp& next = stream.ops[1];
-          if (next.kind == StreamOp::Kind::kLaunch && next.launch->config.early_start)
-            any |= fill(*next.launch);
+          if (next.kind == StreamOp::Kind::kLaunch && next.launch->may_start_early())
+            any |= fill(stream, *next.launch);
         }
         break;
       }
@@ -117,25 +132,35 @@ bool advance(CUstream_st& stream) {
       case StreamOp::Kind::kWrite:
         if (!op.issued) {
           op.issued = any = true;
-          issue(false, [&op] {
+          issue(false, [&op, &past = stream.past] {
             if (op.kind == StreamOp::Kind::kCopy) {
+              const Access access = {"copy", Epoch::of(past.actor, 0, past.now), 0, past};
+              copy_global(op.dst, op.src, static_cast<int64_t>(op.bytes), access);
               std::memcpy(op.dst, op.src, op.bytes);
             } else {
+              const Epoch epoch = Epoch::of(past.actor, 0, past.now, /*strong=*/true);
+              write_global(op.dst, sizeof(op.value), {"stream's write", epoch, 0, past});
               *static_cast<uint32_t*>(op.dst) = op.value;
+              told_at(op.dst) = {with(past.known, {past.stamp()}), -1};
             }
+            past.known = with(past.known, {past.stamp()});
+            ++past.now;
             op.done = true;
           });
         }
         break;
       case StreamOp::Kind::kRecord:
         op.event->reached = std::max(op.event->reached, op.ticket);
+        op.event->known = stream.past.known;
         op.done = true;
         break;
       case StreamOp::Kind::kWaitEvent:
         op.done = op.event->reached >= op.ticket;
+        if (op.done) stream.past.known = join(stream.past.known, op.event->known);
         break;
       case StreamOp::Kind::kWaitValue:
         op.done = static_cast<int32_t>(*static_cast<const uint32_t*>(op.src) - op.value) >= 0;
+        if (op.done) stream.past.known = join(stream.past.known, told_at(op.src).known);
         break;
     }
     if (!op.done) break;
@@ -179,6 +204,7 @@ bool streams_empty(int device) {
 void reset_streams() {
   for (const auto& stream : streams) stream->ops.clear();
   current_device = 0;
+  forget_clocks();
 }
 
 std::string blocked_streams() {
@@ -201,28 +227,56 @@ std::string blocked_streams() {
   return text;
 }
 
-bool launch(const void* kernel, const LaunchConfig& config, std::function<void()> body) {
-  if (config.cooperative && static_cast<int>(config.grid.x) > machine.config.resident) return false;
-  CUstream_st& stream = stream_of(static_cast<cudaStream_t>(config.stream));
+// Behind what the stream has; `follows_launch`: programmatic dependent launch may apply.
+static void enqueue(CUstream_st& stream, const GraphNode& node, bool follows_launch) {
   StreamOp op = {StreamOp::Kind::kLaunch};
   op.launch = std::make_unique<Launch>();
   Launch& launch = *op.launch;
-  launch.name = kernel_name(kernel);
-  launch.config = config;
-  launch.body = std::move(body);
+  launch.name = node.name;
+  launch.config = node.config;
+  launch.body = node.body;
   launch.device = &machine.devices.at(static_cast<size_t>(stream.device));
-  const int limit = std::max(49152, shared_limits.contains(kernel) ? shared_limits[kernel] : 0);
-  if (static_cast<int>(config.shared_bytes) > limit)
-    report("launch with more shared memory than the kernel's limit");
-  if (launch.total() % config.cluster != 0) report("the grid is no multiple of the cluster");
-  for (int i = 0; i < launch.total() / config.cluster; ++i) launch.order.push_back(i);
+  launch.number = new_launch();
+  launch.follows_launch = follows_launch;
+  for (int i = 0; i < launch.total() / launch.config.cluster; ++i) launch.order.push_back(i);
   const auto is_named = [&](const std::string& name) { return launch.name.find(name) != std::string::npos; };
   const bool ordered = std::ranges::any_of(machine.config.ordered, is_named);
   const Policy::Order order = ordered ? Policy::Order::kFifo : machine.config.policy.order;
   if (order == Policy::Order::kLifo) std::reverse(launch.order.begin(), launch.order.end());
   if (order == Policy::Order::kRandom) std::shuffle(launch.order.begin(), launch.order.end(), machine.random);
   stream.ops.push_back(std::move(op));
+}
+
+bool launch(const void* kernel, const LaunchConfig& config, std::function<void()> body) {
+  if (config.cooperative && static_cast<int>(config.grid.x) > machine.config.resident) return false;
+  const int limit = std::max(49152, shared_limits.contains(kernel) ? shared_limits[kernel] : 0);
+  if (static_cast<int>(config.shared_bytes) > limit)
+    report("launch with more shared memory than the kernel's limit");
+  if (static_cast<int>(config.grid.x) % config.cluster != 0) report("the grid is no multiple of the cluster");
+  const GraphNode node = {kernel_name(kernel), config, std::move(body)};
+  if (captured != nullptr) {
+    captured->push_back(node);
+    return true;
+  }
+  CUstream_st& stream = stream_of(static_cast<cudaStream_t>(config.stream));
+  const bool follows_launch = !stream.ops.empty() && stream.ops.back().kind == StreamOp::Kind::kLaunch &&
+                              !stream.ops.back().ends_graph;
+  enqueue(stream, node, follows_launch);
   return true;
+}
+
+Graph capture(const std::function<void()>& calls) {
+  Graph graph;
+  captured = &graph;
+  calls();
+  captured = nullptr;
+  return graph;
+}
+
+void replay(const Graph& graph) {
+  CUstream_st& stream = stream_of(nullptr);
+  for (size_t i = 0; i < graph.size(); ++i) enqueue(stream, graph[i], /*follows_launch=*/i > 0);
+  if (!graph.empty()) stream.ops.back().ends_graph = true;
 }
 
 void wait_for_earlier_kernels(const Where& where) {
@@ -230,6 +284,9 @@ void wait_for_earlier_kernels(const Where& where) {
   while (!launch.earlier_complete) {
     wait_on(launch.earlier_done, where, [] { return std::string("earlier kernels of its stream"); });
   }
+  Clock& clock = self().clock;
+  learn(clock, launch.earlier_known);
+  clock.at_fence = join(clock.at_fence, launch.earlier_known);
 }
 
 void let_next_kernel_start() {
@@ -258,7 +315,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  // What was before is known to all, and what follows knows all of this.
+  for (const auto& stream : sim::streams) {
+    stream->past = {};
+    stream->past.actor =
+        sim::new_actor(-1, "a stream of rank " + std::to_string(stream->device), stream->device, 1);
+  }
   sim::run_all();
+  sim::forget_clocks();
+  sim::forget_all_told();
+  for (const auto& event : sim::events) event->known = {};
   return cudaSuccess;
 }
 
@@ -267,6 +333,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   *function = nullptr;
   if (std::strcmp(name, "cuTensorMapEncodeTiled") == 0)
     *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
+  if (std::strcmp(name, "cuTensorMapReplaceAddress") == 0)
+    *function = reinterpret_cast<void*>(&cuTensorMapReplaceAddress);
   if (std::strcmp(name, "cuStreamBatchMemOp") == 0) *function = reinterpret_cast<void*>(&cuStreamBatchMemOp);
   *found = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
@@ -396,4 +464,14 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
   static_assert(sizeof(result) <= sizeof(*map));
   std::memcpy(map, &result, sizeof(result));
   return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
+  sim::TensorMap kept;
+  std::memcpy(&kept, map, sizeof(kept));
+  if (kept.magic != sim::TensorMap::kMagic || reinterpret_cast<uintptr_t>(address) % 16 != 0)
+    return CUDA_ERROR_INVALID_VALUE;
+  kept.base = static_cast<uint8_t*>(address);
+  std::memcpy(map, &kept, sizeof(kept));
+  return CUDA_SUCCESS;
 }

@@ -13,6 +13,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "clocks.h"
+#include "shadow.h"
 #include "sim.h"
 
 namespace sim {
@@ -45,6 +47,7 @@ struct MachineConfig {
   int occupied = 0, occupied_until = 0;
   // Names of kernels that rely on CTAs beginning in the order of their numbers. Those of all others begin in any order.
   std::vector<std::string> ordered = {"sum_over_ranks", "sum_and_norm"};
+  bool reports_races = true;  // false: the case breaks the rules of the operators
   Policy policy;
 };
 
@@ -57,6 +60,7 @@ struct WaitQueue {
 // A group of a thread's bulk copies or cp.async.
 struct CopyGroup {
   int reads = 0, writes = 0;  // not done yet
+  uint32_t number = 0;        // of its thread's bulk groups; of cp.async, of the last copy in the group
 };
 
 enum class State { kRunnable, kBlocked, kPolling, kExited };
@@ -77,7 +81,10 @@ struct Fiber {
   std::function<std::string()> reason;
   Where where;
   int registers = 0;
-  uint32_t fence_clock = 0;
+  Clock clock;
+  // Its agents: slots of its actor, below zero until they are needed; and how many groups or copies there have been.
+  int bulk_reads_slot = -1, bulk_writes_slot = -1, copies_slot = -1;
+  uint32_t bulk_group = 0, copies = 0;
   std::vector<std::shared_ptr<CopyGroup>> bulk_groups, copy_groups;
   std::shared_ptr<CopyGroup> open_bulk, open_copies;
   std::vector<std::shared_ptr<CopyGroup>> all_copies;  // cp.async since the last arrival behind them
@@ -96,8 +103,11 @@ struct MBarrier {
   int32_t pending = 0;
   int64_t bytes = 0;  // expected and not arrived; below zero: arrived and not yet expected
   uint32_t phase = 0;
-  bool used = false;
   WaitQueue queue;
+  Epoch initialised;
+  int slot = 0;  // of the copies that complete on it
+  Gathering gathering;
+  Known told;  // by the end of the last phase
 };
 
 struct NamedBarrier {
@@ -105,6 +115,8 @@ struct NamedBarrier {
   bool all = true, last_all = true;
   uint64_t generation = 0;
   WaitQueue queue;
+  Gathering gathering;
+  Known told;
 };
 
 struct WarpMeeting {
@@ -112,6 +124,8 @@ struct WarpMeeting {
   uint64_t generation = 0;
   uint64_t values[32] = {}, result[32] = {};
   WaitQueue queue;
+  Gathering gathering;
+  Known told;
 };
 
 struct WgmmaOp {
@@ -119,6 +133,7 @@ struct WgmmaOp {
   uint64_t a, b;
   float* accumulators[32];
   bool accumulate;
+  Past past;  // of the first lane that issues it
   int arrived = 0;
 };
 struct TensorWarp {
@@ -128,14 +143,6 @@ struct TensorWarp {
   WaitQueue queue;
 };
 
-// What is known of 16 bytes of shared memory.
-struct Granule {
-  uint16_t writer = 0;                   // thread + 1 of the last generic write; 0: written by a copy
-  bool written = false, copied = false;  // copied: by cp.async, which belongs to the generic proxy
-  uint8_t barriers = 0;                  // a bit for each half that is an mbarrier
-  uint32_t clock = 0;
-};
-
 struct Cluster {
   std::vector<Cta*> ctas;
   NamedBarrier barrier;
@@ -143,6 +150,7 @@ struct Cluster {
 
 struct Cta {
   Launch* launch = nullptr;
+  uint32_t actor = 0;
   int index = 0, rank_in_cluster = 0;
   std::shared_ptr<Cluster> cluster;
   int slot = -1;              // its shared memory
@@ -155,7 +163,7 @@ struct Cta {
   std::vector<WarpMeeting> warps;
   std::vector<TensorWarp> tensor_warps;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
-  std::vector<Granule> granules;
+  std::vector<bool> barriers;  // of each 8 bytes: whether they are an mbarrier
   int free_registers = 0;
   WaitQueue registers_freed;
   int in_flight = 0;  // asynchronous operations that still access this CTA's memory
@@ -166,6 +174,9 @@ struct Device {
   int index = 0;
   int free_slots = 0;
   bool held = false, frozen = false;
+  // The word that its rank sets at its first failure, and whether it has: what follows need not be ordered.
+  const uint32_t* failure = nullptr;
+  bool failed = false;
 };
 
 struct Launch {
@@ -179,6 +190,11 @@ struct Launch {
   NamedBarrier grid_barrier;
   WaitQueue earlier_done;
   bool earlier_complete = false;
+  int number = 0;
+  bool follows_launch = false;  // in its stream
+  // What its threads know when they begin, and once earlier kernels are complete; and what they know when they exit.
+  Known at_start, earlier_known, at_exit;
+  bool may_start_early() const { return config.early_start && follows_launch; }
   int total() const { return static_cast<int>(config.grid.x); }
   bool complete() const { return done_ctas == total() && writes_in_flight == 0; }
 };
@@ -194,7 +210,6 @@ struct Machine {
   int turns_to_freeze = 0;
   uint64_t now_ns = 1000000;
   int64_t cycles = 0;
-  uint32_t proxy_clock = 1;
   int idle_jumps = 0;
   Fiber* running = nullptr;
   Cta* mapped = nullptr;
@@ -230,23 +245,33 @@ int take_slot();
 void free_slot(int slot);
 uint32_t dynamic_begin();
 uint8_t* checked(Cta& cta, uint32_t address, int64_t bytes, const char* what, const Where& where);
-void generic_write(Cta& cta, uint32_t address, int bytes, int thread, const Where& where);
-void async_write(Cta& cta, uint32_t address, int bytes, const Where& where);
-// Reports if an asynchronous read would miss a generic write, or reads what was never written.
-// `sees_copies`: of cp.async, without a fence.
-void async_read(Cta& cta, uint32_t address, int64_t bytes, const Fiber& issuer, bool written_only,
-                const char* what, const Where& where, bool sees_copies = false);
+bool is_shared(const void* pointer);
 
 // --- barriers.cc ---
 MBarrier& barrier_at(Cta& cta, uint32_t bar, const Where& where);
+// The same for the running thread, which must know that it is initialised.
+MBarrier& known_barrier(Cta& cta, uint32_t bar, const Where& where);
 void complete_bytes(Cta& cta, uint32_t bar, int64_t bytes, const Where& where);
 void arrive(Cta& cta, uint32_t bar, const Where& where);
+void tell(Gathering& gathering, Clock& clock);
+void learn(Clock& clock, const Known& known);
+Past issue_past();  // of what the running thread issues now
 void check_exit(Cta& cta);
 void leave_barriers(Cta& cta);
 Cta& cta_of_cluster(int rank, const Where& where);
 
 // --- memory.cc ---
+constexpr size_t kArenaBytes = size_t{16} << 30;  // of addresses
 void* allocate(int64_t bytes, int device, const char* name);
+std::string describe_global(const void* address);
+// What the last write of a word tells those that acquire it; `device` -1: also on other devices.
+struct Told {
+  Known known;
+  int device = -1;
+};
+Told& told_at(const void* address);
+void forget_told(uintptr_t address);
+void forget_all_told();
 void free_all();
 void check_global(const void* address, int64_t bytes, const char* what, const Where& where);
 void flush_stores(const Cta& cta);
@@ -258,5 +283,14 @@ bool advance_streams();               // starts what may start; whether anything
 bool streams_empty(int device = -1);  // of one device, or of all
 void reset_streams();
 std::string blocked_streams();
+// The kernels that calls launch on the current device, to be launched again on its default stream.
+struct GraphNode {
+  std::string name;
+  LaunchConfig config;
+  std::function<void()> body;
+};
+using Graph = std::vector<GraphNode>;
+Graph capture(const std::function<void()>& calls);
+void replay(const Graph& graph);
 
 }  // namespace sim

@@ -20,10 +20,11 @@ struct Allocation {
   int64_t bytes;
   int device;
   std::string name;
-  void* mapping;
-  size_t mapped;
 };
 std::map<uintptr_t, Allocation> allocations;
+uint8_t* arena = nullptr;
+size_t arena_used = 0;
+std::unordered_map<uintptr_t, Told> told;  // by words
 
 // A word that a thread has stored, and that nobody need see yet.
 struct Store {
@@ -77,21 +78,47 @@ void catch_faults() {
 void* allocate(int64_t bytes, int device, const char* name) {
   const auto rounded = (static_cast<uintptr_t>(bytes) + 15) / 16 * 16;
   const size_t pages = (rounded + kPage - 1) / kPage * kPage;
-  const size_t mapped = pages + 2 * kPage;
-  void* const mapping = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapping == MAP_FAILED) std::abort();
-  auto* const first = static_cast<uint8_t*>(mapping) + kPage;
+  if (arena == nullptr) {
+    void* const mapping =
+        mmap(nullptr, kArenaBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) std::abort();
+    arena = static_cast<uint8_t*>(mapping);
+    map_shadow(reinterpret_cast<uintptr_t>(arena), kArenaBytes);
+  }
+  uint8_t* const first = arena + arena_used + kPage;  // behind a page that nobody may access
+  arena_used += pages + kPage;
+  if (arena_used + kPage > kArenaBytes) std::abort();
   mprotect(first, pages, PROT_READ | PROT_WRITE);
   uint8_t* const begin = first + pages - rounded;
-  allocations[reinterpret_cast<uintptr_t>(begin)] = {bytes, device, name, mapping, mapped};
+  allocations[reinterpret_cast<uintptr_t>(begin)] = {bytes, device, name};
   return begin;
 }
 
 void free_all() {
-  for (const auto& [begin, allocation] : allocations) munmap(allocation.mapping, allocation.mapped);
+  if (arena_used > 0) {
+    void* const fresh =
+        mmap(arena, arena_used, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (fresh != arena) std::abort();
+    clear_shadow(reinterpret_cast<uintptr_t>(arena), arena_used);
+  }
+  arena_used = 0;
   allocations.clear();
   stores.clear();
+  told.clear();
 }
+
+std::string describe_global(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  auto found = allocations.upper_bound(at);
+  if (found == allocations.begin()) return "no allocation";
+  --found;
+  return "byte " + std::to_string(at - found->first) + " of the " + std::to_string(found->second.bytes) +
+         " of " + found->second.name + " of rank " + std::to_string(found->second.device);
+}
+
+Told& told_at(const void* address) { return told[reinterpret_cast<uintptr_t>(address)]; }
+void forget_told(uintptr_t address) { told.erase(address); }
+void forget_all_told() { told.clear(); }
 
 void check_global(const void* address, int64_t bytes, const char* what, const Where& where) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
@@ -118,9 +145,35 @@ void flush_stores(const Cta& cta) {
   for (const uintptr_t address : mine) take_effect(address);
 }
 
-void store_relaxed(void* address, const void* bytes, int words) {
+// What the last write of this word has told. To threads of other devices only if it is for all of the system.
+static void learn_from(const void* address, Scope scope, bool acquires) {
+  Clock& clock = self().clock;
+  const int device = here().launch->device->index;
+  const auto found = told.find(reinterpret_cast<uintptr_t>(address));
+  if (found == told.end()) return;
+  const int from = found->second.device;
+  if (from != device && (from >= 0 || scope != Scope::kSystem)) return;
+  Known& known = acquires ? clock.known : clock.pending;
+  known = join(known, found->second.known);
+}
+
+// Of a store (`continues`: of an atomic, which also tells what earlier writers have told).
+static void tell_at(const void* address, const Known& known, Scope scope, bool continues) {
+  const int device = scope == Scope::kSystem ? -1 : here().launch->device->index;
+  if (!known) {
+    if (!continues) told.erase(reinterpret_cast<uintptr_t>(address));
+    return;
+  }
+  Told& at = told_at(address);
+  at = {continues ? join(at.known, known) : known,
+        continues && at.known && at.device >= 0 ? at.device : device};
+}
+
+void store_relaxed(void* address, const void* bytes, int words, const Where& where) {
   maybe_preempt();
-  check_global(address, words * 4, "store", kNowhere);
+  check_global(address, words * 4, "store", where);
+  strong_access(address, words * 4, /*writes=*/true, "store", where);
+  tell_at(address, self().clock.at_fence, Scope::kSystem, /*continues=*/false);
   for (int i = 0; i < words; ++i) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(address) + static_cast<uintptr_t>(i) * 4;
     if (stores.contains(at)) take_effect(at);
@@ -135,26 +188,47 @@ void store_relaxed(void* address, const void* bytes, int words) {
   }
 }
 
-void store_release(uint32_t* address, uint32_t value) {
+void store_release(uint32_t* address, uint32_t value, const Where& where) {
   maybe_preempt();
-  check_global(address, 4, "signal", kNowhere);
+  check_global(address, 4, "signal", where);
   flush_stores(here());
+  strong_access(address, 4, /*writes=*/true, "store", where);
   *address = value;
+  Clock& clock = self().clock;
+  tell_at(address, with(clock.known, {clock.stamp()}), Scope::kSystem, /*continues=*/false);
+  ++clock.now;
 }
 
-void add_release(uint32_t* address, uint32_t value) {
+void add_release(uint32_t* address, uint32_t value, const Where& where) {
   maybe_preempt();
-  check_global(address, 4, "signal", kNowhere);
+  check_global(address, 4, "signal", where);
   flush_stores(here());
+  strong_access(address, 4, /*writes=*/true, "atomic", where);
   *address += value;
+  Clock& clock = self().clock;
+  tell_at(address, with(clock.known, {clock.stamp()}), Scope::kSystem, /*continues=*/true);
+  ++clock.now;
 }
 
-void memory_fence() { flush_stores(here()); }
+void memory_fence() {
+  flush_stores(here());
+  Clock& clock = self().clock;
+  clock.known = join(clock.known, clock.pending);
+  clock.pending = {};
+  clock.at_fence = with(clock.known, {clock.stamp()});
+  ++clock.now;
+}
 
-uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& change) {
+uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& change, const Where& where) {
   maybe_preempt(/*often=*/true);  // protocols turn on what has happened between a look and an atomic
+  strong_access(address, 4, /*writes=*/true, "atomic", where);
   const uint32_t old = *address;
   *address = change(old);
+  if (is_shared(address)) return old;
+  for (Device& device : machine.devices) device.failed |= address == device.failure && *address != 0;
+  const Clock& clock = self().clock;
+  learn_from(address, Scope::kDevice, /*acquires=*/false);
+  tell_at(address, clock.at_fence, Scope::kDevice, /*continues=*/true);
   return old;
 }
 
@@ -165,7 +239,8 @@ uint64_t timer_ns() {
 
 int64_t clock_cycles() { return machine.cycles += 20; }
 
-void poll(const void* address, void* bytes, int count, const Where& where) {
+// A load that the thread may repeat until the value changes.
+static void spin(const void* address, void* bytes, int count, const Where& where) {
   Fiber& fiber = self();
   for (int i = 0; i < count; i += 4) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(address) + static_cast<uintptr_t>(i);
@@ -203,6 +278,12 @@ void poll(const void* address, void* bytes, int count, const Where& where) {
     std::memcpy(bytes, address, static_cast<size_t>(count));
     return;
   }
+}
+
+void poll(const void* address, void* bytes, int count, Scope scope, bool acquires, const Where& where) {
+  spin(address, bytes, count, where);
+  strong_access(address, count, /*writes=*/false, "load", where);
+  learn_from(address, scope, acquires);
 }
 
 bool wake_polling() {

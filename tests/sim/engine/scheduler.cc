@@ -88,6 +88,7 @@ void finish_cta(Cta* cta) {
            " asynchronous operations still access its shared memory");
   }
   cta->exited = true;
+  forget_shared(*cta);
   cta->cluster->ctas[cta->rank_in_cluster] = nullptr;
   Launch* const launch = cta->launch;
   ++launch->device->free_slots;
@@ -115,6 +116,10 @@ void resume(Fiber* fiber) {
     uint8_t* const stack = static_cast<uint8_t*>(fiber->stack_base);
     if (*reinterpret_cast<uint64_t*>(stack) != kCanary) report("stack overflow of the simulator");
     free_stacks.push_back(stack);
+    // The end of a kernel is a fence, as its beginning is.
+    Known& at_exit = cta->launch->at_exit;
+    at_exit = join(join(at_exit, fiber->clock.known), fiber->clock.pending);
+    fiber->clock = {};
     --cta->live;
     leave_barriers(*cta);
     if (cta->live == 0) finish_cta(cta);
@@ -341,8 +346,12 @@ void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluste
   cta.memory = slot_memory(cta.slot);
   const size_t bytes = dynamic_begin() + launch->config.shared_bytes;
   std::memset(cta.memory, 0xFF, bytes);  // NaN in every floating type
-  cta.granules.assign(bytes / 16 + 1, {});
+  cta.barriers.assign(bytes / 8 + 1, false);
   const int threads = static_cast<int>(launch->config.block.x);
+  cta.actor = new_actor(
+      launch->number,
+      launch->name + ", rank " + std::to_string(launch->device->index) + ", CTA " + std::to_string(index),
+      launch->device->index, threads);
   cta.live = threads;
   cta.warps.resize(static_cast<size_t>(threads + 31) / 32);
   cta.tensor_warps.resize(static_cast<size_t>(threads + 31) / 32);
@@ -354,6 +363,9 @@ void start_cta(Launch* launch, int index, const std::shared_ptr<Cluster>& cluste
     Fiber& fiber = cta.fibers[static_cast<size_t>(i)];
     fiber.cta = &cta;
     fiber.thread = i;
+    fiber.clock.known = fiber.clock.at_fence = launch->at_start;
+    fiber.clock.actor = cta.actor;
+    fiber.clock.thread = i;
     fiber.registers = registers;
     uint8_t* const stack = take_stack();
     fiber.stack_base = stack;

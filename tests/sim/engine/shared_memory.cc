@@ -87,6 +87,11 @@ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - block_begin);
 }
 
+bool is_shared(const void* pointer) {
+  const auto bytes = static_cast<uintptr_t>(sim_dynamic_shared + sizeof(sim_dynamic_shared) - block_begin);
+  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(block_begin) < bytes;
+}
+
 void* shared_pointer(uint32_t address) { return block_begin + address; }
 
 uint8_t* checked(Cta& cta, uint32_t address, int64_t bytes, const char* what, const Where& where) {
@@ -100,59 +105,16 @@ uint8_t* checked(Cta& cta, uint32_t address, int64_t bytes, const char* what, co
   return cta.memory + address;
 }
 
-// Whether bytes [address, address + bytes) contain an mbarrier in granule i.
-static bool hits_barrier(const Granule& granule, uint32_t i, uint32_t address, int bytes) {
-  for (uint32_t half = 0; half < 2; ++half) {
-    const uint32_t begin = i * 16 + half * 8;
-    if (granule.barriers >> half & 1 && address < begin + 8 && begin < address + bytes) return true;
-  }
-  return false;
-}
-
-void generic_write(Cta& cta, uint32_t address, int bytes, int thread, const Where& where) {
-  for (uint32_t i = address / 16; i <= (address + bytes - 1) / 16; ++i) {
-    Granule& granule = cta.granules[i];
-    if (hits_barrier(granule, i, address, bytes))
-      report("a store overwrites an mbarrier", machine.running, &where);
-    granule.written = true;
-    granule.copied = false;
-    granule.writer = static_cast<uint16_t>(thread + 1);
-    granule.clock = machine.proxy_clock;
-  }
-}
-
-void async_write(Cta& cta, uint32_t address, int bytes, const Where& where) {
-  for (uint32_t i = address / 16; i <= (address + bytes - 1) / 16; ++i) {
-    Granule& granule = cta.granules[i];
-    if (hits_barrier(granule, i, address, bytes)) report("a copy overwrites an mbarrier", nullptr, &where);
-    granule.written = true;
-    granule.writer = 0;
-  }
-}
-
-void async_read(Cta& cta, uint32_t address, int64_t bytes, const Fiber& issuer, bool written_only,
-                const char* what, const Where& where, bool sees_copies) {
-  for (uint32_t i = address / 16; i < (address + bytes + 15) / 16; ++i) {
-    const Granule& granule = cta.granules[i];
-    if (written_only && !granule.written) {
-      report(std::string(what) + " reads shared memory that nobody has written, at " + std::to_string(i * 16),
-             &issuer, &where);
-    }
-    if (granule.writer == 0 || (granule.copied && sees_copies)) continue;
-    const Fiber& writer = cta.fibers[granule.writer - 1];
-    if (writer.fence_clock <= granule.clock && issuer.fence_clock <= granule.clock) {
-      report(std::string(what) + " may miss what thread " + std::to_string(writer.thread) +
-                 " wrote: no proxy fence in between, at shared address " + std::to_string(i * 16),
-             &issuer, &where);
-    }
-  }
+static Access plain(const char* what, const Where& where) {
+  const Clock& clock = self().clock;
+  return {what, Epoch::of(clock.actor, clock.thread, clock.now), place_of(where), clock, &clock};
 }
 
 void store_shared(uint32_t address, const void* bytes, int count, const Where& where) {
   maybe_preempt();
   uint8_t* const to = checked(here(), address, count, "store", where);
   if (address % count != 0) report("misaligned store", machine.running, &where);
-  generic_write(here(), address, count, self().thread, where);
+  write_shared(here(), address, count, plain("store", where));
   std::memcpy(to, bytes, count);
 }
 
@@ -160,10 +122,7 @@ void load_shared(uint32_t address, void* bytes, int count, const Where& where) {
   maybe_preempt();
   const uint8_t* const from = checked(here(), address, count, "load", where);
   if (address % count != 0) report("misaligned load", machine.running, &where);
-  if (!here().granules[address / 16].written) {
-    report("load of shared memory that nobody has written, at " + std::to_string(address), machine.running,
-           &where);
-  }
+  read_shared(here(), address, count, plain("load", where));
   std::memcpy(bytes, from, count);
 }
 
@@ -184,7 +143,7 @@ void store_matrices(uint32_t row_address, const uint32_t* fragments, int matrice
     const auto address = static_cast<uint32_t>(addresses[lane]);
     if (address % 16 != 0) report("misaligned stmatrix", machine.running, &where);
     uint8_t* const to = checked(here(), address, sizeof(row), "stmatrix", where);
-    generic_write(here(), address, sizeof(row), self().thread, where);
+    write_shared(here(), address, sizeof(row), plain("stmatrix", where));
     std::memcpy(to, row, sizeof(row));
   }
 }

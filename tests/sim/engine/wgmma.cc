@@ -74,16 +74,14 @@ struct Operand {
 };
 
 // values[k][mn - first], read in pieces of 16 bytes.
-void read_operand(Cta& cta, const Operand& operand, int first, int rows, const Fiber& issuer,
+void read_operand(Cta& cta, const Operand& operand, int first, int rows, const Access& access,
                   float (*values)[kMaxN]) {
   const int bytes = bytes_of(operand.element), steps = steps_of(operand.element), in_piece = 16 / bytes;
   const int outer = operand.mn_major ? steps : rows, inner = operand.mn_major ? rows : steps;
   for (int i = 0; i < outer; ++i) {
     for (int j = 0; j < inner; j += in_piece) {
       const uint32_t at = operand.mn_major ? operand.address(first + j, i) : operand.address(first + i, j);
-      // Stale rows beyond an edge may be read. No fence is asked for behind cp.async, as in all kernels that feed wgmma
-      // with it; the barrier that counts the copies is.
-      async_read(cta, at, 16, issuer, /*written_only=*/false, "wgmma", kNowhere, /*sees_copies=*/true);
+      read_shared(cta, at, 16, access, /*written_only=*/false);
       const uint8_t* const piece = checked(cta, at, 16, "wgmma operand", kNowhere);
       for (int e = 0; e < in_piece; ++e) {
         (operand.mn_major ? values[i][j + e] : values[j + e][i]) = widen(piece + e * bytes, operand.element);
@@ -146,10 +144,14 @@ __attribute__((optimize("O3"))) void multiply_fp8(const float (*a)[kMaxN], const
 
 void run(Cta& cta, int number, WgmmaOp& op) {
   static float a[kMaxK][kMaxN], b[kMaxK][kMaxN], sums[kM][kMaxN];
-  const Fiber& issuer = cta.fibers[static_cast<size_t>(number) * 32];
+  // Stale rows beyond an edge may be read. No fence is asked for behind cp.async, as in all kernels that feed wgmma
+  // with it; the barrier that counts the copies is.
+  const Epoch epoch = Epoch::of(op.past.actor, op.past.thread, op.past.now);
+  const Access access = {"wgmma",        epoch, 0, op.past, nullptr, /*async=*/true, /*sees_copies=*/true,
+                         /*noted=*/false};
   const int n = op.shape.n;
-  read_operand(cta, Operand(op.a, op.shape.a, op.shape.a_mn_major), number % 4 * kM, kM, issuer, a);
-  read_operand(cta, Operand(op.b, op.shape.b, op.shape.b_mn_major), 0, n, issuer, b);
+  read_operand(cta, Operand(op.a, op.shape.a, op.shape.a_mn_major), number % 4 * kM, kM, access, a);
+  read_operand(cta, Operand(op.b, op.shape.b, op.shape.b_mn_major), 0, n, access, b);
   // Lane t has, in each block of eight columns, two neighbours of row t / 4, and of the row eight below.
   const auto for_each = [&](auto use) {
     for (int t = 0; t < 32; ++t) {
@@ -198,7 +200,7 @@ void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators,
   const int number = fiber.thread / 32;
   TensorWarp& warp = cta.tensor_warps[static_cast<size_t>(number)];
   const auto at = static_cast<size_t>(fiber.wgmmas++ - warp.done);
-  while (warp.ops.size() <= at) warp.ops.push_back({shape, a, b, {}, accumulate});
+  while (warp.ops.size() <= at) warp.ops.push_back({shape, a, b, {}, accumulate, fiber.clock});
   WgmmaOp& op = warp.ops[at];
   if (op.a != a || op.b != b || op.accumulate != accumulate || op.shape.n != shape.n) {
     report("lanes of a warp issue different wgmmas");

@@ -59,7 +59,7 @@ struct dim3 : sim::Dim {
 inline void __syncthreads(sim::Where where = sim::Where::current()) { sim::cta_barrier(0, 0, true, where); }
 inline void __syncwarp(uint32_t mask = ~0u, sim::Where where = sim::Where::current()) {
   uint64_t values[32];
-  sim::warp_exchange(mask, 0, values, where);
+  sim::warp_exchange(mask, 0, values, where, /*orders=*/true);
 }
 
 template <class T>
@@ -140,19 +140,20 @@ using std::min;
 
 inline void __threadfence() { sim::memory_fence(); }
 inline void __threadfence_system() { sim::memory_fence(); }
+#define FLUX_SIM_HERE sim::Where where = sim::Where::current()
 template <class T>
-T atomicAdd(T* address, T value) {
+T atomicAdd(T* address, T value, FLUX_SIM_HERE) {
   static_assert(sizeof(T) == 4);
-  return static_cast<T>(sim::atomic(reinterpret_cast<uint32_t*>(address),
-                                    [&](uint32_t old) { return old + static_cast<uint32_t>(value); }));
+  const auto add = [&](uint32_t old) { return old + static_cast<uint32_t>(value); };
+  return static_cast<T>(sim::atomic(reinterpret_cast<uint32_t*>(address), add, where));
 }
-inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
-  return sim::atomic(address, [&](uint32_t old) { return old | value; });
+inline uint32_t atomicOr(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
+  return sim::atomic(address, [&](uint32_t old) { return old | value; }, where);
 }
-inline uint32_t atomicExch(uint32_t* address, uint32_t value) {
-  return sim::atomic(address, [&](uint32_t) { return value; });
+inline uint32_t atomicExch(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
+  return sim::atomic(address, [&](uint32_t) { return value; }, where);
 }
-inline uint32_t atomicCAS(uint32_t* address, uint32_t expected, uint32_t value) {
-  return sim::atomic(address, [&](uint32_t old) { return old == expected ? value : old; });
+inline uint32_t atomicCAS(uint32_t* address, uint32_t expected, uint32_t value, FLUX_SIM_HERE) {
+  return sim::atomic(address, [&](uint32_t old) { return old == expected ? value : old; }, where);
 }
 inline void* __cvta_shared_to_generic(uint32_t address) { return sim::shared_pointer(address); }

@@ -22,7 +22,9 @@ bool cta_barrier_and(int id, int threads, bool condition, const Where& where);
 void cluster_barrier(const Where& where);
 void grid_barrier(const Where& where);  // of a cooperative launch
 // All lanes of a warp exchange a word: values[lane] afterwards, for lanes of `mask`.
-void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where);
+// `orders`: also their accesses of memory, as only __syncwarp does.
+void warp_exchange(uint32_t mask, uint64_t value, uint64_t (&values)[32], const Where& where,
+                   bool orders = false);
 bool elect_one(const Where& where);
 uint32_t cluster_cta_rank();
 uint32_t cluster_num_ctas();
@@ -39,6 +41,7 @@ void store_matrices(uint32_t row_address, const uint32_t* fragments, int matrice
 
 // --- mbarriers ---
 constexpr int kThisCta = -1;
+void fence_mbarrier_init();
 void mbarrier_init(uint32_t bar, uint32_t count, const Where& where);
 void mbarrier_arrive(uint32_t bar, int cta, uint32_t expected_bytes, const Where& where);
 bool mbarrier_test(uint32_t bar, uint32_t parity, const Where& where);
@@ -75,13 +78,16 @@ void wgmma_wait(int pending);
 uint32_t to_fp8(float a, float b, float c, float d, bool e5m2);  // a is the lowest byte
 
 // --- global memory and time ---
-void store_release(uint32_t* address, uint32_t value);
-void add_release(uint32_t* address, uint32_t value);
+// Among whom an access orders others.
+enum class Scope { kDevice, kSystem };
+void store_release(uint32_t* address, uint32_t value, const Where& where);  // of the system, both
+void add_release(uint32_t* address, uint32_t value, const Where& where);
 // Loads that a program may spin on. Two loads of the same value make the thread wait until something changes.
-void poll(const void* address, void* bytes, int count, const Where& where);
-void store_relaxed(void* address, const void* bytes, int words);
+void poll(const void* address, void* bytes, int count, Scope scope, bool acquires, const Where& where);
+void store_relaxed(void* address, const void* bytes, int words, const Where& where);
 void memory_fence();
-uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& change);
+// Relaxed, of the device.
+uint32_t atomic(uint32_t* address, const std::function<uint32_t(uint32_t)>& change, const Where& where);
 uint64_t timer_ns();
 int64_t clock_cycles();
 

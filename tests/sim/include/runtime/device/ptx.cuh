@@ -8,8 +8,6 @@
 
 #include "sim.h"
 
-#define FLUX_SIM_HERE sim::Where where = sim::Where::current()
-
 namespace flux::ptx {
 
 inline uint32_t smem_addr(const void* pointer) { return sim::shared_address(pointer); }
@@ -47,7 +45,7 @@ inline void cluster_sync_relaxed(FLUX_SIM_HERE) { sim::cluster_barrier(where); }
 inline void mbarrier_init(uint32_t bar, uint32_t count, FLUX_SIM_HERE) {
   sim::mbarrier_init(bar, count, where);
 }
-inline void fence_mbarrier_init() {}
+inline void fence_mbarrier_init() { sim::fence_mbarrier_init(); }
 inline void mbarrier_arrive(uint32_t bar, FLUX_SIM_HERE) {
   sim::mbarrier_arrive(bar, sim::kThisCta, 0, where);
 }
@@ -118,22 +116,28 @@ inline void bulk_wait_complete(FLUX_SIM_HERE) { sim::bulk_wait(0, /*reads_only=*
 
 inline void fence_proxy_async_smem(FLUX_SIM_HERE) { sim::fence_proxy(where); }
 inline void fence_proxy_async(FLUX_SIM_HERE) { sim::fence_proxy(where); }
-inline void store_release_sys(uint32_t* address, uint32_t value) { sim::store_release(address, value); }
-inline void add_release_sys(uint32_t* address, uint32_t value) { sim::add_release(address, value); }
+inline void store_release_sys(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
+  sim::store_release(address, value, where);
+}
+inline void add_release_sys(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
+  sim::add_release(address, value, where);
+}
 inline uint32_t load_acquire_sys(const uint32_t* address, FLUX_SIM_HERE) {
   uint32_t value;
-  sim::poll(address, &value, sizeof(value), where);
+  sim::poll(address, &value, sizeof(value), sim::Scope::kSystem, /*acquires=*/true, where);
   return value;
 }
 inline uint32_t load_relaxed(const uint32_t* address, FLUX_SIM_HERE) {
   uint32_t value;
-  sim::poll(address, &value, sizeof(value), where);
+  sim::poll(address, &value, sizeof(value), sim::Scope::kDevice, /*acquires=*/false, where);
   return value;
 }
-inline void store_relaxed_sys(void* address, uint4 v) { sim::store_relaxed(address, &v, 4); }
+inline void store_relaxed_sys(void* address, uint4 v, FLUX_SIM_HERE) {
+  sim::store_relaxed(address, &v, 4, where);
+}
 inline uint4 load_relaxed_sys(const void* address, FLUX_SIM_HERE) {
   uint4 v;
-  sim::poll(address, &v, sizeof(v), where);
+  sim::poll(address, &v, sizeof(v), sim::Scope::kSystem, /*acquires=*/false, where);
   return v;
 }
 
