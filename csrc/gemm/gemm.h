@@ -37,7 +37,7 @@ struct GemmArgs {
   int m() const { return static_cast<int>(x.rows); }
   int n() const { return static_cast<int>(out.columns); }
   int k() const { return static_cast<int>(x.columns); }
-  bool is_fp8() const { return scales.x != nullptr; }
+  bool is_fp8() const { return scales.weight != nullptr; }
   runtime::DType x_dtype() const { return is_fp8() ? scales.x_dtype : dtype; }
   runtime::DType weight_dtype() const { return is_fp8() ? runtime::DType::kE4M3 : dtype; }
 };

@@ -56,7 +56,8 @@ struct GroupedGemmArgs {
   // Of fp8 operands. The weight's: one for each expert, or for each row of `weight`; blocks of each expert's weight.
   gemm::Scales scales = {};
 
-  bool is_fp8() const { return scales.x != nullptr; }
+  // A rank without tokens has no scales of x.
+  bool is_fp8() const { return scales.weight != nullptr; }
   int scale_columns() const {  // of a row of x
     return !is_fp8() ? 0 : scales.blocks ? static_cast<int>(x.columns) / gemm::kScaleBlock : 1;
   }

@@ -227,6 +227,8 @@ void layers(uint64_t seed) {
       own.routing.fill_on_host(choices, rank);
       flux::moe::GroupedGemmArgs args = {};
       operands0.give(args, own.x, own.x_scales, weights0[at]);
+      const bool of_rows = args.scales.blocks || args.scales.x_step > 0;
+      if (of_rows && choices.tokens[at] == 0) args.scales.x = nullptr;  // torch's address of no elements
       args.experts = experts;
       args.num_rows = mine.max_rows();
       args.activation = static_cast<int>(activation);
