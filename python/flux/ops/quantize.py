@@ -164,7 +164,8 @@ def amax_of(x: Tensor, quant: str) -> Tensor:
 
 
 def scales_of(amax: Tensor, most: float, ue8m0: bool) -> Tensor:
-    scales = amax.clamp(min=_LEAST_AMAX) / most
+    # Not a number: torch multiplies by its reciprocal on a GPU, and that rounds differently.
+    scales = amax.clamp(min=_LEAST_AMAX) / torch.full_like(amax, most)
     if not ue8m0:
         return scales
     bits = (scales.view(torch.int32) + _MANTISSA) & ~_MANTISSA
