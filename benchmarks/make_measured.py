@@ -24,7 +24,9 @@ def measured() -> dict[str, Any]:
     newest: dict[tuple[int, int, int, int], Row] = {}
     sums: dict[tuple[int, int], Sum] = {}
     machines = set()
-    for path in sorted([*RESULTS.glob("*-gemm_ar-*.json"), *RESULTS.glob("*-all_reduce-*.json")]):
+    for path in sorted(
+        [*RESULTS.glob("*-gemm_ar-*xH200-*.json"), *RESULTS.glob("*-all_reduce-*xH200-*.json")]
+    ):
         results = json.loads(path.read_text())
         machines.add((results["machine"]["arch"], results["machine"]["sms"]))
         found = measured_in(results)

@@ -23,7 +23,7 @@ from flux.moe.plan import choose_parts
 from flux.ops.plan import PLANNERS, PlanInput, planned
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS, Fact, Tuning
-from tuning_facts import FILE, measured  # noqa: E402
+from tuning_facts import FILE, machine_of, measured  # noqa: E402
 
 # The bar: of the geometric mean, and of the worst row.
 MEAN, WORST = 1.02, 1.10
@@ -121,7 +121,9 @@ def report() -> Iterator[str]:
         yield line(name, hold(some, tuning_for))
         if off := errors(facts, tuning_for):
             yield f"  estimated ratios off by {geomean(off):.3f}, {max(off):.2f} at worst ({len(off)} ratios)"
-    stored = [fact for _, _, _, found in measured() for fact in found]
+    here = store.read(FILE)[0]
+    of_here = (found for result, _, _, found in measured() if machine_of(result) == here)
+    stored = [fact for found in of_here for fact in found]
     yield line("every stored run, as without measurements", hold(stored, none))
     yield line("every stored run, as shipped", hold(stored, same))
 

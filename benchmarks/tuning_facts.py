@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,9 +27,9 @@ from kernel_sources import SOURCES, History  # noqa: E402
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
-FILE = store.SHIPPED / "sm90-132-4.9TBs.json"
-# HBM3e: bits of the bus; the files have its clock. NVLink-4: 18 links.
-_BUS_BITS, _LINK_GB_PER_S = 6144, 478.1
+FILE = store.SHIPPED / "sm90-132-4.9TBs.json"  # of the machine with most measurements
+# Bits of the bus, by the memory's clock in MHz: HBM3e and HBM3. NVLink-4: 18 links.
+_BUS_BITS, _LINK_GB_PER_S = {3201: 6144, 2619: 5120}, 478.1
 
 
 def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row, list[Fact]]]:
@@ -58,28 +59,39 @@ def of_large_sums() -> list[Fact]:
     return facts
 
 
-def newest() -> tuple[Machine, list[Fact]]:
-    """The machine of all files, and the newest measurement of each problem."""
-    found = {fact.problem: fact for fact in of_large_sums()}
-    machines = set()
+def machine_of(result: record.Record) -> Machine:
+    about = result.machine
+    clocks = about["gpus_idle"][0]
+    memory = round(2 * clocks["mem_max_mhz"] * _BUS_BITS[clocks["mem_max_mhz"]] / 8e3, 1)
+    return Machine(about["arch"], about["sms"], clocks["sm_max_mhz"], memory, _LINK_GB_PER_S)
+
+
+def newest() -> dict[Machine, list[Fact]]:
+    """The newest measurement of each problem, by machine."""
+    of_all: dict[Machine, dict[Any, Fact]] = {}
     for result, _, _, facts in measured():
-        about = result.machine
-        clocks = about["gpus_idle"][0]
-        memory = round(2 * clocks["mem_max_mhz"] * _BUS_BITS / 8e3, 1)
-        machines.add(Machine(about["arch"], about["sms"], clocks["sm_max_mhz"], memory, _LINK_GB_PER_S))
+        machine = machine_of(result)
+        if not of_all:  # the oldest files are of the machine on which the large sums were measured
+            of_all[machine] = {fact.problem: fact for fact in of_large_sums()}
+        found = of_all.setdefault(machine, {})
         for fact in facts:
             # Two parts of a fact may have been measured in rows of two operators.
             found.pop(fact.problem, None)
             found[fact.problem] = fact
-    (machine,) = machines
-    return machine, [found[problem] for problem in sorted(found)]
+    return {machine: [found[problem] for problem in sorted(found)] for machine, found in of_all.items()}
 
 
-def text() -> str:
-    """The file's contents."""
-    machine, facts = newest()
-    return store.to_json(machine, facts, what="from benchmarks/results, by benchmarks/tuning_facts.py")
+def name_of(machine: Machine) -> str:
+    memory = (machine.memory_gb_per_s or 0) / 1e3
+    return f"{machine.arch.replace('_', '')}-{machine.sms}-{memory:.1f}TBs.json"
+
+
+def texts() -> dict[str, str]:
+    """The contents of each file, by its name."""
+    what = "from benchmarks/results, by benchmarks/tuning_facts.py"
+    return {name_of(machine): store.to_json(machine, facts, what=what) for machine, facts in newest().items()}
 
 
 if __name__ == "__main__":
-    FILE.write_text(text())
+    for name, text in texts().items():
+        (store.SHIPPED / name).write_text(text)

@@ -117,7 +117,7 @@ def test_machines_differ_by_rates(change: dict[str, Any], words: str | None) -> 
     assert H200.difference(replace(H200, **change)) == words
 
 
-def test_the_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
         major=9,
         minor=0,
@@ -131,7 +131,9 @@ def test_the_shipped_file_is_for_such_a_machine(monkeypatch: pytest.MonkeyPatch)
     here = machine.of_device(torch.device("cuda", 0))
     assert here == Machine("sm_90", 132, 1980.0, 4916.7, None)
     assert len(store._shipped(here).facts) > 400
-    assert not store._shipped(replace(here, memory_gb_per_s=3352.0)).facts
+    of_h100 = store._shipped(replace(here, memory_gb_per_s=3352.0))
+    assert 0 < len(of_h100.facts) < 400
+    assert not store._shipped(replace(here, memory_gb_per_s=2000.0)).facts
 
 
 def test_links_are_counted_by_the_drivers_library() -> None:
