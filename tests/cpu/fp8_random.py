@@ -250,6 +250,7 @@ def campaign(op: str, first: int, count: int, timeout_s: float = 1200.0) -> list
     shares += [(4, "nodes", 0.1)]
     if DEVICE == "cuda":
         shares = [share for share in shares if share[0] <= torch.cuda.device_count()]
+    whole = sum(share for _, _, share in shares)
     wrong: list[str] = []
     for part, (p, fused, share) in enumerate(shares):
         # FLUX_TUNING: the kernels are to run, also where other ways are faster.
@@ -259,7 +260,7 @@ def campaign(op: str, first: int, count: int, timeout_s: float = 1200.0) -> list
             "FLUX_TUNING": "off",
         }
         number = first + 100_000 * part
-        cases = max(1, round(share * count))
+        cases = max(1, round(share / whole * count))
         nodes: dict[str, Any] = {"ranks_per_node": 2} if fused == "nodes" else {}
         told = spawn(sweep, p, op, number, cases, env=env, timeout_s=timeout_s, **nodes)
         wrong += [line for lines in told for line in lines]
