@@ -23,7 +23,7 @@ from flux.bench.record import Record
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Request
 from flux.bench.timing import CpuTimer
-from flux.layers import functional
+from flux.layers import weight_grads
 from flux.ops.wgrad import weight_grad
 from flux.testing import spawn
 
@@ -102,7 +102,7 @@ def layers(rank: int, world_size: int) -> list[Row]:
     (problem,) = rows_of("layer_training", cuda=False)
     with mock.patch.object(layer.importlib.util, "find_spec", lambda name: None):  # type: ignore[attr-defined]
         plain = measured("layer", context)
-        broken = mock.patch.object(functional, "weight_grad", lambda grad, x: weight_grad(grad, x) * 0)
+        broken = mock.patch.object(weight_grads, "weight_grad", lambda grad, x: weight_grad(grad, x) * 0)
         with broken:
             found = layer.check(problem, context)
         assert found.startswith("gradient of qkv.weight: off by"), found

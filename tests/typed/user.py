@@ -17,6 +17,7 @@ from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, 
 from flux.layers import (
     ColumnParallelLinear,
     DeferredGrads,
+    Fp8,
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
@@ -146,6 +147,7 @@ def train(mesh: DeviceMesh) -> Tensor:
     x, weight = torch.ones(ROWS, HIDDEN), torch.ones(FFN, HIDDEN)
     gate, up = column_linear(x, [weight, weight], [None, torch.ones(FFN)], group=mesh)
     out: Tensor = row_linear(gate * up, weight.t().contiguous(), group=mesh, sequence_parallel=False)
+    (scaled,) = column_linear(x, [weight], group=mesh, fp8=Fp8("block"))
     later, leaf = DeferredGrads(), weight.clone().requires_grad_()
     (kept,) = column_linear(x, [leaf], group=mesh, save_gathered="auto", deferred=later)
     torch.autograd.backward(kept.sum())
