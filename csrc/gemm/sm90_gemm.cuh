@@ -245,13 +245,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         using Mma = Wgmma<Element, kBlockN, Major::K, kMajorB>;
         multiply<Mma, 32, kBStepBytes<kMajorB>>(ring, part.num_blocks, d, full, operands, release);
       } else {
+        const Source x = Store::source(params, call, tile);
         if constexpr (kTile.promotes()) {
           float products[kAccumulators];
 #pragma unroll
           for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
           const ColumnScales columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks);
           const bool blocks = params.scales.blocks;
-          const Source x = Store::source(params, call, tile);
           const int before = Store::block_scales(params, call, tile, x).row % kScaleAlignment;
           const TilePromotion<kBlockN, kScaleParts<kBlockN>, Shared> promotion = {
               d,
@@ -268,8 +268,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
           using Mma = Wgmma<E4M3xE4M3, kBlockN, Major::K, Major::K>;
           multiply<Mma, 32, 32>(ring, part.num_blocks, d, full, operands, release);
         }
-        const float* const row_scales =
-            Store::row_scales(params, call, tile, Store::source(params, call, tile));
+        const float* const row_scales = Store::row_scales(params, call, tile, x);
         scale_sums(params.scales, row_scales + warpgroup * 64 * params.scales.x_step,
                    params.rows_per_shard - tile.m * kBlockM - warpgroup * 64, tile.n * kBlockN, params.n, d);
       }
