@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +29,8 @@ from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
 from flux.ops.plan_gemm import gemm_rs_room
+
+T = TypeVar("T")
 
 
 def check(problem: Problem, context: Context) -> str:
@@ -77,15 +81,33 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:
-    """The kernel with every tile shape and cluster, against what the plan chose.
-
-    All use one workspace with room for the largest, so that none of them pays for growing it.
-    """
+    """The kernel with every tile shape and cluster, against what the plan chose."""
     m, n, k = problem.local(context.tp)
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
-    workspace, plan = kernel_plan("gemm_rs", m, n, k, context)
-    configs = _native.core.tile_configs()
+
+    def launch(weight: torch.Tensor, address: int, config: int) -> None:
+        torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0, 0, 0, None)
+
+    return every_tile((m, n, k), context, weights, launch)
+
+
+def every_tile(
+    shape: tuple[int, int, int],
+    context: Context,
+    weights: Sequence[T],
+    launch: Callable[[T, int, int], object],
+    scales: str = "",
+) -> Prepared:
+    """Candidates of a sweep, in one workspace with room for the largest, so that none pays for growing it.
+
+    launch: enqueues the kernel of flux.gemm_rs, given a weight, the workspace's address and a config.
+    scales: of fp8 operands.
+    """
+    m, n, k = shape
+    workspace, plan = kernel_plan("gemm_rs", m, n, k, context, scales)
+    operand_bytes = 1 if scales else 2
+    configs = _native.core.tile_configs(operand_bytes)
     rooms = [gemm_rs_room(m, n, context.world_size, c.id, context.dtype) for c in configs]
     signal_bytes, slot_bytes = max(r[0] for r in rooms), max(r[1] for r in rooms)
 
@@ -93,11 +115,11 @@ def sweep(problem: Problem, context: Context) -> Prepared:
         # The same launch as in flux.gemm_rs, except for the tile shape.
         chosen = replace(plan, config=config, signal_bytes=signal_bytes, slot_bytes=slot_bytes)
 
-        def launch(weight: torch.Tensor) -> None:
+        def enter(weight: T) -> None:
             with workspace.enter(chosen) as (address, _):
-                torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0, 0, 0, None)
+                launch(weight, address, config)
 
-        return Candidate(name, role, rotating(weights, launch))
+        return Candidate(name, role, rotating(weights, enter))
 
-    shapes = [run(name, config, "config") for name, config in packed_choices(plan)]
+    shapes = [run(name, config, "config") for name, config in packed_choices(plan, operand_bytes)]
     return Prepared([run("plan", plan.config, "flux"), *shapes], plan_dict(plan))

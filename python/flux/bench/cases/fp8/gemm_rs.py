@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import flux
-from flux import _native
 from flux.bench.cases.common import (
     Candidate,
     Context,
@@ -18,9 +17,6 @@ from flux.bench.cases.common import (
     async_tp,
     collectives,
     explained,
-    kernel_plan,
-    packed_choices,
-    plan_dict,
 )
 from flux.bench.cases.fp8.data import (
     Caller,
@@ -35,11 +31,11 @@ from flux.bench.cases.fp8.data import (
 )
 from flux.bench.cases.fp8.gemm import by_library, canonical
 from flux.bench.cases.fp8.libraries import opened
+from flux.bench.cases.gemm_rs import every_tile
 from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
 from flux.ops._scales import Scales
-from flux.ops.plan_gemm import gemm_rs_room
 
 
 def _call(x: Scaled, weight: Scaled, **options: Any) -> Tensor:
@@ -138,25 +134,14 @@ def _async_tp(given: Operands, m: int, n: int, context: Context) -> tuple[list[C
 def sweep(problem: Problem, context: Context) -> Prepared:
     """The kernel with every tile shape and cluster, against what the plan chose; as in bf16."""
     m, n, k = problem.local(context.tp)
-    given, caller = random_operands(problem, m, n, k, context), Caller(problem, context)
+    given = random_operands(problem, m, n, k, context)
     x = given.x.q
     weights = [(weight.q, canonical(given.x, weight)) for weight in given.weights]
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
-    workspace, plan = kernel_plan("gemm_rs", m, n, k, context, problem.scales)
-    tiles = _native.core.tile_configs(1)
-    rooms = [gemm_rs_room(m, n, context.world_size, tile.id, context.dtype) for tile in tiles]
-    signal_bytes, slot_bytes = max(r[0] for r in rooms), max(r[1] for r in rooms)
 
-    def run(name: str, config: int, role: str) -> Candidate:
-        chosen = replace(plan, config=config, signal_bytes=signal_bytes, slot_bytes=slot_bytes)
+    def launch(weight: tuple[Tensor, Scales], address: int, config: int) -> None:
+        w, scales = weight
+        of_call = {"scale_x": scales.x, "scale_w": scales.w, "fast": False}
+        torch.ops.flux._gemm_rs(x, w, None, out, False, address, config, 0, 0, 0, None, **of_call)
 
-        def launch(weight: tuple[Tensor, Scales]) -> None:
-            w, scales = weight
-            of_call = {"scale_x": scales.x, "scale_w": scales.w, "fast": False}
-            with workspace.enter(chosen) as (address, _):
-                torch.ops.flux._gemm_rs(x, w, None, out, False, address, config, 0, 0, 0, None, **of_call)
-
-        return caller(name, role, weights, launch)
-
-    shapes = [run(name, config, "config") for name, config in packed_choices(plan, operand_bytes=1)]
-    return Prepared([run("plan", plan.config, "flux"), *shapes], plan_dict(plan))
+    return every_tile((m, n, k), context, weights, launch, problem.scales)
