@@ -39,9 +39,15 @@ _PARTS = {
 }
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-# Operators whose ranks send each other products, and those of grouped GEMMs, which store 16 bits.
-_SENDS_PRODUCTS = ("gemm_rs", "gemm_ar", "moe.gemm_gather_rs")
-_STORES_16_BITS = ("grouped_gemm", "moe.ag_scatter_gemm")
+# What operators do with products that have 16 bits, also those of fp8 operands.
+_ranks_send, _grouped_store = "ranks send each other products", "grouped GEMMs store results"
+_IN_16_BITS = {
+    "gemm_rs": _ranks_send,
+    "gemm_ar": _ranks_send,
+    "moe.gemm_gather_rs": _ranks_send,
+    "grouped_gemm": _grouped_store,
+    "moe.ag_scatter_gemm": _grouped_store,
+}
 # Rows must start at multiples of 16 bytes for TMA.
 _ALIGNMENT = 8
 _ROW_ALIGNMENT_BYTES = 16
@@ -86,10 +92,8 @@ def _can_scale_fused(op: str, problem: PlanInput, scaling: Scaling) -> tuple[boo
     """can_run_fused of fp8 operands on a GPU."""
     if not takes(op, "scale_x"):
         return False, f"{op} has no kernel for float8 operands yet"
-    if scaling.out_dtype == torch.float32 and op in _SENDS_PRODUCTS:
-        return False, "ranks send each other products of 16 bits, not float32"
-    if scaling.out_dtype == torch.float32 and op in _STORES_16_BITS:
-        return False, "grouped GEMMs store results of 16 bits, not float32"
+    if scaling.out_dtype == torch.float32 and op in _IN_16_BITS:
+        return False, f"{_IN_16_BITS[op]} of 16 bits, not float32"
     of_k = BLOCK if scaling.kind == "block" else _ROW_ALIGNMENT_BYTES
     for name, size, multiple in (("k", problem.k, of_k), ("n", problem.n, _ALIGNMENT)):
         if size % multiple:
