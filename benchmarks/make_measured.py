@@ -24,6 +24,7 @@ def measured() -> dict[str, Any]:
     newest: dict[tuple[int, int, int, int], Row] = {}
     sums: dict[tuple[int, int], Sum] = {}
     machines = set()
+    # Thresholds are those of one machine.
     for path in sorted(
         [*RESULTS.glob("*-gemm_ar-*xH200-*.json"), *RESULTS.glob("*-all_reduce-*xH200-*.json")]
     ):

@@ -62,7 +62,8 @@ def of_large_sums() -> list[Fact]:
 def machine_of(result: record.Record) -> Machine:
     about = result.machine
     clocks = about["gpus_idle"][0]
-    memory = round(2 * clocks["mem_max_mhz"] * _BUS_BITS[clocks["mem_max_mhz"]] / 8e3, 1)
+    memory_mhz = clocks["mem_max_mhz"]
+    memory = round(2 * memory_mhz * _BUS_BITS[memory_mhz] / 8e3, 1)
     return Machine(about["arch"], about["sms"], clocks["sm_max_mhz"], memory, _LINK_GB_PER_S)
 
 
@@ -71,9 +72,10 @@ def newest() -> dict[Machine, list[Fact]]:
     of_all: dict[Machine, dict[Any, Fact]] = {}
     for result, _, _, facts in measured():
         machine = machine_of(result)
-        if not of_all:  # the oldest files are of the machine on which the large sums were measured
-            of_all[machine] = {fact.problem: fact for fact in of_large_sums()}
-        found = of_all.setdefault(machine, {})
+        if machine not in of_all:
+            first = of_large_sums() if name_of(machine) == FILE.name else []
+            of_all[machine] = {fact.problem: fact for fact in first}
+        found = of_all[machine]
         for fact in facts:
             # Two parts of a fact may have been measured in rows of two operators.
             found.pop(fact.problem, None)
