@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -299,6 +300,109 @@ class Buffer:
         return x.new_zeros(tokens, x.shape[1]).index_add_(0, sent, home), None, None
 
 
+class MoeAlltoAll:
+    """As flashinfer.comm.trtllm_moe_alltoall.MoeAlltoAll of 0.7: rows of a source arrive in any order."""
+
+    def __init__(
+        self,
+        mapping: Any,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        workspace_size_per_rank: int | None = None,
+        hidden_size: int | None = None,
+        mnnvl_config: Any = None,
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
+        *,
+        backend: str = "trtllm",
+    ) -> None:
+        assert mapping.moe_ep_size == num_experts and hidden_size and mnnvl_config.comm_backend.group
+        self.rank, self.p, self.top_k, self.phase = mapping.rank, num_experts, top_k, "idle"
+
+    def dispatch(
+        self,
+        token_selected_experts: Tensor,
+        input_payloads: list[Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+        enable_pdl: bool | None = None,
+    ) -> list[Tensor]:
+        assert self.phase == "idle" and token_selected_experts.dtype == torch.int32
+        assert token_selected_experts.shape[1] == self.top_k
+        self.phase, limit = "dispatched", runtime_max_tokens_per_rank
+        told: list[Any] = [None] * self.p
+        dist.all_gather_object(told, (token_selected_experts, input_payloads))
+        self.sources = [(ids == self.rank).any(1).nonzero()[:, 0].flip(0) for ids, _ in told]
+        received = []
+        for i, own in enumerate(input_payloads):
+            filled = torch.full((self.p, limit, own.shape[1]), 7).to(own.dtype)  # of an earlier call
+            for source, tokens in enumerate(self.sources):
+                filled[source, : len(tokens)] = told[source][1][i][tokens]
+            received.append(filled)
+        return received
+
+    def get_combine_payload_tensor_in_workspace(
+        self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> Tensor:
+        assert self.phase == "dispatched"
+        return torch.zeros(self.p, runtime_max_tokens_per_rank, hidden_size, dtype=dtype)
+
+    def combine(
+        self, payload: Tensor, runtime_max_tokens_per_rank: int, payload_in_workspace: bool = False
+    ) -> Tensor:
+        assert self.phase == "dispatched" and payload_in_workspace
+        self.phase = "idle"
+        home = torch.zeros_like(payload)
+        for source, tokens in enumerate(self.sources):
+            home[source, tokens] = payload[source, : len(tokens)]
+        dist.all_reduce(home)
+        return home[self.rank]
+
+
+def moe_fused_fwd_bf16(
+    X: Tensor,
+    expert_indices: Tensor,
+    expert_weights: Tensor,
+    all_B: Tensor,
+    all_C: Tensor,
+    all_A: Tensor,
+    num_experts: int,
+    top_k: int,
+    team_handle: int,
+) -> tuple[Tensor, ...]:
+    """As liger_cute_kernels.tvm_ffi's of 0.1."""
+    assert [(*X.shape, num_experts, top_k)] == CONFIGURED and expert_weights.dtype == X.dtype
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (X, expert_indices, expert_weights))
+    x, ids, weights = (torch.cat([of_rank[i] for of_rank in told]) for i in range(3))
+    y, first = torch.zeros_like(x), dist.get_rank() * len(all_B)
+    for e, (gate, up, down) in enumerate(zip(all_B, all_C, all_A, strict=True)):
+        made = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+        y += made * (weights * (ids == first + e)).sum(1, keepdim=True)
+    dist.all_reduce(y)
+    return y.chunk(len(told))[dist.get_rank()], *[torch.empty(0)] * 6
+
+
+CONFIGURED: list[tuple[int, ...]] = []
+
+
+def moe_configure_symmetric(
+    max_tokens: int,
+    hidden_dim: int,
+    max_num_experts: int,
+    max_top_k: int,
+    num_pes: int,
+    num_hosts: int,
+    gpus_per_host: int,
+) -> None:
+    assert num_hosts == 1 and num_pes == gpus_per_host == dist.get_world_size()
+    CONFIGURED.append((max_tokens, hidden_dim, max_num_experts, max_top_k))
+
+
 def module(name: str, **contents: Any) -> ModuleType:
     made = ModuleType(name)
     made.__spec__ = ModuleSpec(name, None)
@@ -306,7 +410,7 @@ def module(name: str, **contents: Any) -> ModuleType:
     return made
 
 
-def stand_ins() -> dict[str, ModuleType]:
+def stand_ins(wrong: bool = False) -> dict[str, ModuleType]:
     communicators = "vllm.distributed.device_communicators"
     return {
         "vllm": module("vllm"),
@@ -318,6 +422,26 @@ def stand_ins() -> dict[str, ModuleType]:
             AllReduceFusionPattern=PATTERNS,
             trtllm_allreduce_fusion=trtllm_allreduce_fusion,
             trtllm_create_ipc_workspace_for_all_reduce_fusion=trtllm_create_ipc_workspace_for_all_reduce_fusion,
+        ),
+        "flashinfer.comm.mnnvl": module(
+            "mnnvl",
+            MnnvlConfig=SimpleNamespace,
+            TorchDistBackend=lambda group: SimpleNamespace(group=group),
+        ),
+        "flashinfer.comm.mapping": module("mapping", Mapping=SimpleNamespace),
+        "flashinfer.comm.trtllm_moe_alltoall": module("a2a", MoeAlltoAll=MoeAlltoAll),
+        "liger_cute_kernels": module("liger_cute_kernels"),
+        "liger_cute_kernels.nvshmem": module(
+            "nvshmem",
+            init_from_pg=lambda group: None,
+            resolve_team=lambda group: 0,
+            pool_clear_all=CONFIGURED.clear,
+        ),
+        "liger_cute_kernels.tvm_ffi": module(
+            "tvm_ffi",
+            moe_configure_symmetric=moe_configure_symmetric,
+            moe_fused_fwd_bf16=moe_fused_fwd_bf16 if not wrong else lambda x, *_, **__: (x,),
+            moe_pop_fwd=lambda: None,
         ),
         "deep_ep": module("deep_ep", Buffer=Buffer),
         "nvmath": module("nvmath"),
@@ -337,16 +461,22 @@ def stand_ins() -> dict[str, ModuleType]:
     }
 
 
+def other_rows(self: MoeAlltoAll, payload: Tensor, limit: int, payload_in_workspace: bool) -> Tensor:
+    self.phase = "idle"
+    return payload[self.rank]
+
+
 def measured(rank: int, world_size: int, op: str, wrong: bool) -> Row:
     context = Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
     pattern = "local" if op == "gemm" else op.removesuffix("_norm")
     problem = Problem(op, "custom", pattern, 6, 64, 32)
     if op.startswith("moe"):
-        k = 64 if op == "moe_layer0" else 32
+        k = 32 if op == "moe_layer1" else 64
         problem = moe.MoeProblem(op, "custom", op, 12, 64, k, experts=4, top_k=2, ep_size=2, load_std=0.05)
     settings = Settings((problem,), "custom", "cpu", 2, 2, "float32", iters=1, rounds=1)
     with (
-        mock.patch.dict(sys.modules, stand_ins()),
+        mock.patch.dict(sys.modules, stand_ins(wrong)),
+        mock.patch.object(MoeAlltoAll, "combine", MoeAlltoAll.combine if not wrong else other_rows),
         mock.patch.object(CustomAllreduce, "wrong", wrong),
         mock.patch.object(QUACK_CONFIG, "tile_n", 64 if wrong else 256),
         mock.patch.object(Matmul, "execute", Matmul.execute if not wrong else lambda self: self.operands[0]),
@@ -376,6 +506,7 @@ def test_fused_and_tuned_gemms_of_packages_are_timed() -> None:
         ("gemm_rs", ["TransformerEngine"]),
         ("moe_layer0", ["DeepEP+grouped_mm"]),
         ("moe_layer1", ["grouped_mm+DeepEP"]),
+        ("moe_mlp", [f"{name}+flux.grouped_gemm" for name in ("DeepEP", "FlashInfer")] + ["LigerCute"]),
     ):
         row = spawn(measured, 2, op, False, backend="gloo", timeout_s=120)[0]
         assert {name for name, timing in row.times.items() if timing.role == "peer"} >= set(names), row.notes
@@ -383,7 +514,7 @@ def test_fused_and_tuned_gemms_of_packages_are_timed() -> None:
         row = spawn(measured, 2, op, True, backend="gloo", timeout_s=120)[0]
         assert not row.times.keys() & set(names) and row.ok
         failed = [note.split(" could not run: ")[0] for note in row.notes if " could not run: " in note]
-        assert failed == [name.replace("grouped_mm", "").strip("+") for name in names]
+        assert failed == [re.sub(r"\+?(flux\.)?grouped_(mm|gemm)\+?", "", name) for name in names]
 
 
 def test_a_wrong_peer_is_not_timed() -> None:
