@@ -334,8 +334,9 @@ def _is_all_for(nodes: list[fx.Node], mark: fx.Node) -> bool:
 def _written(node: fx.Node) -> list[fx.Node]:
     """Arguments to which an operator writes its results, as kernels of vLLM do."""
     target: Any = node.target
+    overloads: Any = getattr(target, "overloads", None)
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
+        target = getattr(target, overloads()[0])
     if not isinstance(target, torch._ops.OpOverload):
         return []
     named = zip(target._schema.arguments, node.args, strict=False)
