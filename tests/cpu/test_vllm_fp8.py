@@ -14,8 +14,8 @@ from torch.nn.functional import linear
 from vllm_stand_in import define_all_reduce, define_norm, exact_norm
 
 import flux
+from flux.integrations.vllm import eager, rows, sequence
 from flux.integrations.vllm import graph as graphs
-from flux.integrations.vllm import rows, sequence
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.unshard import unshard
 from flux.ops._scales import Scaling
@@ -284,6 +284,12 @@ def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
     expected = product(q, scale, w["o0"], w["o_scale0"])
     dist.all_reduce(expected)
     assert torch.equal(linear_all_reduce(*arguments), expected + w["bias0"])
+    # Own rows of a number that the ranks do not divide, with a scale for each.
+    q, scale = torch.ones(5, N).to(E4M3), torch.tensor([[1.0], [2.0], [0.5], [4.0], [8.0]])
+    own = eager.linear_own(q, w["o0"], w["bias0"], group, scale, w["o_scale0"], out_dtype=FP32)
+    whole = product(q, scale, w["o0"], w["o_scale0"])
+    dist.all_reduce(whole)
+    assert own.own().shape == (3, N) and torch.equal(own.whole(), whole + w["bias0"])
     mark = (expected, expected, w["o0"], None, w["o_scale0"], "tensor", scale, False)
     # The check of schemas multiplies inputs, which torch cannot with fp8.
     for operator, given in ((ours.linear_all_reduce.default, arguments), (ours.scaled_linear.default, mark)):
