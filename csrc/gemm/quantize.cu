@@ -139,7 +139,11 @@ QuantizeParams params_of(const runtime::Matrix& x, int64_t height, const Quantiz
   FLUX_CHECK(x.columns % kVector == 0 && x.row_stride == x.columns, x.columns, x.row_stride);
   FLUX_CHECK(height > 0 && x.rows % height == 0, x.rows, height);
   FLUX_CHECK(x.rows * (x.columns / kGroupVectors / kVector + 1) < INT32_MAX / 2, x.rows, x.columns);
-  return {static_cast<const uint4*>(x.data), x.rows, height, static_cast<int>(x.columns / kVector), to};
+  return {.x = static_cast<const uint4*>(x.data),
+          .rows = x.rows,
+          .height = height,
+          .vectors = static_cast<int>(x.columns / kVector),
+          .to = to};
 }
 
 // `threads`: as many as can be of use.

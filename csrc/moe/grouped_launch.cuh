@@ -82,7 +82,7 @@ inline GroupedScales grouped_scales(const GroupedGemmArgs& args, bool in_order) 
 template <class Rows, bool kFp8 = false>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const int num_sms = runtime::usable_sms(args.num_sms);
   const int k = static_cast<int>(args.x.columns), n = static_cast<int>(args.weight.rows / args.experts);
   const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
   const int columns = swiglu ? n / 2 : n;

@@ -154,7 +154,11 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   const int column = (chunks.first(chunk) + tile.n) * tile_columns;
   const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
   const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
-  return {num_rows, first_row, column, tile.expert * p.n + column, chunk};
+  return {.num_rows = num_rows,
+          .first_row = first_row,
+          .first_column = column,
+          .weight_row = tile.expert * p.n + column,
+          .chunk = chunk};
 }
 
 template <class Element, int kConfig, class Rows>
