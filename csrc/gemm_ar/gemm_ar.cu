@@ -67,7 +67,7 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   SumParams params = {exchange, matrix, exchange.exchange.n};
   params.exchange.rows_at_once = 1;  // these kernels send the matrix from its first row to its last
   runtime::Exchange& x = params.exchange.exchange;
-  const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = exchange.finish.norm_weight;
+  const bool is_bfloat16 = runtime::is_bfloat16(dtype), norms = exchange.finish.norm_weight;
   const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
   if (norms) {
     x = runtime::make_row_exchange(x.m, x.n, x.world_size, x.mode);

@@ -56,8 +56,7 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
                            .positions = positions,
                            .weights = weights,
                            .top_k = top_k};
-  const auto kernel =
-      dtype == runtime::DType::kBFloat16 ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
+  const auto kernel = runtime::is_bfloat16(dtype) ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
   const int ctas = static_cast<int>(std::min<int64_t>(tokens, kCtasPerSm * runtime::num_sms()));
   runtime::Launch(ctas, kThreads, 0, stream)
       .run(kernel, params, tokens, static_cast<int>(products.columns), static_cast<uint4*>(out));

@@ -24,6 +24,7 @@ template <class Rows, bool kFp8>
 struct GroupedFamily {
   using Params = GroupedParamsFor<kFp8, Rows>;
   static constexpr int kThreads = kGroupedThreads, kTiles = gemm::kNumTileConfigs;
+  static constexpr bool kStoresFloats = false;
   static constexpr int smem_bytes(int tile) { return grouped_smem_bytes(gemm::kTileConfigs[tile]); }
 
   template <class Element, gemm::Major kMajorB, int kTile>
@@ -96,7 +97,6 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   FLUX_CHECK(is_grouped_config(config), config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
   FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8() == kFp8, kFp8, config);
-  FLUX_CHECK(args.dtype != runtime::DType::kFloat32, "results have 16 bits");
   // A gate and what it gates must not share a block of scales.
   FLUX_CHECK(!(args.scales.blocks && swiglu) || columns % gemm::kScaleBlock == 0, columns);
 

@@ -171,6 +171,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / gemm::kChunkN;
   static_assert(!kFp8 || kTile.promotes());
+  static_assert(Rows::kInOrder || !Rows::kCombine, "only storers count what is stored");
+  static_assert(!Rows::kInOrder || !Rows::kArrive, "rows that arrive must be gathered");
   static_assert(gemm::panel_n(kTile) == 64 && grouped_smem_bytes(kTile) <= gemm::kSmemLimit);
   using Shared = gemm::Smem<kConfig>;
 
