@@ -198,7 +198,10 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
               Addresses a, uint32_t, cudaStream_t stream) {
             const gemm::Quantized written = at(a + 9, to);
             copy_given_scale(written, stream);
-            gemm_ar::gemm_ar(at(a, a + 7, args), {a[4], a[5], eps, a[6], written}, symm, mode, stream);
+            gemm_ar::gemm_ar(
+                at(a, a + 7, args),
+                {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = written},
+                symm, mode, stream);
           });
 }
 
@@ -219,8 +222,10 @@ void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, i
               Addresses a, uint32_t, cudaStream_t stream) {
             const gemm::Quantized written = at(a + 5, to);
             copy_given_scale(written, stream);
-            gemm_ar::all_reduce(at(a[0], x), at(a[1], out), dtype, {a[2], a[3], eps, a[4], written}, symm,
-                                num_sms, mode, stream);
+            gemm_ar::all_reduce(
+                at(a[0], x), at(a[1], out), dtype,
+                {.residual = a[2], .norm_weight = a[3], .eps = eps, .sum_out = a[4], .quantized = written},
+                symm, num_sms, mode, stream);
           });
 }
 
