@@ -57,7 +57,7 @@ constexpr double kPairMemory = 1.16;        // factor of the memory time: a pair
 constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
 constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
 constexpr double kMeetRowUs = 0.016;        // to combine partial tiles in distributed shared memory, per row
-constexpr double kPromoteSwapAbUs = 0.03;   // to promote a k-block; not fitted
+constexpr double kPromoteRowUs = 0.0017;    // to promote a k-block, per row of the tile
 constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
 // The share of the SMs that clusters of four or eight CTAs can use. A cluster must fit into one group of SMs (GPC),
 // and the SMs left over in a group hold no further cluster. Pairs can use all SMs.
@@ -225,7 +225,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
   // Loads continue while a tile ends, but not for as long as combining partial tiles three times takes.
   const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
-  const double block_us = block.us + block.row_us * tile.rows + (tile.is_fp8 ? kPromoteSwapAbUs : 0.0);
+  const double block_us = block.us + (block.row_us + (tile.is_fp8 ? kPromoteRowUs : 0.0)) * tile.rows;
   const double math_us = rounds * (k_blocks * block_us + end_us);
   const double load_us = std::max(static_cast<double>(rounds) * k_blocks * l2_us, weight_us) + ends * end_us;
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);

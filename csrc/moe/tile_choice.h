@@ -12,7 +12,7 @@
 namespace flux::moe {
 
 // Ids in tile_config.h of the shapes that are stored in whole 64-column panels; those of fp8 promote.
-constexpr int kGroupedConfigs[] = {0, 3, 5, 9, 11, 10};
+constexpr int kGroupedConfigs[] = {0, 3, 5, 9, 17, 11, 10};
 constexpr bool is_grouped_config(int config) {
   for (const int one : kGroupedConfigs) {
     if (one == config) return true;
