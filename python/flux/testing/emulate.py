@@ -132,11 +132,6 @@ class EmulatedRanks:
         # Clusters of more than two CTAs cannot use all SMs of every group of SMs.
         self._num_sms_in_clusters = max(self.num_sms * 3 // 4, 2)
         self.streams = [_torch_cuda.Stream(self.device) for _ in range(world_size)]
-        # Operators take scratch memory from the pool of their stream. If the pool had to grow, cudaMalloc would wait for
-        # the kernels of earlier ranks, which wait for this one.
-        for stream in self.streams:
-            with torch.cuda.stream(stream):
-                torch.empty(1 << 16, dtype=torch.uint8, device=self.device)
         # One pinned ErrorRecord for each rank: a kernel writes it, the host reads it.
         self._errors = [torch.zeros(16, dtype=torch.int32, pin_memory=True) for _ in range(world_size)]
         # Calls that use copy engines have separate workspaces and epochs.
