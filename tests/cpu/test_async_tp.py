@@ -4,6 +4,7 @@ operators, called directly and from a graph that inductor has rewritten, forward
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 from itertools import product
@@ -301,6 +302,45 @@ def compiled(rank: int, world_size: int, dim: int) -> list[str]:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_compiled_forward_and_backward(dim: int) -> None:
     assert spawn(compiled, 2, dim, backend="gloo", timeout_s=240) == [[]] * 2
+
+
+def test_readers_of_a_gather_wait_once() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    collectives: Any = torch.ops._c10d_functional
+    waits: list[Any] = []
+    readers: list[Any] = []
+    for _ in range(2):
+        gathered = graph.call_function(collectives.all_gather_into_tensor.default, (x, 2, "0"))
+        waits += [graph.call_function(collectives.wait_tensor.default, (gathered,)) for _ in range(2)]
+        parts = [graph.call_function(torch.ops.aten.slice.Tensor, (wait, 0, 0, 3)) for wait in waits[-2:]]
+        readers += [graph.call_function(torch.ops.aten.relu.default, (part,)) for part in parts]
+    graph.output(readers)
+    async_tp._merge_waits(graph)
+    graph.lint()
+    parts = [reader.args[0] for reader in readers]
+    assert parts[0] is parts[1] and parts[2] is parts[3]
+    assert [part.args[0] for part in parts] == [waits[0], waits[0], waits[2], waits[2]]
+    found = graph.find_nodes(op="call_function", target=collectives.wait_tensor.default)
+    assert found == [waits[0], waits[2]]
+
+
+def test_a_users_graph_passes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_tp, "_KEEPS_WAITS", True)
+    config: Any = importlib.import_module("torch._inductor.config")
+    users = mock.Mock()
+    with config.patch(post_grad_custom_pre_pass=users):
+        async_tp.install()
+        async_tp.install()
+        ours, theirs = config.post_grad_custom_pre_pass
+        assert theirs is users and ours.uuid()
+        async_tp.uninstall()
+        assert config.post_grad_custom_pre_pass == [users]
+    with config.patch(post_grad_custom_pre_pass=None):
+        async_tp.install()
+        assert len(config.post_grad_custom_pre_pass) == 1
+        async_tp.uninstall()
+        assert config.post_grad_custom_pre_pass is None
 
 
 def kernel(name: str, key: str) -> str:

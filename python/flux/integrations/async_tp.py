@@ -8,7 +8,9 @@ nor model code notices.
 
 from __future__ import annotations
 
+import importlib
 import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,8 +31,11 @@ _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
 _symm_mem: Any = torch.distributed._symmetric_memory
 
-# While installed: the Library objects that own the registrations.
+# While installed: what owns the registrations, and ends them by _destroy.
 _installed: list[Any] = []
+# Since 2.14 torch keeps a wait for each layer that gathers the same x. Its micro-pipeline pass finds only
+# gathers with one wait, and leaves those layers unfused.
+_KEEPS_WAITS = torch.__version__ >= (2, 14)
 
 
 def install() -> None:
@@ -43,6 +48,9 @@ def install() -> None:
     reach each other; of scaled calls also those with a result scale or no out_dtype, and reductions with a
     bias, which torch adds on every rank. CPU tensors, for which torch has no implementation, take flux's CPU
     path. Scaled calls with use_fast_accum=False are promoted, which is more accurate than torch's.
+
+    With torch 2.14 and newer, `torch._inductor.config.post_grad_custom_pre_pass` gets one more pass, which
+    lets layers that gather the same x wait for it once; else the compiler does not fuse their gather.
 
     Process-wide; a second call does nothing. Needs neither a GPU nor a process group.
 
@@ -70,6 +78,57 @@ def install() -> None:
                 function = partial(implementation, torchs)
                 library.impl(name, function, key, with_keyset=True, allow_override=True)
     _installed.append(library)
+    if _KEEPS_WAITS:
+        _installed.append(_OneWait())
+
+
+class _OneWait:
+    """While it lives, torch's compiler merges waits before its own passes."""
+
+    def __init__(self) -> None:
+        # Not at the top: importing inductor takes a second.
+        self.config: Any = importlib.import_module("torch._inductor.config")
+        self.passes: Any = importlib.import_module("torch._inductor.custom_graph_pass")
+        self.ours: Any = None
+        version = self.passes.get_hash_for_files((__file__,))
+
+        class Pass(self.passes.CustomGraphPass):  # type: ignore[misc,name-defined]
+            def __call__(self, graph: torch.fx.Graph) -> None:
+                _merge_waits(graph)
+
+            def uuid(self) -> Any:  # part of the key of compiled code in caches
+                return version
+
+        self.ours = Pass()
+        self._set([self.ours, *self._others()])
+
+    def _others(self) -> list[Any]:
+        found = self.passes.get_custom_graph_passes(self.config.post_grad_custom_pre_pass)
+        return [each for each in found if each is not self.ours]
+
+    def _set(self, passes: list[Any]) -> None:
+        self.config.post_grad_custom_pre_pass = passes or None
+
+    def _destroy(self) -> None:
+        self._set(self._others())
+
+
+def _merge_waits(graph: torch.fx.Graph) -> None:
+    """Lets all readers of a collective's result read its first wait, rearranged once."""
+    aten = torch.ops.aten
+    rearranges = {aten.slice.Tensor, aten.split.Tensor, aten.cat.default, aten.view.dtype, operator.getitem}
+    rearranges |= {aten.view.default, aten.reshape.default, aten.permute.default}
+    first: dict[Any, torch.fx.Node] = {}
+    seen: set[torch.fx.Node] = set()  # waits, and what only rearranges them
+    for node in list(graph.nodes):
+        is_wait = node.target is torch.ops._c10d_functional.wait_tensor.default
+        if not is_wait and (node.target not in rearranges or seen.isdisjoint(node.all_input_nodes)):
+            continue
+        earlier = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        seen.add(earlier)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            graph.erase_node(node)
 
 
 def uninstall() -> None:
