@@ -261,7 +261,8 @@ def _facts(record: dict[str, Any]) -> str:
 
 
 def _key(row: dict[str, Any]) -> str:
-    return " ".join(str(row[name]) for name in ("op", "model", "variant", "m", "n", "k", "tp", "dtype"))
+    names = ("op", "model", "variant", "m", "n", "k", "tp", "dtype", "scales")
+    return " ".join(str(row.get(name)) for name in names)
 
 
 def write(path: Path, text: str) -> None:

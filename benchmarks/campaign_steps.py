@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
+SCALES = ("row", "block", "tensor")  # of fp8 operands
 MOE_MODELS = ("mixtral-8x7b", "qwen3-235b", "flux-demo", "deepseek-v3")
 RESULT = "RESULT"  # stands for the file that a step writes
-PARTS = ("verify", "dist", "dense", "decode", "moe", "killed", "gpu", "models", "nodes", "sanitizer")
+PARTS = ("verify", "dist", "dense", "decode", "moe", "fp8", "killed", "gpu", "models", "nodes", "sanitizer")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,12 @@ def _across(gpus: int) -> Iterator[Step]:
     yield _bench("ag_gemm", "dense", 300, "ag_gemm")
     for op in ("gemm_ar", "all_reduce", "gemm_ar_norm", "all_reduce_norm"):
         yield _bench(op, "decode", 300, op, "--suite", "decode")
+    yield from _fp8("gemm_rs", "gemm_rs")
+    yield from _fp8("ag_gemm", "ag_gemm")
+    yield from _fp8("gemm_ar", "gemm_ar", "--suite", "decode")
+    for model in MOE_MODELS:
+        chosen = ("--imbalance", "0.032", "--model", model)
+        yield from _fp8("moe", "moe_layer0", "moe_layer1", *chosen, name=f"moe-{model}")
     yield _bench("moe_route", "moe", 150, "moe_route", "--imbalance", "0.032")
     for imbalance in ("0.032", "hot"):
         for model in MOE_MODELS:
@@ -88,6 +95,9 @@ def _across(gpus: int) -> Iterator[Step]:
 def _alone(gpus: int) -> Iterator[Step]:
     """What one GPU is enough for."""
     yield _bench("gemm", "dense", 400, "gemm", "--tp", str(gpus), gpus=1)
+    yield from _fp8("gemm", "gemm", "--tp", str(gpus), gpus=1)
+    yield from _fp8("gemm-decode", "gemm", "--suite", "decode", "--tp", str(gpus), gpus=1)
+    yield from _fp8("quantize", "quantize", "--tp", str(gpus), gpus=1)
     for step in _tests("gpu", 400):
         if "sanitizer" not in step.name:
             yield step
@@ -95,6 +105,12 @@ def _alone(gpus: int) -> Iterator[Step]:
         file = "tests/gpu/test_gpu_sanitizer.py"
         command = ("-m", "pytest", "-q", file, "-k", check)
         yield Step(check, "sanitizer", 590, command, gpus=1, says=" passed")
+
+
+def _fp8(of: str, *options: str, name: str = "", gpus: int = 0) -> Iterator[Step]:
+    for kind in SCALES:
+        told = (*options, "--dtype", "fp8", "--scales", kind)
+        yield _bench(f"{name or of}-fp8-{kind}", "fp8", 300, *told, of=f"{of}-fp8", gpus=gpus)
 
 
 def _tests(part: str, seconds: int, *options: str) -> Iterator[Step]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +17,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import flux
+from flux import peers as packages
 from flux.bench import record
-from flux.bench.cases import moe
-from flux.bench.cases.common import Context
-from flux.bench.cases.fp8 import gemm, libraries, quantize
+from flux.bench.cases import graphs, moe
+from flux.bench.cases.common import Context, compare
+from flux.bench.cases.fp8 import gemm, libraries, quantize, ranks
 from flux.bench.cases.fp8 import moe as fp8_moe
 from flux.bench.cases.fp8.data import quantized
 from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, on_wire_bytes
@@ -27,8 +30,9 @@ from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer
 from flux.cli import app
+from flux.integrations import async_tp
 from flux.moe import gemm_gather_rs
-from flux.testing import spawn
+from flux.testing import ScaledCase, spawn
 from flux.tune.facts import facts_of
 
 runner = CliRunner()
@@ -61,17 +65,22 @@ def test_two_processes(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     shape = ["--n", "136", "--k", "512", "--m", "136", "--iters", "1", "--rounds", "1"]
     options = ["--cpu", "--world", "2", "--dtype", "fp8", "--json", str(file)]
-    result = runner.invoke(app, ["bench", "gemm_rs", *options, *shape])
+    ops = ("gemm_rs", "ag_gemm", "gemm_ar")
+    result = runner.invoke(app, ["bench", *ops, *options, *shape])
     assert result.exit_code == 0, result.output
     rows = record.read(file).rows
-    assert [(row.scales, row.check, row.dtype) for row in rows] == [
-        (kind, "exact", FP8) for kind in ("tensor", "row", "block")
+    assert [(row.op, row.scales, row.check, row.dtype) for row in rows] == [
+        (op, kind, "exact", FP8) for op in ops for kind in ("tensor", "row", "block")
     ]
-    ours = {"flux", "flux, parts", IN_16_BITS, "flux.gemm", "flux.gemm+gloo", "gloo"}
-    assert all(ours <= set(row.times) for row in rows)
-    # Sums travel in bf16.
-    assert rows[0].wire_bytes == 136 * 136 * 2 // 2
-    assert "flux, fast" in rows[0].times and "flux, fast" not in rows[2].times
+    for row in rows:
+        unfused = "gloo+{}" if row.op == "ag_gemm" else "{}+gloo"
+        names = {"flux", "flux, parts", IN_16_BITS, "flux.gemm", "gloo", unfused.format("flux.gemm")}
+        if row.scales == "row":
+            names |= {"_scaled_mm", unfused.format("_scaled_mm")}
+        assert names <= set(row.times)
+        assert ("flux, fast" in row.times) == (row.scales != "block")
+    # Sums travel in bf16, gathered rows in fp8.
+    assert [rows[i].wire_bytes for i in (0, 3, 6)] == [136 * 136 * 2 // 2, 136 * 512 // 2, 136 * 136 * 2]
     assert any("DeepGEMM could not run: deep_gemm is not installed" in note for note in rows[2].notes)
     shown = runner.invoke(app, ["bench", "--show", str(file)])
     assert shown.exit_code == 0 and "over bf16: geomean" in shown.stdout and "custom block" in shown.stdout
@@ -114,6 +123,61 @@ def test_a_wrong_library_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Right" in row.times and not {"Wrong", "Absent"} & set(row.times)
     assert row.notes[0].startswith("Wrong with row scales could not run: wrong: product: off by")
     assert row.notes[1] == "Absent could not run: no_such_package is not installed"
+
+
+def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
+    """gemm_ar with a library that leaves `out` alone, and an all-reduce of a package: what it was given is
+    the product.
+    """
+    context = Context(rank, world_size, world_size, torch.device("cpu"), torch.bfloat16, dist.group.WORLD)
+    summed: list[Tensor] = []
+
+    def opened(*_: Any) -> Any:
+        return lambda x, residual: summed.append(x.clone()) or (x, None), contextlib.nullcontext
+
+    def product(x: libraries.Scaled, weight: libraries.Scaled, out: Tensor) -> Tensor:
+        products.append(gemm.flux_product(x, weight))
+        return products[-1]
+
+    products: list[Tensor] = []
+    as_it_is = libraries._as_it_is
+    library = libraries.Library("Mine", "peer", "torch", ("row",), as_it_is, as_it_is, product)
+    with (
+        mock.patch.object(libraries, "LIBRARIES", (library,)),
+        mock.patch.dict(packages.PEERS, {"Other": ("torch", opened)}),
+        mock.patch.object(graphs, "_opened", opened),
+    ):
+        prepared = ranks.prepare(replace(problem("row", "gemm_ar"), pattern="gemm_ar"), context)
+        products.clear()
+        for candidate in prepared.candidates:
+            if candidate.name == "Mine+Other":
+                candidate.call()
+    return [c.name for c in prepared.candidates], [torch.equal(products[0], summed[-1])]
+
+
+def test_other_all_reduces_sum_the_product() -> None:
+    names, same = spawn(behind_products, 2)[0]
+    assert {"Mine", "Mine+gloo", "Mine+Other", "flux.gemm+gloo", "flux.gemm+Other"} <= set(names)
+    assert same == [True]
+
+
+def async_products(rank: int, world_size: int) -> list[str]:
+    """torch's fused operators, whose place flux takes on CPUs, with the arguments of the benchmark."""
+    async_tp.install()
+    group, said = dist.group.WORLD.group_name, []
+    for op, kind in product(ranks._ASYNC_TP, ("tensor", "row")):
+        case = ScaledCase(32, 48, 256, world_size, kind, sums=op == "gemm_rs")
+        x, weight, of_x, of_w, _ = case.inputs(rank)
+        args = (x, ranks._scale(of_x, -1, 1), libraries.Scaled(weight, of_w), group, torch.bfloat16)
+        got: Any = ranks._ASYNC_TP[op](*args)
+        rows = slice(rank * 16, rank * 16 + 16) if op == "gemm_rs" else slice(None)
+        want = case.total()[rows] if op == "gemm_rs" else case.gathered(rank)
+        said.append(compare(got if op == "gemm_rs" else got[1][0], want))
+    return said
+
+
+def test_arguments_of_async_tp() -> None:
+    assert spawn(async_products, 2) == [["exact"] * 4] * 2
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])

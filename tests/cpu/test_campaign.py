@@ -22,6 +22,7 @@ from flux.cli import bench as bench_cli
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import campaign  # noqa: E402
 import campaign_steps  # noqa: E402
 from campaign_steps import steps  # noqa: E402
 
@@ -262,6 +263,12 @@ def test_steps(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
         rows += [(problem, settings.nodes) for problem in settings.problems]
     assert len(set(rows)) == len(rows) > 0
     assert len({step.name for step in steps(gpus)}) == len(steps(gpus))
+
+
+def test_kinds_of_scales_have_rows_of_their_own() -> None:
+    row = dict.fromkeys(("op", "model", "variant", "m", "n", "k", "tp", "dtype"), "a")
+    keys = {campaign._key(row | {"scales": kind}) for kind in campaign_steps.SCALES} | {campaign._key(row)}
+    assert len(keys) == 4
 
 
 def test_every_file_of_tests_is_a_step() -> None:

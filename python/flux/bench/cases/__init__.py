@@ -20,9 +20,8 @@ from flux.bench.cases import (
 )
 from flux.bench.cases.common import Context, Prepared
 from flux.bench.cases.fp8 import gemm as fp8_gemm
-from flux.bench.cases.fp8 import gemm_rs as fp8_gemm_rs
 from flux.bench.cases.fp8 import moe as fp8_moe
-from flux.bench.cases.fp8 import quantize
+from flux.bench.cases.fp8 import quantize, ranks
 from flux.bench.suites import Problem, Request
 
 
@@ -81,9 +80,9 @@ def _spec(case: Any, patterns: tuple[str, ...], custom: str = "", scaled: Any = 
 
 
 OPS: dict[str, OpSpec] = {
-    "gemm_rs": _spec(gemm_rs, ("gemm_rs",), "gemm_rs", fp8_gemm_rs),
-    "ag_gemm": _spec(ag_gemm, ("ag_gemm",), "ag_gemm"),
-    "gemm_ar": _spec(gemm_ar, ("gemm_ar",), "gemm_ar", deals_rows=False),
+    "gemm_rs": _spec(gemm_rs, ("gemm_rs",), "gemm_rs", ranks),
+    "ag_gemm": _spec(ag_gemm, ("ag_gemm",), "ag_gemm", ranks),
+    "gemm_ar": _spec(gemm_ar, ("gemm_ar",), "gemm_ar", ranks, deals_rows=False),
     "gemm_ar_norm": _spec(norms, ("gemm_ar",), "gemm_ar", deals_rows=False, by_name=True),
     "all_reduce": _spec(all_reduce, ("all_reduce",), "all_reduce", deals_rows=False),
     "all_reduce_norm": _spec(norms, ("all_reduce",), "all_reduce", deals_rows=False, by_name=True),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ from flux.bench.cases.gemm import library
 from flux.bench.suites import Problem
 from flux.ops import all_gather
 from flux.testing import AgGemmCase
+
+T = TypeVar("T")
 
 
 def check(problem: Problem, context: Context) -> str:
@@ -106,20 +109,34 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     full, weights = random_operands(m, n, k, context)
     x = full[: m // context.world_size]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    workspace, plan = kernel_plan("ag_gemm", m, n, k, context)
+
+    def launch(weight: torch.Tensor, *arguments: object) -> None:
+        torch.ops.flux._ag_gemm(x, weight, None, out, False, *arguments)
+
+    return every_tile((m, n, k), context, weights, launch)
+
+
+def every_tile(
+    shape: tuple[int, int, int],
+    context: Context,
+    weights: Sequence[T],
+    launch: Callable[..., object],
+    scales: str = "",
+) -> Prepared:
+    """Candidates of a sweep. launch: enqueues the kernel, given a weight and what follows `transpose_weight`.
+    scales: of fp8 operands.
+    """
+    workspace, plan = kernel_plan("ag_gemm", *shape, context, scales)
 
     def run(name: str, config: int, role: str) -> Candidate:
         # The same launch as in flux.ag_gemm, except for the tile shape.
         chosen = replace(plan, config=config & 0xFF)
 
-        def launch(weight: torch.Tensor) -> None:
+        def enter(weight: T) -> None:
             with all_gather.enter(workspace, chosen) as (address, epoch):
-                chunk_rows = all_gather.chunk_rows(chosen, epoch)
-                torch.ops.flux._ag_gemm(
-                    x, weight, None, out, False, address, config, 0, epoch, chunk_rows, False
-                )
+                launch(weight, address, config, 0, epoch, all_gather.chunk_rows(chosen, epoch), False)
 
-        return Candidate(name, role, rotating(weights, launch))
+        return Candidate(name, role, rotating(weights, enter))
 
-    shapes = [run(name, config, "config") for name, config in packed_choices(plan)]
+    shapes = [run(name, config, "config") for name, config in packed_choices(plan, 1 if scales else 2)]
     return Prepared([run("plan", plan.choice, "flux"), *shapes], plan_dict(plan))

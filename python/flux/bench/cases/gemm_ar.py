@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from flux.bench.cases.common import (
 from flux.bench.cases.gemm import library
 from flux.bench.cases.graphs import Step, graphed, other_all_reduces
 from flux.bench.suites import Problem
+
+T = TypeVar("T")
 
 
 def check(problem: Problem, context: Context) -> str:
@@ -86,29 +90,44 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
 
 def sweep(problem: Problem, context: Context) -> Prepared:
-    """The kernel with every tile shape and with the other way to sum, against what the plan chose.
-
-    All use one workspace with room for both ways, so that none of them pays for growing it.
-    """
+    """The kernel with every tile shape and with the other way to sum, against what the plan chose."""
     m, n, k = problem.local(context.tp)
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    workspace, plan = kernel_plan("gemm_ar", m, n, k, context)
+
+    def launch(weight: torch.Tensor, *arguments: object) -> None:
+        torch.ops.flux._gemm_ar(x, weight, None, out, False, *arguments)
+
+    return every_tile((m, n, k), context, weights, launch)
+
+
+def every_tile(
+    shape: tuple[int, int, int],
+    context: Context,
+    weights: Sequence[T],
+    launch: Callable[..., object],
+    scales: str = "",
+) -> Prepared:
+    """Candidates of a sweep, in one workspace with room for both ways to sum: none pays for growing it.
+
+    launch: enqueues the kernel, given a weight and what follows `transpose_weight`. scales: of fp8 operands.
+    """
+    m, n, _ = shape
+    workspace, plan = kernel_plan("gemm_ar", *shape, context, scales)
     core = _native.core
     modes = (core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT)
     room = max(core.exchange(m, n, context.world_size, mode).bytes for mode in modes)
     chosen = replace(plan, exchange_bytes=room)
 
     def run(name: str, role: str, config: int, mode: int) -> Candidate:
-        def launch(weight: torch.Tensor) -> None:
+        def enter(weight: T) -> None:
             # The same launch as in flux.gemm_ar, except for config and mode.
             with workspace.enter(chosen) as (address, _):
-                torch.ops.flux._gemm_ar(
-                    x, weight, None, out, False, address, config, 0, mode, None, None, 0.0, None
-                )
+                launch(weight, address, config, 0, mode, None, None, 0.0, None)
 
-        return graphed(name, role, launch, weights, context)
+        return graphed(name, role, enter, weights, context)
 
     other = run(f"plan {'two-shot' if plan.mode == 0 else 'one-shot'}", "config", plan.choice, 1 - plan.mode)
-    shapes = [run(name, "config", config, plan.mode) for name, config in packed_choices(plan)]
+    choices = packed_choices(plan, 1 if scales else 2)
+    shapes = [run(name, "config", config, plan.mode) for name, config in choices]
     return Prepared([run("plan", "flux", plan.choice, plan.mode), *shapes, other], plan_dict(plan))

@@ -86,8 +86,8 @@ def sweep(problem: Problem, context: Context) -> Prepared:
     x, weights = random_operands(m, n, k, context)
     out = torch.empty(m // context.world_size, n, dtype=context.dtype, device=context.device)
 
-    def launch(weight: torch.Tensor, address: int, config: int) -> None:
-        torch.ops.flux._gemm_rs(x, weight, None, out, False, address, config, 0, 0, 0, None)
+    def launch(weight: torch.Tensor, *arguments: object) -> None:
+        torch.ops.flux._gemm_rs(x, weight, None, out, False, *arguments)
 
     return every_tile((m, n, k), context, weights, launch)
 
@@ -96,13 +96,12 @@ def every_tile(
     shape: tuple[int, int, int],
     context: Context,
     weights: Sequence[T],
-    launch: Callable[[T, int, int], object],
+    launch: Callable[..., object],
     scales: str = "",
 ) -> Prepared:
     """Candidates of a sweep, in one workspace with room for the largest, so that none pays for growing it.
 
-    launch: enqueues the kernel of flux.gemm_rs, given a weight, the workspace's address and a config.
-    scales: of fp8 operands.
+    launch: enqueues the kernel, given a weight and what follows `transpose_weight`. scales: of fp8 operands.
     """
     m, n, k = shape
     workspace, plan = kernel_plan("gemm_rs", m, n, k, context, scales)
@@ -117,7 +116,7 @@ def every_tile(
 
         def enter(weight: T) -> None:
             with workspace.enter(chosen) as (address, _):
-                launch(weight, address, config)
+                launch(weight, address, config, 0, 0, 0, None)
 
         return Candidate(name, role, rotating(weights, enter))
 

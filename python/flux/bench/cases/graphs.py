@@ -77,8 +77,8 @@ def other_all_reduces(
     m: int,
     n: int,
     prefix: str,
-    produce: Callable[[torch.Tensor, torch.Tensor], object],
-    weights: list[torch.Tensor],
+    produce: Callable[[T, torch.Tensor], object],
+    weights: Sequence[T],
     context: Context,
     norm: packages.Norm | None = None,
 ) -> tuple[list[Candidate], list[str]]:
@@ -103,7 +103,7 @@ def other_all_reduces(
         partial = torch.zeros(m, n, dtype=context.dtype, device=context.device)
         residual = torch.zeros_like(partial)
 
-        def step(weight: torch.Tensor) -> None:
+        def step(weight: T) -> None:
             produce(weight, partial)
             reduce(partial, residual)
 
@@ -125,13 +125,13 @@ def other_all_reduces(
             memory.update(partial=partial.zero_(), total=torch.empty_like(partial))
         return memory["partial"]
 
-    def one_shot(weight: torch.Tensor) -> None:
+    def one_shot(weight: T) -> None:
         partial = symmetric()
         produce(weight, partial)
         _symm_mem.one_shot_all_reduce_out(partial, "sum", name, memory["total"])
         _ = norm and norm.behind(memory["total"])
 
-    def two_shot(weight: torch.Tensor) -> None:
+    def two_shot(weight: T) -> None:
         partial = symmetric()
         produce(weight, partial)
         _symm_mem.two_shot_all_reduce_(partial, "sum", name)

@@ -12,7 +12,6 @@ from torch import Tensor
 import flux
 from flux.bench.cases.common import (
     CALLS,
-    DECODE_M,
     Candidate,
     Context,
     agree,
@@ -59,17 +58,15 @@ def random_operands(problem: Problem, m: int, n: int, k: int, context: Context) 
 
 @dataclass(frozen=True)
 class Caller:
-    """Makes the candidates of a row. few: in CUDA graphs where there are few rows."""
+    """Makes the candidates of a row. graphs: whether they are replayed from CUDA graphs."""
 
     problem: Problem
     context: Context
-    few: bool = False
+    graphs: bool = False
 
     def __call__(self, name: str, role: str, weights: Sequence[T], step: Callable[[T], object]) -> Candidate:
-        """Calls `step` with the next weight each time. A GEMM of few rows may take less time than its launch
-        costs the host.
-        """
-        if self.few and self.problem.m <= DECODE_M:
+        """Calls `step` with the next weight each time."""
+        if self.graphs:
             return graphed(name, role, step, weights, self.context)
         return Candidate(name, role, rotating(weights, step))
 

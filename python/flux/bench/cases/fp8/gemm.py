@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 import flux
 from flux.bench.cases.common import (
+    DECODE_M,
     Candidate,
     Context,
     Prepared,
@@ -15,7 +18,6 @@ from flux.bench.cases.common import (
 )
 from flux.bench.cases.fp8.data import (
     Caller,
-    Operands,
     Scaled,
     exact_case,
     flux_product,
@@ -38,48 +40,44 @@ def check(problem: Problem, context: Context) -> str:
     return judge(case, context, lambda dtype: flux_product(x, weight, out_dtype=dtype), want)
 
 
+def _caller(problem: Problem, context: Context) -> Caller:
+    """With graphs where there are few rows: a GEMM may take less time than its launch costs the host."""
+    return Caller(problem, context, graphs=problem.m <= DECODE_M)
+
+
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
-    given, caller = random_operands(problem, m, n, k, context), Caller(problem, context, few=True)
+    given, caller = random_operands(problem, m, n, k, context), _caller(problem, context)
     ours, theirs = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
     x, wide = given.x, given.wide_x
     candidates = [
         caller("flux", "flux", given.weights, lambda w: flux_product(x, w, out=ours)),
-        *in_16_bits(given, theirs, "peer", caller, context),
-        *fast(given, ours, caller),
+        caller(
+            f"{library(context)}, bf16",
+            "peer",
+            given.wide_weights,
+            lambda w: torch.mm(wide, w.t(), out=theirs),
+        ),
     ]
+    if problem.scales != "block":
+        fast = {"out": ours, "accumulate": "fast"}
+        candidates.append(caller("flux, fast", "fast", given.weights, lambda w: flux_product(x, w, **fast)))
     found, notes = opened(problem, m, n, k, context)
-    candidates += [by_library(each, each.role, given, theirs, caller) for each in found]
+    candidates += [by_library(each, each.role, x, given.weights, theirs, caller) for each in found]
     candidates.append(
         caller(IN_16_BITS, "peer", given.wide_weights, lambda w: flux.gemm(wide, w, out=theirs))
     )
     return Prepared(candidates, explained("gemm", m, n, k, context, problem.scales), notes)
 
 
-def in_16_bits(
-    given: Operands, out: torch.Tensor, role: str, caller: Caller, context: Context
-) -> list[Candidate]:
-    """The library's product of the same values in 16 bits."""
-    x, name = given.wide_x, f"{library(context)}, bf16"
-    return [caller(name, role, given.wide_weights, lambda w: torch.mm(x, w.t(), out=out))]
-
-
-def fast(given: Operands, out: torch.Tensor, caller: Caller) -> list[Candidate]:
-    """flux.gemm with sums that stay in the tensor cores, for scales that allow it."""
-    if caller.problem.scales == "block":
-        return []
-    x = given.x
-    return [
-        caller("flux, fast", "fast", given.weights, lambda w: flux_product(x, w, out=out, accumulate="fast"))
-    ]
-
-
 def by_library(
-    each: Library, role: str, given: Operands, out: torch.Tensor, caller: Caller, name: str = ""
+    each: Library, role: str, x: Scaled, weights: Sequence[Scaled], out: torch.Tensor, caller: Caller
 ) -> Candidate:
     """A library's product of operands that it has laid out."""
-    x, weights = each.x(given.x), [each.weight(weight) for weight in given.weights]
-    return caller(name or each.name, role, weights, lambda w: each.product(x, w, out))
+    laid_out = each.x(x)
+    return caller(
+        each.name, role, [each.weight(weight) for weight in weights], lambda w: each.product(laid_out, w, out)
+    )
 
 
 def canonical(x: Scaled, weight: Scaled) -> Scales:
@@ -90,7 +88,7 @@ def canonical(x: Scaled, weight: Scaled) -> Scales:
 def sweep(problem: Problem, context: Context) -> Prepared:
     """The kernel with every tile shape and cluster, against what the plan chose."""
     m, n, k = problem.local(context.tp)
-    given, caller = random_operands(problem, m, n, k, context), Caller(problem, context, few=True)
+    given, caller = random_operands(problem, m, n, k, context), _caller(problem, context)
     x = given.x.q
     weights = [(weight.q, canonical(given.x, weight)) for weight in given.weights]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)

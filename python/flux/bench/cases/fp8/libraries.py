@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flux.bench.cases.common import Context, agree, compare, tried
-from flux.bench.cases.fp8.data import Scaled, exact_case, of_rank
+from flux.bench.cases.fp8.data import Scaled, exact_case, flux_product, of_rank
 from flux.bench.model import passed
 from flux.bench.suites import Problem
 
@@ -84,7 +84,12 @@ def _by_vllm(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
     return result
 
 
+def _by_flux(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
+    return flux_product(x, weight, out=out)
+
+
 _ALL, _WHOLE = ("tensor", "row", "block"), ("tensor", "row")
+OURS = Library("flux.gemm", "peer", "flux", _ALL, _as_it_is, _as_it_is, _by_flux)
 LIBRARIES = (
     Library(
         "_scaled_mm", "peer", "torch", _ALL, _torch_x, _torch_weight, functools.partial(_by_torch, False)
