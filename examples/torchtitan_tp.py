@@ -4,8 +4,8 @@
 
 Needs torchtitan 0.3 and triton. The stock run takes torchtitan's default, collectives beside GEMMs; the other
 one `tp_gemm_backend="dist_gemm"` with flux behind it, or with --compile compiled blocks with async tensor
-parallelism. Runs in CPU processes in fp32: attention is torch's, because torchtitan's needs a GPU, and FSDP is
-left out. Prints the losses, which must agree.
+parallelism. Runs in CPU processes in fp32, with torch's attention, because torchtitan's needs a GPU, without
+FSDP. Prints the losses, which must agree.
 """
 
 from __future__ import annotations
