@@ -13,7 +13,7 @@ namespace flux::gemm {
 struct Problem {
   int m, n, k;            // the GEMM of this rank: [m, k] x [k, n]
   bool transpose_weight;  // weight stored as [K, N]
-  int world_size;         // 1: plain GEMM; else rows are world_size shards, and tiles of other shards travel
+  int world_size = 1;     // 1: plain GEMM; else rows are world_size shards, and tiles of other shards travel
   int num_sms;
   bool gathers = false;      // rows of x travel instead of tiles; results stay local
   bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it

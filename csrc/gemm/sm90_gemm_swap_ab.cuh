@@ -13,6 +13,7 @@
 //
 //   struct Params
 //   begin(params) -> Call
+//   kStoresFloats                                     whether fp8 kernels can also store fp32 results
 //   bias(params)                                      bias to add to the product, or null
 //   store(params, call, row, column, v)               stores eight columns of a row of the local product
 //   finish<Element>(params, call, box, spare)         called by both warpgroups after all tiles
@@ -338,6 +339,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
 // Stores the product locally: plain GEMM.
 struct LocalOutput {
+  static constexpr bool kStoresFloats = true;
   struct Params {
     void* out;
     const void* bias;
@@ -359,6 +361,7 @@ struct LocalOutput {
 
 // Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
+  static constexpr bool kStoresFloats = false;
   using Params = ExchangeParams;
   using Call = sync::Call;
   FLUX_DEVICE static Call begin(const Params& p) { return begin_exchange(p.symm); }

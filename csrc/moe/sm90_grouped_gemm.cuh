@@ -154,7 +154,11 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   const int column = (chunks.first(chunk) + tile.n) * tile_columns;
   const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
   const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
-  return {num_rows, first_row, column, tile.expert * p.n + column, chunk};
+  return {.num_rows = num_rows,
+          .first_row = first_row,
+          .first_column = column,
+          .weight_row = tile.expert * p.n + column,
+          .chunk = chunk};
 }
 
 template <class Element, int kConfig, class Rows>
@@ -167,6 +171,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / gemm::kChunkN;
   static_assert(!kFp8 || kTile.promotes());
+  static_assert(Rows::kInOrder || !Rows::kCombine, "only storers count what is stored");
+  static_assert(!Rows::kInOrder || !Rows::kArrive, "rows that arrive must be gathered");
   static_assert(gemm::panel_n(kTile) == 64 && grouped_smem_bytes(kTile) <= gemm::kSmemLimit);
   using Shared = gemm::Smem<kConfig>;
 
