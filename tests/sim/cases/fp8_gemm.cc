@@ -156,7 +156,7 @@ void promotion(uint64_t seed) {
       swaps ? flux::gemm::kFirstSwapAb + flux::gemm::kNumSwapAbConfigs - 1 - random.below(4)
             : draw_tile(
                   random, fast ? [](const TileConfig& c) { return !c.promotes() && supports_keeping(c); }
-                               : [](const TileConfig& c) { return c.promotes(); });
+                               : [](const TileConfig& c) { return c.promotes() && supports_keeping(c); });
   const int ones = random.between(1, 4), k_blocks = ones + 2, m = random.between(1, 40),
             n = 8 * random.between(1, 20);
   const bool blocks = !fast && random.below(2) == 0;
