@@ -38,9 +38,12 @@ constexpr int kAfterArrays = 2 + moe::kRoutingArrays;
 void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all_weights, Tensor scratch,
               int64_t symm_buffer, int64_t rank, int64_t ep_size, int64_t num_experts, int64_t block_m) {
   const auto size = [&](int i) { return static_cast<int>(all_weights.size(i)); };
-  const moe::Layout layout = {
-      size(0), static_cast<int>(rank), static_cast<int>(ep_size), static_cast<int>(num_experts), size(2),
-      size(1)};
+  const moe::Layout layout = {.world_size = size(0),
+                              .rank = static_cast<int>(rank),
+                              .ep_size = static_cast<int>(ep_size),
+                              .num_experts = static_cast<int>(num_experts),
+                              .top_k = size(2),
+                              .max_tokens = size(1)};
   FLUX_CHECK(ids.dim() == 2 && ids.size(1) == layout.top_k, ids.dim());
   FLUX_CHECK(weights.numel() == ids.numel(), weights.numel(), ids.numel());
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
@@ -106,9 +109,12 @@ moe::GroupedGemmArgs at(void* x, void* weight, void* out, moe::GroupedGemmArgs a
 
 moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t num_experts, int64_t top_k,
                       int64_t max_tokens) {
-  return {symm.world_size,           symm.rank,
-          static_cast<int>(ep_size), static_cast<int>(num_experts),
-          static_cast<int>(top_k),   static_cast<int>(max_tokens)};
+  return {.world_size = symm.world_size,
+          .rank = symm.rank,
+          .ep_size = static_cast<int>(ep_size),
+          .num_experts = static_cast<int>(num_experts),
+          .top_k = static_cast<int>(top_k),
+          .max_tokens = static_cast<int>(max_tokens)};
 }
 
 // x [m, k], weight [experts, n, k], out [num_rows, n or n / 2], all contiguous.
@@ -159,8 +165,11 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
            tokens = static_cast<int>(out.size(0)), tiles_per_chunk = static_cast<int>(tiles_per_chunk),
            communication_ctas = static_cast<int>(communication_ctas)](Addresses a, uint32_t,
                                                                       cudaStream_t stream) {
-            const moe::CombineArgs combine = {static_cast<const float*>(a[kAfterArrays]), a[kAfterArrays + 2],
-                                              tokens, tiles_per_chunk, communication_ctas};
+            const moe::CombineArgs combine = {.weights = static_cast<const float*>(a[kAfterArrays]),
+                                              .out = a[kAfterArrays + 2],
+                                              .num_tokens = tokens,
+                                              .tiles_per_chunk = tiles_per_chunk,
+                                              .communication_ctas = communication_ctas};
             moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], args), combine, layout,
                                 routing_arrays(a + 2), symm, stream);
           });

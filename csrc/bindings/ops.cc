@@ -189,7 +189,10 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
            &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
            to = written_by(quantisation)](Addresses a, uint32_t, cudaStream_t stream) {
-            gemm_ar::gemm_ar(at(a, a + 7, args), {a[4], a[5], eps, a[6], to}, symm, mode, stream);
+            gemm_ar::gemm_ar(
+                at(a, a + 7, args),
+                {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = to}, symm,
+                mode, stream);
           });
 }
 
@@ -206,8 +209,10 @@ void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, i
            num_sms = static_cast<int>(num_sms), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
            to = written_by(quantisation)](Addresses a, uint32_t, cudaStream_t stream) {
-            gemm_ar::all_reduce(at(a[0], x), at(a[1], out), dtype, {a[2], a[3], eps, a[4], to}, symm, num_sms,
-                                mode, stream);
+            gemm_ar::all_reduce(
+                at(a[0], x), at(a[1], out), dtype,
+                {.residual = a[2], .norm_weight = a[3], .eps = eps, .sum_out = a[4], .quantized = to}, symm,
+                num_sms, mode, stream);
           });
 }
 
