@@ -55,7 +55,7 @@ std::string swap_ab_name(int config, int split, int sharers);
 
 // Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. K-blocks of both
 // kinds of operands have the same bytes and take the tensor cores as long.
-double k_block_us(int block_n, double kbytes, bool promotes = false);
+double k_block_us(const TileConfig& tile, double kbytes);
 
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         const int column = tile / m_tiles * kSwapAbN, first = first_block * kTile.k_blocks;
         const float* const weight = params.scales.weight + column / kScaleBlock * params.k_blocks + first;
         const SwapAbPromotion<kRows, kTile.k_blocks, kScaleBytes> promotion = {
-            d, scales + lane % 4 * 8, params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first};
+            d, scales + lane % 4 * 8, {params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first}};
         multiply_fp8<Fp8Pairs<E4M3xE4M3, E4M3xE5M2>, kRows, kTile.k_blocks>(
             params.scales.e5m2, ring, num_blocks, products, full, operands, release, promotion);
         scale_swapped_sums(params.scales, row_of(tile) + lane % 4 * 2, params.m,

@@ -113,9 +113,9 @@ void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& ex
 }
 
 // A scale of the whole tensor depends on rows of all CTAs, so it takes a launch of its own.
-void quantize_rest(const runtime::Matrix& norm, runtime::DType dtype, const gemm::Quantized& to,
+void quantize_rest(const runtime::Matrix& norm, runtime::DType dtype, const gemm::Quantized& to, int num_sms,
                    cudaStream_t stream) {
-  if (to.needs_all()) gemm::quantize_with_parts(norm, dtype, to, stream);
+  if (to.needs_all()) gemm::quantize_with_parts(norm, dtype, to, num_sms, stream);
 }
 
 }  // namespace
@@ -128,7 +128,7 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
   const gemm::Finish finish = finish_of(args.bias, extras, args.out, num_sms);
   multiply_and_sum(args, {symm, exchange, finish, runtime::kGemmAr}, num_sms, stream);
-  quantize_rest(args.out, args.dtype, extras.quantized, stream);
+  quantize_rest(args.out, args.dtype, extras.quantized, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
@@ -144,7 +144,7 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   const gemm::Finish finish = finish_of(/*bias=*/nullptr, extras, out, num_sms);
   launch_sum({symm, exchange, finish, scatters ? runtime::kReduceScatter : runtime::kAllReduce}, x.data,
              dtype, num_sms, stream);
-  quantize_rest(out, dtype, extras.quantized, stream);
+  quantize_rest(out, dtype, extras.quantized, num_sms, stream);
 }
 
 void prepare() {
