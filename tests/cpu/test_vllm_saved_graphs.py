@@ -28,7 +28,7 @@ VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
 LAYERS = 2
 # The first batch that is flux's, and the first that is sequence parallel.
 FROM, SEQUENCE_FROM = 17, 33
-FP8_VERSIONS = ("0.32.0",)
+FP8_VERSIONS = ("0.32.0", "0.33.0")
 # Models with fp8 weights, and the kinds of their scales.
 FP8 = {"fp8_tensor": "row", "fp8_channel": "row", "fp8_block": "block"}
 OURS = (
