@@ -18,6 +18,7 @@
 
 #include "ag_gemm/plan.h"
 #include "bindings/checks.h"
+#include "gemm/quantized.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm/tile_config.h"
@@ -358,6 +359,7 @@ void bind_selection(py::module_& m) {
   m.def("tile_config", &config_at, py::arg("id"));
 
   m.attr("MAX_EXTENT") = kMaxExtent;
+  m.attr("QUANTIZE_SCRATCH_FLOATS") = gemm::kPartsFloats;
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
   m.attr("NUM_SWAP_AB") = std::count_if(std::begin(gemm::kSwapAbConfigs), std::end(gemm::kSwapAbConfigs),
                                         [](const auto& tile) { return !tile.is_fp8; });

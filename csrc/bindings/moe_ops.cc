@@ -99,11 +99,13 @@ moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const T
   return args;
 }
 
-// The same arguments with other tensors.
-moe::GroupedGemmArgs at(void* x, void* weight, void* out, moe::GroupedGemmArgs args) {
+// The same arguments with other tensors; scales: of x and weight.
+moe::GroupedGemmArgs at(void* x, void* weight, void* out, Addresses scales, moe::GroupedGemmArgs args) {
   args.x.data = x;
   args.weight.data = weight;
   args.out = out;
+  args.scales.x = static_cast<const float*>(scales[0]);
+  args.scales.weight = static_cast<const float*>(scales[1]);
   return args;
 }
 
@@ -126,12 +128,12 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
   FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
   enqueue(x,
           {address_of(x), address_of(weight), address_of(offsets), address_of(rows), address_of(out),
-           address_of(schedule)},
+           address_of(schedule), address_of(scale_x), address_of(scale_w)},
           0, [args](Addresses a, uint32_t, cudaStream_t stream) mutable {
             args.offsets = words(a[2]);
             args.rows = words(a[3]);
             args.schedule = words(a[5]);
-            moe::grouped_gemm(at(a[0], a[1], a[4], args), stream);
+            moe::grouped_gemm(at(a[0], a[1], a[4], a + 6, args), stream);
           });
 }
 
@@ -144,9 +146,11 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
-  const auto tensors = addresses(x, weight, arrays, {address_of(out)});
+  const auto tensors =
+      addresses(x, weight, arrays, {address_of(out), address_of(scale_x), address_of(scale_w)});
   enqueue(x, tensors.data(), 0, [args, layout, &symm](Addresses a, uint32_t, cudaStream_t stream) {
-    moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], args), layout, routing_arrays(a + 2), symm, stream);
+    moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], a + kAfterArrays + 1, args), layout,
+                         routing_arrays(a + 2), symm, stream);
   });
 }
 
@@ -158,8 +162,9 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
                        std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  const auto tensors =
-      addresses(x, weight, arrays, {address_of(weights), address_of(products), address_of(out)});
+  const auto tensors = addresses(
+      x, weight, arrays,
+      {address_of(weights), address_of(products), address_of(out), address_of(scale_x), address_of(scale_w)});
   enqueue(x, tensors.data(), 0,
           [args = grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast), layout, &symm,
            tokens = static_cast<int>(out.size(0)), tiles_per_chunk = static_cast<int>(tiles_per_chunk),
@@ -170,8 +175,8 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
                                               .num_tokens = tokens,
                                               .tiles_per_chunk = tiles_per_chunk,
                                               .communication_ctas = communication_ctas};
-            moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], args), combine, layout,
-                                routing_arrays(a + 2), symm, stream);
+            moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], a + kAfterArrays + 3, args), combine,
+                                layout, routing_arrays(a + 2), symm, stream);
           });
 }
 
