@@ -70,6 +70,10 @@ def cases() -> dict[str, Callable[[], object]]:
     routing = flux.moe.route(ids, weights, experts)
     hidden, up, down = tensor(tokens, 1024), tensor(experts, 512, 1024), tensor(experts, 1024, 256)
     activated = flux.moe.ag_scatter_gemm(hidden, up, routing, activation="swiglu")
+    row, block, norm = scaled(x, weight, "token"), scaled(x, weight, "group128"), {"norm_weight": norm_weight}
+    of_layer_0, of_layer_1 = scaled(hidden, up, "group128"), scaled(activated, down, "group128")
+    one = torch.empty(1, dtype=torch.float32, device="cuda:0")
+    scaled_by_one = {**row, "scale_x": one, "scale_w": one}
     return {
         "gemm": lambda: flux.gemm(x, weight),
         "gemm_rs": lambda: flux.gemm_rs(x, weight),
@@ -88,7 +92,39 @@ def cases() -> dict[str, Callable[[], object]]:
         "moe.route": lambda: flux.moe.route(ids, weights, experts),
         "moe.ag_scatter_gemm": lambda: flux.moe.ag_scatter_gemm(hidden, up, routing, activation="swiglu"),
         "moe.gemm_gather_rs": lambda: flux.moe.gemm_gather_rs(activated, down, routing),
+        "gemm, fp8 of tensors": lambda: flux.gemm(**scaled_by_one),
+        "gemm, fp8 of rows": lambda: flux.gemm(**row),
+        "gemm, fp8 of blocks": lambda: flux.gemm(**block),
+        "quantize, tensor": lambda: flux.quantize(x, "tensor"),
+        "quantize, static": lambda: flux.quantize(x, "tensor", scale=one),
+        "quantize, token": lambda: flux.quantize(x, "token"),
+        "quantize, group128": lambda: flux.quantize(x),
+        "gemm_rs, fp8": lambda: flux.gemm_rs(**block),
+        "ag_gemm, fp8": lambda: flux.ag_gemm(**block),
+        "gemm_ar, fp8": lambda: flux.gemm_ar(**block),
+        "gemm_ar, fp8, quant": lambda: flux.gemm_ar(**block, **norm, quant="group128"),
+        "all_reduce, quant": lambda: flux.all_reduce(residual, **norm, quant="group128"),
+        "grouped_gemm, fp8": lambda: flux.grouped_gemm(**of_layer_1, offsets=routing.offsets),
+        "moe.ag_scatter_gemm, fp8": lambda: flux.moe.ag_scatter_gemm(**of_layer_0, routing=routing),
+        "moe.gemm_gather_rs, fp8": lambda: flux.moe.gemm_gather_rs(**of_layer_1, routing=routing),
     }
+
+
+def scaled(x: Any, weight: Any, quant: str) -> dict[str, Any]:
+    """Operands of these shapes in fp8, with scales of rows or of blocks."""
+    import torch
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(*shape, dtype=torch.float32, device=x.device)
+
+    *experts, n, k = weight.shape
+    if quant == "token":
+        scales = {"scale_x": empty(len(x), 1), "scale_w": empty(*experts, n, 1)}
+    else:
+        of_x = empty(k // 128, len(x)).t()
+        scales = {"scale_x": of_x, "scale_w": empty(*experts, n // 128, k // 128)}
+    fp8 = [torch.empty_like(tensor, dtype=torch.float8_e4m3fn) for tensor in (x, weight)]
+    return {"x": fp8[0], "weight": fp8[1], **scales}
 
 
 class Asked:
@@ -114,20 +150,26 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
 
     call()
     without_group, of_group = known.without_group, known.of_groups[group]
-    calls = without_group() if name in ("gemm", "grouped_gemm") else of_group
+    alone = name.split(",")[0] in ("gemm", "grouped_gemm", "quantize")
+    calls = without_group() if alone else of_group
     asked = Asked(calls)
     known.without_group, known.of_groups[group] = lambda: asked, asked  # type: ignore[assignment]
     made = 0
-    new_empty = torch.Tensor.new_empty
 
-    def counted(*size: Any, **how: Any) -> torch.Tensor:
-        nonlocal made
-        made += 1
-        return new_empty(*size, **how)
+    def counted(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*size: Any, **how: Any) -> torch.Tensor:
+            nonlocal made
+            made += 1
+            return new(*size, **how)
 
-    torch.Tensor.new_empty = counted  # type: ignore[assignment,method-assign]
+        return make
+
+    makers = {name: getattr(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")}
+    for maker, new in makers.items():
+        setattr(torch.Tensor, maker, counted(new))
     call()
-    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+    for maker, new in makers.items():
+        setattr(torch.Tensor, maker, new)
     known.without_group, known.of_groups[group] = without_group, of_group
     given = asked.given
     assert calls.call(*given) is not None, f"{name} is not known"

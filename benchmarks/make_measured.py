@@ -21,7 +21,7 @@ LARGE_FROM = 256
 
 
 def measured() -> dict[str, Any]:
-    newest: dict[tuple[int, int, int, int], Row] = {}
+    newest: dict[tuple[int, int, int, int, str], Row] = {}
     sums: dict[tuple[int, int], Sum] = {}
     machines = set()
     # Thresholds are those of one machine.
@@ -31,17 +31,21 @@ def measured() -> dict[str, Any]:
         results = json.loads(path.read_text())
         machines.add((results["machine"]["arch"], results["machine"]["sms"]))
         found = measured_in(results)
-        for row in found.rows:
-            newest[row.ranks, row.n, row.k, row.m] = row
+        # Of scales that count as one kind the slowest.
+        for row in sorted(found.rows, key=lambda row: -row.speedup):
+            newest[row.ranks, row.n, row.k, row.m, row.scales] = row
         # Of shapes with as many bytes the slowest.
         slowest = {(s.ranks, s.nbytes): s for s in sorted(found.sums, key=lambda s: -s.speedup)}
         sums |= slowest
     for shape in json.loads(LARGE.read_text())["shapes"]:
         if shape["m"] > LARGE_FROM:
             row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
-            newest[row.ranks, row.n, row.k, row.m] = row
+            newest[row.ranks, row.n, row.k, row.m, row.scales] = row
     ((arch, sms),) = machines
-    rows = [[r.ranks, r.n, r.k, r.m, r.speedup] for _, r in sorted(newest.items())]
+    rows = [
+        [r.ranks, r.n, r.k, r.m, r.speedup, *([r.scales] if r.scales else [])]
+        for _, r in sorted(newest.items())
+    ]
     of_sums = [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())]
     return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums}
 

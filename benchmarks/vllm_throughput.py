@@ -335,7 +335,11 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--min-tokens", type=int, help="FLUX_VLLM_MIN_TOKENS (default 1; with --defaults flux's own)"
     )
-    parser.add_argument("--defaults", action="store_true", help="leave vLLM's fusions and multicast on")
+    parser.add_argument(
+        "--defaults",
+        action="store_true",
+        help="leave vLLM's fusions on, and with them NVLink multicast: on machines of your own only",
+    )
     parser.add_argument("--decode", nargs="+", type=int, metavar="N", help="sequences (default 16 64)")
     parser.add_argument(
         "--trace", type=int, metavar="N", help="requests of the trace (default 2000; 0: none)"

@@ -1,10 +1,11 @@
 """Trains torchtitan's small Llama with tensor parallelism, on torchtitan's layers and on flux's operators.
 
-    python examples/torchtitan_tp.py [--ranks 2] [--steps 20] [--plot FILE.svg]
+    python examples/torchtitan_tp.py [--ranks 2] [--steps 20] [--compile] [--plot FILE.svg]
 
 Needs torchtitan 0.3 and triton. The stock run takes torchtitan's default, collectives beside GEMMs; the other
-one `tp_gemm_backend="dist_gemm"` with flux behind it. Runs in CPU processes in fp32: attention is torch's,
-because torchtitan's needs a GPU, and FSDP is left out. Prints the losses, which must agree.
+one `tp_gemm_backend="dist_gemm"` with flux behind it, or with --compile compiled blocks with async tensor
+parallelism. Runs in CPU processes in fp32, with torch's attention, because torchtitan's needs a GPU, without
+FSDP. Prints the losses, which must agree.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory
 from torch import nn
 
 from flux.integrations import async_tp
@@ -38,14 +40,16 @@ class Attention(nn.Module):
 class Trainee:
     """This rank's part of the model, and its steps."""
 
-    def __init__(self, rank: int, ranks: int, on_flux: bool) -> None:
+    def __init__(self, rank: int, ranks: int, on_flux: bool, compiled: bool = False) -> None:
+        from torchtitan.config import CompileConfig
         from torchtitan.distributed import ParallelDims, utils
+        from torchtitan.distributed.compile import apply_compile
         from torchtitan.models.llama3 import model_registry
         from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
         config = llama3_debugmodel()
         config.model_spec = model_registry(
-            "debugmodel", tp_gemm_backend="dist_gemm" if on_flux else "default"
+            "debugmodel", tp_gemm_backend="dist_gemm" if on_flux and not compiled else "default"
         )
         config.parallelism.tensor_parallel_degree = ranks
         config.parallelism.spmd_backend = "spmd_types"
@@ -77,6 +81,9 @@ class Trainee:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.fill_(1.0) if "norm" in name else p.copy_(torch.randn(p.shape, generator=g) * 0.05)
+        if compiled:
+            options = CompileConfig(enable=True, enable_async_tensor_parallel=on_flux)
+            apply_compile(self.model, compile_config=options, parallel_dims=dims)
         self.vocabulary = made.vocab_size
         self.context = utils.get_spmd_context(parallel_dims=dims)
         # Not Adam, which makes steps of the signs of gradients that are roundings.
@@ -106,21 +113,28 @@ class Trainee:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """torchtitan's modules ask for products in fp32 of bf16, which torch has on GPUs only."""
+    """torchtitan's modules ask for products in fp32 of bf16, which torch has on GPUs only, and the compiler's
+    pass for NCCL and symmetric memory, which flux does not need.
+    """
     mm = torch.mm
+    symmetric_memory: Any = torch.distributed._symmetric_memory
 
     def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
         return mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
 
-    with mock.patch.object(torch, "mm", product):
+    with (
+        mock.patch.object(torch, "mm", product),
+        mock.patch.object(dist, "is_nccl_available", lambda: True),
+        symmetric_memory._test_mode(),
+    ):
         yield
 
 
-def train(rank: int, ranks: int, steps: int, on_flux: bool) -> list[float]:
+def train(rank: int, ranks: int, steps: int, on_flux: bool, compiled: bool) -> list[float]:
     """The loss of each step."""
     if on_flux:
         async_tp.install()
-    trainee = Trainee(rank, ranks, on_flux)
+    trainee = Trainee(rank, ranks, on_flux, compiled and on_flux)
     return [float(trainee.step(number)["loss"]) for number in range(steps)]
 
 
@@ -130,11 +144,13 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--compile", action="store_true", help="flux behind async tensor parallelism")
     parser.add_argument("--plot", help="file for a picture of both losses")
     options = parser.parse_args()
     curves = {}
     for name, on_flux in (("torchtitan", False), ("flux", True)):
-        results = spawn(train, options.ranks, options.steps, on_flux, backend="gloo", timeout_s=900)
+        how = (options.steps, on_flux, options.compile)
+        results = spawn(train, options.ranks, *how, backend="gloo", timeout_s=900)
         curves[name] = results[0]
         print(f"{name:10}  loss {curves[name][0]:.5f} -> {curves[name][-1]:.5f}")
     pairs = zip(*curves.values(), strict=True)

@@ -226,7 +226,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 # Stock Megatron's other dispatcher reads sizes from CUDA tensors.
-MIXTURE = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "moe_token_dispatcher_type": "allgather"}
+MIXTURE = {
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOP_K,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.1,
+}
 # One model of each kind of layer that Megatron-Core has.
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},

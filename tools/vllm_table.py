@@ -1,4 +1,4 @@
-"""Prints what runs on flux in vLLM, for popular models and token counts: the table of docs/vllm.md.
+"""Prints what runs on flux in vLLM, for popular models and token counts: the tables of docs/vllm.md.
 
     python tools/vllm_table.py
 
@@ -7,23 +7,28 @@ Asks what the plugin asks (flux.integrations.vllm.forecast), for GPUs like those
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 from flux.integrations.vllm.forecast import FUSED_BY_VLLM_BYTES, MOST_TOKENS, Model, ranges
 from flux.integrations.vllm.thresholds import MEASURED_GPU
 
 # What the plugin did before it asked for measurements.
 _BEFORE_FROM = 128
+# Settings with which quantised models are flux's, too.
+ASKED = {"FLUX_VLLM_MIN_TOKENS": "256", "FLUX_VLLM_SEQUENCE": "2048"}
 
 MODELS = (
     Model("Llama 8B, bf16", 4096, 4096, 14336),
     Model("Llama 70B, bf16", 8192, 8192, 28672),
-    Model("Llama 70B, fp8", 8192, 8192, 28672, quantised=True),
-    Model("Llama 70B, AWQ", 8192, 8192, 28672, quantised=True),
+    Model("Llama 70B, fp8", 8192, 8192, 28672, quantised="row"),
+    Model("Llama 70B, AWQ", 8192, 8192, 28672, quantised="awq"),
     Model("Qwen3 8B, bf16", 4096, 4096, 12288),
     Model("Qwen3 32B, bf16", 5120, 8192, 25600),
     Model("Qwen3 30B-A3B, bf16", 2048, 4096, 0, experts=True),
     Model("Qwen3 235B-A22B, bf16", 4096, 8192, 0, experts=True),
     Model("Mixtral 8x7B, bf16", 4096, 4096, 0, experts=True),
-    Model("DeepSeek-V3, fp8", 7168, 16384, 0, quantised=True, experts=True),
+    Model("DeepSeek-V3, fp8", 7168, 16384, 0, quantised="block", experts=True, whole_columns=True),
     Model("gpt-oss 120B, mxfp4 experts", 2880, 4096, 0, experts=True),
     Model("Gemma 3 27B, bf16", 5376, 4096, 21504, plain_norm=False),
 )
@@ -45,9 +50,19 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def quantised() -> str:
+    """That of quantised models with the settings ASKED."""
+    lines = ["| model | ranks | with these settings |", "|---|---|---|"]
+    with mock.patch.dict(os.environ, ASKED):
+        for model in MODELS:
+            for ranks in FUSED_BY_VLLM_BYTES if model.quantised else ():
+                lines.append(f"| {model.name} | {ranks} | {_cell(ranges(model, ranks, MEASURED_GPU))} |")
+    return "\n".join(lines)
+
+
 def _cell(found: list[tuple[int, str]]) -> str:
     return "; ".join(f"{start}: {what}" for start, what in found)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(f"{table()}\n\n{quantised()}")

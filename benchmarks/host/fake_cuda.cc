@@ -98,6 +98,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
 
 constexpr long kStream = 8;
 long cuda_calls = 0;
+at::Tensor& copy(at::Tensor& to, const at::Tensor&, bool) { return ++cuda_calls, to; }
 PyObject* calls(PyObject*, PyObject*) { return PyLong_FromLong(cuda_calls); }
 PyObject* zero(PyObject*, PyObject*) { return PyLong_FromLong(0); }
 PyObject* stream(PyObject*, PyObject*) { return PyLong_FromLong(kStream); }
@@ -114,6 +115,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "fake_cuda", "", -1, methods};
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(at::native::view)));
 }
@@ -159,6 +161,9 @@ RUNTIME int cudaGetDevice(int* device) { return *device = 0, called(); }
 RUNTIME const char* cudaGetErrorString(int) { return ""; }
 RUNTIME int cudaGetLastError() { return 0; }
 RUNTIME int cudaLaunchKernelExC(const void*, const void*, void**) { return called(); }
+RUNTIME int cudaMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, int, void*) {
+  return called();
+}
 RUNTIME int cudaMemcpyAsync(void*, const void*, size_t, int, void*) { return called(); }
 RUNTIME int cudaOccupancyMaxActiveClusters(int* count, const void*, const void*) { return *count = 16, 0; }
 RUNTIME int cudaStreamCreateWithFlags(void**, unsigned) { return 0; }

@@ -98,7 +98,9 @@ def _workspace(group: Any) -> Any:
     torch.zeros = lambda *size, pin_memory=False, **how: zeros(*size, **how)  # type: ignore[assignment]
     device = torch.device("cuda", 0)
     turn = registry.turn(group, device)
-    made = cuda.CudaWorkspace(group, device, "gemm_rs", Echo(), turn)  # type: ignore[arg-type]
+    meeting: Any = Echo()
+    met = cuda.CudaWorkspace.meet(group, device, "gemm_rs", meeting)
+    made = cuda.CudaWorkspace(group, device, "gemm_rs", meeting, turn, met)
     torch.zeros = zeros
     core = cuda._native.core
     made._symm_buffer = core.SymmBuffer(0, 2, [1 << 41, 1 << 42], 1 << 30, ROOM, ROOM, made._error_address, 1)

@@ -35,10 +35,12 @@ void ag_gemm(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   const OwnScales own_scales = {scales.x, scales.blocks ? 1 : scales.x_step, scales.x_stride};
   check_room(layout, symm, transport);
 
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  const gemm::Problem problem = {m,       args.n(),        k, args.transpose_weight, symm.world_size,
-                                 num_sms, /*gathers=*/true};
-  const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
+  const int num_sms = runtime::usable_sms(args.num_sms);
+  gemm::Problem problem = gemm::problem_of(args, num_sms);
+  problem.m = m;
+  problem.world_size = symm.world_size;
+  problem.gathers = true;
+  const gemm::Choice choice = gemm::select(problem, args.config);
   const gemm::TileOrder order = make_order(m, args.n(), symm.world_size, symm.rank,
                                            gemm::kTileConfigs[choice.config], choice.cluster, choice.group_m);
 

@@ -121,15 +121,15 @@ void launch(const runtime::Matrix& x, const runtime::Matrix& out, const runtime:
                         stream);
   }
   const bool arrive_copied = copied && rows != Rows::kHere;
-  const Params params = {symm,
-                         layout,
-                         static_cast<const char*>(x.data),
-                         static_cast<char*>(const_cast<void*>(out.data)),
-                         push,
-                         arrive_copied ? transport.chunk_rows / gemm::kBlockM : 1,
-                         transport.copy_epoch,
-                         /*reuse=*/rows == Rows::kHere,
-                         scales};
+  const Params params = {.symm = symm,
+                         .layout = layout,
+                         .rows = static_cast<const char*>(x.data),
+                         .out = static_cast<char*>(const_cast<void*>(out.data)),
+                         .push = push,
+                         .blocks_per_signal = arrive_copied ? transport.chunk_rows / gemm::kBlockM : 1,
+                         .epoch = transport.copy_epoch,
+                         .reuse = rows == Rows::kHere,
+                         .scales = scales};
   const int ctas = std::min(kCtas, kCtasOfAllRanks / symm.world_size);
   runtime::Launch(ctas, kThreads, 0, stream)
       .run(scales.columns > 0 ? all_gather_kernel<true> : all_gather_kernel<false>, params);

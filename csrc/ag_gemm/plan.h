@@ -105,13 +105,13 @@ FLUX_HD int piece_bytes(const Layout& layout, int pushers) {
 // (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 FLUX_HD gemm::TileOrder make_order(int m, int n, int world_size, int rank, const gemm::TileConfig& config,
                                    gemm::Cluster cluster, int group_m) {
-  gemm::TileOrder order = {(m / world_size + gemm::kBlockM - 1) / gemm::kBlockM,
-                           (n + config.block_n - 1) / config.block_n,
-                           world_size,
-                           rank,
-                           cluster,
-                           group_m,
-                           gemm::Peers::kGathered};
+  gemm::TileOrder order = {.m_tiles = gemm::ceil_div(m / world_size, gemm::kBlockM),
+                           .n_tiles = gemm::ceil_div(n, config.block_n),
+                           .world_size = world_size,
+                           .rank = rank,
+                           .cluster = cluster,
+                           .group_m = group_m,
+                           .peers = gemm::Peers::kGathered};
   // At 750 TFLOP/s, 187 rows take as long to compute as the weight takes to read at 4 TB/s. Rows arrive at 250
   // GB/s, including the gaps between copies.
   constexpr int kMinTiles = 4, kColumnsPerPeer = 3000;

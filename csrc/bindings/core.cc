@@ -18,6 +18,7 @@
 
 #include "ag_gemm/plan.h"
 #include "bindings/checks.h"
+#include "gemm/quantized.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm/tile_config.h"
@@ -202,42 +203,50 @@ int copy_chunks(int m, int n, int k, int world_size, int operand_bytes) {
 }
 
 // The operands of a problem, from the arguments that all selections share.
-struct Operands {
-  int bytes;
-  bool block_scales, fast;
-};
-gemm::Choice select(gemm::Problem problem, const Operands& operands, int config) {
-  check_range("operand_bytes", operands.bytes, 1, 2);
-  if (operands.bytes == 1) {
+gemm::Choice select(gemm::Problem problem, int config, int operand_bytes, bool block_scales, bool fast) {
+  check_range("operand_bytes", operand_bytes, 1, 2);
+  if (operand_bytes == 1) {
     if (problem.transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
     problem.operand_bytes = 1;
-    problem.promotes = operands.block_scales || !operands.fast;
+    problem.promotes = block_scales || !fast;
   }
   return checked_select(problem, config);
 }
 
 gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config,
                          int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms}, {operand_bytes, block_scales, fast},
-                config);
+  return select({.m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms}, config,
+                operand_bytes, block_scales, fast);
 }
 
 gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config,
                             int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, /*world_size=*/1, num_sms, false, /*all_reduced=*/true},
-                {operand_bytes, block_scales, fast}, config);
+  return select(
+      {.m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms, .all_reduced = true},
+      config, operand_bytes, block_scales, fast);
 }
 
 gemm::Choice select_gemm_rs(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
                             int config, int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, world_size, num_sms}, {operand_bytes, block_scales, fast},
-                config);
+  return select({.m = m,
+                 .n = n,
+                 .k = k,
+                 .transpose_weight = transpose_weight,
+                 .world_size = world_size,
+                 .num_sms = num_sms},
+                config, operand_bytes, block_scales, fast);
 }
 
 gemm::Choice select_ag_gemm(int m, int n, int k, bool transpose_weight, int world_size, int num_sms,
                             int config, int operand_bytes, bool block_scales, bool fast) {
-  return select({m, n, k, transpose_weight, world_size, num_sms, /*gathers=*/true},
-                {operand_bytes, block_scales, fast}, config);
+  return select({.m = m,
+                 .n = n,
+                 .k = k,
+                 .transpose_weight = transpose_weight,
+                 .world_size = world_size,
+                 .num_sms = num_sms,
+                 .gathers = true},
+                config, operand_bytes, block_scales, fast);
 }
 
 ag_gemm::Layout ag_gemm_layout(int m, int k, int world_size, int scale_columns) {
@@ -350,6 +359,7 @@ void bind_selection(py::module_& m) {
   m.def("tile_config", &config_at, py::arg("id"));
 
   m.attr("MAX_EXTENT") = kMaxExtent;
+  m.attr("QUANTIZE_SCRATCH_FLOATS") = gemm::kPartsFloats;
   m.attr("FIRST_SWAP_AB") = gemm::kFirstSwapAb;
   m.attr("NUM_SWAP_AB") = std::count_if(std::begin(gemm::kSwapAbConfigs), std::end(gemm::kSwapAbConfigs),
                                         [](const auto& tile) { return !tile.is_fp8; });

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -25,7 +26,7 @@ namespace {
 
 using runtime::LaunchTable;
 
-constexpr int kMaxArguments = 32, kMaxWords = 256, kAlignment = 16;
+constexpr int kMaxArguments = 32, kMaxWords = 256, kAlignment = 16, kWordBytes = sizeof(int64_t);
 constexpr int kAbsent = kMaxArguments;  // the operand for an optional tensor that is not given
 
 template <class T>
@@ -38,11 +39,12 @@ T* unpack(const py::object& capsule, const char* name) {
 // What torch says about tensors and about the state of the calling thread.
 class Torch {
  public:
-  // types: of tensors that are not subclasses. states: functions that return something true if a call must go through
-  // torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
-  Torch(const py::object& exchange_api, std::vector<py::object> types, std::vector<py::object> states,
-        py::object grad_enabled, py::object profiler_enabled)
+  // types: of tensors that are not subclasses. dtype: torch.dtype. states: functions that return something true if a
+  // call must go through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
+  Torch(const py::object& exchange_api, std::vector<py::object> types, py::object dtype,
+        std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled)
       : types_(std::move(types)),
+        dtype_(std::move(dtype)),
         states_(std::move(states)),
         grad_enabled_(std::move(grad_enabled)),
         profiler_enabled_(std::move(profiler_enabled)) {
@@ -51,7 +53,9 @@ class Torch {
       throw py::value_error("exchange_api: expected version 1, with tensors that are not owned");
     }
     describe_ = api->tensor_from_py_object;
-    for (const char* name : {"new_empty", "requires_grad", "is_neg"}) names_.push_back(intern(name));
+    for (const char* name : {"new_empty", "requires_grad", "is_neg", "new_empty_strided"}) {
+      names_.push_back(intern(name));
+    }
     dtype_name_ = py::make_tuple(intern("dtype"));
   }
 
@@ -60,6 +64,11 @@ class Torch {
       if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr()) return true;
     }
     return false;
+  }
+
+  // There is one object for each dtype, which is never freed.
+  bool is_dtype(PyObject* object) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == dtype_.ptr();
   }
 
   // False, without an exception, for tensors that DLPack cannot describe.
@@ -83,14 +92,16 @@ class Torch {
     return is_true(PyObject_CallMethodNoArgs(tensor, names_[2].ptr()));
   }
 
-  // A new tensor on the device of another one. dtype: None for that of the other one.
-  PyObject* make(PyObject* like, const std::vector<py::object>& shape, const py::object& dtype) const {
-    PyObject* arguments[2 + kMaxArguments] = {like};
-    size_t count = 1;
-    for (const py::object& size : shape) arguments[count++] = size.ptr();
+  // A new tensor on the device of another one. strides: None for a contiguous tensor. dtype: None for that of the other
+  // one.
+  PyObject* make(PyObject* like, const py::object& shape, const py::object& strides,
+                 const py::object& dtype) const {
+    PyObject* arguments[4] = {like, shape.ptr()};
+    size_t count = 2;
+    if (!strides.is_none()) arguments[count++] = strides.ptr();
     arguments[count] = dtype.ptr();
     PyObject* const names = dtype.is_none() ? nullptr : dtype_name_.ptr();
-    return PyObject_VectorcallMethod(names_[0].ptr(), arguments, count, names);
+    return PyObject_VectorcallMethod(names_[strides.is_none() ? 0 : 3].ptr(), arguments, count, names);
   }
 
  private:
@@ -107,7 +118,9 @@ class Torch {
   }
 
   int (*describe_)(void*, dlpack::Tensor*);
-  std::vector<py::object> types_, states_;
+  std::vector<py::object> types_;
+  py::object dtype_;
+  std::vector<py::object> states_;
   py::object grad_enabled_, profiler_enabled_;
   std::vector<py::object> names_;
   py::tuple dtype_name_;
@@ -160,7 +173,7 @@ struct Arguments {
   }
 
  private:
-  enum Tag { kNone, kInteger, kFloat, kTensor };
+  enum Tag { kNone, kInteger, kFloat, kTensor, kString, kDtype };
 
   bool read_one(const Torch& torch, PyObject* object) {
     if (object == Py_None) return add(kNone);
@@ -175,6 +188,9 @@ struct Arguments {
       std::memcpy(&bits, &value, sizeof(bits));
       return add(kFloat) && add(bits);
     }
+    if (PyUnicode_CheckExact(object)) return read_string(object);
+    if (torch.is_dtype(object))
+      return add(kDtype) && add(static_cast<int64_t>(reinterpret_cast<uintptr_t>(object)));
     if (!torch.is_plain(object)) return false;
     dlpack::Tensor& tensor = tensors[count];
     if (!torch.describe(object, &tensor)) return false;
@@ -182,16 +198,30 @@ struct Arguments {
     constexpr int kInt = 0, kUnsigned = 1;
     const bool may_be_negated = tensor.code != kInt && tensor.code != kUnsigned;
     if (may_be_negated && torch.is_negated(object)) return false;
-    if (tensor.data == nullptr || tensor.byte_offset != 0 ||
-        reinterpret_cast<uintptr_t>(tensor.data) % kAlignment != 0)
-      return false;
+    if (tensor.data == nullptr || tensor.byte_offset != 0) return false;
+    // Kernels read some tensors at any address, and copies of others unless they are aligned.
+    const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data) % kAlignment);
     const int64_t device = static_cast<int64_t>(tensor.device_type) << 8 | tensor.device_id;
     if (!add(kTensor | tensor.code << 8 | tensor.bits << 16 | device << 24 |
-             static_cast<int64_t>(tensor.ndim) << 48)) {
+             static_cast<int64_t>(tensor.ndim) << 48 | offset << 56)) {
       return false;
     }
     for (int i = 0; i < tensor.ndim; ++i) {
       if (!add(tensor.shape[i]) || !add(tensor.strides[i])) return false;
+    }
+    return true;
+  }
+
+  // Names of options are ASCII.
+  bool read_string(PyObject* object) {
+    if (!PyUnicode_IS_COMPACT_ASCII(object)) return false;
+    const Py_ssize_t size = PyUnicode_GET_LENGTH(object);
+    const void* const data = PyUnicode_DATA(object);
+    if (!add(kString | static_cast<int64_t>(size) << 8)) return false;
+    for (Py_ssize_t at = 0; at < size; at += kWordBytes) {
+      int64_t word = 0;
+      std::memcpy(&word, static_cast<const char*>(data) + at, std::min<Py_ssize_t>(kWordBytes, size - at));
+      if (!add(word)) return false;
     }
     return true;
   }
@@ -206,8 +236,7 @@ struct Arguments {
 // A tensor that a call allocates.
 struct Fresh {
   int like;  // the argument on whose device it is
-  std::vector<py::object> shape;
-  py::object dtype;
+  py::object shape, strides, dtype;
 };
 
 // Operands of launches, and results: the number of an argument, or -1 - the number of a fresh tensor, or kAbsent.
@@ -256,7 +285,7 @@ class KnownCalls {
     dlpack::Tensor made[kMaxArguments];
     for (const Fresh& wanted : known->fresh) {
       fresh.push_back(py::reinterpret_steal<py::object>(
-          torch_->make(arguments.objects[wanted.like], wanted.shape, wanted.dtype)));
+          torch_->make(arguments.objects[wanted.like], wanted.shape, wanted.strides, wanted.dtype)));
       if (fresh.back().ptr() == nullptr) return nullptr;
       if (!torch_->describe(fresh.back().ptr(), &made[fresh.size() - 1])) Py_RETURN_NONE;
     }
@@ -282,7 +311,7 @@ class KnownCalls {
 
   // Makes a call known. Takes over the launches.
   bool remember(const py::tuple& given,
-                const std::vector<std::tuple<std::vector<py::object>, int, py::object>>& fresh,
+                const std::vector<std::tuple<py::tuple, py::object, int, py::object>>& fresh,
                 const std::vector<std::pair<uint64_t, std::vector<int>>>& launches, std::vector<int> results,
                 bool one_result, bool by_copy_engine) {
     if (torch_ == nullptr || table_ == nullptr || paused) return false;
@@ -304,10 +333,9 @@ class KnownCalls {
     }
     for (const int result : results) check_range("result", result, -num_fresh, count - 1);
     check_range("len(results)", static_cast<int64_t>(results.size()), 1, kMaxArguments);
-    for (const auto& [shape, like, dtype] : fresh) {
+    for (const auto& [shape, strides, like, dtype] : fresh) {
       check_range("like", like, 0, count - 1);
-      check_range("len(shape)", static_cast<int64_t>(shape.size()), 0, kMaxArguments);
-      known->fresh.push_back({like, shape, dtype});
+      known->fresh.push_back({like, shape, strides, dtype});
     }
     known->results = std::move(results);
     known->one_result = one_result;
@@ -429,12 +457,13 @@ void bind_known_calls(py::module_& m) {
   m.attr("ABSENT_OPERAND") = kAbsent;
   m.attr("LAUNCH_TABLE") = py::bytes(runtime::kLaunchTableName);  // name of the capsule
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")
-      .def(
-          py::init<py::object, std::vector<py::object>, std::vector<py::object>, py::object, py::object>(),
-          py::arg("exchange_api"), py::arg("types"), py::arg("states"), py::arg("grad_enabled"),
-          py::arg("profiler_enabled"),
-          "exchange_api: torch's DLPack exchange API. types: of plain tensors. states: functions that return "
-          "something true if calls must go through torch's dispatcher.");
+      .def(py::init<py::object, std::vector<py::object>, py::object, std::vector<py::object>, py::object,
+                    py::object>(),
+           py::arg("exchange_api"), py::arg("types"), py::arg("dtype"), py::arg("states"),
+           py::arg("grad_enabled"), py::arg("profiler_enabled"),
+           "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. states: "
+           "functions that return "
+           "something true if calls must go through torch's dispatcher.");
   py::class_<KnownCalls> type(m, "KnownCalls",
                               "Calls on a workspace that are made again without Python in between.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t>(), py::keep_alive<1, 2>(),
@@ -442,7 +471,8 @@ void bind_known_calls(py::module_& m) {
            py::arg("turn"), py::arg("order"), py::arg("addr"))
       .def("remember", &KnownCalls::remember, py::arg("given"), py::arg("fresh"), py::arg("launches"),
            py::arg("results"), py::arg("one_result"), py::arg("by_copy_engine"),
-           "Makes a call known. fresh: (shape, argument it is like, dtype or None) of tensors to allocate. "
+           "Makes a call known. fresh: (shape, strides or None, argument it is like, dtype or None) of "
+           "tensors to allocate. "
            "launches: (handle, operands), taken over. Operands and results are numbers of arguments, or -1 - "
            "number of a fresh tensor. Returns whether the call can be known.")
       .def(

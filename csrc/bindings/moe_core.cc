@@ -34,7 +34,12 @@ moe::Layout make_layout(int world_size, int rank, int ep_size, int num_experts, 
   check_multiple("num_experts", num_experts, "ep_size " + std::to_string(ep_size), ep_size);
   check_range("top_k", top_k, 1, moe::kMaxTopK);
   check_range("max_tokens", max_tokens, 0, kMaxChoices / (world_size * top_k));
-  return {world_size, rank, ep_size, num_experts, top_k, max_tokens};
+  return {.world_size = world_size,
+          .rank = rank,
+          .ep_size = ep_size,
+          .num_experts = num_experts,
+          .top_k = top_k,
+          .max_tokens = max_tokens};
 }
 
 int checked_max_tiles(const moe::Layout& self, int block_m) {

@@ -38,9 +38,12 @@ constexpr int kAfterArrays = 2 + moe::kRoutingArrays;
 void route_op(Tensor ids, Tensor weights, std::vector<Tensor> arrays, Tensor all_weights, Tensor scratch,
               int64_t symm_buffer, int64_t rank, int64_t ep_size, int64_t num_experts, int64_t block_m) {
   const auto size = [&](int i) { return static_cast<int>(all_weights.size(i)); };
-  const moe::Layout layout = {
-      size(0), static_cast<int>(rank), static_cast<int>(ep_size), static_cast<int>(num_experts), size(2),
-      size(1)};
+  const moe::Layout layout = {.world_size = size(0),
+                              .rank = static_cast<int>(rank),
+                              .ep_size = static_cast<int>(ep_size),
+                              .num_experts = static_cast<int>(num_experts),
+                              .top_k = size(2),
+                              .max_tokens = size(1)};
   FLUX_CHECK(ids.dim() == 2 && ids.size(1) == layout.top_k, ids.dim());
   FLUX_CHECK(weights.numel() == ids.numel(), weights.numel(), ids.numel());
   FLUX_CHECK(scratch.numel() >= moe::route_scratch_words(layout), scratch.numel());
@@ -96,19 +99,24 @@ moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const T
   return args;
 }
 
-// The same arguments with other tensors.
-moe::GroupedGemmArgs at(void* x, void* weight, void* out, moe::GroupedGemmArgs args) {
+// The same arguments with other tensors; scales: of x and weight.
+moe::GroupedGemmArgs at(void* x, void* weight, void* out, Addresses scales, moe::GroupedGemmArgs args) {
   args.x.data = x;
   args.weight.data = weight;
   args.out = out;
+  args.scales.x = static_cast<const float*>(scales[0]);
+  args.scales.weight = static_cast<const float*>(scales[1]);
   return args;
 }
 
 moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t num_experts, int64_t top_k,
                       int64_t max_tokens) {
-  return {symm.world_size,           symm.rank,
-          static_cast<int>(ep_size), static_cast<int>(num_experts),
-          static_cast<int>(top_k),   static_cast<int>(max_tokens)};
+  return {.world_size = symm.world_size,
+          .rank = symm.rank,
+          .ep_size = static_cast<int>(ep_size),
+          .num_experts = static_cast<int>(num_experts),
+          .top_k = static_cast<int>(top_k),
+          .max_tokens = static_cast<int>(max_tokens)};
 }
 
 // x [m, k], weight [experts, n, k], out [num_rows, n or n / 2], all contiguous.
@@ -120,12 +128,12 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
   FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
   enqueue(x,
           {address_of(x), address_of(weight), address_of(offsets), address_of(rows), address_of(out),
-           address_of(schedule)},
+           address_of(schedule), address_of(scale_x), address_of(scale_w)},
           0, [args](Addresses a, uint32_t, cudaStream_t stream) mutable {
             args.offsets = words(a[2]);
             args.rows = words(a[3]);
             args.schedule = words(a[5]);
-            moe::grouped_gemm(at(a[0], a[1], a[4], args), stream);
+            moe::grouped_gemm(at(a[0], a[1], a[4], a + 6, args), stream);
           });
 }
 
@@ -138,9 +146,11 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, top_k, max_tokens);
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
-  const auto tensors = addresses(x, weight, arrays, {address_of(out)});
+  const auto tensors =
+      addresses(x, weight, arrays, {address_of(out), address_of(scale_x), address_of(scale_w)});
   enqueue(x, tensors.data(), 0, [args, layout, &symm](Addresses a, uint32_t, cudaStream_t stream) {
-    moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], args), layout, routing_arrays(a + 2), symm, stream);
+    moe::ag_scatter_gemm(at(a[0], a[1], a[kAfterArrays], a + kAfterArrays + 1, args), layout,
+                         routing_arrays(a + 2), symm, stream);
   });
 }
 
@@ -152,17 +162,21 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
                        std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   const runtime::SymmBuffer& symm = symm_buffer_at(symm_buffer);
   const moe::Layout layout = layout_of(symm, ep_size, num_experts, weights.size(2), weights.size(1));
-  const auto tensors =
-      addresses(x, weight, arrays, {address_of(weights), address_of(products), address_of(out)});
+  const auto tensors = addresses(
+      x, weight, arrays,
+      {address_of(weights), address_of(products), address_of(out), address_of(scale_x), address_of(scale_w)});
   enqueue(x, tensors.data(), 0,
           [args = grouped_args(x, weight, products, config, num_sms, scale_x, scale_w, fast), layout, &symm,
            tokens = static_cast<int>(out.size(0)), tiles_per_chunk = static_cast<int>(tiles_per_chunk),
            communication_ctas = static_cast<int>(communication_ctas)](Addresses a, uint32_t,
                                                                       cudaStream_t stream) {
-            const moe::CombineArgs combine = {static_cast<const float*>(a[kAfterArrays]), a[kAfterArrays + 2],
-                                              tokens, tiles_per_chunk, communication_ctas};
-            moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], args), combine, layout,
-                                routing_arrays(a + 2), symm, stream);
+            const moe::CombineArgs combine = {.weights = static_cast<const float*>(a[kAfterArrays]),
+                                              .out = a[kAfterArrays + 2],
+                                              .num_tokens = tokens,
+                                              .tiles_per_chunk = tiles_per_chunk,
+                                              .communication_ctas = communication_ctas};
+            moe::gemm_gather_rs(at(a[0], a[1], a[kAfterArrays + 1], a + kAfterArrays + 3, args), combine,
+                                layout, routing_arrays(a + 2), symm, stream);
           });
 }
 

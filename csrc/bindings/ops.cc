@@ -2,7 +2,6 @@
 // implementations and argument checks are in Python (python/flux/ops). This file only unpacks arguments.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <memory>
@@ -119,57 +118,64 @@ void ag_gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
           });
 }
 
-// What a quantisation writes. Its scratch memory may be freed when its launches are enqueued: torch gives it only to
-// later work of the stream.
-struct Quantisation {
+// What a quantisation writes, of [rows, columns]. Its tensors: q, scale, the scale to use if it is given, and scratch
+// memory where the scale is made of all elements.
+gemm::Quantized quantized(const Tensor& q, const Tensor& scale, int64_t granularity, bool ue8m0,
+                          const std::optional<Tensor>& given, const std::optional<Tensor>& parts) {
+  FLUX_CHECK(granularity >= 0 && granularity <= static_cast<int>(gemm::Granularity::kBlock), granularity);
+  FLUX_CHECK(runtime::is_fp8(dtype_of(q)) && dtype_of(scale) == runtime::DType::kFloat32, granularity);
+  FLUX_CHECK(q.is_contiguous() && (!given.has_value() || granularity == 0), granularity);
+  const int64_t rows = q.numel() / q.size(q.dim() - 1);
   gemm::Quantized to;
-  std::optional<Tensor> scratch;
+  to.q = q.data_ptr();
+  to.given = static_cast<const float*>(address_of(given));
+  to.scale_stride = (rows + 3) / 4 * 4;
+  to.granularity = static_cast<gemm::Granularity>(granularity);
+  to.e5m2 = dtype_of(q) == runtime::DType::kE5M2;
+  to.ue8m0 = ue8m0;
+  const int64_t floats = parts.has_value() ? parts->numel() : 0;
+  FLUX_CHECK(!to.needs_all() || floats >= gemm::kPartsFloats, floats);
+  return to;
+}
 
-  // given: the scale to use for a whole tensor, or null.
-  Quantisation(const Tensor& q, const Tensor& scale, int64_t granularity, bool ue8m0, const void* given) {
-    FLUX_CHECK(granularity >= 0 && granularity <= static_cast<int>(gemm::Granularity::kBlock), granularity);
-    FLUX_CHECK(runtime::is_fp8(dtype_of(q)) && dtype_of(scale) == runtime::DType::kFloat32, granularity);
-    FLUX_CHECK(given == nullptr || granularity == 0, granularity);
-    const int64_t rows = q.numel() / q.size(q.dim() - 1);
-    to.q = q.data_ptr();
-    to.scales = static_cast<float*>(scale.data_ptr());
-    to.given = static_cast<const float*>(given);
-    to.scale_stride = (rows + 3) / 4 * 4;
-    to.granularity = static_cast<gemm::Granularity>(granularity);
-    to.e5m2 = dtype_of(q) == runtime::DType::kE5M2;
-    to.ue8m0 = ue8m0;
-    if (!to.needs_all()) return;
-    const std::vector<int64_t> floats = {gemm::kPartsFloats};
-    scratch = torch::stable::new_empty(scale, floats);
-    to.parts = static_cast<float*>(scratch->data_ptr());
-  }
-};
+// The same with other tensors.
+gemm::Quantized at(Addresses addresses, gemm::Quantized to) {
+  to.q = addresses[0];
+  to.scales = static_cast<float*>(addresses[1]);
+  to.given = static_cast<const float*>(addresses[2]);
+  to.parts = static_cast<float*>(addresses[3]);
+  return to;
+}
 
-// x, q: [..., columns], contiguous. static_scale: `scale` is given, and not written.
-void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8m0, bool static_scale) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  FLUX_CHECK(x.is_contiguous() && q.is_contiguous() && x.numel() == q.numel(), x.numel(), q.numel());
+// Kernels do not write a scale that is given. The caller gets it in a tensor of its own.
+void copy_given_scale(const gemm::Quantized& to, cudaStream_t stream) {
+  if (to.given == nullptr) return;
+  FLUX_CUDA_CHECK(cudaMemcpyAsync(to.scales, to.given, sizeof(float), cudaMemcpyDeviceToDevice, stream));
+}
+
+// x, q: [..., columns], contiguous.
+void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8m0,
+                 std::optional<Tensor> given, std::optional<Tensor> parts) {
+  FLUX_CHECK(x.is_contiguous() && x.numel() == q.numel(), x.numel(), q.numel());
   const int64_t columns = x.size(x.dim() - 1), rows = x.numel() / columns;
-  const Quantisation quantisation(q, scale, granularity, ue8m0, static_scale ? scale.data_ptr() : nullptr);
-  gemm::quantize({x.data_ptr(), rows, columns, columns}, dtype_of(x), x.dim() > 1 ? x.size(x.dim() - 2) : 1,
-                 quantisation.to, current_stream(x));
+  enqueue(x, {address_of(x), address_of(q), address_of(scale), address_of(given), address_of(parts)}, 0,
+          [rows, columns, dtype = dtype_of(x), height = x.dim() > 1 ? x.size(x.dim() - 2) : 1,
+           to = quantized(q, scale, granularity, ue8m0, given, parts)](Addresses a, uint32_t,
+                                                                       cudaStream_t stream) {
+            const gemm::Quantized written = at(a + 1, to);
+            copy_given_scale(written, stream);
+            gemm::quantize({a[0], rows, columns, columns}, dtype, height, written, stream);
+          });
 }
 
-// Of the norm, [m, n]. Launches with one are not kept: its tensors would be the first call's.
-std::optional<Quantisation> quantisation_of(const std::optional<Tensor>& q,
-                                            const std::optional<Tensor>& q_scale, int64_t granularity,
-                                            bool ue8m0, const std::optional<Tensor>& quant_scale,
-                                            const Tensor& norm) {
+// Of the norm, [m, n].
+gemm::Quantized quantized_norm(const std::optional<Tensor>& q, const std::optional<Tensor>& q_scale,
+                               int64_t granularity, bool ue8m0, const std::optional<Tensor>& given,
+                               const std::optional<Tensor>& parts, const Tensor& norm) {
   FLUX_CHECK(q.has_value() == q_scale.has_value(), q.has_value());
-  if (!q.has_value()) return std::nullopt;
-  FLUX_CHECK(keeper == nullptr, "a launch that quantises");
-  FLUX_CHECK(q->is_contiguous() && q->numel() == norm.numel(), q->numel());
-  return Quantisation(*q, *q_scale, granularity, ue8m0,
-                      quant_scale.has_value() ? quant_scale->data_ptr() : nullptr);
-}
-
-gemm::Quantized written_by(const std::optional<Quantisation>& quantisation) {
-  return quantisation.has_value() ? quantisation->to : gemm::Quantized();
+  if (!q.has_value()) return {};
+  FLUX_CHECK(q->numel() == norm.numel(), q->numel());
+  return quantized(*q, *q_scale, granularity, ue8m0, given, parts);
 }
 
 void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
@@ -178,36 +184,48 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                 std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
                 std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
                 std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
-                std::optional<Tensor> quant_scale) {
-  const auto quantisation = quantisation_of(q, q_scale, granularity, ue8m0, quant_scale, out);
+                std::optional<Tensor> quant_scale, std::optional<Tensor> parts) {
   enqueue(x,
           {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(residual),
-           address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w)},
+           address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w),
+           address_of(q), address_of(q_scale), address_of(quant_scale), address_of(parts)},
           0,
           [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
                             scales_of(x, scale_x, scale_w, fast)),
            &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
-           to = written_by(quantisation)](Addresses a, uint32_t, cudaStream_t stream) {
-            gemm_ar::gemm_ar(at(a, a + 7, args), {a[4], a[5], eps, a[6], to}, symm, mode, stream);
+           to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
+              Addresses a, uint32_t, cudaStream_t stream) {
+            const gemm::Quantized written = at(a + 9, to);
+            copy_given_scale(written, stream);
+            gemm_ar::gemm_ar(
+                at(a, a + 7, args),
+                {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = written},
+                symm, mode, stream);
           });
 }
 
 void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, int64_t mode,
                    std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double eps,
                    std::optional<Tensor> residual_out, std::optional<Tensor> q, std::optional<Tensor> q_scale,
-                   int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale) {
-  const auto quantisation = quantisation_of(q, q_scale, granularity, ue8m0, quant_scale, out);
+                   int64_t granularity, bool ue8m0, std::optional<Tensor> quant_scale,
+                   std::optional<Tensor> parts) {
   enqueue(x,
           {address_of(x), address_of(out), address_of(residual), address_of(norm_weight),
-           address_of(residual_out)},
+           address_of(residual_out), address_of(q), address_of(q_scale), address_of(quant_scale),
+           address_of(parts)},
           0,
           [x = matrix(x), out = matrix(out), dtype = dtype_of(x), &symm = symm_buffer_at(symm_buffer),
            num_sms = static_cast<int>(num_sms), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
-           to = written_by(quantisation)](Addresses a, uint32_t, cudaStream_t stream) {
-            gemm_ar::all_reduce(at(a[0], x), at(a[1], out), dtype, {a[2], a[3], eps, a[4], to}, symm, num_sms,
-                                mode, stream);
+           to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
+              Addresses a, uint32_t, cudaStream_t stream) {
+            const gemm::Quantized written = at(a + 5, to);
+            copy_given_scale(written, stream);
+            gemm_ar::all_reduce(
+                at(a[0], x), at(a[1], out), dtype,
+                {.residual = a[2], .norm_weight = a[3], .eps = eps, .sum_out = a[4], .quantized = written},
+                symm, num_sms, mode, stream);
           });
 }
 

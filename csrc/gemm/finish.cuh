@@ -391,7 +391,8 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     // Two vectors in flight (docs/design/decode.md#in-a-launch-of-its-own).
     const int parts = p.row_parts, count = x.m * parts;
     const bool one = shares.end - shares.first == 1 && shares.first + ctas >= count;
-    RowNorm<Element, kThreads> norm = {s.f, row_vectors, thread, spare, /*keeps=*/parts == 1 || one};
+    RowNorm<Element, kThreads> norm = {
+        .f = s.f, .row_vectors = row_vectors, .thread = thread, .spare = spare, .keeps = parts == 1 || one};
     const auto for_each_part = [&](auto use) {
       for_each_share([&](int share) {
         for (int i = share; i < count; i += ctas) {

@@ -5,9 +5,8 @@
 namespace flux::gemm {
 
 void gemm(const GemmArgs& args, cudaStream_t stream) {
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  const Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight, 1, num_sms};
-  const Choice choice = select(with_operands(problem, args), args.config);
+  const int num_sms = runtime::usable_sms(args.num_sms);
+  const Choice choice = select(problem_of(args, num_sms), args.config);
   if (args.is_fp8()) {
     gemm_fp8(args, choice, num_sms, stream);
     return;

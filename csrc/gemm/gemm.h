@@ -42,12 +42,16 @@ struct GemmArgs {
   runtime::DType weight_dtype() const { return is_fp8() ? runtime::DType::kE4M3 : dtype; }
 };
 
-// The problem, with what it depends on of the operands.
-inline Problem with_operands(Problem problem, const GemmArgs& args) {
-  if (!args.is_fp8()) return problem;
-  problem.operand_bytes = 1;
-  problem.promotes = args.scales.blocks || !args.scales.fast || args.scales.x_dtype == runtime::DType::kE5M2;
-  return problem;
+// The problem of a plain GEMM.
+inline Problem problem_of(const GemmArgs& args, int num_sms) {
+  const Scales& s = args.scales;
+  return {.m = args.m(),
+          .n = args.n(),
+          .k = args.k(),
+          .transpose_weight = args.transpose_weight,
+          .num_sms = num_sms,
+          .operand_bytes = args.is_fp8() ? 1 : 2,
+          .promotes = args.is_fp8() && (s.blocks || !s.fast || s.x_dtype == runtime::DType::kE5M2)};
 }
 
 // out = x * weight^T + bias, fp32 accumulation; of fp8 operands times their scales, before the bias. Rows 16-byte

@@ -21,6 +21,7 @@ namespace flux::gemm {
 //
 //   Params                                    argument of the kernels
 //   kThreads, kTiles                          threads of a CTA, number of tile shapes
+//   kStoresFloats                             whether results may be fp32
 //   smem_bytes(tile)                          shared memory of a CTA
 //   kernel<Element, kMajor, kTile>()          the instance, or null if there is none
 template <class Family>
@@ -36,10 +37,10 @@ class KernelTable {
     return table;
   }
 
-  // dtype: of the result; fp32 results come from the kernels for bf16.
+  // dtype: of the result. Results in fp32, if there are any, come from the kernels for bf16.
   Kernel get(runtime::DType dtype, bool transpose_weight, int tile) const {
-    if (dtype == runtime::DType::kFloat32) dtype = runtime::DType::kBFloat16;
-    const Kernel kernel = kernels_[static_cast<int>(dtype)][transpose_weight][tile];
+    const bool floats = Family::kStoresFloats && dtype == runtime::DType::kFloat32;
+    const Kernel kernel = kernels_[!floats && !runtime::is_bfloat16(dtype)][transpose_weight][tile];
     FLUX_CHECK(kernel != nullptr, "no kernel for tile", tile, "transposed", transpose_weight);
     return kernel;
   }

@@ -19,11 +19,12 @@ template <class Store, bool kFp8>
 struct GemmFamily {
   using Params = GemmParamsFor<kFp8, Store>;
   static constexpr int kThreads = kNumThreads, kTiles = kNumTileConfigs;
+  static constexpr bool kStoresFloats = kFp8 && !Store::kReduces && !Store::kExchanges;
   static constexpr int smem_bytes(int tile) { return gemm::smem_bytes(kTileConfigs[tile]); }
 
   template <class Element, Major kMajorB, int kTile>
   static constexpr auto kernel() -> void (*)(Params) {
-    static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize);
+    static_assert(kMaxPeers + 1 == runtime::kMaxWorldSize && kIsPossible<Store>);
     constexpr TileConfig kConfig = kTileConfigs[kTile];
     if constexpr (kConfig.is_fp8() != kFp8 || (Store::kSplitsK && !supports_split(kConfig)) ||
                   (Store::kExchanges && !supports_exchange(kConfig)) ||
@@ -83,8 +84,6 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
     params.scales = scale_params(args, kScaleBoxRows);
     FLUX_CHECK(tile.promotes() || !(params.scales.blocks || params.scales.e5m2), choice.config);
   }
-  FLUX_CHECK(args.dtype != runtime::DType::kFloat32 || (kFp8 && !Store::kReduces && !Store::kExchanges),
-             kFp8);
   // Results in fp32 are stored without it.
   params.d = args.dtype == runtime::DType::kFloat32
                  ? params.a

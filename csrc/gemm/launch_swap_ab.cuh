@@ -19,6 +19,7 @@ template <class Output, bool kFp8>
 struct SwapAbFamily {
   using Params = SwapAbParamsFor<kFp8, Output>;
   static constexpr int kThreads = kSwapAbThreads, kTiles = kNumSwapAbConfigs;
+  static constexpr bool kStoresFloats = kFp8 && Output::kStoresFloats;
   static constexpr int smem_bytes(int tile) { return swap_ab_smem_bytes(kSwapAbConfigs[tile]); }
 
   template <class Element, Major kMajorW, int kTile>

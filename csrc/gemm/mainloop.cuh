@@ -19,8 +19,9 @@ struct Operands {
 //   struct Row, Column         scales of x and of the weight that a thread needs for a k-block
 //   read(stage, block) -> Row  from shared memory, when the stage has arrived; or where they are
 //   kReadsLate                 add() still reads the stage
-//   load(k_block) -> Column    from global memory, a k-block ahead
-//   add(product, row, column)
+//   load(k_block) -> Column    while the k-block is multiplied
+//   kColumnParts               parts of the columns that are multiplied and promoted one after the other
+//   add(product, row, column, part)
 struct NoPromotion {
   static constexpr bool kPromotes = false;
 };
@@ -42,37 +43,41 @@ FLUX_DEVICE void fence_operands(float (&d)[kAccumulators]) {
 template <class Mma, int kStepA, int kStepB, int kBlocks = 1, bool kReleasesEarly = false, class Ring,
           class Full, class GetOperands, class Release, class Promotion = NoPromotion>
 FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulators], const Full& full,
-                          const GetOperands& operands, const Release& release,
-                          const Promotion& promotion = {}) {
-  const auto step_through = [&](int block, bool adds) {
-    const Operands at = operands(ring.index, block);
+                          const GetOperands& operands, const Release& release, Promotion promotion = {}) {
+  const auto step_through = [&](int block, bool adds, int part_bytes = 0) {
+    Operands at = operands(ring.index, block);
+    at.b += part_bytes >> 4;
 #pragma unroll
     for (int k = 0; k < kBlockBytes / 32; ++k) {
       Mma::step(at.a + k * (kStepA >> 4), at.b + k * (kStepB >> 4), d, adds || k > 0);
     }
   };
   if constexpr (Promotion::kPromotes) {
+    constexpr int kParts = Promotion::kColumnParts;
+    constexpr int kPartBytes = 2 * Mma::kAccumulators * kBlockBytes;
     // Nothing is multiplied while a warpgroup promotes, but another one may be.
-    typename Promotion::Column next = promotion.load(0);
 #pragma unroll 1
     for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
       ptx::mbarrier_wait(full(ring.index), ring.phase);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const typename Promotion::Row row = promotion.read(ring.index, block);
-        const typename Promotion::Column column = next;
-        cute::warpgroup_arrive();
-        step_through(block, /*adds=*/false);
-        cute::warpgroup_commit_batch();
-        next = promotion.load(stage * kBlocks + block + 1);
-        cute::warpgroup_wait<0>();
-        fence_operands(d);
-        if constexpr (Promotion::kReadsLate) promotion.add(d, row, column);
-        if (block == kBlocks - 1) {
-          __syncwarp();  // one lane releases the stage that all lanes have read scales from
-          release(ring.index);
+        typename Promotion::Column column;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          cute::warpgroup_arrive();
+          step_through(block, /*adds=*/false, part * kPartBytes);
+          cute::warpgroup_commit_batch();
+          if (part == 0) column = promotion.load(stage * kBlocks + block);
+          cute::warpgroup_wait<0>();
+          fence_operands(d);
+          if constexpr (Promotion::kReadsLate) promotion.add(d, row, column, part);
+          if (block == kBlocks - 1 && part == kParts - 1) {
+            __syncwarp();  // one lane releases the stage that all lanes have read scales from
+            release(ring.index);
+          }
+          if constexpr (!Promotion::kReadsLate) promotion.add(d, row, column, part);
         }
-        if constexpr (!Promotion::kReadsLate) promotion.add(d, row, column);
       }
     }
   } else {
@@ -115,8 +120,7 @@ struct Fp8Pairs {
 template <class Pairs, int kN, int kBlocks = 1, class Ring, class Full, class GetOperands, class Release,
           class Promotion>
 FLUX_DEVICE void multiply_fp8(bool e5m2, Ring& ring, int num_stages, float (&d)[kN / 2], const Full& full,
-                              const GetOperands& operands, const Release& release,
-                              const Promotion& promotion) {
+                              const GetOperands& operands, const Release& release, Promotion promotion) {
   if (e5m2) {
     multiply<Wgmma<typename Pairs::OfE5M2, kN, Major::K, Major::K>, 32, 32, kBlocks>(
         ring, num_stages, d, full, operands, release, promotion);

@@ -76,6 +76,12 @@ struct BlockScaleSource {
   int row, first_block;
 };
 
+// Tiles travel, or rows of x, or rows of the product: the kernel has no code for two of them. With split K every CTA of
+// a cluster would add the peers' contributions.
+template <class Store>
+constexpr bool kIsPossible =
+    Store::kReduces + Store::kGathers + Store::kExchanges <= 1 && !(Store::kSplitsK && Store::kReduces);
+
 // Base of Store policies that neither send tiles nor add peers' contributions to them.
 template <class Params, class Call>
 struct KeepsTiles {

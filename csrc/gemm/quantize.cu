@@ -139,52 +139,59 @@ QuantizeParams params_of(const runtime::Matrix& x, int64_t height, const Quantiz
   FLUX_CHECK(x.columns % kVector == 0 && x.row_stride == x.columns, x.columns, x.row_stride);
   FLUX_CHECK(height > 0 && x.rows % height == 0, x.rows, height);
   FLUX_CHECK(x.rows * (x.columns / kGroupVectors / kVector + 1) < INT32_MAX / 2, x.rows, x.columns);
-  return {static_cast<const uint4*>(x.data), x.rows, height, static_cast<int>(x.columns / kVector), to};
+  return {.x = static_cast<const uint4*>(x.data),
+          .rows = x.rows,
+          .height = height,
+          .vectors = static_cast<int>(x.columns / kVector),
+          .to = to};
 }
 
 // `threads`: as many as can be of use.
 void launch(Kernel kernel, const QuantizeParams& params, int64_t threads, int64_t most_ctas,
-            cudaStream_t stream) {
+            cudaStream_t stream, bool early = true) {
   prepare_quantize();
   const int64_t ctas = std::min((threads + kThreads - 1) / kThreads, most_ctas);
-  runtime::Launch(static_cast<int>(ctas), kThreads, 0, stream).early_start(true).run(kernel, params);
+  runtime::Launch(static_cast<int>(ctas), kThreads, 0, stream).early_start(early).run(kernel, params);
 }
 
-bool is_bfloat16(runtime::DType dtype) { return dtype == runtime::DType::kBFloat16; }
-
-int64_t most_ctas() { return static_cast<int64_t>(kCtasPerSm) * runtime::num_sms(); }
+int64_t most_ctas(int num_sms) { return static_cast<int64_t>(kCtasPerSm) * num_sms; }
 
 }  // namespace
 
-void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to,
+void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to, int num_sms,
                          cudaStream_t stream) {
   const QuantizeParams params = params_of(x, x.rows, to);
-  const auto kernel = is_bfloat16(dtype) ? quantize_tensor<__nv_bfloat16> : quantize_tensor<__half>;
-  launch(kernel, params, params.rows * params.vectors, most_ctas(), stream);
+  const auto kernel = runtime::is_bfloat16(dtype) ? quantize_tensor<__nv_bfloat16> : quantize_tensor<__half>;
+  // CTAs that start early wait on their SMs. If those are not all the launch's own, the kernel before it may wait for
+  // peers that need them.
+  launch(kernel, params, params.rows * params.vectors, most_ctas(num_sms), stream,
+         runtime::may_start_early(num_sms));
 }
 
 void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, const Quantized& to,
               cudaStream_t stream) {
   const QuantizeParams params = params_of(x, height, to);
   const int64_t vectors = params.rows * params.vectors;
+  const int num_sms = runtime::num_sms();
   FLUX_CHECK(vectors > 0, x.rows, x.columns);
   if (to.granularity == Granularity::kTensor) {
     if (to.needs_all()) {
-      const auto kernel = is_bfloat16(dtype) ? largest_of_tensor<__nv_bfloat16> : largest_of_tensor<__half>;
-      launch(kernel, params, vectors, std::min<int64_t>(most_ctas(), kMaxParts), stream);
+      const auto kernel =
+          runtime::is_bfloat16(dtype) ? largest_of_tensor<__nv_bfloat16> : largest_of_tensor<__half>;
+      launch(kernel, params, vectors, std::min<int64_t>(most_ctas(num_sms), kMaxParts), stream);
     }
-    quantize_with_parts(x, dtype, to, stream);
+    quantize_with_parts(x, dtype, to, num_sms, stream);
     return;
   }
-  const auto kernel =
-      is_bfloat16(dtype) ? kernel_of<__nv_bfloat16>(to.granularity) : kernel_of<__half>(to.granularity);
+  const auto kernel = runtime::is_bfloat16(dtype) ? kernel_of<__nv_bfloat16>(to.granularity)
+                                                  : kernel_of<__half>(to.granularity);
   const int groups = ceil_div(params.vectors, kGroupVectors);
   const int64_t threads =
       to.granularity == Granularity::kToken ? params.rows * kThreads
       : to.granularity == Granularity::kGroup
           ? params.rows * groups * kGroupVectors
           : params.rows / height * ceil_div(static_cast<int>(height), kBlockRows) * groups * kThreads;
-  launch(kernel, params, threads, most_ctas(), stream);
+  launch(kernel, params, threads, most_ctas(num_sms), stream);
 }
 
 void prepare_quantize() {

@@ -16,7 +16,7 @@ void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, co
               cudaStream_t stream);
 
 // Quantises with the scale of a whole tensor, whose parts an earlier launch on the stream has left.
-void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to,
+void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Quantized& to, int num_sms,
                          cudaStream_t stream);
 
 // Loads every kernel of this file.

@@ -24,10 +24,27 @@ struct ScaleParams {
 // The row in a warpgroup's half tile of this thread's first accumulators; those of the row eight below come next.
 FLUX_DEVICE int first_row_of_thread() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
-// Columns that share a scale of the weight, if a tile can begin within a block of them.
-constexpr int kScalePart = 32;
+// Columns of a tile that share a scale of the weight, wherever in a block of them the tile can begin.
 template <int kBlockN>
-constexpr int kScaleParts = kScaleBlock % kBlockN == 0 ? 1 : kBlockN / kScalePart;
+constexpr int kScalePart = kScaleBlock % kBlockN == 0   ? kBlockN
+                           : kBlockN % kScaleBlock == 0 ? kScaleBlock
+                                                        : 32;
+template <int kBlockN>
+constexpr int kScaleParts = kBlockN / kScalePart<kBlockN>;
+
+// Scales of the weight along K. A warp loads those of 32 k-blocks at once, one a lane. If all lanes loaded the same one,
+// ptxas would move it to a uniform register as it arrives, and wait for it before the wgmmas.
+struct WeightScales {
+  const float* first;  // null: one
+  int last_block;      // of this CTA
+  float held = 1.0f;
+
+  FLUX_DEVICE float at(int k_block) {
+    if (first == nullptr) return 1.0f;
+    if (k_block % 32 == 0) held = __ldg(first + min(k_block + static_cast<int>(ptx::lane()), last_block));
+    return __shfl_sync(~0u, held, k_block % 32);
+  }
+};
 
 // Promotes the k-blocks of a half tile: 64 rows of x and kBlockN columns, in kParts parts of the same width. A tile has
 // columns of at most two blocks of the weight's scales. Scales that are not of blocks are one here.
@@ -35,55 +52,61 @@ template <int kBlockN, int kParts, class Smem>
 struct TilePromotion {
   static constexpr bool kPromotes = true, kReadsLate = false;
   static constexpr int kAccumulators = kBlockN / 2;
+  static constexpr int kColumnParts = column_parts(Smem::kTile);
+  static constexpr int kProducts = kAccumulators / kColumnParts;
 
   float (&sums)[kAccumulators];
   const Smem& smem;
-  bool has_rows;        // scales of x come with the stages
-  int row;              // of the staged scales, of this thread's first accumulators
-  const float* weight;  // scales of the tile's first columns, or null
-  int to_second;        // from there to those of the columns behind the boundary
-  int boundary;         // the first part behind it
-  int last_block;       // of this CTA
+  bool has_rows;                // scales of x come with the stages
+  int row;                      // of the staged scales, of this thread's first accumulators
+  WeightScales before, behind;  // scales of the columns before and behind the boundary
+  int boundary;                 // the first part behind it
 
   struct Row {
     float first, second;
   };
+  // Of the columns of a part before and behind the boundary.
   struct Column {
-    float first, second;
+    float before, behind;
   };
   FLUX_DEVICE Row read(int stage, int) const {
     if (!has_rows) return {1.0f, 1.0f};
     const uint32_t scales = smem.scales(stage) + row * 4;
     return {__uint_as_float(ptx::load_shared(scales)), __uint_as_float(ptx::load_shared(scales + 8 * 4))};
   }
-  FLUX_DEVICE Column load(int k_block) const {
-    if (weight == nullptr) return {1.0f, 1.0f};
-    const float* const at = weight + min(k_block, last_block);
-    const float first = __ldg(at);
-    return {first, kParts > 1 ? __ldg(at + to_second) : first};
+  FLUX_DEVICE Column load(int k_block) {
+    const float of_first = before.at(k_block);
+    return {of_first, kParts > 1 ? behind.at(k_block) : of_first};
   }
-  FLUX_DEVICE void add(const float (&product)[kAccumulators], const Row& x, const Column& w) const {
-    constexpr int kEach = kAccumulators / kParts;
+  FLUX_DEVICE void add(const float (&product)[kProducts], const Row& x, const Column& w,
+                       int column_part) const {
+    static_assert(kParts == 1 || kParts % kColumnParts == 0);
+    constexpr int kScaled = kParts == 1 ? 1 : kParts / kColumnParts, kEach = kProducts / kScaled;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float column = kParts == 1 || part < boundary ? w.first : w.second;
+    for (int part = 0; part < kScaled; ++part) {
+      const float column = kParts == 1 || column_part * kScaled + part < boundary ? w.before : w.behind;
       const float factors[2] = {x.first * column, x.second * column};
 #pragma unroll
-      for (int i = part * kEach; i < (part + 1) * kEach; ++i) sums[i] += product[i] * factors[i / 2 % 2];
+      for (int i = part * kEach; i < (part + 1) * kEach; ++i) {
+        sums[column_part * kProducts + i] += product[i] * factors[i / 2 % 2];
+      }
     }
   }
 };
 
-// Where the block scales of a tile's columns are. `k_blocks`: of the whole problem.
+// Where the block scales of a tile's columns are. `k_blocks`: of the whole problem. `part`: of a CTA's k-blocks.
+template <int kBlockN>
 struct ColumnScales {
-  const float* first;
-  int to_second, boundary;
+  WeightScales before, behind;
+  int boundary;
 
-  FLUX_DEVICE ColumnScales(const ScaleParams& s, int first_column, int n, int k_blocks) {
+  template <class Part>
+  FLUX_DEVICE ColumnScales(const ScaleParams& s, int first_column, int n, int k_blocks, const Part& part) {
     const int block = first_column / kScaleBlock, last = (n - 1) / kScaleBlock;
-    first = s.weight + static_cast<int64_t>(block) * k_blocks;
-    to_second = block < last ? k_blocks : 0;
-    boundary = (kScaleBlock - first_column % kScaleBlock) / kScalePart;
+    const float* const first = s.weight + static_cast<int64_t>(block) * k_blocks + part.first_block;
+    before = {s.blocks ? first : nullptr, part.num_blocks - 1};
+    behind = {s.blocks ? first + (block < last ? k_blocks : 0) : nullptr, part.num_blocks - 1};
+    boundary = (kScaleBlock - first_column % kScaleBlock) / kScalePart<kBlockN>;
   }
 };
 
@@ -92,25 +115,21 @@ struct ColumnScales {
 template <int kRows, int kBlocks, int kScaleBytes>
 struct SwapAbPromotion {
   static constexpr bool kPromotes = true, kReadsLate = true;
-  static constexpr int kAccumulators = kRows / 2;
+  static constexpr int kAccumulators = kRows / 2, kColumnParts = 1;
 
   float (&sums)[kAccumulators];
-  uint32_t scales;      // of this thread's first row, in the first stage
-  const float* weight;  // null: no block scales
-  int last_block;
-
+  uint32_t scales;  // of this thread's first row, in the first stage
+  WeightScales weight;
   using Row = uint32_t;  // address
   using Column = float;
   FLUX_DEVICE Row read(int stage, int block) const {
     return scales + (stage * kBlocks + block) * kScaleBytes;
   }
-  FLUX_DEVICE Column load(int k_block) const {
-    return weight == nullptr ? 1.0f : __ldg(weight + min(k_block, last_block));
-  }
-  FLUX_DEVICE void add(const float (&product)[kAccumulators], Row x, Column w) const {
+  FLUX_DEVICE Column load(int k_block) { return weight.at(k_block); }
+  FLUX_DEVICE void add(const float (&product)[kAccumulators], Row x, Column w, int) const {
 #pragma unroll
     for (int i = 0; i < kAccumulators; i += 4) {
-      const float2 pair = weight == nullptr ? float2{1.0f, 1.0f} : ptx::load_shared_pair(x + i * 8);
+      const float2 pair = weight.first == nullptr ? float2{1.0f, 1.0f} : ptx::load_shared_pair(x + i * 8);
       const float factors[2] = {pair.x * w, pair.y * w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[i + j] += product[i + j] * factors[j % 2];
@@ -119,27 +138,33 @@ struct SwapAbPromotion {
 };
 
 // Applies the scales of rows and columns to the sums of a half tile. `x`: the scale of its first row; it has `rows` rows.
+// A warp loads each scale of a column once, and all of them before it needs the first: lane i loads those of the columns
+// that lane i % 4 has in the groups of eight columns i / 4, i / 4 + 8, ...
 template <int kAccumulators>
 FLUX_DEVICE void scale_sums(const ScaleParams& s, const float* x, int rows, int first_column, int n,
                             float (&d)[kAccumulators]) {
   if (s.blocks) return;
-  float of_rows[2];
+  constexpr int kGroups = kAccumulators / 4, kLoads = (kGroups + 7) / 8;
+  const int lane = static_cast<int>(ptx::lane());
+  float of_rows[2], left[kLoads], right[kLoads];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row_of_thread() + half * 8;
     of_rows[half] = row < rows ? x[row * s.x_step] : 0.0f;
   }
 #pragma unroll
-  for (int i = 0; i < kAccumulators; i += 4) {
-    const int column = first_column + i * 2 + threadIdx.x % 4 * 2;
-    if (column >= n) break;
-    const float left = __ldg(s.weight + column * s.weight_step);
-    const float right = __ldg(s.weight + (column + 1) * s.weight_step);
+  for (int load = 0; load < kLoads; ++load) {
+    const int column = first_column + (load * 8 + lane / 4) * 8 + lane % 4 * 2;
+    left[load] = column < n ? __ldg(s.weight + column * s.weight_step) : 0.0f;
+    right[load] = column < n ? __ldg(s.weight + (column + 1) * s.weight_step) : 0.0f;
+  }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      d[i + half * 2] *= of_rows[half] * left;
-      d[i + half * 2 + 1] *= of_rows[half] * right;
-    }
+  for (int group = 0; group < kGroups; ++group) {
+    const int source = group % 8 * 4 + lane % 4;
+    const float of_columns[2] = {__shfl_sync(~0u, left[group / 8], source),
+                                 __shfl_sync(~0u, right[group / 8], source)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[group * 4 + i] *= of_rows[i / 2] * of_columns[i % 2];
   }
 }
 

@@ -14,8 +14,10 @@ constexpr double kTileUs = 0.3;      // between two mainloops
 constexpr double kKblockUs = 0.031;  // per k-block, for any width: loads of A, mbarriers
 constexpr double kMathUs = 0.0023;   // per k-block and column of a tile: 4 cycles at about 1.75 GHz
 constexpr double kL2Us = 0.0019;     // per k-block and KB of operands from the L2
-// Per k-block and column whose product is promoted. Not fitted: from published speeds (docs/design/fp8.md#cost-model).
-constexpr double kPromoteUs = 0.0007;
+// fp8, fitted on one GPU: 8 problems, 16 candidates each (docs/design/fp8.md#cost-model). Operands from the L2 compete
+// with more of them at a time, because a k-block has as many bytes and half the time of one of 16 bits for its columns.
+constexpr double kFp8L2Us = 0.0035;
+constexpr double kPromoteUs = 0.07;  // per k-block
 // Slowdown with every SM busy, because the GPU then runs at its power limit. SMs that idle in a partial last wave
 // let the others run faster. Factors from 1.04 to 1.10 give equally good choices.
 constexpr double kPower = 1.08;
@@ -55,7 +57,7 @@ constexpr double kPairMemory = 1.16;        // factor of the memory time: a pair
 constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
 constexpr double kSwapAbTileUs = 0.9;       // at the end of a mainloop
 constexpr double kMeetRowUs = 0.016;        // to combine partial tiles in distributed shared memory, per row
-constexpr double kPromoteSwapAbUs = 0.03;   // to promote a k-block; not fitted
+constexpr double kPromoteRowUs = 0.0017;    // to promote a k-block, per row of the tile
 constexpr double kWideUs = 0.295;           // for each doubling of a cluster beyond two CTAs
 // The share of the SMs that clusters of four or eight CTAs can use. A cluster must fit into one group of SMs (GPC),
 // and the SMs left over in a group hold no further cluster. Pairs can use all SMs.
@@ -142,8 +144,9 @@ std::string config_name(int config, Cluster cluster) {
   return name;
 }
 
-double k_block_us(int block_n, double kbytes, bool promotes) {
-  return kKblockUs + (kMathUs + (promotes ? kPromoteUs : 0.0)) * block_n + kL2Us * kbytes;
+double k_block_us(const TileConfig& tile, double kbytes) {
+  return kKblockUs + kMathUs * tile.block_n + (tile.is_fp8() ? kFp8L2Us : kL2Us) * kbytes +
+         (tile.promotes() ? kPromoteUs : 0.0);
 }
 
 double model_time_us(const Problem& p, int config, Cluster cluster) {
@@ -162,7 +165,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double ctas_per_tile = order.num_clusters() * order.cluster_size() / useful_ctas;
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
-  const double block_us = k_block_us(tile.block_n, kbytes, tile.promotes());
+  const double block_us = k_block_us(tile, kbytes);
   const bool sends = p.world_size > 1 && !p.gathers;
   const double fetched =
       static_cast<double>(kAccumulatorBytes) * kBlockM * tile.block_n * (split - 1) / split;
@@ -222,7 +225,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
   // Loads continue while a tile ends, but not for as long as combining partial tiles three times takes.
   const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
-  const double block_us = block.us + block.row_us * tile.rows + (tile.is_fp8 ? kPromoteSwapAbUs : 0.0);
+  const double block_us = block.us + (block.row_us + (tile.is_fp8 ? kPromoteRowUs : 0.0)) * tile.rows;
   const double math_us = rounds * (k_blocks * block_us + end_us);
   const double load_us = std::max(static_cast<double>(rounds) * k_blocks * l2_us, weight_us) + ends * end_us;
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);

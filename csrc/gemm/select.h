@@ -13,7 +13,7 @@ namespace flux::gemm {
 struct Problem {
   int m, n, k;            // the GEMM of this rank: [m, k] x [k, n]
   bool transpose_weight;  // weight stored as [K, N]
-  int world_size;         // 1: plain GEMM; else rows are world_size shards, and tiles of other shards travel
+  int world_size = 1;     // 1: plain GEMM; else rows are world_size shards, and tiles of other shards travel
   int num_sms;
   bool gathers = false;      // rows of x travel instead of tiles; results stay local
   bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it
@@ -55,7 +55,7 @@ std::string swap_ab_name(int config, int split, int sharers);
 
 // Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. K-blocks of both
 // kinds of operands have the same bytes and take the tensor cores as long.
-double k_block_us(int block_n, double kbytes, bool promotes = false);
+double k_block_us(const TileConfig& tile, double kbytes);
 
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);

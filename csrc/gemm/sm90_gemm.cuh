@@ -247,23 +247,23 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       } else {
         const Source x = Store::source(params, call, tile);
         if constexpr (kTile.promotes()) {
-          float products[kAccumulators];
+          constexpr int kPartN = kBlockN / column_parts(kTile);
+          float products[kPartN / 2];
 #pragma unroll
           for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
-          const ColumnScales columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks);
-          const bool blocks = params.scales.blocks;
+          const ColumnScales<kBlockN> columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks,
+                                              part);
           const int before = Store::block_scales(params, call, tile, x).row % kScaleAlignment;
           const TilePromotion<kBlockN, kScaleParts<kBlockN>, Shared> promotion = {
               d,
               smem,
-              blocks,
+              params.scales.blocks,
               before + warpgroup * 64 + first_row_of_thread(),
-              blocks ? columns.first + part.first_block : nullptr,
-              columns.to_second,
-              columns.boundary,
-              part.num_blocks - 1};
-          multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kBlockN>(params.scales.e5m2, ring, part.num_blocks,
-                                                                products, full, operands, release, promotion);
+              columns.before,
+              columns.behind,
+              columns.boundary};
+          multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kPartN>(params.scales.e5m2, ring, part.num_blocks,
+                                                               products, full, operands, release, promotion);
         } else {
           using Mma = Wgmma<E4M3xE4M3, kBlockN, Major::K, Major::K>;
           multiply<Mma, 32, 32>(ring, part.num_blocks, d, full, operands, release);

@@ -13,6 +13,7 @@
 //
 //   struct Params
 //   begin(params) -> Call
+//   kStoresFloats                                     whether fp8 kernels can also store fp32 results
 //   bias(params)                                      bias to add to the product, or null
 //   store(params, call, row, column, v)               stores eight columns of a row of the local product
 //   finish<Element>(params, call, box, spare)         called by both warpgroups after all tiles
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         const int column = tile / m_tiles * kSwapAbN, first = first_block * kTile.k_blocks;
         const float* const weight = params.scales.weight + column / kScaleBlock * params.k_blocks + first;
         const SwapAbPromotion<kRows, kTile.k_blocks, kScaleBytes> promotion = {
-            d, scales + lane % 4 * 8, params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first};
+            d, scales + lane % 4 * 8, {params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first}};
         multiply_fp8<Fp8Pairs<E4M3xE4M3, E4M3xE5M2>, kRows, kTile.k_blocks>(
             params.scales.e5m2, ring, num_blocks, products, full, operands, release, promotion);
         scale_swapped_sums(params.scales, row_of(tile) + lane % 4 * 2, params.m,
@@ -338,6 +339,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
 // Stores the product locally: plain GEMM.
 struct LocalOutput {
+  static constexpr bool kStoresFloats = true;
   struct Params {
     void* out;
     const void* bias;
@@ -359,6 +361,7 @@ struct LocalOutput {
 
 // Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
+  static constexpr bool kStoresFloats = false;
   using Params = ExchangeParams;
   using Call = sync::Call;
   FLUX_DEVICE static Call begin(const Params& p) { return begin_exchange(p.symm); }

@@ -63,6 +63,8 @@ constexpr TileConfig kTileConfigs[] = {
     {13, 128, 5, 64, 4, Arithmetic::kFast},
     {14, 256, 4, 64, 2, Arithmetic::kFast},
     {15, 256, 3, 64, 5, Arithmetic::kFast},
+    {16, 256, 4, 32, 3, Arithmetic::kPromoted},
+    {17, 256, 3, 64, 4, Arithmetic::kPromoted},
 };
 // clang-format on
 constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
@@ -143,8 +145,10 @@ struct SpareMemory {
 };
 
 // Width of the panels a finished tile is stored in; 64 columns are one 128-byte swizzle row.
-constexpr int panel_n(const TileConfig& c) {
-  return c.block_n % 64 == 0 ? 64 : c.block_n % 32 == 0 ? 32 : 16;
-}
+constexpr int panel_n(const TileConfig& c) { return c.slab_n % 64 == 0 ? 64 : c.slab_n % 32 == 0 ? 32 : 16; }
+
+// Parts of the columns of a tile that promotes. They are multiplied one after the other, so that the registers for the
+// product of one part are enough.
+constexpr int column_parts(const TileConfig& c) { return c.promotes() && c.block_n > 160 ? 2 : 1; }
 
 }  // namespace flux::gemm

@@ -25,8 +25,13 @@ gemm::Finish finish_of(const void* bias, const Extras& extras, const runtime::Ma
   FLUX_CHECK(q.q == nullptr || extras.norm_weight != nullptr, out.rows);
   FLUX_CHECK(q.granularity != gemm::Granularity::kBlock && !q.e5m2, static_cast<int>(q.granularity), q.e5m2);
   FLUX_CHECK(!q.needs_all() || num_sms <= gemm::kMaxParts, num_sms);
-  return {bias, extras.residual, extras.norm_weight, extras.eps, const_cast<void*>(out.data), extras.sum_out,
-          q};
+  return {.bias = bias,
+          .residual = extras.residual,
+          .norm_weight = extras.norm_weight,
+          .eps = extras.eps,
+          .out = const_cast<void*>(out.data),
+          .sum_out = extras.sum_out,
+          .quantized = q};
 }
 
 // How a launch orders and divides its sums. The same on all ranks, so `num_sms` must be.
@@ -62,7 +67,7 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
   SumParams params = {exchange, matrix, exchange.exchange.n};
   params.exchange.rows_at_once = 1;  // these kernels send the matrix from its first row to its last
   runtime::Exchange& x = params.exchange.exchange;
-  const bool is_bfloat16 = dtype == runtime::DType::kBFloat16, norms = exchange.finish.norm_weight;
+  const bool is_bfloat16 = runtime::is_bfloat16(dtype), norms = exchange.finish.norm_weight;
   const int64_t vectors = static_cast<int64_t>(x.m) * x.n / runtime::Exchange::kVector;
   if (norms) {
     x = runtime::make_row_exchange(x.m, x.n, x.world_size, x.mode);
@@ -82,9 +87,9 @@ void launch_sum(const gemm::ExchangeParams& exchange, const void* matrix, runtim
 
 void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& exchange, int num_sms,
                       cudaStream_t stream) {
-  const gemm::Problem problem = {args.m(), args.n(), args.k(), args.transpose_weight,
-                                 1,        num_sms,  false,    /*all_reduced=*/true};
-  const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
+  gemm::Problem problem = gemm::problem_of(args, num_sms);
+  problem.all_reduced = true;
+  const gemm::Choice choice = gemm::select(problem, args.config);
   gemm::ExchangeParams params = exchange;
   plan_sums(args, choice, num_sms, params);
   if (args.is_fp8() && choice.sums_in_launch) {
@@ -108,28 +113,28 @@ void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& ex
 }
 
 // A scale of the whole tensor depends on rows of all CTAs, so it takes a launch of its own.
-void quantize_rest(const runtime::Matrix& norm, runtime::DType dtype, const gemm::Quantized& to,
+void quantize_rest(const runtime::Matrix& norm, runtime::DType dtype, const gemm::Quantized& to, int num_sms,
                    cudaStream_t stream) {
-  if (to.needs_all()) gemm::quantize_with_parts(norm, dtype, to, stream);
+  if (to.needs_all()) gemm::quantize_with_parts(norm, dtype, to, num_sms, stream);
 }
 
 }  // namespace
 
 void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::SymmBuffer& symm,
              runtime::Exchange::Mode mode, cudaStream_t stream) {
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const int num_sms = runtime::usable_sms(args.num_sms);
   FLUX_CHECK(mode != runtime::Exchange::Mode::kScatter, args.m());
   const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
   FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
   const gemm::Finish finish = finish_of(args.bias, extras, args.out, num_sms);
   multiply_and_sum(args, {symm, exchange, finish, runtime::kGemmAr}, num_sms, stream);
-  quantize_rest(args.out, args.dtype, extras.quantized, stream);
+  quantize_rest(args.out, args.dtype, extras.quantized, num_sms, stream);
 }
 
 void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::DType dtype,
                 const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
                 runtime::Exchange::Mode mode, cudaStream_t stream) {
-  if (num_sms <= 0) num_sms = runtime::num_sms();
+  num_sms = runtime::usable_sms(num_sms);
   FLUX_CHECK(x.row_stride == x.columns && out.row_stride == out.columns, x.row_stride, out.row_stride);
   const runtime::Exchange exchange = checked_exchange(x.rows, x.columns, symm, mode);
   const bool scatters = mode == runtime::Exchange::Mode::kScatter;
@@ -139,7 +144,7 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
   const gemm::Finish finish = finish_of(/*bias=*/nullptr, extras, out, num_sms);
   launch_sum({symm, exchange, finish, scatters ? runtime::kReduceScatter : runtime::kAllReduce}, x.data,
              dtype, num_sms, stream);
-  quantize_rest(out, dtype, extras.quantized, stream);
+  quantize_rest(out, dtype, extras.quantized, num_sms, stream);
 }
 
 void prepare() {

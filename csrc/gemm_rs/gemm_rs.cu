@@ -35,10 +35,10 @@ void send_staged(const runtime::SymmBuffer& symm, const Layout& layout, const Ch
 void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const Transport& transport,
              bool rounds_own, cudaStream_t stream) {
   FLUX_CHECK(symm.world_size >= 2, symm.world_size);
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  const gemm::Problem problem = {args.m(),        args.n(), args.k(), args.transpose_weight,
-                                 symm.world_size, num_sms};
-  const gemm::Choice choice = gemm::select(gemm::with_operands(problem, args), args.config);
+  const int num_sms = runtime::usable_sms(args.num_sms);
+  gemm::Problem problem = gemm::problem_of(args, num_sms);
+  problem.world_size = symm.world_size;
+  const gemm::Choice choice = gemm::select(problem, args.config);
   const Layout layout = make_layout(args.m(), args.n(), symm.world_size, gemm::kTileConfigs[choice.config]);
   FLUX_CHECK(args.m() % symm.world_size == 0, args.m(), symm.world_size);
   FLUX_CHECK(layout.slot_bytes() <= symm.slot_bytes, layout.slot_bytes(), symm.slot_bytes);
@@ -52,9 +52,15 @@ void gemm_rs(const gemm::GemmArgs& args, const runtime::SymmBuffer& symm, const 
   const gemm::TileOrder order = make_order(layout, symm.rank, choice.cluster, choice.group_m, copied);
   const Pace pace =
       make_pace(order, gemm::ceil_div(args.k(), gemm::kTileConfigs[choice.config].block_k()), num_sms);
-  const SlotStore::Params store = {
-      symm,           layout,   pace,      transport.copy_epoch, chunks, transport.staging,
-      rows_per_shard, args.n(), rounds_own};
+  const SlotStore::Params store = {.symm = symm,
+                                   .layout = layout,
+                                   .pace = pace,
+                                   .epoch = transport.copy_epoch,
+                                   .chunks = chunks,
+                                   .staging = transport.staging,
+                                   .rows_per_shard = rows_per_shard,
+                                   .n = args.n(),
+                                   .rounds_own = rounds_own};
   if (args.is_fp8()) {
     launch_fp8(args, choice, order, rows_per_shard, num_sms, store, stream);
   } else {

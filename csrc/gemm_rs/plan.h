@@ -78,14 +78,19 @@ inline Pace make_pace(const gemm::TileOrder& order, int k_blocks, int num_sms) {
 
 FLUX_HD Layout make_layout(int m, int n, int world_size, const gemm::TileConfig& config) {
   const int rows = m / world_size;
-  return {(rows + gemm::kBlockM - 1) / gemm::kBlockM, (n + config.block_n - 1) / config.block_n,
+  return {gemm::ceil_div(rows, gemm::kBlockM), gemm::ceil_div(n, config.block_n),
           gemm::kBlockM * config.block_n * gemm::kResultBytes, world_size};
 }
 
 FLUX_HD gemm::TileOrder make_order(const Layout& layout, int rank, gemm::Cluster cluster, int group_m,
                                    bool copied = false) {
-  const gemm::Peers peers = copied ? gemm::Peers::kOneByOne : gemm::Peers::kTakeTurns;
-  return {layout.m_tiles, layout.n_tiles, layout.world_size, rank, cluster, group_m, peers};
+  return {.m_tiles = layout.m_tiles,
+          .n_tiles = layout.n_tiles,
+          .world_size = layout.world_size,
+          .rank = rank,
+          .cluster = cluster,
+          .group_m = group_m,
+          .peers = copied ? gemm::Peers::kOneByOne : gemm::Peers::kTakeTurns};
 }
 
 }  // namespace flux::gemm_rs

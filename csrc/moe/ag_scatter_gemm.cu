@@ -15,16 +15,16 @@ void ag_scatter_gemm(const GroupedGemmArgs& args, const Layout& layout, const Ro
   check_room(layout, symm, args.is_fp8() ? slot_row_bytes(k, args.scale_columns()) : row_bytes,
              order.signals());
 
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
-  const ArrivingRows::Params rows = {symm,
-                                     layout,
-                                     order,
-                                     static_cast<const char*>(args.x.data),
-                                     row_bytes,
-                                     routing.rows,
-                                     routing.sent,
-                                     routing.firsts,
-                                     std::min(kPushers, num_sms)};
+  const int num_sms = runtime::usable_sms(args.num_sms);
+  const ArrivingRows::Params rows = {.symm = symm,
+                                     .layout = layout,
+                                     .order = order,
+                                     .x = static_cast<const char*>(args.x.data),
+                                     .row_bytes = row_bytes,
+                                     .rows = routing.rows,
+                                     .sent = routing.sent,
+                                     .firsts = routing.firsts,
+                                     .num_pushers = std::min(kPushers, num_sms)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
   if (args.is_fp8()) {
     ag_scatter_gemm_fp8(args, schedule, rows, stream);

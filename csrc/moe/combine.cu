@@ -51,10 +51,12 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
   FLUX_CHECK(products.columns % kVector == 0 && products.row_stride % kVector == 0, products.columns,
              products.row_stride);
   if (tokens == 0 || products.columns == 0) return;
-  const Products params = {static_cast<const char*>(products.data), products.row_stride * gemm::kResultBytes,
-                           positions, weights, top_k};
-  const auto kernel =
-      dtype == runtime::DType::kBFloat16 ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
+  const Products params = {.rows = static_cast<const char*>(products.data),
+                           .row_bytes = products.row_stride * gemm::kResultBytes,
+                           .positions = positions,
+                           .weights = weights,
+                           .top_k = top_k};
+  const auto kernel = runtime::is_bfloat16(dtype) ? combine_kernel<__nv_bfloat16> : combine_kernel<__half>;
   const int ctas = static_cast<int>(std::min<int64_t>(tokens, kCtasPerSm * runtime::num_sms()));
   runtime::Launch(ctas, kThreads, 0, stream)
       .run(kernel, params, tokens, static_cast<int>(products.columns), static_cast<uint4*>(out));

@@ -254,8 +254,11 @@ struct CombiningRows {
     const auto batch_at = [&](const Cursor& cursor) -> Batch {
       const int row = cursor.vector / columns.vectors, first = cursor.batch * kBatch;
       const bool last = cursor.batch + 1 == batches;
-      return {row, columns.first + (cursor.vector - row * columns.vectors) * kVector, first,
-              min(block.counts[row] - first, last ? last_choices : kBatch), last};
+      return {.row = row,
+              .column = columns.first + (cursor.vector - row * columns.vectors) * kVector,
+              .first_choice = first,
+              .choices = min(block.counts[row] - first, last ? last_choices : kBatch),
+              .last = last};
     };
 
     Cursor asked = {thread, 0, 0}, summed = asked;

@@ -11,7 +11,7 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   check_layout(args, layout, symm);
   FLUX_CHECK(args.config >= 0 && combine.tiles_per_chunk > 0, args.config, combine.tiles_per_chunk);
   FLUX_CHECK(combine.communication_ctas >= 0, combine.communication_ctas);
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const int num_sms = runtime::usable_sms(args.num_sms);
   const int n = static_cast<int>(args.weight.rows / args.experts);
   const int block_n = gemm::kTileConfigs[args.config].block_n;
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
@@ -20,22 +20,26 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   check_room(layout, symm, n * gemm::kResultBytes, static_cast<int64_t>(blocks) * chunks.count());
   FLUX_CHECK(chunks.count() <= runtime::kMaxPushBlocks, chunks.count());
 
-  const Products products = {static_cast<const char*>(args.out), static_cast<int64_t>(n) * gemm::kResultBytes,
-                             routing.positions, combine.weights, layout.top_k};
-  const CombiningRows::Params rows = {symm,
-                                      layout,
-                                      products,
-                                      chunks,
-                                      block_n,
-                                      n,
-                                      block_rows,
-                                      blocks,
-                                      routing.incoming,
-                                      routing.received,
-                                      routing.sent,
-                                      combine.out,
-                                      combine.num_tokens,
-                                      std::min(combine.communication_ctas, num_sms - 1)};
+  const Products products = {.rows = static_cast<const char*>(args.out),
+                             .row_bytes = static_cast<int64_t>(n) * gemm::kResultBytes,
+                             .positions = routing.positions,
+                             .weights = combine.weights,
+                             .top_k = layout.top_k};
+  const CombiningRows::Params rows = {
+      .symm = symm,
+      .layout = layout,
+      .products = products,
+      .chunks = chunks,
+      .block_n = block_n,
+      .n = n,
+      .block_rows = block_rows,
+      .blocks = blocks,
+      .incoming = routing.incoming,
+      .received = routing.received,
+      .sent = routing.sent,
+      .out = combine.out,
+      .num_tokens = combine.num_tokens,
+      .communication_ctas = std::min(combine.communication_ctas, num_sms - 1)};
   const Schedule schedule = {routing.offsets, routing.tiles, routing.num_tiles};
   if (args.is_fp8()) {
     gemm_gather_rs_fp8(args, schedule, rows, combine.tiles_per_chunk, stream);

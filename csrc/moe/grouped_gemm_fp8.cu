@@ -9,11 +9,11 @@ void grouped_gemm_fp8(const GroupedGemmArgs& args, const Schedule& schedule, cud
     return;
   }
   const gemm::Scales& s = args.scales;
-  const ScaledIndexedRows::Params rows = {{static_cast<const char*>(args.x.data), args.rows},
-                                          static_cast<int>(args.x.columns),
-                                          s.x,
-                                          s.blocks ? 1 : s.x_step,
-                                          s.blocks ? s.x_stride : 0};
+  ScaledIndexedRows::Params rows = {{static_cast<const char*>(args.x.data), args.rows}};
+  rows.row_bytes = static_cast<int>(args.x.columns);
+  rows.scales = s.x;
+  rows.step = s.blocks ? 1 : s.x_step;
+  rows.stride = s.blocks ? s.x_stride : 0;
   launch_grouped<ScaledIndexedRows, true>(args, schedule, args.num_rows, rows, stream);
 }
 

@@ -24,6 +24,7 @@ template <class Rows, bool kFp8>
 struct GroupedFamily {
   using Params = GroupedParamsFor<kFp8, Rows>;
   static constexpr int kThreads = kGroupedThreads, kTiles = gemm::kNumTileConfigs;
+  static constexpr bool kStoresFloats = false;
   static constexpr int smem_bytes(int tile) { return grouped_smem_bytes(gemm::kTileConfigs[tile]); }
 
   template <class Element, gemm::Major kMajorB, int kTile>
@@ -82,7 +83,7 @@ inline GroupedScales grouped_scales(const GroupedGemmArgs& args, bool in_order) 
 template <class Rows, bool kFp8 = false>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
-  const int num_sms = args.num_sms > 0 ? args.num_sms : runtime::num_sms();
+  const int num_sms = runtime::usable_sms(args.num_sms);
   const int k = static_cast<int>(args.x.columns), n = static_cast<int>(args.weight.rows / args.experts);
   const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
   const int columns = swiglu ? n / 2 : n;
@@ -96,7 +97,6 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   FLUX_CHECK(is_grouped_config(config), config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
   FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8() == kFp8, kFp8, config);
-  FLUX_CHECK(args.dtype != runtime::DType::kFloat32, "results have 16 bits");
   // A gate and what it gates must not share a block of scales.
   FLUX_CHECK(!(args.scales.blocks && swiglu) || columns % gemm::kScaleBlock == 0, columns);
 

@@ -39,10 +39,9 @@ FLUX_DEVICE GroupedPromotion<kBlockN, Smem> grouped_promotion(const GroupedScale
           smem,
           /*has_rows=*/s.x == nullptr,
           first_row + gemm::first_row_of_thread(),
-          s.blocks ? weight : nullptr,
-          (second - first) * k_blocks,
-          /*boundary=*/1,
-          k_blocks - 1};
+          {s.blocks ? weight : nullptr, k_blocks - 1},
+          {s.blocks ? weight + (second - first) * k_blocks : nullptr, k_blocks - 1},
+          /*boundary=*/1};
 }
 
 template <int kAccumulators>

@@ -6,8 +6,12 @@ void ag_scatter_gemm_fp8(const GroupedGemmArgs& args, const Schedule& schedule,
                          const ArrivingRows::Params& rows, cudaStream_t stream) {
   const gemm::Scales& s = args.scales;
   const int columns = args.scale_columns();
-  const ScaledArrivingRows::Params scaled = {rows,       s.x,     s.blocks ? 1 : s.x_step,
-                                             s.x_stride, columns, slot_row_bytes(rows.row_bytes, columns)};
+  ScaledArrivingRows::Params scaled = {rows};
+  scaled.scales = s.x;
+  scaled.step = s.blocks ? 1 : s.x_step;
+  scaled.stride = s.x_stride;
+  scaled.columns = columns;
+  scaled.slot_row_bytes = slot_row_bytes(rows.row_bytes, columns);
   launch_grouped<ScaledArrivingRows, true>(args, schedule, rows.layout.expected_rows(), scaled, stream);
 }
 

@@ -452,19 +452,19 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
   aligned.whole_vectors = layout.top_k % kWords == 0 &&
                           reinterpret_cast<uintptr_t>(own.ids) % sizeof(uint4) == 0 &&
                           reinterpret_cast<uintptr_t>(own.weights) % sizeof(uint4) == 0;
-  Params params = {{layout, aligned, exchanges ? *symm : runtime::SymmBuffer{}, weights},
-                   block_m,
-                   route_chunks(layout),
-                   layout.slice_of(layout.rank),
-                   experts,
-                   ((uint64_t{1} << 32) + experts - 1) / experts,
-                   make_send_order(layout).early_experts(),
-                   layout.max_rows(),
-                   layout.max_tiles(block_m),
-                   exchanges,
-                   out,
-                   scratch,
-                   reinterpret_cast<Needed*>(scratch + words + words % 2)};
+  Params params = {{layout, aligned, exchanges ? *symm : runtime::SymmBuffer{}, weights}};
+  params.block_m = block_m;
+  params.chunks = route_chunks(layout);
+  params.slice = layout.slice_of(layout.rank);
+  params.experts = experts;
+  params.per_experts = ((uint64_t{1} << 32) + experts - 1) / experts;
+  params.early_experts = make_send_order(layout).early_experts();
+  params.max_rows = layout.max_rows();
+  params.max_tiles = layout.max_tiles(block_m);
+  params.exchanges = exchanges;
+  params.out = out;
+  params.histograms = scratch;
+  params.needed = reinterpret_cast<Needed*>(scratch + words + words % 2);
   const int threads = route_threads(layout);
   const auto* kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const Kernel& k) {
     return k.threads == threads && k.top_k >= layout.top_k;

@@ -55,9 +55,14 @@
 namespace flux::moe {
 
 constexpr int kGroupedThreads = 128 * (1 + gemm::kNumMathWarpgroups);
-// The launch has 168 registers a thread; 128 * 104 + 256 * 200 is the same total. A gatherer holds 16 addresses.
-constexpr int kGroupedProducerRegisters = 104;
-constexpr int kGroupedMathRegisters = 200;
+// The launch has 168 registers a thread; 128 * 104 + 256 * 200 and 128 * 88 + 256 * 208 are the same total. A gatherer
+// holds 16 addresses; math threads of a tile in parts hold 192 sums and products.
+constexpr int grouped_producer_registers(const gemm::TileConfig& c) {
+  return gemm::column_parts(c) > 1 ? 88 : 104;
+}
+constexpr int grouped_math_registers(const gemm::TileConfig& c) {
+  return gemm::column_parts(c) > 1 ? 208 : 200;
+}
 constexpr int kGroupedLaunchRegisters = 168;
 
 enum class Activation { kNone, kSilu, kGelu, kSwiglu };
@@ -154,7 +159,11 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   const int column = (chunks.first(chunk) + tile.n) * tile_columns;
   const int first_row = p.offsets[tile.expert] + tile.m * gemm::kBlockM;
   const int num_rows = min(gemm::kBlockM, p.offsets[tile.expert + 1] - first_row);
-  return {num_rows, first_row, column, tile.expert * p.n + column, chunk};
+  return {.num_rows = num_rows,
+          .first_row = first_row,
+          .first_column = column,
+          .weight_row = tile.expert * p.n + column,
+          .chunk = chunk};
 }
 
 template <class Element, int kConfig, class Rows>
@@ -167,6 +176,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / gemm::kChunkN;
   static_assert(!kFp8 || kTile.promotes());
+  static_assert(Rows::kInOrder || !Rows::kCombine, "only storers count what is stored");
+  static_assert(!Rows::kInOrder || !Rows::kArrive, "rows that arrive must be gathered");
   static_assert(gemm::panel_n(kTile) == 64 && grouped_smem_bytes(kTile) <= gemm::kSmemLimit);
   using Shared = gemm::Smem<kConfig>;
 
@@ -198,7 +209,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
 
   if (warp < 4) {
-    ptx::setmaxnreg_dec<kGroupedProducerRegisters>();
+    ptx::setmaxnreg_dec<grouped_producer_registers(kTile)>();
     if (warp == 0) {
       if (ptx::elect_one()) {
         const int ask_at = max(0, k_blocks - kTile.stages - kAskBefore);
@@ -348,7 +359,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       }
     }
   } else {
-    ptx::setmaxnreg_inc<kGroupedMathRegisters>();
+    ptx::setmaxnreg_inc<grouped_math_registers(kTile)>();
     constexpr int kAccumulators = kBlockN / 2;
     const int warpgroup = warp / 4 - 1;
     const int thread = threadIdx.x % 128;
@@ -379,14 +390,15 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, gemm::Major::K>;
         gemm::multiply<Mma, 32, 32, 1, /*kReleasesEarly=*/true>(ring, k_blocks, d, full, operands, release);
       } else {
-        float products[kAccumulators];
+        constexpr int kPartN = kBlockN / gemm::column_parts(kTile);
+        float products[kPartN / 2];
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
         const WeightRows at = {job.weight_row / params.n, job.weight_row % params.n, second_half};
         const int before = Rows::kInOrder ? job.first_row % gemm::kScaleAlignment : 0;
         const auto promotion = grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks,
                                                           before + warpgroup * 64, smem, d);
-        gemm::multiply_fp8<gemm::Fp8Pairs<gemm::E4M3xE4M3, gemm::E5M2xE4M3>, kBlockN>(
+        gemm::multiply_fp8<gemm::Fp8Pairs<gemm::E4M3xE4M3, gemm::E5M2xE4M3>, kPartN>(
             params.scales.e5m2, ring, k_blocks, products, full, operands, release, promotion);
         scale_grouped_sums(params.scales, at, params.n, d);
       }

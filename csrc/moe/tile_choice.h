@@ -12,7 +12,7 @@
 namespace flux::moe {
 
 // Ids in tile_config.h of the shapes that are stored in whole 64-column panels; those of fp8 promote.
-constexpr int kGroupedConfigs[] = {0, 3, 5, 9, 11, 10};
+constexpr int kGroupedConfigs[] = {0, 3, 5, 9, 17, 11, 10};
 constexpr bool is_grouped_config(int config) {
   for (const int one : kGroupedConfigs) {
     if (one == config) return true;
@@ -34,7 +34,7 @@ inline int choose_grouped_config(int64_t num_rows, int experts, int columns, int
     if (tile.operand_bytes() != operand_bytes) continue;
     const int block_n = tile.block_n;
     const double waves = std::ceil(tile_rows * gemm::ceil_div(columns, block_n) / num_sms);
-    const double block_us = gemm::k_block_us(block_n, 0.128 * (gemm::kBlockM + block_n), tile.promotes());
+    const double block_us = gemm::k_block_us(tile, 0.128 * (gemm::kBlockM + block_n));
     const double time_us = waves * (gemm::ceil_div(k, tile.block_k()) * block_us + 0.5);
     if (time_us < best_us) {
       best = config;

@@ -16,6 +16,9 @@ int current_device();                     // its index, below kMaxDevices
 int num_sms();                            // of the current device; cached
 void* driver_function(const char* name);  // a cuXxx entry point; throws an error that names the needed driver
 
+// The SMs that a call may use: the given number, or all.
+inline int usable_sms(int given_sms) { return given_sms > 0 ? given_sms : num_sms(); }
+
 // A launch that is limited to some of the SMs must not start early, because it would occupy other SMs meanwhile.
 inline bool may_start_early(int given_sms) { return given_sms >= num_sms(); }
 

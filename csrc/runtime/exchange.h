@@ -77,7 +77,7 @@ inline Exchange make_exchange(int m, int n, int world_size, Exchange::Mode mode)
   } else if (mode == Exchange::Mode::kScatter) {
     shard = m / world_size;
   }
-  return {m, n, world_size, mode, shard};
+  return {.m = m, .n = n, .world_size = world_size, .mode = mode, .shard = shard};
 }
 
 // Treats a matrix as one row, but in two-shot mode an owner gets whole rows of the matrix. Needs the space of a

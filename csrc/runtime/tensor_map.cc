@@ -62,9 +62,15 @@ CUtensorMap encode(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle
     return encode_all(matrix, dtype, swizzle, box_columns, box_rows, dimensions, shards);
   };
   if (kept_maps == nullptr) return make();
-  const KeptTensorMaps::Geometry geometry = {matrix.rows, matrix.columns, matrix.row_stride,
-                                             shards,      dimensions,     box_columns,
-                                             box_rows,    dtype,          swizzle};
+  const KeptTensorMaps::Geometry geometry = {.rows = matrix.rows,
+                                             .columns = matrix.columns,
+                                             .row_stride = matrix.row_stride,
+                                             .shards = shards,
+                                             .dimensions = dimensions,
+                                             .box_columns = box_columns,
+                                             .box_rows = box_rows,
+                                             .dtype = dtype,
+                                             .swizzle = swizzle};
   return kept_maps->next(matrix.data, geometry, make);
 }
 

@@ -6,11 +6,19 @@
 #include <cstdint>
 #include <vector>
 
+#include "runtime/check.h"
+
 namespace flux::runtime {
 
 enum class DType { kBFloat16, kFloat16, kFloat32, kE4M3, kE5M2 };
 constexpr bool is_fp8(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2; }
 constexpr int element_bytes(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
+
+// Which of the two types of 16 bits; the kernels have no third.
+inline bool is_bfloat16(DType dtype) {
+  FLUX_CHECK(dtype == DType::kBFloat16 || dtype == DType::kFloat16, static_cast<int>(dtype));
+  return dtype == DType::kBFloat16;
+}
 
 struct Matrix {
   const void* data;

@@ -20,7 +20,7 @@ from flux._native import core
 from flux.comm import known, registry
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
-from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, all_gather, gemm_rs, grouped_gemm
+from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
 from flux.ops import gemm as plain
 
 STREAM = 7
@@ -70,8 +70,12 @@ class Machine:
         """In place of a kernel's operator."""
         name = operator._schema.name
 
-        def launch(*arguments: Any, **fp8: Any) -> None:  # that are never kept
-            assert self._keeping is None or not fp8
+        def launch(*arguments: Any, **fp8: Any) -> None:
+            if fp8:
+                schema = operator._schema.arguments
+                arguments += tuple(
+                    fp8.get(each.name, each.default_value) for each in schema[len(arguments) :]
+                )
             if self._keeping is None:
                 self.dispatched.append((name, arguments))
             else:
@@ -118,6 +122,7 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         grouped_gemm,
         _exchange,
         route_kernel,
+        quantize,
         *layers,
     ):
         monkeypatch.setattr(module, "_kernel", made.kernel(module._kernel))
@@ -158,15 +163,56 @@ def make_routing() -> moe.Routing:
     return moe.Routing(*arrays, tensor(2, 8, 2, dtype=torch.float32), 4, 1, 8, 8, name)
 
 
+def fp8(*shape: int) -> torch.Tensor:
+    return tensor(*shape, dtype=torch.float8_e4m3fn)
+
+
+def scale(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape)
+
+
+def column_major(rows: int, columns: int) -> torch.Tensor:
+    """Block scales as kernels read them."""
+    return scale(columns, -(-rows // 4) * 4).t()[:rows]
+
+
+def scaled(op: str, transpose: bool) -> dict[str, Any]:
+    """fp8 operands of a call, with scales of rows or of blocks."""
+    if "moe" in op:
+        sizes = (8, 4, 32, 256) if "scatter" in op else (32, 4, 64, 256)
+        (m, experts, n, k), routing_of = sizes, {"routing": make_routing()}
+        of_blocks = {"scale_x": column_major(m, k // 128), "scale_w": scale(experts, 1, k // 128)}
+        return {"x": fp8(m, k), "weight": fp8(experts, n, k), **routing_of, **of_blocks}
+    weight = fp8(16, 256).t() if transpose else fp8(16, 256)
+    made = {"x": fp8(8, 256), "weight": weight, "transpose_weight": transpose}
+    if "rows" in op:
+        return made | {"scale_x": scale(8, 1), "scale_w": scale(16), "out_dtype": torch.float16}
+    return made | {"scale_x": column_major(8, 2), "scale_w": scale(2, 1) if transpose else scale(1, 2)}
+
+
 # Each of another size, so that addresses cannot be mistaken.
 def arguments(op: str, transpose: bool = False) -> dict[str, Any]:
     """Tensors of a call by the names of its parameters; all different tensors."""
+    if "fp8" in op:
+        made = scaled(op, transpose)
+        if op == "ag_gemm fp8 list":
+            made |= {name: [made[name], made[name].clone()] for name in ("weight", "scale_w")}
+            made |= {"bias": [None, tensor(16)], "return_gathered": True}
+        if op == "gemm_ar fp8 quant":
+            made |= {"norm_weight": tensor(16), "quant": "group128", "return_norm": True}
+        return made
     weight = tensor(64, 16) if transpose else tensor(16, 64)
     made: dict[str, Any] = {"x": tensor(8, 64)}
     if "gemm" in op and "moe" not in op:
         made |= {"weight": weight, "transpose_weight": transpose}
     if op == "gemm_ar norm":
         made |= {"residual": tensor(8, 16), "norm_weight": tensor(16), "eps": 1e-5}
+    if op == "gemm_ar quant":
+        made |= {"norm_weight": tensor(16), "quant": "tensor"}
+    if op.startswith("all_reduce quant"):
+        made |= {"norm_weight": tensor(64), "quant": "token", "ue8m0": True}
+    if op == "all_reduce quant static":
+        made |= {"quant": "tensor", "quant_scale": scale(1), "ue8m0": False}
     if op == "all_reduce norm":
         made |= {"residual": tensor(8, 64), "norm_weight": tensor(64)}
     if op == "ag_gemm list":
@@ -194,8 +240,20 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_gather": flux.all_gather,
     "moe.ag_scatter_gemm": moe.ag_scatter_gemm,
     "moe.gemm_gather_rs": moe.gemm_gather_rs,
+    "gemm_rs fp8": flux.gemm_rs,
+    "gemm_rs fp8 rows": flux.gemm_rs,
+    "ag_gemm fp8": flux.ag_gemm,
+    "ag_gemm fp8 list": flux.ag_gemm,
+    "gemm_ar fp8 rows": flux.gemm_ar,
+    "gemm_ar fp8 quant": flux.gemm_ar,
+    "gemm_ar quant": flux.gemm_ar,
+    "all_reduce quant": flux.all_reduce,
+    "all_reduce quant static": flux.all_reduce,
+    "moe.ag_scatter_gemm fp8": moe.ag_scatter_gemm,
+    "moe.gemm_gather_rs fp8": moe.gemm_gather_rs,
 }
-WITH_OUT = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather")
+FP8 = ("gemm_rs fp8", "gemm_rs fp8 rows", "ag_gemm fp8", "gemm_ar fp8 rows")
+WITH_OUT = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather", *FP8)
 
 
 def roles(given: dict[str, Any], results: Any) -> dict[int, str]:

@@ -39,8 +39,11 @@ DEEPSEEK = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "first_k_dense_replace": 3,
-    "quantization_config": {"quant_method": "fp8"},
+    "kv_lora_rank": 512,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
+AWQ = {"quant_method": "awq", "bits": 4}
+UNMEASURED = "fp8 with block scales was not measured on 2 such GPUs"
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +88,23 @@ def test_a_dense_model(tmp_path: Path) -> None:
         (LLAMA, ("--tp", "3"), "o_proj [8192, 2730]", "vLLM's own: sizes are not multiples of 8"),
         (QWEN_MOE, (), "experts", "vLLM's own: FLUX_VLLM_MOE is off"),
         (QWEN_MOE, (), "sequence parallel", "no: vLLM fuses sums of up to 16384 tokens"),
-        (DEEPSEEK, (), "o_proj [7168, 8192]", "vLLM's own: weights are quantised"),
-        (DEEPSEEK, (), "down_proj [7168, 9216]", "vLLM's own: weights are quantised"),
+        (DEEPSEEK, (), "o_proj [7168, 8192]", f"vLLM's own: {UNMEASURED}"),
+        (DEEPSEEK, (), "down_proj [7168, 9216]", f"vLLM's own: {UNMEASURED}"),
+        (
+            {**LLAMA, "quantization_config": AWQ},
+            (),
+            "o_proj [8192, 4096]",
+            "vLLM's own: weights are quantised (awq)",
+        ),
+        (
+            {
+                **LLAMA,
+                "quantization_config": {**DEEPSEEK["quantization_config"], "weight_block_size": [64, 64]},
+            },
+            (),
+            "o_proj [8192, 4096]",
+            "vLLM's own: weights are quantised (fp8, [64, 64])",
+        ),
         (DEEPSEEK, (), "experts", "vLLM's own: weights are quantised"),
         (
             {**QWEN_MOE, "moe_intermediate_size": 20},
@@ -118,6 +136,34 @@ def test_settings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert said["experts"] == "flux for large batches"
     monkeypatch.setenv("FLUX_VLLM", "off")
     assert found(tmp_path, LLAMA)["flux"] == "not used, because FLUX_VLLM is off"
+
+
+@pytest.mark.parametrize(
+    ("weights", "scales"),
+    [
+        ({"strategy": "channel", "type": "float"}, "row"),
+        ({"strategy": "block", "type": "float"}, "block"),
+        ({"strategy": "channel", "type": "int"}, None),
+    ],
+)
+def test_fp8_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: dict[str, Any], scales: str | None
+) -> None:
+    numbers = {"num_bits": 8, "symmetric": True}
+    group = {"weights": {**numbers, **weights}, "input_activations": {**numbers, "type": weights["type"]}}
+    quantisation = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    config = {**LLAMA, "quantization_config": quantisation}
+    name, packed = "o_proj [8192, 2048]", "vLLM's own: weights are quantised (compressed-tensors)"
+    unmeasured = f"vLLM's own: fp8 with {scales} scales was not measured on 4 such GPUs"
+    assert found(tmp_path, config, "--tp", "4")[name] == (unmeasured if scales else packed)
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "2048")
+    said = found(tmp_path, config, "--tp", "4")
+    where = f"flux where the model is sequence parallel ({unmeasured.partition(': ')[2]})"
+    assert said[name] == (where if scales else packed)
+    assert ("2048 to 8192 tokens" in said) == bool(scales)
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "300")
+    said = found(tmp_path, config, "--tp", "4")
+    assert said[name] == ("flux from 300 tokens on (FLUX_VLLM_MIN_TOKENS)" if scales else packed)
 
 
 def test_a_model_of_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

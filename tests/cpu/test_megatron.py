@@ -175,6 +175,30 @@ def delayed_gradients(rank: int, world_size: int) -> None:
     assert ["FluxColumnParallelLinear" in m for m in told.messages if "delay_wgrad_compute" in m] == [True]
 
 
+def parameters_arrive_when_a_module_is_called(rank: int, world_size: int) -> None:
+    """overlap_param_gather: hooks fetch the parameters of a module before it runs."""
+    from flux.integrations.megatron import convert_model
+
+    options = {"sequence_parallel": True, "add_bias_linear": True}
+    for more in ({}, {"sequence_parallel": False}, KINDS["MLA"]):
+        ours = pair(make_config(**{**options, **more}))[1]
+        convert_model(ours)
+        expected = train(ours)
+        arriving = {name: p.detach().clone() for name, p in ours.named_parameters()}
+
+        def fetch(prefix: str, module: Any, arriving: dict[str, torch.Tensor] = arriving) -> None:
+            with torch.no_grad():
+                for name, p in module.named_parameters(prefix, recurse=False):
+                    p.copy_(arriving[name])
+
+        for prefix, module in ours.named_modules():
+            module.register_forward_pre_hook(lambda module, _, prefix=prefix: fetch(prefix, module))
+        with torch.no_grad():
+            for p in ours.parameters():
+                p.fill_(float("nan"))
+        assert_alike(train(ours), expected)
+
+
 def accepts_the_option_without_apex(rank: int, world_size: int) -> None:
     from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
 
@@ -432,6 +456,7 @@ SCENARIOS = (
     mixture_of_experts,
     gradient_accumulation,
     delayed_gradients,
+    parameters_arrive_when_a_module_is_called,
     accepts_the_option_without_apex,
     data_parallelism,
     checkpoints,

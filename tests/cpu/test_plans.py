@@ -247,7 +247,7 @@ def test_fp8_problems_get_fp8_tiles_that_promote_unless_they_may_be_fast(
                     tile = FP8_TILES[choice.config]
                     wide.append(tile.block_n)
                     assert tile.promotes or (fast and not block_scales)
-    assert (256 in wide) == (fast and not block_scales)
+    assert 256 in wide
 
 
 def test_tiles_serve_only_their_operands() -> None:

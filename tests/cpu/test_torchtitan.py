@@ -188,7 +188,13 @@ def test_compile_option_runs_on_flux() -> None:
     assert spawn(compiled_block, 2, backend="gloo", timeout_s=240) == [(1, 1, True)] * 2
 
 
-def whole_model(rank: int, p: int) -> str:
+# How often torchtitan's Llama calls ag_gemm and gemm_rs in one step. In attention and MLP of two layers it
+# gathers x and its gradient, and eagerly also for the gradient of the weight. Compiled, the gradient of the
+# MLP's x is scattered after the sum of two products, which no operator does.
+CALLS = {"dist_gemm": (2 * 2 * 3, 2 * 2 * 2), "compiled": (2 * 2 * 2, 2 * (2 + 1))}
+
+
+def whole_model(rank: int, p: int, how: str) -> str:
     """torchtitan's Llama, stock and on flux: the same losses and gradients in 20 steps."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     from torchtitan_tp import Trainee
@@ -196,7 +202,7 @@ def whole_model(rank: int, p: int) -> str:
     stock = Trainee(rank, p, False)
     expected = [stock.step(number) for number in range(20)]
     async_tp.install()
-    ours = Trainee(rank, p, True)
+    ours = Trainee(rank, p, True, how == "compiled")
     with (
         mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
         mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as rs,
@@ -206,8 +212,8 @@ def whole_model(rank: int, p: int) -> str:
             assert found.keys() == wanted.keys() and all(grad.any() for grad in found.values())
             # fp32 and the optimizer's steps: a sum in another order grows by a few units each.
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6 * (1 + number))
-    # Of each of two layers, attention and MLP: x, its gradient and the weight's are gathered.
-    assert (ag.call_count, rs.call_count) == (20 * 2 * 2 * 3, 20 * 2 * 2 * 2)
+    calls = (ag.call_count / 20, rs.call_count / 20)
+    assert calls == CALLS[how], calls
     assert expected[-1]["loss"] < 0.9 * expected[0]["loss"]
     return ""
 
@@ -216,6 +222,6 @@ def whole_model(rank: int, p: int) -> str:
     importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("triton") is None,
     reason="needs torchtitan and triton, which are not installed",
 )
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_torchtitans_model_trains_as_stock(world_size: int) -> None:
-    assert spawn(whole_model, world_size, backend="gloo", timeout_s=300) == [""] * world_size
+@pytest.mark.parametrize(("world_size", "how"), [(2, "dist_gemm"), (4, "dist_gemm"), (2, "compiled")])
+def test_torchtitans_model_trains_as_stock(world_size: int, how: str) -> None:
+    assert spawn(whole_model, world_size, how, backend="gloo", timeout_s=600) == [""] * world_size

@@ -224,7 +224,7 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     elif case == "sequence parallelism":
         configure(with_moe, enable_sp=True)
     else:
-        monkeypatch.setattr(plan, "why_unfused", lambda *problem: "there is no kernel")
+        monkeypatch.setattr(plan, "why_unfused", lambda *problem, **how: "there is no kernel")
     plugin.register()
     assert not build()._flux_may_sum and not reports.report.served
 

@@ -68,7 +68,7 @@ NOT_SERVED: dict[str, dict[str, Any]] = {
     "they are not sharded over ranks": {"tp_size": 1},
     "results are not reduced": {"reduce_results": False},
     "the input has to be split": {"input_is_parallel": False},
-    "weights are quantised": {"quant_method": object()},
+    "weights are quantised (object)": {"quant_method": object()},
     "the dtype is torch.float64": {"params_dtype": torch.float64},
     "sizes are not multiples of 8": {"output_size": 12},
 }
@@ -380,7 +380,7 @@ def test_batch_invariant(
     assert reports.report.served == (served if kept else {})
     off = "VLLM_BATCH_INVARIANT is set, and FLUX_BATCH_INVARIANT is off"
     refused = [reason for _, reason in reports.report.refused]
-    assert refused == [*([] if kept else [off]), "weights are quantised"]
+    assert refused == [*([] if kept else [off]), "weights are quantised (object)"]
 
 
 def rows_that_differ(rank: int, world_size: int) -> list[str]:
@@ -414,7 +414,7 @@ def test_where_flux_would_run_unfused(
     vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU of another kind, or a build without kernels: the model stays vLLM's."""
-    monkeypatch.setattr(plan, "why_unfused", lambda *problem: f"no kernel for {problem[2:5]}")
+    monkeypatch.setattr(plan, "why_unfused", lambda *problem, **how: f"no kernel for {problem[2:5]}")
     plugin.register()
     assert row_parallel(vllm, WEIGHT)(torch.ones(3, 8)) == "vLLM's own"
     ((_, reason),) = reports.report.refused
@@ -431,4 +431,4 @@ def test_sums_are_told(vllm: dict[str, types.ModuleType], caplog: pytest.LogCapt
     assert (
         "no layers, but sums with norm. Compiled for 1 to 100 tokens: flux 64 other sums with norm. " in line
     )
-    assert line.endswith("vLLM's own: 1 row-parallel linear layer: weights are quantised")
+    assert line.endswith("vLLM's own: 1 row-parallel linear layer: weights are quantised (object)")

@@ -38,6 +38,7 @@ class Pass:
             "settle_sums": None,
             "count_sharded": self.sharded,
             "unfuse": 3,
+            "drop_products": None,
             "fuse_norm": 2,
             "count_kept": 4,
         }
@@ -62,6 +63,7 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("settle_sums", 65, 8192),
         ("count_sharded",),
         ("unfuse", 8192),
+        ("drop_products", 65),
         ("fuse_norm", 65),
         ("count_kept",),
     ]
@@ -71,6 +73,7 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("settle_sums", 1, 64),
         ("count_sharded",),
         ("unfuse", 0),
+        ("drop_products", 1),
         ("fuse_norm", 1),
         ("count_kept",),
     ]
@@ -171,7 +174,9 @@ def test_sums_of_layers_that_stay_vllms(
     monkeypatch.setattr(layer, "sums", lambda ranks, device: (3, nbytes))
     if case == "unfused":
         op_of_sums = "all_reduce_norm"
-        monkeypatch.setattr(layer, "why_unfused", lambda op, *rest: "why" if op == op_of_sums else None)
+        monkeypatch.setattr(
+            layer, "why_unfused", lambda op, *rest, **how: "why" if op == op_of_sums else None
+        )
     if case == "batch-invariant":
         vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
     config = stand_in.configuration(mode="NONE" if case == "eager" else "VLLM_COMPILE")

@@ -20,6 +20,7 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import sequence
 from flux.integrations.vllm.unshard import unshard
+from flux.ops._scales import Scaling
 from flux.testing import spawn
 
 FOLDER = Path(__file__).with_name("vllm_graphs")
@@ -27,6 +28,16 @@ VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
 LAYERS = 2
 # The first batch that is flux's, and the first that is sequence parallel.
 FROM, SEQUENCE_FROM = 17, 33
+FP8_VERSIONS = ("0.32.0", "0.33.0")
+# Models with fp8 weights, and the kinds of their scales.
+FP8 = {"fp8_tensor": "row", "fp8_channel": "row", "fp8_block": "block"}
+OURS = (
+    "linear_scatter",
+    "norm_gather_linear",
+    "linear_all_reduce_norm",
+    "linear_all_reduce",
+    "scaled_linear",
+)
 NEVER = {"tp:0": graphs.SumRule("7", 1, 0)}
 ALWAYS = {"tp:0": graphs.SumRule("7", 1, 1 << 30)}
 # With these parameters flux calls operators of vLLM.
@@ -66,6 +77,12 @@ def test_saved_graphs(version: str, check: str) -> None:
     spawn(in_a_process, 1, version, check, backend="gloo")
 
 
+@pytest.mark.parametrize("version", FP8_VERSIONS)
+@pytest.mark.parametrize("check", ["fp8_models_become_sequence_parallel", "fp8_layers_in_each_range"])
+def test_saved_graphs_of_fp8_models(version: str, check: str) -> None:
+    spawn(in_a_process, 1, version, check, backend="gloo")
+
+
 Load = Callable[[str, str], list[fx.Graph]]
 
 
@@ -94,16 +111,52 @@ def sharded(load: Load, model: str, sums: int = 2 * LAYERS) -> list[fx.Graph]:
     assert count([graph], "fused_add_rms_norm") == sums
     asked = []
 
-    def begins(n: int, k: int, dtype: torch.dtype, group: str) -> int:
+    def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Scaling | None) -> int:
         asked.append((n, k))
+        assert (None if scaling is None else scaling.kind) == FP8.get(model)
+        assert dtype == (torch.float8_e4m3fn if scaling else torch.float32)
         return SEQUENCE_FROM
 
     assert sequence.shard(graph, begins) == sequence.Sharded(sums, SEQUENCE_FROM)
-    assert asked == ([(256, 128), (256, 256)] if model == "qwen3" else [(256, 128)]) * LAYERS
+    attention = (256, 256 if model == "fp8_block" else 128)
+    assert asked == ([attention, (256, 256)] if model in ("qwen3", *FP8) else [attention]) * LAYERS
     graph.lint()
     # All users of the first residual and of the last rows are there: the model's input and output.
     assert counts([graph], "linear_all_reduce", "fused_add_rms_norm", "gather") == [0, 0, 0]
     return [graph]
+
+
+def fp8_models_become_sequence_parallel(load: Load) -> None:
+    for model in FP8:
+        found = sharded(load, model)
+        assert counts(found, "linear_scatter", "norm_gather_linear") == [2 * LAYERS, 2 * LAYERS - 1]
+        # All rows are for batches that are not sequence parallel, and for the head. The first qkv_proj is
+        # behind the embedding, whose rows are whole.
+        assert counts(found, "norm_gather", "scaled_linear") == [2 * LAYERS, 1]
+
+
+def fp8_layers_in_each_range(load: Load) -> None:
+    for model in FP8:
+        product = "matmul" if model == "fp8_block" else "_scaled_mm"
+        ranges = (
+            (SEQUENCE_FROM, 512, {"linear_scatter": 2 * LAYERS, "norm_gather_linear": 2 * LAYERS - 1}, 1),
+            (FROM, SEQUENCE_FROM - 1, {"linear_all_reduce_norm": 2 * LAYERS}, 2 * LAYERS),
+            (1, FROM - 1, {"all_reduce": 2 * LAYERS, "fused_add_rms_norm": 2 * LAYERS}, 4 * LAYERS),
+        )
+        for start, end, ours, products in ranges:
+            pieces = settled(load, model, start, end)
+            given_back = sum(graphs.unfuse(piece, end) for piece in pieces)
+            for piece in pieces:
+                graphs.drop_products(piece, start)
+                graphs.fuse_norm(piece, start)
+                piece.lint()
+            assert given_back == (2 * LAYERS if start == 1 else 0)
+            sums = {**dict.fromkeys(OURS, 0), **ours}
+            sums["all_reduce"] = sums.get("all_reduce", 0) + 1  # that of the embedding
+            assert {name: count(pieces, name) for name in sums} == sums, (model, start)
+            # What is left of vLLM's products: of row-parallel layers none where flux is used.
+            found = count(pieces, product) + (count(pieces, "mm") if product == "matmul" else 0)
+            assert found == products, (model, start)
 
 
 def dense_models_become_sequence_parallel(load: Load) -> None:

@@ -112,8 +112,8 @@ def traced(m: int, group: str, **form: Any) -> fx.GraphModule:
     return found[0]
 
 
-def begins(n: int, k: int, dtype: torch.dtype, group: str) -> int:
-    assert (n, k, dtype) == (N, K, torch.float32)
+def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Any) -> int:
+    assert (n, k, dtype, scaling) == (N, K, torch.float32, None)
     return FROM
 
 

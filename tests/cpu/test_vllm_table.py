@@ -25,7 +25,9 @@ def measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_it() -> None:
-    assert tool.table() in (ROOT / "docs" / "vllm.md").read_text()
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    assert tool.table() in page and tool.quantised() in page
+    assert all(f"`{name}={value}`" in page for name, value in tool.ASKED.items())
 
 
 def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,9 +38,16 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without vLLM's fusion, flux sums what no GEMM of its makes, up to what was measured.
     monkeypatch.setattr(forecast, "FUSED_BY_VLLM_BYTES", {})
     assert ranges(experts) == [(1, "gemm_ar + all_reduce"), (129, "gemm_ar"), (768, "sequence parallel")]
-    quantised = tool.Model("", 8192, 8192, 28672, quantised=True)
+    quantised = tool.Model("", 8192, 8192, 28672, quantised="awq")
     assert ranges(quantised) == [(1, "all_reduce"), (129, "vLLM")]
     assert tool.before(quantised, 4) == [(1, "vLLM")]
+    fp8 = tool.Model("", 8192, 8192, 28672, quantised="block")
+    assert ranges(fp8) == ranges(quantised), "by default, what was not measured is vLLM's"
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "256")
+    assert ranges(fp8) == [(1, "vLLM"), (256, "gemm_ar")]
+    assert ranges(quantised) == [(1, "vLLM"), (256, "all_reduce"), (4097, "vLLM")]
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "2048")
+    assert ranges(fp8) == [(1, "vLLM"), (256, "gemm_ar"), (2048, "sequence parallel")]
 
 
 def ranges(model: forecast.Model) -> list[tuple[int, str]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flux.integrations.vllm import thresholds
+from flux.integrations.vllm.report import NEVER
 from flux.integrations.vllm.thresholds import Row, Sum, decide, from_tokens, sequence_from, sums, up_to_bytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -53,6 +54,39 @@ def test_reasons() -> None:
         "measured in x, weight [4096, 2048]",
     )
     assert decide(4096, 1024, BF16, 8, rows(1.3), "")[1] == "no measurement of 8 such GPUs: only large sums"
+
+
+def test_fp8() -> None:
+    """Measurements of other operands say nothing of it, and nothing is assumed of large sums."""
+    fp8 = [Row(2, 4096, 2048, 16**i, speedup, "row") for i, speedup in enumerate((0.9, 1.2, 1.1))]
+    bf16, why = rows(1.3, 1.3), "fp8 with block scales was not measured on 2 such GPUs"
+    assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here", "row") == (16, "here, weight [4096, 2048]")
+    assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here", "block") == (NEVER, why)
+    assert decide(4096, 2048, BF16, 2, bf16 + fp8[:1], "here", "row")[0] == NEVER
+    assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here")[0] == 1
+
+
+def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {
+        "flux": {"median_ms": 1.0, "role": "flux"},
+        "GEMM+NCCL": {"median_ms": 1.5, "role": "serial"},
+    }
+    common = {"op": "gemm_ar", "tp": 2, "local": [8, 4096, 2048], "times": times}
+    of_fp8 = [{**common, "dtype": "float8_e4m3fn", "scales": scales} for scales in ("tensor", "block")]
+    results = {"rows": [*of_fp8, {**common, "dtype": "bfloat16"}]}
+    assert [row.scales for row in thresholds.measured_in(results).rows] == ["row", "block", ""]
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps({"rows": of_fp8[:1]}))
+    for name in ("MIN_TOKENS", "SEQUENCE"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    assert sequence_from(4096, BF16, 2, CPU, "row") is None
+    monkeypatch.setenv("FLUX_VLLM_TUNING", str(path))
+    assert from_tokens(4096, 2048, BF16, 2, CPU, scales="row")[0] == 8
+    assert from_tokens(4096, 2048, BF16, 2, CPU, scales="block")[0] == NEVER
+    assert sequence_from(4096, BF16, 2, CPU, "row") == 1536
+    assert sequence_from(4096, BF16, 2, CPU, "block") is None
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "64")
+    assert sequence_from(4096, BF16, 2, CPU, "block") == 64
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flux
 from flux import _invariance, _log
 from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
@@ -56,6 +57,36 @@ class Linear(torch.nn.Module):
 
     def forward(self, input_: torch.Tensor) -> Any:
         return "vLLM's own"
+
+
+class Fp8Method:
+    """vLLM's, of layers with fp8 weights. kernel: how it quantises, and what it needs to know."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.fp8_linear = kernel
+
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.weight.to(x.dtype).t(), bias)
+
+
+def fp8_kernel(weight: torch.Tensor) -> Any:
+    """One that quantises by token, for a weight [n, k] with a scale for each column of the product."""
+    per_token = mock.Mock(is_per_tensor=lambda: False, is_per_token=lambda: True)
+    per_column = mock.MagicMock(is_per_tensor=lambda: False)
+    per_column.__iter__ = lambda self: iter((-1, 1))
+    keys = [mock.Mock(scale=mock.Mock(static=False, group_shape=s)) for s in (per_token, per_column)]
+    return mock.Mock(
+        spec=["config", "quant_fp8"],
+        config=mock.Mock(
+            activation_quant_key=keys[0],
+            weight_quant_key=keys[1],
+            weight_shape=weight.shape,
+            out_dtype=torch.float32,
+        ),
+        quant_fp8=lambda x, scale, bound: flux.quantize(x, "token"),
+    )
 
 
 CompilationMode = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
@@ -143,6 +174,25 @@ def stand_in() -> dict[str, types.ModuleType]:
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": type("RowParallelLinear", (Linear,), {}),
             "UnquantizedLinearMethod": _names(),
+            "ColumnParallelLinear": type("ColumnParallelLinear", (Linear,), {}),
+        },
+        "vllm.model_executor.layers.quantization": {},
+        "vllm.model_executor.layers.quantization.fp8": {
+            "Fp8LinearMethod": type("Fp8LinearMethod", (Fp8Method,), {})
+        },
+        "vllm.model_executor.layers.quantization.compressed_tensors": {},
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": {
+            "CompressedTensorsLinearMethod": type("CompressedTensorsLinearMethod", (Fp8Method,), {})
+        },
+        "vllm.model_executor.layers.quantization.compressed_tensors.schemes": {
+            "CompressedTensorsW8A8Fp8": _names()
+        },
+        "vllm.model_executor.layers.quantization.input_quant_fp8": {"QuantFP8": None},
+        "vllm.model_executor.kernels": {},
+        "vllm.model_executor.kernels.linear": {
+            "FP8ScaledMMLinearKernel": None,
+            "Fp8BlockScaledMMLinearKernel": None,
+            "FP8ScaledMMLinearLayerConfig": None,
         },
         "vllm.platforms": {"current_platform": mock.Mock(is_cpu=lambda: True)},
         "vllm.v1": {},
@@ -216,9 +266,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
     monkeypatch.setattr(_invariance, "_mode", None)
-    monkeypatch.setattr(plan, "why_unfused", lambda *problem: None)
+    monkeypatch.setattr(plan, "why_unfused", lambda *problem, **scaling: None)
     monkeypatch.setattr(reports, "report", reports.Report())
-    ours = ("layer", "compiled", "moe", "worker")
+    ours = ("layer", "compiled", "fp8", "moe", "worker")
     names = [f"flux.integrations.vllm.{name}" for name in ours]
     with mock.patch.dict(sys.modules, modules):
         for name in names:

@@ -43,6 +43,7 @@ KERNELS_OF = {
     "moe_combine": ("moe/combine.cu",),
     "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),
     "copy_queue": (),
+    "refused": (*_AR, "gemm_ar/gemm_ar_fp8.cu"),
     **dict.fromkeys(("fp8_ordinary", "fp8_split_k", "fp8_swap_ab", "fp8_promotion"), ("gemm/gemm_fp8.cu",)),
     "fp8_ag_gemm": ("ag_gemm/ag_gemm.cu", "ag_gemm/ag_gemm_fp8.cu", "ag_gemm/all_gather.cu"),
     "fp8_grouped_gemm": ("moe/grouped_gemm_fp8.cu",),

@@ -55,6 +55,7 @@ _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatt
 _MOE += ["moe/gemm_gather_rs.cu", "moe/grouped_gemm_fp8.cu", "moe/layers_fp8.cu", "gemm/select.cc"]
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
 _RANKS += ["gemm_rs/gemm_rs_fp8.cu", "gemm_ar/gemm_ar_fp8.cu"]
+_ALL = (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME)
 
 PROGRAMS = {
     program.name: program
@@ -78,11 +79,12 @@ PROGRAMS = {
         Program("fp8_moe", (*_MOE, *_RUNTIME), ("fp8_grouped_gemm", "fp8_moe_layers"), helpers=("fp8",)),
         Program(
             "dead",
-            (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME),
+            _ALL,
             ("dead_rank", "too_late_rank", "graphs"),
             helpers=("ops", "graphs"),
         ),
         Program("copies", tuple(_RUNTIME), ("copy_queue",)),
+        Program("refused", _ALL, ("refused",), helpers=("fp8",)),
     )
 }
 

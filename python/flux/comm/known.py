@@ -43,13 +43,15 @@ class Recipe:
     def __init__(self, *given: Any) -> None:
         """given: the arguments of `KnownCalls.call`: the operator's number, then tensors and options."""
         self.given = given
-        self.fresh: list[tuple[list[int], int, torch.dtype | None]] = []
+        self.fresh: list[tuple[tuple[int, ...], tuple[int, ...] | None, int, torch.dtype | None]] = []
         self.results: list[int] = []
 
     def allocates(self, tensor: torch.Tensor, like: int) -> int:
         """The operand for a tensor that the call allocates on the device of argument number `like`."""
         dtype = None if tensor.dtype == self.given[like].dtype else tensor.dtype
-        self.fresh.append((list(tensor.shape), like, dtype))
+        usual = torch.empty(tensor.shape, device="meta").stride()
+        strides = None if tensor.stride() == usual else tensor.stride()
+        self.fresh.append((tuple(tensor.shape), strides, like, dtype))
         return -len(self.fresh)
 
     def returns(self, tensor: torch.Tensor, like: int, argument: int | None = None) -> int:
@@ -72,7 +74,7 @@ def _torch() -> Any:
     ]
     types = [torch.Tensor, torch.nn.Parameter]
     profiling = _C._autograd._profiler_enabled
-    return _native.core.Torch(exchange_api, types, states, torch.is_grad_enabled, profiling)
+    return _native.core.Torch(exchange_api, types, torch.dtype, states, torch.is_grad_enabled, profiling)
 
 
 @functools.cache

@@ -8,7 +8,9 @@ nor model code notices.
 
 from __future__ import annotations
 
+import importlib
 import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,8 +31,10 @@ _torch_library: Any = torch.library  # parts of these two are not typed
 _c10d: Any = torch.distributed.distributed_c10d
 _symm_mem: Any = torch.distributed._symmetric_memory
 
-# While installed: the Library objects that own the registrations.
+# While installed: what owns the registrations, and ends them by _destroy.
 _installed: list[Any] = []
+# Older versions do not take several graph passes, and merge waits themselves.
+_REWRITES = torch.__version__ >= "2.13"
 
 
 def install() -> None:
@@ -43,6 +47,10 @@ def install() -> None:
     reach each other; of scaled calls also those with a result scale or no out_dtype, and reductions with a
     bias, which torch adds on every rank. CPU tensors, for which torch has no implementation, take flux's CPU
     path. Scaled calls with use_fast_accum=False are promoted, which is more accurate than torch's.
+
+    With torch 2.13 and newer, `torch._inductor.config.post_grad_custom_pre_pass` gets one more pass. It
+    writes gathers of one x by several layers, and scatters of a dimension that was moved to the front, as
+    the compiler's own pass finds them; they would stay unfused.
 
     Process-wide; a second call does nothing. Needs neither a GPU nor a process group.
 
@@ -70,6 +78,101 @@ def install() -> None:
                 function = partial(implementation, torchs)
                 library.impl(name, function, key, with_keyset=True, allow_override=True)
     _installed.append(library)
+    if _REWRITES:
+        _installed.append(_Rewrites())
+
+
+class _Rewrites:
+    """While it lives, torch's compiler changes graphs before its own passes."""
+
+    def __init__(self) -> None:
+        # Not at the top: importing inductor takes a second.
+        self.config: Any = importlib.import_module("torch._inductor.config")
+        self.passes: Any = importlib.import_module("torch._inductor.custom_graph_pass")
+        self.ours: Any = None
+        version = self.passes.get_hash_for_files((__file__,))
+
+        class Pass(self.passes.CustomGraphPass):  # type: ignore[misc,name-defined]
+            def __call__(self, graph: torch.fx.Graph) -> None:
+                _merge_waits(graph)
+                _scatter_in_place(graph)
+
+            def uuid(self) -> Any:  # part of the key of compiled code in caches
+                return version
+
+        self.ours = Pass()
+        self._set([self.ours, *self._others()])
+
+    def _others(self) -> list[Any]:
+        found = self.passes.get_custom_graph_passes(self.config.post_grad_custom_pre_pass)
+        return [each for each in found if each is not self.ours]
+
+    def _set(self, passes: list[Any]) -> None:
+        self.config.post_grad_custom_pre_pass = passes or None
+
+    def _destroy(self) -> None:
+        self._set(self._others())
+
+
+def _merge_waits(graph: torch.fx.Graph) -> None:
+    """Lets all readers of a collective's result read its first wait, rearranged once.
+
+    Since 2.14 torch keeps a wait for each layer that gathers the same x, and finds only gathers with one.
+    """
+    aten = torch.ops.aten
+    rearranges = {aten.slice.Tensor, aten.split.Tensor, aten.cat.default, aten.view.dtype, operator.getitem}
+    rearranges |= {aten.view.default, aten.reshape.default, aten.permute.default}
+    first: dict[Any, torch.fx.Node] = {}
+    seen: set[torch.fx.Node] = set()  # waits, and what only rearranges them
+    for node in list(graph.nodes):
+        is_wait = node.target is torch.ops._c10d_functional.wait_tensor.default
+        if not is_wait and (node.target not in rearranges or seen.isdisjoint(node.all_input_nodes)):
+            continue
+        earlier = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        seen.add(earlier)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            graph.erase_node(node)
+
+
+def _scatter_in_place(graph: torch.fx.Graph) -> None:
+    """Writes scatters of a dimension that was moved to the front, as torchtitan's, with split and cat."""
+    aten = torch.ops.aten
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        values: Any = torch.fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+        node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def source(node: torch.fx.Node, target: Any) -> Any:
+        return node.args[0] if node.target is target else None
+
+    collectives: Any = torch.ops._c10d_functional
+    for scatter in graph.find_nodes(op="call_function", target=collectives.reduce_scatter_tensor.default):
+        copied, (wait, *others) = scatter.args[0], scatter.users
+        moved = source(copied, aten.clone.default)
+        rows = None if moved is None else source(moved, aten.permute.default)
+        if rows is None or others:
+            continue
+        (order, ranks), shape = (list(moved.args[1]), scatter.args[2]), rows.meta["val"].shape
+        dim, swap = order[0], list(range(len(order)))
+        swap[0], swap[dim] = dim, 0
+        if dim == 0 or order != swap or not isinstance(shape[dim], int):
+            continue
+        with graph.inserting_before(wait):
+            split = call(aten.split.Tensor, rows, shape[dim] // ranks, dim)
+            parts = [call(operator.getitem, split, i) for i in range(ranks)]
+            made = call(scatter.target, call(aten.cat.default, parts), *scatter.args[1:], **scatter.kwargs)
+            done = call(wait.target, made)
+            back = call(aten.permute.default, done, order)
+        wait.replace_all_uses_with(back)
+        for reader in list(back.users):
+            if reader.target is aten.permute.default and reader.args[1] == order:
+                reader.replace_all_uses_with(done)
+        for node in (wait, scatter, copied, moved, *list(back.users), back):
+            if not node.users and node.op != "output":
+                graph.erase_node(node)
 
 
 def uninstall() -> None:

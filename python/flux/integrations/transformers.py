@@ -14,7 +14,13 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed import tensor_parallel as hf
+
+try:
+    from transformers.distributed import tensor_parallel as hf
+except ImportError as error:
+    raise ImportError(
+        f"flux.integrations.transformers: expected transformers 5.16 or newer, got {transformers.__version__}"
+    ) from error
 
 from flux._log import say_once
 from flux.integrations.dtensor import gemm_ar
@@ -26,11 +32,6 @@ STYLE = "flux_rowwise"
 _registry: Any = hf.ALL_PARALLEL_STYLES
 # While installed: the original style "rowwise".
 _replaced: list[Any] = []
-
-if not hasattr(hf.RowwiseParallel, "install_forward"):
-    raise ImportError(
-        f"flux.integrations.transformers: expected transformers 5.17 or newer, got {transformers.__version__}"
-    )
 
 
 class FluxRowwiseParallel(hf.RowwiseParallel):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import two_level
-from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe
+from flux.moe.known_layers import ARRAYS, known_layer, layer_recipe, scale_operands
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -37,7 +37,7 @@ from flux.ops._library import dispatch, library
 from flux.ops._product import wide_expert
 from flux.ops._records import Records
 from flux.ops._scales import Scales
-from flux.ops._tensors import in_place, padded, readable
+from flux.ops._tensors import padded, readable
 
 _KNOWN = known.operator()
 _OP = "moe.ag_scatter_gemm"
@@ -92,7 +92,7 @@ def ag_scatter_gemm(
         assert rows.shape == (6 * p, 16)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    if not scaling and (done := known_layer(_KNOWN, x, weight, routing, activation)) is not None:
+    if (done := known_layer(_KNOWN, x, weight, routing, activation, scaling)) is not None:
         return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
     if not direct or scaling:
@@ -140,14 +140,16 @@ def _eager(
     tokens = x.shape[0] if x.dim() > 0 else 0  # is checked below
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, tokens, group_name])
     scales = _scales.given(_OP, *scaling)
-    if scales is None and (done := known_layer(_KNOWN, x, weight, told, activation, below=True)) is not None:
+    done = known_layer(_KNOWN, x, weight, told, activation, scales or (), below=True)
+    if done is not None:
         return done
     columns = grouped_gemm.expert_weight(_OP, x, weight, activation, scales)
+    recipe = layer_recipe(_KNOWN, x, weight, told, activation, scales)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
     group = process_group(group_name)
     if group.size() > 1:
-        arguments = (x, weight, told, activation, columns, group, scales)
+        arguments = (x, weight, told, activation, columns, group, scales, recipe)
         return registry.in_turn(group, x.device, _among_ranks, *arguments)
     layout = layout_of(routing, num_experts, ep_size, max_tokens, group)
     if not x.is_cuda:
@@ -166,6 +168,7 @@ def _among_ranks(
     columns: int,
     group: ProcessGroup,
     scales: Scales | None,
+    recipe: known.Recipe,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, _OP)
     if isinstance(workspace, NodesWorkspace):
@@ -178,7 +181,7 @@ def _among_ranks(
             return in_parts(x, weight, routing, activation, scales)
         if isinstance(workspace, CudaWorkspace):
             out = x.new_empty(layout.max_rows, columns, dtype=dtype)
-            _launch(x, weight, routing, layout, activation, out, plan, workspace, scales)
+            _launch(x, weight, routing, layout, activation, out, plan, workspace, scales, recipe)
             return out
         out = x.new_zeros(layout.max_rows, columns, dtype=dtype)
         arrivals = _Arrivals(cast(CpuWorkspace, workspace), plan, layout, routing, epoch, packed(x, scales))
@@ -221,6 +224,7 @@ def _launch(
     plan: MoePlan,
     workspace: CudaWorkspace,
     scales: Scales | None,
+    recipe: known.Recipe,
 ) -> None:
     operands = (readable(x), readable(weight))  # before the launch: copies may run out of memory
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
@@ -230,9 +234,9 @@ def _launch(
         scaled = _scales.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, routing[:10], *options, **scaled)
         enqueue()
-    if scales is None and in_place(operands, (x, weight)):
-        recipe = layer_recipe(_KNOWN, x, weight, routing, activation)
-        workspace.remember(recipe, enqueue, [[1, 2, *ARRAYS, recipe.returns(out, like=1)]])
+    if (of_scales := scale_operands(recipe, operands, scales)) is not None:
+        used = [1, 2, *ARRAYS, recipe.returns(out, like=1), *of_scales]
+        workspace.remember(recipe, enqueue, [used])
 
 
 def in_parts(

@@ -20,7 +20,7 @@ from flux.comm.group import process_group, reduce_scatter
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.moe import reference, two_level
 from flux.moe.combine import weighted_sum
-from flux.moe.known_layers import ARRAYS, WEIGHTS, known_layer, layer_recipe
+from flux.moe.known_layers import ARRAYS, WEIGHTS, known_layer, layer_recipe, scale_operands
 from flux.moe.plan import BLOCK_M, BLOCK_N, MoePlan
 from flux.moe.routing import (
     Routing,
@@ -35,7 +35,7 @@ from flux.ops import _check, _gate, _scales, grouped_gemm
 from flux.ops._library import dispatch, library
 from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
-from flux.ops._tensors import in_place, readable, wide_type
+from flux.ops._tensors import readable, wide_type
 
 _KNOWN = known.operator()
 _OP = "moe.gemm_gather_rs"
@@ -87,7 +87,7 @@ def gemm_gather_rs(
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    if not scaling and (done := known_layer(_KNOWN, x, weight, routing, None)) is not None:
+    if (done := known_layer(_KNOWN, x, weight, routing, None, scaling)) is not None:
         return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
     if not direct or scaling:
@@ -136,15 +136,16 @@ def _eager(
 ) -> torch.Tensor:
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
     scales = _scales.given(_OP, *scaling)
-    if scales is None and (done := known_layer(_KNOWN, x, weight, told, None, below=True)) is not None:
+    if (done := known_layer(_KNOWN, x, weight, told, None, scales or (), below=True)) is not None:
         return done
     grouped_gemm.expert_weight(_OP, x, weight, None, scales)
+    recipe = layer_recipe(_KNOWN, x, weight, told, None, scales)
     if scales is not None:
         scales = scales.canonical_experts(*weight.shape)
     group = process_group(group_name)
     if group.size() == 1:
         return in_parts(x, weight, told, scales)
-    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, group, scales)
+    return registry.in_turn(group, x.device, _among_ranks, x, weight, told, group, scales, recipe)
 
 
 def _among_ranks(
@@ -153,6 +154,7 @@ def _among_ranks(
     routing: Routing,
     group: ProcessGroup,
     scales: Scales | None,
+    recipe: known.Recipe,
 ) -> torch.Tensor:
     n = weight.shape[1]
     workspace = registry.get(group, x.device, _OP)
@@ -164,7 +166,7 @@ def _among_ranks(
         if not plan.fused:
             return in_parts(x, weight, routing, scales)
         if isinstance(workspace, CudaWorkspace):
-            return launch(x, weight, routing, plan, workspace, scales)
+            return launch(x, weight, routing, plan, workspace, scales, recipe)
         out = x.new_empty(routing.num_tokens, n, dtype=plan.result_dtype)
         shared = cast(CpuWorkspace, workspace)
         _Exchange(shared, plan, layout, routing, epoch, x, weight, out, scales).run()
@@ -199,8 +201,9 @@ def launch(
     plan: MoePlan,
     workspace: CudaWorkspace,
     scales: Scales | None = None,
+    recipe: known.Recipe | None = None,
 ) -> torch.Tensor:
-    """Launches the kernel."""
+    """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.known)."""
     rows, n, dtype = x.shape[0], weight.shape[1], plan.result_dtype
     # Allocations may run out of memory, so they come before the call is opened.
     operands = (readable(x), readable(weight))
@@ -211,10 +214,10 @@ def launch(
         arguments = (*operands, routing[:10], routing[10], *sizes, *options)
         enqueue = functools.partial(_kernel, *arguments, **_scales.for_kernel(x, scales))
         enqueue()
-    if scales is None and in_place(operands, (x, weight)):
-        recipe = layer_recipe(_KNOWN, x, weight, routing, None)
-        written = (recipe.returns(out, like=1), recipe.allocates(products, like=1))
-        workspace.remember(recipe, enqueue, [[1, 2, *ARRAYS, WEIGHTS, written[1], written[0]]])
+    of_scales = None if recipe is None else scale_operands(recipe, operands, scales)
+    if recipe is not None and of_scales is not None:
+        written = (recipe.allocates(products, like=1), recipe.returns(out, like=1))
+        workspace.remember(recipe, enqueue, [[1, 2, *ARRAYS, WEIGHTS, *written, *of_scales]])
     return out
 
 

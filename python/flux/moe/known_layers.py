@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
 from flux import _invariance
 from flux.comm import known
 from flux.moe.routing import Routing
-from flux.ops import grouped_gemm
+from flux.ops._scales import Scales, tensors
+from flux.ops._tensors import in_place
 
-# Of the arguments of a known call: the ten arrays of the routing, and its weights.
+# Of the arguments of a known call: the ten arrays of the routing, its weights, and the scales.
 ARRAYS = tuple(range(3, 13))
 WEIGHTS = 13
+_SCALES = 20
 
 
 def known_layer(
@@ -22,24 +25,45 @@ def known_layer(
     weight: torch.Tensor,
     routing: Routing,
     activation: str | None,
+    scaling: tuple[Any, ...],
     below: bool = False,
 ) -> torch.Tensor | None:
-    """The result of a known call of a layer (flux.comm.known), or None. below: below torch's dispatcher."""
+    """The result of a known call of a layer (flux.comm.known), or None. scaling: as _scales.arguments returns
+    it. below: below torch's dispatcher.
+    """
     if torch.compiler.is_compiling() or type(routing) is not Routing:
         return None
     calls = known.of(routing.group_name)
-    if calls is None or not (activation is None or isinstance(activation, str)):
+    if calls is None:
         return None
-    call, options = calls.call_below if below else calls.call, _options(activation)
+    call = calls.call_below if below else calls.call
+    options = (activation, _invariance.active(), *scaling)
     return cast("torch.Tensor | None", call(op, x, weight, *routing[:15], *options))
 
 
 def layer_recipe(
-    op: int, x: torch.Tensor, weight: torch.Tensor, routing: Routing, activation: str | None
+    op: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    activation: str | None,
+    scales: Scales | None,
 ) -> known.Recipe:
-    """How a layer is called again."""
-    return known.Recipe(op, x, weight, *routing[:15], *_options(activation))
+    """How a layer is called again. scales: as they were given."""
+    options = (activation, _invariance.active(), *(scales or ()))
+    return known.Recipe(op, x, weight, *routing[:15], *options)
 
 
-def _options(activation: str | None) -> tuple[int, bool]:
-    return grouped_gemm.NUMBERS.get(activation, -1), _invariance.active()
+def scale_operands(
+    recipe: known.Recipe, operands: Sequence[torch.Tensor], scales: Scales | None
+) -> list[int] | None:
+    """The operands for the scales of a launch; None if it reads copies of arguments, and cannot be repeated.
+
+    Args:
+        operands: x and weight as the launch reads them.
+        scales: as it reads them.
+    """
+    of_scales = tensors(scales)
+    numbers = range(_SCALES, _SCALES + len(of_scales))
+    given = (*recipe.given[1:3], *(recipe.given[number] for number in numbers))
+    return list(numbers) if in_place((*operands, *of_scales), given) else None

@@ -10,6 +10,7 @@ import torch
 from flux import _invariance
 from flux.comm import known
 from flux.comm.cuda import CudaWorkspace
+from flux.ops._scales import Scales
 from flux.ops._tensors import in_place
 
 Tensors = Sequence[torch.Tensor]
@@ -24,17 +25,22 @@ def given(
     transpose_weight: bool,
     return_gathered: bool,
     outs: Tensors | None,
+    scaling: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:
-    """The arguments of a call: x is number 4, weights, biases and outs follow."""
-    tensors = (x, *weights, *(biases or (None,) * len(weights)), *(outs or ()))
+    """The arguments of a call: x is number 4; weights, biases, with `scaling` the scales of x, those of the
+    weights and two options, and outs follow. scaling: as _scales.arguments returns it, with a list of scales.
+    """
+    if scaling:
+        scaling = (scaling[0], *(scaling[1] or ()), *scaling[2:])
+    tensors = (x, *weights, *(biases or (None,) * len(weights)), *scaling, *(outs or ()))
     return (_OP, len(weights), transpose_weight, (return_gathered << 1) + _invariance.active(), *tensors)
 
 
-def recipe(arguments: tuple[Any, ...], count: int, outs: Tensors) -> known.Recipe:
-    """How a call of `count` weights is repeated, which returns `outs`."""
+def recipe(arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool) -> known.Recipe:
+    """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales."""
     made = known.Recipe(*arguments)
-    for i, out in enumerate(outs):
-        number = 5 + 2 * count + i
+    first = 5 + 2 * count + (count + 3 if scaled else 0)
+    for number, out in enumerate(outs, first):
         made.returns(out, like=4, argument=number if number < len(arguments) else None)
     return made
 
@@ -44,20 +50,28 @@ def remember(
     recipe: known.Recipe,
     enqueue: Callable[[], None],
     operands: Sequence[tuple[torch.Tensor | None, ...]],
-    gathered: torch.Tensor | None,
-    outs: Sequence[torch.Tensor | None],
+    scales: Sequence[Scales],
+    gathered: Tensors,
+    outs: Tensors,
     by_copy_engine: bool,
 ) -> None:
     """Makes a call known.
 
     Args:
         operands: x, weight, bias and product of each launch.
-        gathered: what a last launch writes the gathered rows to, or None.
+        scales: of each weight, canonical.
+        gathered: what a last launch writes the gathered rows to, and their scales; or nothing.
         outs: the tensors that the caller gets.
     """
     count, (sources, weights, biases, products) = len(operands), zip(*operands, strict=True)
-    used = (sources[0], *weights, *biases, *products, gathered)
-    if in_place(used, (*recipe.given[4 : 5 + 2 * count], *outs)):
+    first = 5 + 2 * count  # of the scales
+    of_scales = (scales[0].x, *(scale.w for scale in scales)) if scales else ()
+    used = (sources[0], *weights, *biases, *of_scales, *products, *gathered)
+    if in_place(used, (*recipe.given[4 : first + len(of_scales)], *outs)):
         numbers = [[4, 5 + i, 5 + count + i, recipe.results[i]] for i in range(count)]
-        numbers += [] if gathered is None else [[4, recipe.results[-1]]]
+        for i, of_launch in enumerate(numbers):
+            of_launch += [first, first + 1 + i] if scales else []
+        if gathered:
+            rows, *their_scales = recipe.results[count:]
+            numbers.append([4, rows, first, *their_scales] if scales else [4, rows])
         workspace.remember(recipe, enqueue, numbers, by_copy_engine)

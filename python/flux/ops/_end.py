@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flux.comm import known
 from flux.comm.workspace import Same
 from flux.ops import _check
 from flux.ops import quantize as quantising
@@ -63,10 +64,11 @@ class End(NamedTuple):
         normalised = made.normalised.view(total.shape)
         if self.quant is None:
             return normalised, total
-        q, scale = quantising.empty(total, self.quant, _E4M3)
         if made.quantised:
-            q, scale = (part.view(like.shape) for part, like in zip(made.quantised, (q, scale), strict=True))
+            q = made.quantised[0].view(total.shape)
+            scale = made.quantised[1].view(quantising.scales_shape(total, self.quant))
         else:
+            q, scale = quantising.empty(total, self.quant, _E4M3)
             quantising.run(normalised, self.quant, self.quant_scale, self.ue8m0, q, scale)
         found = (q, scale, total)
         return (*found, normalised) if self.return_norm else found
@@ -84,9 +86,8 @@ class End(NamedTuple):
         if self.quant is None or not takes(op, "q"):
             return Made(torch.empty_like(total))
         q, scale = quantising.empty(total, self.quant, _E4M3)
-        if self.quant_scale is not None:  # kernels do not write a scale that is given
-            scale.copy_(self.quant_scale.reshape(1))
-        return Made(torch.empty_like(total), (q, scale))
+        parts = quantising.scratch(q, self.quant, self.quant_scale)
+        return Made(torch.empty_like(total), (q, scale), parts)
 
     def for_kernel(self, made: Made | None) -> dict[str, Any]:
         """What a kernel gets for the quantisation."""
@@ -99,14 +100,44 @@ class End(NamedTuple):
             "granularity": quantising.QUANTS.index(self.quant),
             "ue8m0": self.ue8m0,
             "quant_scale": self.quant_scale,
+            "parts": made.parts,
         }
+
+    def remembered(
+        self, recipe: known.Recipe, out: Tensor, made: Made | None, out_argument: int, quant_scale: int
+    ) -> tuple[int, int, list[int]]:
+        """What a launch of a call that is to be known writes (flux.comm.known).
+
+        Args:
+            out: the sum, as the call returns it.
+            made: what the launch makes of it.
+            out_argument, quant_scale: numbers of these arguments.
+
+        Returns:
+            The operands `out` and `residual_out` of the kernel, and those of the quantisation.
+        """
+        if made is None:
+            return recipe.returns(out, like=2, argument=out_argument), known.ABSENT, []
+        found = self.of(out, made)
+        if self.quant is None:
+            return recipe.returns(found[0], like=2), recipe.returns(out, like=2), []
+        q, scale, total = (recipe.returns(result, like=2) for result in found[:3])
+        keep = recipe.returns if self.return_norm else recipe.allocates
+        norm = keep(made.normalised.view(out.shape), like=2)
+        parts = known.ABSENT if made.parts is None else recipe.allocates(made.parts, like=2)
+        return norm, total, [q, scale, quant_scale, parts]
 
 
 class Made(NamedTuple):
-    """What a kernel makes of a sum: the normalised rows, and maybe fp8 of them and its scales."""
+    """What a kernel makes of a sum: the normalised rows, and maybe fp8 of them and its scales.
+
+    Attributes:
+        parts: scratch memory for that.
+    """
 
     normalised: Tensor
     quantised: tuple[Tensor, Tensor] | tuple[()] = ()
+    parts: Tensor | None = None
 
 
 NONE = End()

@@ -79,7 +79,7 @@ def run_fused(
 
     Args:
         repeated: recipe and result of the call, if it is to be known (flux.comm.known). Arguments of the
-            recipe: operator, mode, x, residual, norm_weight and out.
+            recipe: operator, mode, x, residual, norm_weight and out, eps, and those of a quantisation.
     """
     if not isinstance(workspace, CudaWorkspace):
         sum_over_ranks(workspace, plan, epoch, x, out, () if residual is None else (residual,))
@@ -93,15 +93,11 @@ def run_fused(
         options = (symm_buffer, workspace.num_sms, plan.mode)
         enqueue = functools.partial(_kernel, source, first, *options, *extras, end.eps, second, **quantised)
         enqueue()
-    repeats = repeated is not None and target is out and not quantised
+    repeats = target is out and (end.quant is None or bool(quantised))
     if repeated is not None and repeats and in_place((source, *extras), repeated[0].given[2:5]):
         recipe, result = repeated
-        if made is None:
-            used = [2, recipe.returns(result, like=2, argument=5), 3, 4, known.ABSENT]
-        else:
-            normalised_result = recipe.returns(result, like=2)
-            used = [2, normalised_result, 3, 4, recipe.returns(result, like=2)]
-        workspace.remember(recipe, enqueue, [used])
+        wrote, wrote_sum, by_quant = end.remembered(recipe, result, made, out_argument=5, quant_scale=8)
+        workspace.remember(recipe, enqueue, [[2, wrote, 3, 4, wrote_sum, *by_quant]])
     if target is not out:
         out.copy_(target)
     return made

@@ -122,16 +122,20 @@ def fused_cuda(
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
         enqueue = functools.partial(_kernel, *operands, *options, *extras, end.eps, second, **how)
         enqueue()
-    norms_here, read = (made is not None) == norms, (*operands[:3], *extras)
-    repeats = norms_here and target is total and not how
-    if repeated is not None and repeats and in_place(read, repeated[0].given[2:7]):
+    of_scales = _scales.tensors(scales)
+    after = 10 + len(scales or ())  # of the arguments of the recipe: those of the quantisation
+    quantised = made is not None and len(made.quantised) > 0
+    repeats = (made is not None) == norms and quantised == (end.quant is not None) and target is total
+    read = (*operands[:3], *extras, *of_scales)
+    if (
+        repeated is not None
+        and repeats
+        and in_place(read, (*repeated[0].given[2:7], *repeated[0].given[10 : 10 + len(of_scales)]))
+    ):
         recipe, out = repeated
-        if made is None:
-            used = [2, 3, 4, recipe.returns(out, like=2, argument=8), 5, 6, known.ABSENT]
-        else:
-            first_result = recipe.returns(out, like=2)
-            used = [2, 3, 4, first_result, 5, 6, recipe.returns(out, like=2)]
-        workspace.remember(recipe, enqueue, [used])
+        wrote, wrote_sum, by_quant = end.remembered(recipe, out, made, out_argument=8, quant_scale=after + 1)
+        scaled = [10, 11] if of_scales else [known.ABSENT] * 2
+        workspace.remember(recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant]])
     if target is not total:
         total.copy_(target)
     return made

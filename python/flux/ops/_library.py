@@ -108,15 +108,17 @@ library.define(
     f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_FP8}) -> ()"
 )
 # Of granularity 0 (one scale for all of x), 1 (one for each row), 2 (for 128 elements of a row) or 3 (for 128
-# x 128 of a matrix). scale: as flux.quantize returns it; with static_scale it is given, and not written.
+# x 128 of a matrix). scale: as flux.quantize returns it. given: of granularity 0, the scale to use, which is
+# copied to `scale`. parts: scratch memory of granularity 0 without such a scale, of
+# _core.QUANTIZE_SCRATCH_FLOATS.
 library.define(
-    "_quantize(Tensor x, Tensor(a!) q, Tensor(b!) scale, int granularity, bool ue8m0, bool static_scale) "
-    "-> ()"
+    "_quantize(Tensor x, Tensor(a!) q, Tensor(b!) scale, int granularity, bool ue8m0, Tensor? given, "
+    "Tensor(c!)? parts) -> ()"
 )
-# With q: the normalised sum is quantised to e4m3, too. quant_scale: of granularity 0, the scale to use.
+# With q: the normalised sum is quantised to e4m3, too. quant_scale: as `given` above.
 _QUANTISED = (
     "Tensor(c!)? q=None, Tensor(d!)? q_scale=None, int granularity=-1, bool ue8m0=False, "
-    "Tensor? quant_scale=None"
+    "Tensor? quant_scale=None, Tensor(e!)? parts=None"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
 # residual_out the sum.

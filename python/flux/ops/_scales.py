@@ -16,6 +16,7 @@ from flux.ops._fail import fail
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
+_DEFAULT_OUT = torch.bfloat16
 BLOCK = 128  # of K, and of the columns of a weight
 NAMES = ("scale_x", "scale_w", "out_dtype", "accumulate")  # of arguments, in the order of Scales
 _SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
@@ -216,12 +217,22 @@ def named(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any) -> dict[s
 
 
 def arguments(scale_x: Any, scale_w: Any, out_dtype: Any, accumulate: Any, x: Any) -> tuple[Any, ...]:
-    """The last arguments of a torch operator: none for a call without fp8 operands."""
-    if scale_x is None and scale_w is None and out_dtype is None and accumulate == "promoted":
-        return ()
-    if scale_x is None and scale_w is None and isinstance(x, Tensor) and out_dtype == x.dtype:
-        out_dtype = None
+    """The last arguments of a torch operator, as `given` tells them: none for a call without fp8 operands."""
+    if scale_x is None and scale_w is None:
+        if out_dtype is not None and isinstance(x, Tensor) and out_dtype == x.dtype:
+            out_dtype = None
+        if out_dtype is None and accumulate == "promoted":
+            return ()
+    elif out_dtype is None:
+        out_dtype = _DEFAULT_OUT
     return scale_x, scale_w, out_dtype, accumulate
+
+
+def completed(
+    scale_x: Any = None, scale_w: Any = None, out_dtype: Any = None, accumulate: str = "promoted"
+) -> tuple[Any, ...]:
+    """The same from what torch's dispatcher passes on: without defaults at the end."""
+    return arguments(scale_x, scale_w, out_dtype, accumulate, None)
 
 
 def given(
@@ -243,7 +254,7 @@ def given(
         fail(op, "scale_x", "a tensor, as scale_w is one", None)
     if scale_w is None:
         fail(op, "scale_w" + which, "a tensor, as scale_x is one", None)
-    return Scales(scale_x, scale_w, torch.bfloat16 if out_dtype is None else out_dtype, accumulate)
+    return Scales(scale_x, scale_w, _DEFAULT_OUT if out_dtype is None else out_dtype, accumulate)
 
 
 def each(scale_w: Any, many: bool) -> Any:
@@ -306,6 +317,11 @@ def for_kernel(x: Tensor, scales: Scales | None) -> dict[str, Any]:
     return {"scale_x": scales.x, "scale_w": scales.w, "fast": fast}
 
 
+def tensors(scales: Scales | None) -> tuple[Tensor, ...]:
+    """The tensors among scales."""
+    return () if scales is None else scales[:2]
+
+
 def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:
     """The dtype of a product, and of bias and residual."""
     return x.dtype if scales is None else scales.out_dtype
@@ -322,7 +338,8 @@ def column_major(scale: Tensor) -> Tensor:
 
 def empty_column_major(rows: int, blocks: int, like: Tensor) -> Tensor:
     """Memory for block scales in that layout, on the device of a tensor."""
-    return like.new_empty(blocks, _padded(rows), dtype=torch.float32).t()[:rows]
+    strides = (1, _padded(rows))
+    return like.new_empty_strided((rows, blocks), strides, dtype=torch.float32)
 
 
 def of_elements(scale: Tensor, count: int) -> Tensor:

@@ -191,8 +191,9 @@ def ag_gemm(
     weights: Any = weight if many else (weight,)
     biases: Any = () if bias is None else bias if many else (bias,)
     results: Any = None if out is None else list(out) if many else [out]
-    if not (scaling or torch.compiler.is_compiling()) and (calls := known.of(group)) is not None:
-        done = calls.call(*_known.given(x, weights, biases, transpose_weight, return_gathered, results))
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+        inputs = (x, weights, biases, transpose_weight, return_gathered)
+        done = calls.call(*_known.given(*inputs, results, scaling))
         if done is not None:
             return _answer(done, len(weights), return_gathered, many)
     direct = may_skip_dispatch(x, *weights, *biases, scale_x, *of_scales)
@@ -307,14 +308,14 @@ def _fake_out(
 
 def _eager(*arguments: Any) -> list[torch.Tensor]:
     x, weights, biases, transpose_weight, return_gathered, name, *scaling = arguments
-    group = process_group(name)
-    return _call(x, weights, biases, transpose_weight, return_gathered, group, None, tuple(scaling))
+    group, told = process_group(name), _scales.completed(*scaling)
+    return _call(x, weights, biases, transpose_weight, return_gathered, group, None, told)
 
 
 def _eager_out(*arguments: Any) -> None:
     x, weights, biases, transpose_weight, return_gathered, name, outs, *scaling = arguments
-    group = process_group(name)
-    _call(x, weights, biases, transpose_weight, return_gathered, group, outs, tuple(scaling))
+    group, told = process_group(name), _scales.completed(*scaling)
+    _call(x, weights, biases, transpose_weight, return_gathered, group, outs, told)
 
 
 def _call(
@@ -339,8 +340,9 @@ def _call(
         parts.products(x, weights, biases, transpose_weight, products, scales)
         parts.copy_gathered(gathered, x, scales)
         return outs
-    if not scaling and (calls := known.of_groups.get(group)) is not None:
-        done = calls.call_below(*_known.given(x, weights, biases, transpose_weight, return_gathered, outs))
+    if (calls := known.of_groups.get(group)) is not None:
+        inputs = (x, weights, biases, transpose_weight, return_gathered)
+        done = calls.call_below(*_known.given(*inputs, outs, scaling))
         if done is not None:
             return [done] if isinstance(done, torch.Tensor) else list(done)
     arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs, scaling)
@@ -367,7 +369,7 @@ def _among_ranks(
         call, plans, shapes, m, ns, k, given = found
     else:
         shapes, m, ns, k = _check.ag_gemm_args("ag_gemm", x, weights, biases, transpose_weight, p, scales)
-    arguments = _known.given(x, weights, biases, transpose_weight, return_gathered, outs)
+    arguments = _known.given(x, weights, biases, transpose_weight, return_gathered, outs, scaling)
     outs, products, gathered = parts.results(x, weights, biases, shapes, p, return_gathered, outs, scales)
     if workspace is None:
         workspace = registry.get(group, x.device, "ag_gemm")
@@ -395,7 +397,7 @@ def _among_ranks(
         if not call.fused:
             parts.unfused(x2, weights, biases, transpose_weight, group, products, gathered, scales)
         elif isinstance(workspace, CudaWorkspace):
-            recipe = None if scales else _known.recipe(arguments, len(weights), outs)
+            recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
             _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered, scales)
@@ -476,9 +478,8 @@ def _fused_cuda(
         chunk_rows = gather.chunk_rows(call, epoch)
         enqueue()
     if recipe is not None:
-        target = targets[0] if targets else None
-        written = (*outs, gathered[0] if gathered else None)
-        _known.remember(workspace, recipe, enqueue, operands, target, written, epoch > 0)
+        written = (*outs, *gathered)
+        _known.remember(workspace, recipe, enqueue, operands, scales, targets, written, epoch > 0)
     for (*_, product), out in zip(operands, outs, strict=True):
         if product is not out:
             out.copy_(product)

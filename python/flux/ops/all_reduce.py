@@ -122,9 +122,9 @@ def all_reduce(
         assert (total == p).all() and normalised.shape == (4, 64)
     """
     quantised = ends.arguments(quant, quant_scale, ue8m0, return_norm)
-    if not (quantised or torch.compiler.is_compiling()) and (calls := known.of(group)) is not None:
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
         used_eps = 0.0 if norm_weight is None else _check.norm_eps(eps, x)
-        done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, out, used_eps)
+        done = calls.call(_OP, _invariance.active(), x, residual, norm_weight, out, used_eps, *quantised)
         if done is not None:
             return done
     direct = may_skip_dispatch(x, residual, norm_weight, quant_scale)
@@ -219,18 +219,27 @@ def _eager_norm(
 
 def _eager_quant(*arguments: Any) -> list[Tensor]:
     x, residual, norm_weight, eps, name, *quantised = arguments
-    out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
-    return list(end.of(out, _run(x, residual, end, process_group(name), out, None)))
+    group = process_group(name)
+    done = _known(x, residual, norm_weight, eps, group, *quantised)
+    if done is None:
+        out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
+        done = end.of(out, _run(x, residual, end, group, out, None))
+    return list(done)
 
 
 def _known(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, eps: float, group: ProcessGroup
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    group: ProcessGroup,
+    *quantised: Any,
 ) -> Any:
     """The results of a known call without `out`, or None."""
     calls = known.of_groups.get(group)
     if calls is None:
         return None
-    return calls.call_below(_OP, _invariance.active(), x, residual, norm_weight, None, eps)
+    return calls.call_below(_OP, _invariance.active(), x, residual, norm_weight, None, eps, *quantised)
 
 
 def _run(
@@ -248,9 +257,8 @@ def _run(
         out.copy_(x if residual is None else x + residual)
         return None
     if not _invariance.active():
-        recipe = None
-        if end.quant is None:
-            recipe = known.Recipe(_OP, False, x, residual, end.norm_weight, given_out, end.eps)
+        quantised = end[2:] if end.quant else ()
+        recipe = known.Recipe(_OP, False, x, residual, end.norm_weight, given_out, end.eps, *quantised)
         return registry.in_turn(group, x.device, sum_of, x, residual, end, group, out, recipe)
     # How many CTAs share a row of the kernel's norm depends on the number of rows.
     flat, total = x.reshape(-1), out.view(-1)

@@ -76,8 +76,8 @@ def gemm(
         assert flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w).dtype == torch.bfloat16
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    if not scaling and not torch.compiler.is_compiling():
-        given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+    if not torch.compiler.is_compiling():
+        given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
         done: torch.Tensor | None = known.without_group().call(*given)
         if done is not None:
             return done
@@ -158,12 +158,11 @@ def _cpu_out(
 def _cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transpose_weight: bool, *scaling: Any
 ) -> torch.Tensor:
-    scales, given = _scales.given("gemm", *scaling), None
-    if scales is None:
-        given = (_OP, _invariance.active(), x, weight, bias, None, transpose_weight)
-        done: torch.Tensor | None = known.without_group().call_below(*given)
-        if done is not None:
-            return done
+    scales = _scales.given("gemm", *scaling)
+    given = (_OP, _invariance.active(), x, weight, bias, None, transpose_weight, *(scales or ()))
+    done: torch.Tensor | None = known.without_group().call_below(*given)
+    if done is not None:
+        return done
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", None, shape, x, scales=scales)
     launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given)
@@ -181,8 +180,8 @@ def _cuda_out(
     scales = _scales.given("gemm", *scaling)
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", out, shape, x, weight, bias, scales=scales)
-    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given if scales is None else None)
+    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given)
 
 
 def run(
@@ -239,9 +238,10 @@ def launch(
     scaled = _scales.for_kernel(x, scales)
     enqueue = functools.partial(_kernel, *operands, transpose_weight, plan.choice, num_sms, **scaled)
     enqueue()
-    if given is not None and in_place(operands, (x, weight, bias, out)):
+    of_scales = _scales.tensors(scales)
+    if given is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *given[7:9])):
         recipe = known.Recipe(*given)
-        used = [2, 3, 4, recipe.returns(out, like=2, argument=5)]
+        used = [2, 3, 4, recipe.returns(out, like=2, argument=5), *range(7, 7 + len(of_scales))]
         known.remember(known.without_group(), recipe, enqueue, [used])
     if target is not out2:
         out2.copy_(target)

@@ -169,9 +169,8 @@ def gemm_ar(
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
     quantised = ends.arguments(quant, quant_scale, ue8m0, return_norm)
-    compiling = torch.compiler.is_compiling()
-    if not (scaling or quantised or compiling) and (calls := known.of(group)) is not None:
-        options = (None if norm_weight is None else eps, out, transpose_weight)
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+        options = (None if norm_weight is None else eps, out, transpose_weight, *scaling, *quantised)
         done = calls.call(_OP, _invariance.active(), x, weight, bias, residual, norm_weight, *options)
         if done is not None:
             return done
@@ -327,9 +326,8 @@ def _call(
         if added is not None:
             torch.add(product, added, out=total)
         return end.of(out)
-    repeats = scales is None and end.quant is None
-    if repeats and (calls := known.of_groups.get(group)) is not None:
-        done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out))
+    if (calls := known.of_groups.get(group)) is not None:
+        done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
         if done is not None:
             return done
     arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales)
@@ -344,10 +342,12 @@ def _given(
     residual: Tensor | None,
     end: End,
     out: Tensor | None,
+    scales: Scales | None,
 ) -> tuple[Any, ...]:
-    """The arguments of a call without scales and quantisation for flux.comm.known."""
-    eps = None if end.norm_weight is None else end.eps
-    return _OP, _invariance.active(), x, weight, bias, residual, end.norm_weight, eps, out, transpose_weight
+    """The arguments of a call for flux.comm.known."""
+    tensors = (x, weight, bias, residual, end.norm_weight)
+    options = (None if end.norm_weight is None else end.eps, out, transpose_weight, *(scales or ()))
+    return _OP, _invariance.active(), *tensors, *options, *(end[2:] if end.quant else ())
 
 
 def _among_ranks(
@@ -370,9 +370,7 @@ def _among_ranks(
         plan, shape, m, n, k = found
     else:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
-    recipe = None
-    if scales is None and end.quant is None:
-        recipe = known.Recipe(*_given(x, weight, bias, transpose_weight, residual, end, out))
+    recipe = known.Recipe(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
     end = end.checked("gemm_ar", n, x, scales)
     out = _check.output("gemm_ar", out, shape, x, weight, bias, residual, may_be=residual, scales=scales)
     total, made = out, None
@@ -414,9 +412,8 @@ def _among_ranks(
             if not plan.fused:
                 parts.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
             elif isinstance(workspace, CudaWorkspace):
-                repeated = None if recipe is None else (recipe, out)
                 tensors = (x, weight, bias, residual, total)
-                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated)
+                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, (recipe, out))
             elif isinstance(workspace, CpuWorkspace):
                 parts.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
             else:

@@ -78,8 +78,8 @@ def gemm_rs(
         assert out.shape == (8, 32)  # [M/p, N]
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    if not (scaling or torch.compiler.is_compiling()) and (calls := known.of(group)) is not None:
-        done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+    if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
+        done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
         if done is not None:
             return cast(torch.Tensor, done)
     direct = may_skip_dispatch(x, weight, bias, *scaling[:2])
@@ -195,9 +195,10 @@ def call(
         out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
         plain.run(x, weight, bias, transpose_weight, out, scales)
         return out
-    calls = None if also or scales is not None else known.of_groups.get(group)
+    calls = None if also else known.of_groups.get(group)
     if calls is not None:
-        done = calls.call_below(_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+        given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
+        done = calls.call_below(*given)
         if done is not None:
             return cast(torch.Tensor, done)
     arguments = (x, weight, bias, transpose_weight, group, out, also, scales)
@@ -223,7 +224,8 @@ def _among_ranks(
         shape, m, n, k = _check.gemm_args(
             "gemm_rs", x, weight, bias, transpose_weight, group.size(), scales=scales
         )
-    recipe = known.Recipe(_OP, _invariance.active(), x, weight, bias, out, transpose_weight)
+    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
+    recipe = known.Recipe(*given)
     out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
     recipe.returns(out, like=2, argument=5)
     if workspace is None:
@@ -247,8 +249,7 @@ def _among_ranks(
         if not plan.fused:
             unfused(x2, weight, bias, transpose_weight, group, out2, scales)
         elif isinstance(workspace, CudaWorkspace):
-            repeats = not also and scales is None
-            fused_cuda(workspace, plan, x2, weight, bias, out2, scales, recipe if repeats else None)
+            fused_cuda(workspace, plan, x2, weight, bias, out2, scales, None if also else recipe)
         elif isinstance(workspace, CpuWorkspace):
             _fused_cpu(workspace, plan, epoch, x2, weight, bias, out2, scales)
         else:
@@ -327,9 +328,11 @@ def fused_cuda(
         scaled = _scales.for_kernel(x, scales)
         enqueue = functools.partial(_kernel, *operands, *options, plan.batch_invariant, **scaled)
         enqueue()
-    if recipe is not None and in_place(operands, (*recipe.given[2:5], out)):
+    of_scales = _scales.tensors(scales)
+    used_here = (*operands, *of_scales)
+    if recipe is not None and in_place(used_here, (*recipe.given[2:5], out, *recipe.given[7:9])):
         staged = known.ABSENT if staging is None else recipe.allocates(staging, like=2)
-        used = [2, 3, 4, *recipe.results, staged]
+        used = [2, 3, 4, *recipe.results, staged, *range(7, 7 + len(of_scales))]
         workspace.remember(recipe, enqueue, [used], by_copy_engine=staging is not None)
     if target is not out:
         out.copy_(target)

@@ -19,7 +19,6 @@ from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 
 ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/sm90_grouped_gemm.cuh
-# Of activations, for calls that flux.comm.known repeats.
 NUMBERS = {None: 0} | {name: 1 + i for i, name in enumerate(ACTIVATIONS)}
 _OP = known.operator()
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -72,9 +71,8 @@ def grouped_gemm(
         assert out.shape == (6, 32)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    plain = len(scaling) == 0 and not torch.compiler.is_compiling()
-    if plain and (activation is None or isinstance(activation, str)):
-        given = (_OP, _invariance.active(), x, weight, offsets, rows, NUMBERS.get(activation, -1))
+    if not torch.compiler.is_compiling():
+        given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *scaling)
         done: torch.Tensor | None = known.without_group().call(*given)
         if done is not None:
             return done
@@ -238,12 +236,11 @@ def _cuda(
     activation: str | None,
     *scaling: Any,
 ) -> torch.Tensor:
-    scales, given = _scales.given("grouped_gemm", *scaling), None
-    if scales is None:
-        given = (_OP, _invariance.active(), x, weight, offsets, rows, NUMBERS.get(activation, -1))
-        done: torch.Tensor | None = known.without_group().call_below(*given)
-        if done is not None:
-            return done
+    scales = _scales.given("grouped_gemm", *scaling)
+    given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *(scales or ()))
+    done: torch.Tensor | None = known.without_group().call_below(*given)
+    if done is not None:
+        return done
     shape, dtype = _checked(x, weight, offsets, rows, activation, scales), _scales.result_dtype(x, scales)
     if 0 in shape or x.shape[1] == 0:
         return x.new_zeros(shape, dtype=dtype)
@@ -251,7 +248,7 @@ def _cuda(
         scales = scales.canonical_experts(*weight.shape)
     if why_not(x, weight.shape[1], shape[1], scales) is None:
         out = x.new_empty(shape, dtype=dtype)
-        recipe = None if given is None else known.Recipe(*given)
+        recipe = known.Recipe(*given)
         launch(x, weight, offsets, rows, activation, out, scales=scales, recipe=recipe)
         return out
     if rows is not None:
@@ -308,8 +305,11 @@ def launch(
     options = (NUMBERS[activation], out, schedule, config, num_sms)
     enqueue = functools.partial(_kernel, *read, *options, **_scales.for_kernel(x, scales))
     enqueue()
-    if recipe is not None and in_place(read, (x, weight, offsets, rows)):
-        used = [2, 3, 4, 5, recipe.returns(out, like=2), recipe.allocates(schedule, like=2)]
+    of_scales = _scales.tensors(scales)
+    given = () if recipe is None else (x, weight, offsets, rows, *recipe.given[7:9])
+    if recipe is not None and in_place((*read, *of_scales), given):
+        written = [recipe.returns(out, like=2), recipe.allocates(schedule, like=2)]
+        used = [2, 3, 4, 5, *written, *range(7, 7 + len(of_scales))]
         known.remember(known.without_group(), recipe, enqueue, [used])
 
 

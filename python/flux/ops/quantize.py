@@ -4,15 +4,18 @@ largest value becomes the largest of the type.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, cast
 
 import torch
 
+from flux import _native
+from flux.comm import known
 from flux.ops import _check, _gate
 from flux.ops._library import library, may_skip_dispatch
 from flux.ops._scales import BLOCK, FP8, empty_column_major
-from flux.ops._tensors import readable
+from flux.ops._tensors import in_place, readable
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
@@ -21,6 +24,7 @@ Pair = tuple[Tensor, Tensor]
 QUANTS = ("tensor", "token", "group128", "block128")
 # Smaller largest values count as this one, so that no scale is zero or denormal.
 _LEAST_AMAX = 1e-10
+_OP = known.operator()
 _MANTISSA = (1 << 23) - 1  # of fp32
 
 
@@ -61,6 +65,10 @@ def quantize(
         out = flux.gemm(q, w, scale_x=scale_x, scale_w=scale_w)
         assert out.shape == (8, 128) and out.dtype == torch.bfloat16
     """
+    if not torch.compiler.is_compiling():
+        done = known.without_group().call(_OP, x, quant, scale, ue8m0, dtype)
+        if done is not None:
+            return cast(Pair, done)
     direct = may_skip_dispatch(x, scale)
     if not direct:
         _gate.check("quantize", x=x, quant=quant, scale=scale, ue8m0=ue8m0, dtype=dtype)
@@ -92,18 +100,20 @@ def checked(
 
 def empty(x: Tensor, quant: str, dtype: torch.dtype) -> Pair:
     """Memory for a result."""
-    q = x.new_empty(x.shape, dtype=dtype)
-    *rows, k = x.shape
-    groups = -(-k // BLOCK)
+    q, shape = x.new_empty(x.shape, dtype=dtype), scales_shape(x, quant)
     if quant == "group128":
-        scales = empty_column_major(math.prod(rows), groups, x)
-        return q, scales.view(*rows, groups)
-    shape = [1]
-    if quant == "token":
-        shape = [*rows, 1]
-    elif quant == "block128":
-        shape = [*rows[:-1], -(-rows[-1] // BLOCK), groups]
+        return q, empty_column_major(math.prod(shape[:-1]), shape[-1], x).view(shape)
     return q, x.new_empty(shape, dtype=torch.float32)
+
+
+def scales_shape(x: Tensor, quant: str) -> list[int]:
+    *rows, k = x.shape
+    if quant == "tensor":
+        return [1]
+    if quant == "token":
+        return [*rows, 1]
+    groups = -(-k // BLOCK)
+    return [*rows, groups] if quant == "group128" else [*rows[:-1], -(-rows[-1] // BLOCK), groups]
 
 
 def _fake(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
@@ -116,19 +126,58 @@ def _fake(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch
 
 
 def _eager(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, dtype: torch.dtype) -> Pair:
+    given = (_OP, x, quant, scale, ue8m0, dtype)
+    done = known.without_group().call_below(*given)
+    if done is not None:
+        return cast(Pair, done)
     q, scales = _fake(x, quant, scale, ue8m0, dtype)
-    run(x, quant, scale, ue8m0, q, scales)
+    run(x, quant, scale, ue8m0, q, scales, known.Recipe(*given))
     return q, scales
 
 
-def run(x: Tensor, quant: str, scale: Tensor | None, ue8m0: bool, q: Tensor, scales: Tensor) -> None:
-    """Writes the quantised x to q, and its scales."""
+def run(
+    x: Tensor,
+    quant: str,
+    scale: Tensor | None,
+    ue8m0: bool,
+    q: Tensor,
+    scales: Tensor,
+    recipe: known.Recipe | None = None,
+) -> None:
+    """Writes the quantised x to q, and its scales. recipe: of the call, if it is to be known."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and x.shape[-1] % 8 == 0:
+        launch(x, quant, scale, ue8m0, q, scales, recipe)
+        return
     if scale is not None:
         scales.copy_(scale.reshape(1))
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and x.shape[-1] % 8 == 0:
-        _kernel(readable(x), q, scales, QUANTS.index(quant), ue8m0, scale is not None)
-        return
     by_torch(x, quant, ue8m0, q, scales, scale is not None)
+
+
+def launch(
+    x: Tensor,
+    quant: str,
+    scale: Tensor | None,
+    ue8m0: bool,
+    q: Tensor,
+    scales: Tensor,
+    recipe: known.Recipe | None = None,
+) -> None:
+    """As run, in the kernel."""
+    source, parts = readable(x), scratch(q, quant, scale)
+    enqueue = functools.partial(_kernel, source, q, scales, QUANTS.index(quant), ue8m0, scale, parts)
+    enqueue()
+    if recipe is not None and in_place((source,), (x,)):
+        used = [1, recipe.returns(q, like=1), recipe.returns(scales, like=1), 3]
+        if parts is not None:
+            used.append(recipe.allocates(parts, like=1))
+        known.remember(known.without_group(), recipe, enqueue, [used])
+
+
+def scratch(q: Tensor, quant: str, scale: Tensor | None) -> Tensor | None:
+    """Memory in which a kernel finds the scale of a whole tensor. scale: if one is given, it needs none."""
+    if quant != "tensor" or scale is not None:
+        return None
+    return q.new_empty(_native.core.QUANTIZE_SCRATCH_FLOATS, dtype=torch.float32)
 
 
 def by_torch(x: Tensor, quant: str, ue8m0: bool, q: Tensor, scales: Tensor, is_static: bool = False) -> None:
@@ -149,8 +198,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 def amax_of(x: Tensor, quant: str) -> Tensor:
     size = x.abs()
     if x.numel() == 0:
-        shape = empty(x, quant, torch.float8_e4m3fn)[1].shape
-        return x.new_zeros(shape)
+        return x.new_zeros(scales_shape(x, quant))
     if quant == "tensor":
         return size.amax().view(1)
     if quant == "token":
@@ -194,7 +242,4 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("flux::quantize", _fake, lib=library)
 
 _op: Any = torch.ops.flux.quantize.default
-
-
-def _kernel(*arguments: Any) -> None:
-    torch.ops.flux._quantize.default(*arguments)
+_kernel: Any = torch.ops.flux._quantize.default

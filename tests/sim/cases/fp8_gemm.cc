@@ -109,10 +109,13 @@ void ordinary(uint64_t seed) {
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
   const int size = cluster == Cluster::kNone ? 1 : 2;
-  const Shape shape = {std::max(1, extent(random, 128, 3, 8) - random.below(8)),
-                       extent(random, tile.block_n, 2, 8), extent(random, 128, 4, 16)};
+  Shape shape = {std::max(1, extent(random, 128, 3, 8) - random.below(8)), extent(random, tile.block_n, 2, 8),
+                 extent(random, 128, 4, 16)};
   const int num_sms = random.one_of({2, 3, 4, 8}), resident = std::max(size, random.one_of({1, 2, 3, 8}));
   const int packed = flux::gemm::pack_choice(config, static_cast<int>(cluster), random.between(1, 3));
+  // Math warps hold scales of 32 k-blocks of the weight.
+  if (random.below(6) == 0)
+    shape = {random.between(1, 8), 8 * random.between(1, 4), 128 * random.between(33, 36)};
   run(seed, random, shape, packed, tile.promotes(), num_sms, resident,
       flux::gemm::config_name(config, cluster));
 }
@@ -156,7 +159,7 @@ void promotion(uint64_t seed) {
       swaps ? flux::gemm::kFirstSwapAb + flux::gemm::kNumSwapAbConfigs - 1 - random.below(4)
             : draw_tile(
                   random, fast ? [](const TileConfig& c) { return !c.promotes() && supports_keeping(c); }
-                               : [](const TileConfig& c) { return c.promotes(); });
+                               : [](const TileConfig& c) { return c.promotes() && supports_keeping(c); });
   const int ones = random.between(1, 4), k_blocks = ones + 2, m = random.between(1, 40),
             n = 8 * random.between(1, 20);
   const bool blocks = !fast && random.below(2) == 0;

@@ -28,7 +28,7 @@ using cases::Values;
 using flux::gemm::ceil_div;
 using Kind = ScaleValues::Kind;
 
-constexpr int kConfigs[] = {11, 10};
+constexpr int kConfigs[] = {11, 10, 17};
 
 // The weights of all experts, one after the other, and their scales: of each expert, each row, or each block.
 struct Experts {
@@ -115,7 +115,7 @@ int draw_k(Random& random, int most_blocks) {
 void grouped_gemm(uint64_t seed) {
   Random random(seed);
   const auto dtype = static_cast<DType>(random.below(2));
-  const int config = kConfigs[random.below(2)];
+  const int config = kConfigs[random.below(3)];
   const auto activation = static_cast<Activation>(random.below(4));
   const bool swiglu = activation == Activation::kSwiglu, indexed = random.below(2) == 0;
   const int k = draw_k(random, 3), num_experts = random.between(1, 6), num_sms = random.one_of({1, 2, 4});
@@ -183,7 +183,7 @@ void layers(uint64_t seed) {
   Random random(seed);
   const auto [layout, dtype, many] = cases::draw_layers(random);
   const int world_size = layout.world_size;
-  const int config0 = kConfigs[random.below(2)], config1 = kConfigs[random.below(2)];
+  const int config0 = kConfigs[random.below(3)], config1 = kConfigs[random.below(3)];
   const auto activation = static_cast<Activation>(random.below(4));
   const int k0 = draw_k(random, many ? 1 : 3), k1 = draw_k(random, 2);
   const Operands operands0(random, k0 % kScaleBlock == 0), operands1(random, k1 % kScaleBlock == 0);

@@ -1,6 +1,6 @@
 """Megatron-Core on flux: its tensor-parallel layers with fused communication, by one line in the spec.
 
-Tested with megatron-core 0.16.1 and 0.19.2; needs neither Transformer Engine nor Apex, and works beside both.
+Tested with megatron-core 0.15.3 to 0.19.2; needs neither Transformer Engine nor Apex, and works beside both.
 See docs/megatron.md.
 """
 

@@ -63,6 +63,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
 
     def _begin(self, groups: Any) -> None:
         self.flux_group = groups.tp_ep
+        self.flux_ep_size = groups.tp_ep.size() // groups.expt_tp.size()
         self.flux_unfit = self._reason(groups)
         self.flux_accumulates = self.config.gradient_accumulation_fusion
         # Of fc1 and fc2; only if the experts are flux's, whose backward_dw completes the gradients.
@@ -73,8 +74,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         self._flux_runs = False
         self._dispatchers = {False: self.token_dispatcher}
         if self.flux_unfit is None:
-            # What it does before and after the experts is what flux needs: flat tokens, and a routing map.
-            self._dispatchers[True] = MoEAllGatherTokenDispatcher(
+            self._dispatchers[True] = _NoDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )
 
@@ -97,6 +97,9 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             "experts' inputs are padded to their capacity": config.moe_pad_expert_input_to_capacity,
             "shared experts overlap with its dispatcher": config.moe_shared_expert_overlap,
             "its communication overlaps with another batch": config.overlap_moe_expert_parallel_comm,
+            "its dispatcher's backward pass overlaps with weight gradients": (
+                getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)
+            ),
             "its token dispatcher is flex": config.moe_token_dispatcher_type == "flex",
             f"its tokens choose more than {MAX_TOP_K} experts": config.moe_router_topk > MAX_TOP_K,
             "the ranks of its group are in another order": (
@@ -120,18 +123,21 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         return None
 
     def preprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        self._choose(hidden_states)
+        return super().preprocess(hidden_states, *args, **options)
+
+    def router_and_preprocess(self, hidden_states: Tensor) -> Any:
+        # Megatron-Core 0.15 has no preprocess, later releases do not call this.
+        self._choose(hidden_states)
+        return super().router_and_preprocess(hidden_states)
+
+    def _choose(self, hidden_states: Tensor) -> None:
+        """Who runs this call: flux or Megatron."""
         reason = self._why_not(hidden_states)
         self._flux_runs = reason is None
         self.token_dispatcher = self._dispatchers[self._flux_runs]
         if reason is not None:
             tell(type(self).__name__, reason)
-        return super().preprocess(hidden_states, *args, **options)
-
-    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        if self._flux_runs:
-            return hidden_states, probs
-        result: tuple[Tensor, Tensor] = super().dispatch(hidden_states, probs)
-        return result
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor, *args: Any) -> Any:
         if not self._flux_runs:
@@ -143,7 +149,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             weights,
             self.config.num_moe_experts,
             group=self.flux_group,
-            ep_size=self.flux_group.size() // self.experts.tp_group.size(),
+            ep_size=self.flux_ep_size,
             max_tokens=self._most_tokens(hidden_states),
         )
         w1, w2 = (
@@ -192,9 +198,15 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         gated: Tensor = activation(gate) * (up + config.glu_linear_offset)
         return gated
 
-    def combine(self, output: Tensor, *args: Any) -> Tensor:
-        result: Tensor = output if self._flux_runs else super().combine(output, *args)
-        return result
+
+class _NoDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
+    """Flattens tokens and keeps the routing map, as flux needs it. flux.moe communicates."""
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
 
 
 def chosen(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

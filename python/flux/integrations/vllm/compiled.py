@@ -26,6 +26,7 @@ from flux.integrations.vllm import uses
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
+    drop_products,
     fuse_norm,
     fuse_sum_and_norm,
     settle_sums,
@@ -35,6 +36,7 @@ from flux.integrations.vllm.report import report, setting
 from flux.integrations.vllm.sequence import SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
 from flux.integrations.vllm.unshard import unshard
+from flux.ops._scales import Scaling
 from flux.ops.plan import current_device, why_unfused
 from flux.ops.workspaces import rank_and_size
 
@@ -70,6 +72,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         for kind, count in count_sharded(graph).items():
             counts[kind] += count
         counts["given back"] += unfuse(graph, 0 if names else end)
+        drop_products(graph, start)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
@@ -79,7 +82,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         rules = str(sorted(_sums.items(), key=lambda rule: rule[0]))
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
-        steps = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard)
+        steps = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
         return str(self.hash_source(self, *steps, rules, rank))
 
 
@@ -116,6 +119,10 @@ def install() -> None:
         _shard_models()
 
 
+def is_installed() -> bool:
+    return bool(_installed)
+
+
 def _shard_models() -> None:
     """Makes models sequence parallel before vLLM splits their graphs."""
     from vllm.compilation.backends import VllmBackend
@@ -138,14 +145,26 @@ def _shard_models() -> None:
 
 
 def sequence_begins(
-    n: int, k: int, dtype: torch.dtype, group_name: str, ranks: int | None = None
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    group_name: str,
+    scaling: Scaling | None = None,
+    ranks: int | None = None,
 ) -> int | None:
     """From how many tokens on a layer with a weight [n, k] of each rank is better sequence parallel; None: it
     is not, or would run unfused.
+
+    Args:
+        scaling: of a layer with fp8 weights.
     """
     ranks, device = ranks or rank_and_size(group_name)[1], current_device()
-    unfused = why_unfused("gemm_rs", ranks, n, k, dtype, device, group_name)
-    return sequence_from(n, dtype, ranks, device) if unfused is None else None
+    unfused = why_unfused("gemm_rs", ranks, n, k, dtype, device, group_name, scaling=scaling)
+    if unfused is not None:
+        return None
+    if scaling is None:
+        return sequence_from(n, dtype, ranks, device)
+    return sequence_from(n, scaling.out_dtype, ranks, device, scaling.kind)
 
 
 def serve_sums(vllm_group: str, rule: SumRule) -> None:

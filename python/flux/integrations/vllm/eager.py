@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flux
-from flux.integrations.vllm.rows import for_all_ranks, own_rows
+from flux.integrations.vllm.rows import linear_of_own_rows, own_rows
 from flux.ops.gemm_ar import row_norm
 from flux.ops.plan_ar import VECTOR
 
@@ -89,16 +89,11 @@ def whole(x: Any) -> Any:
     return x.whole() if isinstance(x, OwnRows) else x
 
 
-def linear_own(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str) -> OwnRows:
-    """Sum over ranks of x · weightᵀ, plus bias: own rows.
-
-    Args:
-        x: [M, K/p].
-        weight: [N, K/p].
-        bias: [N], the same on all ranks.
-    """
-    with torch.no_grad():
-        own = flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name)
+def linear_own(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, *scales: Any, **result: Any
+) -> OwnRows:
+    """rows.linear_of_own_rows of x [M, K/p]."""
+    own = linear_of_own_rows(x, weight, bias, group_name, *scales, **result)
     return OwnRows(own, len(x), group_name)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from flux.integrations.vllm import thresholds
+from flux.integrations.vllm.report import NEVER
+from flux.ops._scales import BLOCK
 
 # Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks.
 FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
@@ -27,7 +29,10 @@ class Model:
         hidden: columns of the residual.
         attention: columns of o_proj's input, on all ranks together.
         mlp: those of down_proj's; 0: all layers have experts instead.
+        quantised: weights: "row" or "block" if they are fp8 with such scales, another name if flux cannot
+            take them, or nothing.
         plain_norm: the norm follows the addition of the residual.
+        whole_columns: attention begins with layers that all ranks have whole.
         top_k, expert: how many experts a token chooses, and columns of one, on all ranks together.
     """
 
@@ -35,9 +40,10 @@ class Model:
     hidden: int
     attention: int
     mlp: int
-    quantised: bool = False
+    quantised: str = ""
     experts: bool = False
     plain_norm: bool = True
+    whole_columns: bool = False
     top_k: int = 0
     expert: int = 0
 
@@ -60,33 +66,63 @@ def model_of(config: dict[str, Any], name: str = "") -> Model:
         hidden,
         heads * int(width),
         int(text.get("intermediate_size") or 0) if dense else 0,
-        quantised="quantization_config" in {**config, **text},
+        quantised=_quantised({**config, **text}.get("quantization_config")),
         experts=bool(experts),
         plain_norm=not str(text.get("model_type", "")).startswith(_OTHER_NORMS),
+        whole_columns=bool(text.get("kv_lora_rank")),
         top_k=int(text.get("num_experts_per_tok") or 0),
         expert=int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 0),
     )
+
+
+def _quantised(config: Any) -> str:
+    """Model.quantised, from a configuration of the hub."""
+    if not isinstance(config, dict):
+        return ""
+    method = str(config.get("quant_method"))
+    if method == "fp8":
+        blocks = config.get("weight_block_size")
+        return "row" if blocks is None else "block" if list(blocks) == [BLOCK, BLOCK] else f"fp8, {blocks}"
+    groups = list((config.get("config_groups") or {}).values())
+    if method != "compressed-tensors" or len(groups) != 1:
+        return method
+    weights, inputs = (groups[0].get(name) or {} for name in ("weights", "input_activations"))
+    numbers = [(each.get("type"), each.get("num_bits")) for each in (weights, inputs)]
+    strategy = str(weights.get("strategy"))
+    if numbers != [("float", 8)] * 2:
+        return method
+    return {"tensor": "row", "channel": "row", "block": "block"}.get(strategy, f"fp8, {strategy}")
+
+
+def _scales(model: Model) -> str:
+    return model.quantised if model.quantised in ("row", "block") else ""
 
 
 def layers(model: Model, ranks: int, device: torch.device) -> list[tuple[str, int, str]]:
     """Row-parallel layers that flux serves: which, from how many tokens on, and why from there."""
     found = []
     for name, width in (("o_proj", model.attention), ("down_proj", model.mlp)):
-        if width and why_not(model, width, ranks) is None:
-            problem = (model.hidden, width // ranks, torch.bfloat16, ranks, device)
-            found.append((name, *thresholds.from_tokens(*problem)))
+        if width and why_not(model, width, ranks, device) is None:
+            found.append((name, *_begin(model, width, ranks, device)))
     return found
 
 
-def why_not(model: Model, width: int, ranks: int) -> str | None:
+def _begin(model: Model, width: int, ranks: int, device: torch.device) -> tuple[int, str]:
+    problem = (model.hidden, width // ranks, torch.bfloat16, ranks, device)
+    return thresholds.from_tokens(*problem, scales=_scales(model))
+
+
+def why_not(model: Model, width: int, ranks: int, device: torch.device) -> str | None:
     """Why a row-parallel layer with `width` columns on all ranks stays vLLM's, or None."""
     if ranks == 1:
         return "they are not sharded over ranks"
-    if model.quantised:
-        return "weights are quantised"
+    if model.quantised and not _scales(model):
+        return f"weights are quantised ({model.quantised})"
     if model.hidden % thresholds.ALIGNMENT or width % (ranks * thresholds.ALIGNMENT):
         return "sizes are not multiples of 8"
-    return None
+    begin, why = _begin(model, width, ranks, device)
+    problem = (model.hidden, torch.bfloat16, ranks, device, _scales(model))
+    return why if begin == NEVER and thresholds.sequence_from(*problem) is None else None
 
 
 def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int | None, str]:
@@ -96,7 +132,9 @@ def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int |
         return None, "no row-parallel layer is flux's"
     if not model.plain_norm:
         return None, "no row-parallel layer is followed by a plain fused_add_rms_norm"
-    begin = thresholds.sequence_from(model.hidden, torch.bfloat16, ranks, device)
+    if model.whole_columns:
+        return None, "attention begins with layers that all ranks have whole"
+    begin = thresholds.sequence_from(model.hidden, torch.bfloat16, ranks, device, _scales(model))
     return begin, "" if begin is not None else "it is turned off"
 
 
@@ -110,22 +148,23 @@ def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, st
     vllm = fused_by_vllm(model, ranks)
     begins = [begin for _, begin, _ in layers(model, ranks, device)]
     sequence, _ = sequence_from(model, ranks, device)
-    limit = thresholds.sums(ranks, device)[1] // (model.hidden * 2) if ranks > 1 else 0
-    edges = {1, vllm + 1, *begins, limit + 1, *([sequence] if sequence else [])}
+    first, nbytes = thresholds.sums(ranks, device) if ranks > 1 else (1, 0)
+    sums = range(first, nbytes // (model.hidden * 2) + 1)
+    edges = {1, vllm + 1, *begins, sums.start, sums.stop, *([sequence] if sequence else [])}
     found: list[tuple[int, str]] = []
     for start in sorted(edge for edge in edges if edge <= MOST_TOKENS):
-        told = "vLLM" if start <= vllm else _at(model, start, begins, sequence, limit)
+        told = "vLLM" if start <= vllm else _at(model, start, begins, sequence, sums)
         if not found or found[-1][1] != told:
             found.append((start, told))
     return found
 
 
-def _at(model: Model, start: int, begins: list[int], sequence: int | None, limit: int) -> str:
+def _at(model: Model, start: int, begins: list[int], sequence: int | None, sums: range) -> str:
     """What runs from `start` tokens on, where vLLM does not fuse."""
     if sequence and start >= sequence:
         return "sequence parallel"
     served = sum(start >= begin for begin in begins)
     what = [f"gemm_ar{'' if served == len(begins) else f' {served} of {len(begins)}'}"] if served else []
     others = model.plain_norm and (model.experts or served < len(begins) or not begins)
-    what += ["all_reduce"] if others and start <= limit else []
+    what += ["all_reduce"] if others and start in sums else []
     return " + ".join(what) or "vLLM"

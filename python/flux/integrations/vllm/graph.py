@@ -16,6 +16,12 @@ from flux.ops.plan_ar import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
 _aten: Any = torch.ops.aten
+# Operators that may have a product of vLLM, and the argument with the first batch that needs none.
+_WITH_PRODUCT = {
+    "linear_all_reduce": "min_tokens",
+    "linear_scatter": "from_tokens",
+    "norm_gather_linear": "from_tokens",
+}
 
 
 def unfuse(graph: fx.Graph, end: int = 0) -> int:
@@ -24,10 +30,14 @@ def unfuse(graph: fx.Graph, end: int = 0) -> int:
     """
     nodes = [node for node in _matrix_calls(graph) if _begins(node, 3) > end]
     for node in nodes:
-        x, weight, bias, _, _, vllm_group = node.args
+        x, weight, bias, _, _, vllm_group = node.args[:6]
+        product = argument_of(node, "product")
         with graph.inserting_before(node):
-            transposed = call(graph, _aten.permute.default, weight, [1, 0])
-            product = call(graph, _aten.mm.default, x, transposed)
+            if product is not None:
+                bias = None  # is in it
+            else:
+                transposed = call(graph, _aten.permute.default, weight, [1, 0])
+                product = call(graph, _aten.mm.default, x, transposed)
             total = call(graph, torch.ops.vllm.all_reduce.default, product, vllm_group)
             if bias is not None:
                 total = call(graph, _aten.add.Tensor, total, bias)
@@ -46,12 +56,43 @@ def fuse_norm(graph: fx.Graph, start: int) -> int:
         norm = norm_behind(node, targets)
         if norm is None or _begins(node, 3) > start:
             continue
-        x, weight, bias, _, group_name, _ = node.args
+        x, weight, bias, _, group_name, _, *scaling = node.args
         residual, norm_weight, eps = norm.args[1:4]
-        arguments = (x, weight, bias, residual, norm_weight, eps, group_name)
+        arguments = (x, weight, bias, residual, norm_weight, eps, group_name, *scaling[:2])
         _fuse(graph, node, norm, _ours.linear_all_reduce_norm.default, arguments)
         count += 1
     return count
+
+
+def drop_products(graph: fx.Graph, start: int) -> None:
+    """Takes vLLM's products from the calls of fp8 layers that flux runs from `start` tokens on or before, and
+    what nothing else needs then out of the graph.
+    """
+    dropped = False
+    for name, begins in _WITH_PRODUCT.items():
+        if not hasattr(_ours, name):
+            continue
+        for node in graph.find_nodes(op="call_function", target=getattr(_ours, name).default):
+            if argument_of(node, "product") is None or argument_of(node, begins) > start:
+                continue
+            node.update_arg(_place(node, "product"), None)
+            dropped = True
+    if dropped:
+        graph.eliminate_dead_code()
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """An argument of a call of one of flux's operators."""
+    place = _place(node, name)
+    if place < len(node.args):
+        return node.args[place]
+    target: Any = node.target
+    return target._schema.arguments[place].default_value
+
+
+def _place(node: fx.Node, name: str) -> int:
+    target: Any = node.target
+    return [argument.name for argument in target._schema.arguments].index(name)
 
 
 def count_kept(graph: fx.Graph) -> int:

@@ -19,12 +19,15 @@ from flux import _invariance
 from flux.integrations.vllm import compiled, eager, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.integrations.vllm.report import report, setting
+from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, sums
+from flux.ops._scales import Scaling
 from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
 _KIND = "row-parallel linear"
+# vLLM's classes for layers that may have fp8 weights (fp8.py).
+_FP8_METHODS = ("Fp8LinearMethod", "CompressedTensorsLinearMethod")
 # The dtypes that both the kernels and the CPU path support.
 _DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_DTYPES, torch.float32)
@@ -48,6 +51,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _serve_sums(self)
+        self._flux_fp8: Any = None
         why_not = _why_not(self)
         self._flux_serves = why_not is None
         if why_not is not None:
@@ -55,12 +59,11 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             return
         shape = self.output_size, self.input_size_per_partition
         config = get_current_vllm_config_or_none()
-        problem = (*shape, self.params_dtype, self.tp_size, current_device())
-        self._flux_from, why = from_tokens(*problem, eager=_is_eager(config))
-        report.served[f"{_KIND} {list(shape)}", self._flux_from, why] += 1
+        self._flux_from, why, sequence = _begins(self, config)
+        self._flux_told = f"{_kind(self)} {list(shape)}", self._flux_from, why
+        report.served[self._flux_told] += 1
         group = get_tp_group()
         self._flux_groups = (str(group.device_group.group_name), str(group.unique_name))
-        sequence = compiled.sequence_begins(*shape, self.params_dtype, self._flux_groups[0], self.tp_size)
         self._flux_rows_from = sequence if _sequence_without_compiler(config) else None
         if self._flux_rows_from is not None:
             eager.install()
@@ -76,20 +79,54 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             if sequence is not None:
                 compiled.split_range(config, sequence)
 
-    def forward(self, input_: torch.Tensor) -> Any:
+    def forward(self, input_: Any) -> Any:
         eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()
         # A backend may have repacked the weight and dropped the original.
         if not self._flux_serves or eager_stays or self.weight.numel() == 0:
             return super().forward(input_)
         bias = None if self.skip_bias_add else self.bias
-        rows_from = self._flux_rows_from
-        if rows_from is not None and input_.dim() == 2 and len(input_) >= rows_from:
-            output: torch.Tensor = eager.linear_own(input_, self.weight, bias, self._flux_groups[0])
+        rows_from, groups = self._flux_rows_from, self._flux_groups
+        own = rows_from is not None and input_.dim() == 2 and len(input_) >= rows_from
+        if self._flux_fp8 is not None:
+            output = self._fp8_forward(input_, bias, own)
+            if output is None:
+                return super().forward(input_)
+        elif own:
+            output = eager.linear_own(input_, self.weight, bias, groups[0])
         else:
-            output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *self._flux_groups)
+            output = linear_all_reduce(input_, self.weight, bias, self._flux_from, *groups)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
+
+    def _fp8_forward(self, x: Any, bias: torch.Tensor | None, own: bool) -> torch.Tensor | None:
+        """The sum over ranks, or own rows of it, of a layer with fp8 weights; None: vLLM computes it."""
+        fp8, compiling, groups = self._flux_fp8, torch.compiler.is_compiling(), self._flux_groups
+        data = x if isinstance(x, torch.Tensor) else x.data
+        if data.dim() != 2 or not (compiling or own or len(data) >= self._flux_from):
+            return None
+        q, scale = fp8.quantised(self, x)
+        weight, scale_w = fp8.operands(self)
+        if own:
+            return eager.linear_own(q, weight, bias, groups[0], scale, scale_w, out_dtype=fp8.out_dtype)
+        # vLLM adds the bias on one rank.
+        product = self.quant_method.apply(self, x, None if self.tp_rank else bias) if compiling else None
+        how = (scale, scale_w, fp8.out_dtype, product)
+        return linear_all_reduce(q, weight, bias, self._flux_from, *groups, *how)
+
+    def flux_take_fp8(self) -> None:
+        """Looks at the weights of an fp8 layer, which are loaded now."""
+        if not self._flux_serves:
+            return
+        from flux.integrations.vllm import fp8
+
+        found = fp8.loaded(self, self._flux_fp8)
+        if isinstance(found, str):
+            self._flux_serves = False
+            report.served[self._flux_told] -= 1
+            report.refused[_kind(self), found] += 1
+        else:
+            self._flux_fp8 = found
 
 
 def replace_row_parallel(mode: str) -> str | None:
@@ -131,13 +168,68 @@ def _reasons(layer: RowParallelLinear) -> Iterator[tuple[str, bool]]:
     yield "they are not sharded over ranks", layer.tp_size == 1
     yield "results are not reduced", not layer.reduce_results
     yield "the input has to be split", not layer.input_is_parallel
-    yield "weights are quantised", type(layer.quant_method) is not UnquantizedLinearMethod
+    yield from _reasons_of_weights(layer)
     yield from common_reasons(config, layer.params_dtype).items()
     yield "LoRA is on", config is not None and config.lora_config is not None
     yield "sizes are not multiples of 8", bool(n % ALIGNMENT or k % ALIGNMENT)
     yield "vLLM is told which GEMM to use", _chosen_gemm(config)
-    unfused = unfused_reason(n, k, layer.params_dtype)
+    scaling = layer._flux_fp8.scaling if layer._flux_fp8 else None
+    unfused = unfused_reason(n, k, torch.float8_e4m3fn if scaling else layer.params_dtype, scaling=scaling)
     yield f"flux would run unfused: {unfused}", unfused is not None
+    if scaling:
+        tokens, why, sequence = _begins(layer, config)
+        yield why, tokens == NEVER and sequence is None
+
+
+def _reasons_of_weights(layer: Any) -> Iterator[tuple[str, bool]]:
+    """Whether flux takes the weights; sets what it needs to know of those that are fp8."""
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        return
+    name = type(layer.quant_method).__name__
+    yield f"weights are quantised ({name})", name not in _FP8_METHODS
+    lack = uses.missing("fp8")
+    yield f"weights are fp8, and vLLM does not fit: {lack}", lack is not None
+    from flux.integrations.vllm import fp8
+
+    found = fp8.of_layer(layer)
+    yield str(found), isinstance(found, str)
+    layer._flux_fp8 = found
+    fp8.install(_may_mark)
+    # Without the pass, vLLM's products would be computed, too.
+    yield "FLUX_VLLM is layer, and weights are fp8", settings.mode == "layer"
+    yield "flux's fp8 layers are not batch invariant", bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def _may_mark(layer: Any, found: Any) -> bool:
+    """Whether sequence-parallel models may gather the rows of a column-parallel layer with fp8 weights."""
+    config = get_current_vllm_config_or_none()
+    by_row = found.quant != "tensor" or found.is_static  # else a scale depends on all ranks' rows
+    has_pass = compiled.is_installed() and config is not None
+    if not has_pass or config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return False
+    if layer.tp_size == 1 or not by_row:
+        return False
+    n, k = found.shape
+    unfused = unfused_reason(n, k, torch.float8_e4m3fn, "ag_gemm", found.scaling)
+    return n % ALIGNMENT == 0 and unfused is None
+
+
+def _begins(layer: Any, config: Any) -> tuple[int, str, int | None]:
+    """From how many tokens on a layer is flux's, why from there, and from where it is sequence parallel."""
+    shape, scaling = (layer.output_size, layer.input_size_per_partition), None
+    dtype = of_sum = layer.params_dtype
+    if layer._flux_fp8 is not None:
+        scaling = layer._flux_fp8.scaling
+        dtype, of_sum = torch.float8_e4m3fn, scaling.out_dtype
+    group_name = str(get_tp_group().device_group.group_name)
+    sequence = compiled.sequence_begins(*shape, dtype, group_name, scaling, layer.tp_size)
+    problem = (*shape, of_sum, layer.tp_size, current_device())
+    kind = scaling.kind if scaling else ""
+    return *from_tokens(*problem, eager=_is_eager(config), scales=kind), sequence
+
+
+def _kind(layer: Any) -> str:
+    return _KIND if layer._flux_fp8 is None else f"{_KIND} fp8"
 
 
 def _serve_sums(layer: RowParallelLinear) -> None:
@@ -167,12 +259,15 @@ def _reasons_against_sums(layer: RowParallelLinear, config: Any) -> Iterator[tup
     yield f"flux would run unfused: {unfused}", unfused is not None
 
 
-def unfused_reason(n: int, k: int, dtype: torch.dtype, op: str = "gemm_ar") -> str | None:
+def unfused_reason(
+    n: int, k: int, dtype: torch.dtype, op: str = "gemm_ar", scaling: Scaling | None = None
+) -> str | None:
     """Why a sum over ranks of rows times a weight [n, k] would not run fused, as far as known before the
     group's first call, or None.
     """
-    group_name = str(get_tp_group().device_group.group_name)
-    return why_unfused(op, 1, n, k, dtype, current_device(), group_name)
+    group = get_tp_group()
+    problem = (group.world_size, n, k, dtype, current_device(), str(group.device_group.group_name))
+    return why_unfused(op, *problem, scaling=scaling)
 
 
 def common_reasons(config: Any, dtype: torch.dtype) -> dict[str, bool]:

@@ -22,8 +22,7 @@ from flux import _invariance
 from flux.integrations.vllm import compiled, expert_rows, layer
 from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
-from flux.integrations.vllm.report import report, setting, tell
-from flux.integrations.vllm.sequence import NEVER
+from flux.integrations.vllm.report import NEVER, report, setting, tell
 from flux.integrations.vllm.thresholds import ALIGNMENT, experts_sum_from
 from flux.moe.routing import MAX_TOP_K
 from flux.ops.plan import current_device

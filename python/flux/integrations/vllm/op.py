@@ -1,5 +1,8 @@
 """The operators that vLLM's graphs contain. They need nothing of vLLM but its operator
 torch.ops.vllm.all_reduce.
+
+Those of fp8 layers also take the product that vLLM computes. Where flux is not used, it is the result, and
+the graph is vLLM's; where flux is, the pass takes it away (graph.drop_products), and what only it needed.
 """
 
 from __future__ import annotations
@@ -10,19 +13,26 @@ import torch
 
 import flux
 from flux import _invariance
+from flux.ops._scales import Scaling, is_by_block
 from flux.ops.plan import why_unfused
 
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
+_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None"
 # group_name: of torch's process group. vllm_group: vLLM's name of the same group.
 _library.define(
-    "linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group)"
-    " -> Tensor",
+    "linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group,"
+    f" {_SCALES}, ScalarType? out_dtype=None, Tensor? product=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "linear_all_reduce_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
-    " float eps, str group_name) -> (Tensor, Tensor)",
+    f" float eps, str group_name, {_SCALES}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "scaled_linear(Tensor product, Tensor x, Tensor weight, Tensor? bias, Tensor scale_w, str quant,"
+    " Tensor? quant_scale, bool ue8m0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -38,6 +48,7 @@ def linear_all_reduce(
     min_tokens: int,
     group_name: str,
     vllm_group: str,
+    *scaling: Any,
 ) -> torch.Tensor:
     """Sum over ranks of x · weightᵀ, plus bias once: by flux from `min_tokens` rows on, by vLLM below.
 
@@ -45,12 +56,14 @@ def linear_all_reduce(
         x: [..., K/p].
         weight: [N, K/p].
         bias: [N], the same on all ranks.
+        scaling: of fp8 operands: scales of x and of the weight as in flux.gemm_ar, the result's dtype, and
+            vLLM's product of this rank [..., N] with the bias on one of them, or None.
 
     Returns:
         [..., N], a fresh tensor.
     """
     op = _op if torch.compiler.is_compiling() else _run
-    result: torch.Tensor = op(x, weight, bias, min_tokens, group_name, vllm_group)
+    result: torch.Tensor = op(x, weight, bias, min_tokens, group_name, vllm_group, *scaling)
     return result
 
 
@@ -61,13 +74,24 @@ def _run(
     min_tokens: int,
     group_name: str,
     vllm_group: str,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    product: torch.Tensor | None = None,
 ) -> torch.Tensor:
     # Decided at run time and not while the graph is traced, because there the number of tokens would become a
     # constant.
     # A call that must be batch invariant and cannot be raises: other calls of the layer may have been.
-    if _tokens(x) >= min_tokens and (_invariance.active() or _runs_fused(x, weight, group_name)):
+    ours = _tokens(x) >= min_tokens and (
+        _invariance.active() or _runs_fused(x, weight, group_name, scale_x, out_dtype)
+    )
+    if ours or (scale_x is not None and product is None):
         with torch.no_grad():
-            return flux.gemm_ar(x, weight, bias, group=group_name)
+            how: dict[str, Any] = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
+            result: torch.Tensor = flux.gemm_ar(x, weight, bias, group=group_name, **how)
+            return result
+    if product is not None:
+        return _all_reduce(product, vllm_group)
     partial = torch.nn.functional.linear(x, weight)
     total: torch.Tensor = torch.ops.vllm.all_reduce(partial, group_name=vllm_group)
     return total if bias is None else total + bias
@@ -80,8 +104,25 @@ def _fake(
     min_tokens: int,
     group_name: str,
     vllm_group: str,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+    return x.new_empty([*x.shape[:-1], weight.shape[0]], dtype=out_dtype or x.dtype)
+
+
+def scaled_linear(product: torch.Tensor, *of_layer: Any) -> torch.Tensor:
+    """vLLM's product of an fp8 layer, with what flux needs to compute it itself. The pass takes it out of
+    every graph; until then it tells sequence.py what the layer is.
+
+    Args:
+        of_layer: x [..., K] before it is quantised, weight [N, K], bias [N] or None, scales of the weight,
+            how vLLM quantises x, its static scale or None, and whether scales are powers of two: as in
+            flux.quantize.
+    """
+    result: torch.Tensor = torch.ops.flux_vllm.scaled_linear.default(product, *of_layer)
+    return result
 
 
 def all_reduce_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tensor:
@@ -113,12 +154,16 @@ def _run_norm(
     norm_weight: torch.Tensor,
     eps: float,
     group_name: str,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
+    how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+    if scale_x is not None:
+        how |= {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": residual.dtype}
     with torch.no_grad():
-        return flux.gemm_ar(
-            x, weight, bias, group=group_name, residual=residual, norm_weight=norm_weight, eps=eps
-        )
+        result: tuple[torch.Tensor, torch.Tensor] = flux.gemm_ar(x, weight, bias, group=group_name, **how)
+    return result
 
 
 def _fake_norm(
@@ -129,16 +174,21 @@ def _fake_norm(
     norm_weight: torch.Tensor,
     eps: float,
     group_name: str,
+    *scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = [*x.shape[:-1], weight.shape[0]]
-    return x.new_empty(shape), x.new_empty(shape)
+    return torch.empty_like(residual), torch.empty_like(residual)
 
 
 _library.impl("linear_all_reduce", _run, "CompositeExplicitAutograd")
 _library.impl("linear_all_reduce_norm", _run_norm, "CompositeExplicitAutograd")
+# An operator must not return its argument.
+_library.impl("scaled_linear", lambda product, *of_layer: product.clone(), "CompositeExplicitAutograd")
 _library.impl("all_reduce_below", _run_below, "CompositeExplicitAutograd")
 _torch_library.register_fake("flux_vllm::linear_all_reduce", _fake, lib=_library)
 _torch_library.register_fake("flux_vllm::linear_all_reduce_norm", _fake_norm, lib=_library)
+_torch_library.register_fake(
+    "flux_vllm::scaled_linear", lambda product, *of_layer: torch.empty_like(product), lib=_library
+)
 _torch_library.register_fake(
     "flux_vllm::all_reduce_below", lambda x, min_tokens, vllm_group: torch.empty_like(x), lib=_library
 )
@@ -149,9 +199,18 @@ def _tokens(x: torch.Tensor) -> int:
     return x.numel() // max(1, x.shape[-1])
 
 
-def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> bool:
+def _runs_fused(x: torch.Tensor, weight: torch.Tensor, group_name: str, scale_x: Any, out_dtype: Any) -> bool:
     """Whether flux runs the call fused; if not, vLLM's own all-reduce is the better choice."""
     if x.is_cpu:
         return True
     n, k = weight.shape
-    return why_unfused("gemm_ar", _tokens(x), n, k, x.dtype, x.device, group_name) is None
+    scaling = scaling_of(scale_x, k, out_dtype)
+    problem = (_tokens(x), n, k, x.dtype, x.device, group_name, False, scaling)
+    return why_unfused("gemm_ar", *problem) is None
+
+
+def scaling_of(scale_x: torch.Tensor | None, k: int, out_dtype: torch.dtype | None) -> Scaling | None:
+    """What a plan depends on, of fp8 rows with k elements; None: there are no scales."""
+    if scale_x is None or out_dtype is None:
+        return None
+    return Scaling("block" if is_by_block(scale_x, k) else "row", out_dtype)

@@ -14,6 +14,8 @@ from flux import _env, _log
 
 # vLLM configures the logger "vllm": this one has its handlers, format and level.
 log = logging.getLogger("vllm.flux")
+# As a number of tokens from which on something is done.
+NEVER = 2**62
 
 
 def tell(message: str, level: int = logging.INFO) -> None:
@@ -49,23 +51,30 @@ class Report:
     def line(self) -> str:
         """The line for vLLM's log."""
         refused = "; ".join(f"{_layers(n, kind)}: {why}" for (kind, why), n in self.refused.items())
-        if not self.served and not any("flux" in what for what in self.ranges.values()):
+        found = +self.served  # layers that were served before their weights were loaded count no more
+        if not found and not any("flux" in what for what in self.ranges.values()):
             return f"not used. {refused or 'The model has no layers that flux knows'}"
         served = (
-            f"{_layers(n, kind)} from {tokens} token{'s' if tokens > 1 else ''} on ({why})"
-            for (kind, tokens, why), n in self.served.items()
+            f"{_layers(n, kind)} {where_from(tokens)} ({why})" for (kind, tokens, why), n in found.items()
         )
         told = ["; ".join(served) or "no layers, but sums with norm"]
         ranges = "; ".join(
             f"{start} to {end} tokens: {what}" for (start, end), what in sorted(self.ranges.items())
         )
-        told += [self.sequence] if self.served and self.sequence else []
+        told += [self.sequence] if found and self.sequence else []
         told += [f"Compiled for {ranges}"] if ranges else []
         told += [f"vLLM's own: {refused}"] if refused else []
         return ". ".join(told)
 
 
 report = Report()
+
+
+def where_from(tokens: int) -> str:
+    """In which batches a layer is flux's."""
+    if tokens == NEVER:
+        return "where the model is sequence parallel"
+    return f"from {tokens} token{'s' if tokens > 1 else ''} on"
 
 
 def _layers(count: int, kind: str) -> str:

@@ -10,7 +10,7 @@ operator torch.ops.vllm.all_reduce.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear, pad
@@ -36,27 +36,55 @@ def linear_scatter(
     residual: Tensor,
     whole: bool,
     from_tokens: int,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    product: Tensor | None = None,
 ) -> Tensor:
     """Sum over ranks of x · weightᵀ, plus bias and residual: own rows.
 
     Args:
-        x: [M, K/p].
+        x: [M, K/p], with scales fp8.
         weight: [N, K/p].
         bias: [N], the same on all ranks.
         min_tokens, group_name, vllm_group: of linear_all_reduce, for batches below `from_tokens`.
         residual: [M, N], sharded, or all of it if it is `whole`.
+        scale_x, scale_w: as in flux.gemm_rs.
+        product: of linear_all_reduce.
 
     Returns:
         [M, N], the next residual: a fresh tensor.
     """
     if len(x) < from_tokens:
-        return linear_all_reduce(x, weight, bias, min_tokens, group_name, vllm_group) + residual
+        of_fp8 = () if scale_x is None else (scale_x, scale_w, residual.dtype, product)
+        return linear_all_reduce(x, weight, bias, min_tokens, group_name, vllm_group, *of_fp8) + residual
     total = torch.empty_like(residual)
     own = total[: share_of(x, group_name)]
-    with torch.no_grad():
-        flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name, out=own)
+    linear_of_own_rows(x, weight, bias, group_name, scale_x, scale_w, out=own)
     own += own_rows(residual, whole, group_name)
     return total
+
+
+def linear_of_own_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum over ranks of x · weightᵀ, plus bias: own rows, with those that pad the last ranks'. Arguments as
+    of linear_scatter.
+    """
+    if scale_x is None:
+        scaling: dict[str, Any] = {}
+    else:
+        scale_x = scale_x if scale_x.numel() == 1 else for_all_ranks(scale_x, group_name)
+        out_dtype = out_dtype if out is None else out.dtype
+        scaling = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
+    with torch.no_grad():
+        return flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name, out=out, **scaling)
 
 
 def sum_scatter(
@@ -100,6 +128,11 @@ def norm_gather_linear(
     bias: Tensor | None,
     from_tokens: int,
     group_name: str,
+    scale_w: Tensor | None = None,
+    quant: str | None = None,
+    quant_scale: Tensor | None = None,
+    ue8m0: bool = False,
+    product: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm of own rows; all ranks' rows · weightᵀ + bias.
 
@@ -108,15 +141,25 @@ def norm_gather_linear(
         norm_weight: [N].
         weight: [C, N].
         bias: [C].
+        scale_w: of a weight in fp8.
+        quant, quant_scale, ue8m0: how its rows are quantised, as in flux.quantize.
+        product: vLLM's result, for batches below `from_tokens`.
 
     Returns:
         [M, C], a fresh tensor.
     """
     if len(residual) < from_tokens:
+        if product is not None:
+            return product.clone()  # an operator must not return its argument
         return linear(row_norm(residual, norm_weight, eps), weight, bias)
     own = row_norm(own_rows(residual, False, group_name), norm_weight, eps)
+    scaling: dict[str, Any] = {}
+    if quant is not None:
+        own, scale = flux.quantize(own, cast(Any, quant), scale=quant_scale, ue8m0=ue8m0)
+        scaling = {"scale_x": scale, "scale_w": scale_w, "out_dtype": residual.dtype}
     with torch.no_grad():
-        return flux.ag_gemm(own, weight, bias, group=group_name)[: len(residual)]
+        gathered: Tensor = flux.ag_gemm(own, weight, bias, group=group_name, **scaling)
+    return gathered[: len(residual)]
 
 
 def norm_gather(
@@ -155,7 +198,11 @@ def for_all_ranks(x: Tensor, group_name: str) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
+    if len(x) == rows:
+        return x
+    if x.dtype == torch.float8_e4m3fn:  # torch pads no fp8; zero is the byte zero
+        return _padded(x.view(torch.uint8), rows).view(x.dtype)
+    return pad(x, (0, 0, 0, rows - len(x)))
 
 
 def _fake_linear(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *more: Any) -> Tensor:
@@ -173,12 +220,13 @@ def _define(
     _torch_library.register_fake(f"flux_vllm::{name}", fake, lib=_library)
 
 
+_SCALES = "Tensor? scale_x=None, Tensor? scale_w=None, Tensor? product=None"
 _NORM = "Tensor residual, Tensor norm_weight, float eps"
 _WHERE = "int from_tokens, str group_name"
 _define(
     linear_scatter,
     "Tensor x, Tensor weight, Tensor? bias, int min_tokens, str group_name, str vllm_group, Tensor residual,"
-    " bool whole, int from_tokens",
+    f" bool whole, int from_tokens, {_SCALES}",
     lambda x, weight, bias, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
 )
 _define(
@@ -186,6 +234,11 @@ _define(
     "Tensor x, int min_tokens, str group_name, str vllm_group, Tensor residual, bool whole, int from_tokens",
     lambda x, min_tokens, group_name, vllm_group, residual, *more: torch.empty_like(residual),
 )
-_define(norm_gather_linear, f"{_NORM}, Tensor weight, Tensor? bias, {_WHERE}", _fake_linear)
+_define(
+    norm_gather_linear,
+    f"{_NORM}, Tensor weight, Tensor? bias, {_WHERE}, Tensor? scale_w=None, str? quant=None,"
+    " Tensor? quant_scale=None, bool ue8m0=False, Tensor? product=None",
+    _fake_linear,
+)
 _define(norm_gather, f"{_NORM}, {_WHERE}")
 _define(gather, f"Tensor residual, {_WHERE}")

@@ -26,14 +26,15 @@ import torch
 from torch import fx
 
 from flux.integrations.vllm.expert_rows import MADE
-from flux.integrations.vllm.graph import norm_behind, norm_operators, value
+from flux.integrations.vllm.graph import argument_of, norm_behind, norm_operators, value
+from flux.integrations.vllm.op import scaling_of
+from flux.integrations.vllm.report import NEVER
+from flux.ops._scales import Scaling
 from flux.ops.plan_ar import VECTOR
 
 _ours: Any = torch.ops.flux_vllm
 # Sums that lose, because they need two gathers that no GEMM hides, for each that wins, because it needs none.
 _WINS_PER_LOSS = 4
-# As min_tokens: flux sums nothing.
-NEVER = 2**62
 # The operators that give own rows, by what they are called in the log.
 SCATTERS = {
     "linear layers": "linear_scatter",
@@ -118,7 +119,9 @@ class _Sum:
 
     @property
     def vllm_group(self) -> str:
-        """vLLM's name of the group, which is always the last argument."""
+        """vLLM's name of the group, in all but linear layers the last argument."""
+        if self.is_linear:
+            return str(argument_of(self.node, "vllm_group"))
         return str([*self.node.args, *self.node.kwargs.values()][-1])
 
     def parts(self, output: int) -> list[fx.Node]:
@@ -130,12 +133,14 @@ class _Sum:
         return {user: part for part in self.parts(output) for user in part.users}
 
 
-def shard(graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str], int | None]) -> Sharded:
+def shard(
+    graph: fx.Graph, begins: Callable[[int, int, torch.dtype, str, Scaling | None], int | None]
+) -> Sharded:
     """Makes the graph of a model, as dynamo has traced it, sequence parallel.
 
     Args:
         begins: from how many tokens on a layer with a weight [n, k] of a dtype, whose results are summed over
-            a group, is faster so, or None if it never is.
+            a group, and which may have scales, is faster so, or None if it never is.
     """
     done = _sharded(graph)
     if done:  # a graph from vLLM's cache
@@ -180,12 +185,6 @@ def _sharded(graph: fx.Graph) -> list[fx.Node]:
     return [node for nodes in found for node in nodes]
 
 
-def argument_of(node: fx.Node, name: str) -> Any:
-    """An argument of a call of one of flux's operators."""
-    target: Any = node.target
-    return node.args[[argument.name for argument in target._schema.arguments].index(name)]
-
-
 def _has_values(graph: fx.Graph) -> bool:
     """Whether the shapes of sums, of linear layers, and of what is around them are known, as in graphs of
     dynamo.
@@ -202,10 +201,11 @@ def _sum_targets() -> tuple[Any, ...]:
     return (_ours.linear_all_reduce.default, _ours.all_reduce_below.default, vllms, vllms.default)
 
 
-def _problem(node: fx.Node) -> tuple[int, int, torch.dtype, str]:
-    weight = value(node.args[1])
-    n, k = weight.shape
-    return int(n), int(k), weight.dtype, str(node.args[4])
+def _problem(node: fx.Node) -> tuple[int, int, torch.dtype, str, Scaling | None]:
+    weight, scale_x = value(node.args[1]), argument_of(node, "scale_x")
+    n, k = map(int, weight.shape)
+    scaling = None if scale_x is None else scaling_of(value(scale_x), k, value(node).dtype)
+    return n, k, weight.dtype, str(node.args[4]), scaling
 
 
 def _sums(graph: fx.Graph) -> list[_Sum]:
@@ -297,14 +297,52 @@ def _is_linear(node: Any) -> bool:
 
 
 def _column_linear(each: _Sum) -> fx.Node | None:
-    """The only user of the normalised rows, if that is a linear layer that flux.ag_gemm can run."""
+    """The only user of the normalised rows, if that is a linear layer that flux.ag_gemm can run: torch's, or
+    the mark of one with fp8 weights, behind what vLLM makes of the rows.
+    """
     users = list(each.users(0))
+    marks = [user for user in users if user.target is _ours.scaled_linear.default]
+    if marks:
+        (mark, *others) = marks
+        return mark if not others and _is_all_for(users, mark) else None
     node = users[0] if len(users) == 1 else None
     if node is None or not _is_linear(node):
         return None
     x, weight = node.args[:2]
     fits = weight is not x and value(weight).dtype == value(each.node).dtype
     return node if fits and x in each.norm.users and value(weight).shape[0] % VECTOR == 0 else None
+
+
+def _is_all_for(nodes: list[fx.Node], mark: fx.Node) -> bool:
+    """Whether nothing but a mark needs what is computed of some nodes; sizes may be asked by others."""
+    open_nodes, seen = list(nodes), {mark}
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in seen or node.target == "size":
+            continue
+        seen.add(node)
+        readers = [
+            *node.users,
+            *(user for given in _written(node) for user in given.users if user is not node),
+        ]
+        if node.op == "output" or not readers or node.target in _sum_targets():
+            return False
+        open_nodes += readers
+    return True
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Arguments to which an operator writes its results, as kernels of vLLM do."""
+    target: Any = node.target
+    overloads: Any = getattr(target, "overloads", None)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, overloads()[0])
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    named = zip(target._schema.arguments, node.args, strict=False)
+    given = [*((each.name, value) for each, value in named), *node.kwargs.items()]
+    writes = {each.name for each in target._schema.arguments if each.is_write}
+    return [value for name, value in given if name in writes and isinstance(value, fx.Node)]
 
 
 def _count_gathers(each: _Sum, sums: list[_Sum]) -> int:
@@ -335,14 +373,21 @@ class _Rewriting:
             self._cut_off(each.feeds, total)
         elif column is not None:
             weight, bias = (*column.args[1:], None)[:2]
-            arguments = (total, *norm, weight, bias, *where)
-            product = self._insert(column, _ours.norm_gather_linear.default, arguments, value(column))
-            column.replace_all_uses_with(product)
+            of_fp8: tuple[Any, ...] = ()
+            if column.target is _ours.scaled_linear.default:
+                product, _, weight, bias, *scaling = column.args
+                of_fp8 = (*scaling, product)
+                # vLLM's product needs all rows, in batches that are not sequence parallel.
+                for user, part in each.users(0).items():
+                    if user.target == "size":
+                        user.replace_input_with(part, total)
+                self._gather(each, (total, *norm, *where))
+            arguments = (total, *norm, weight, bias, *where, *of_fp8)
+            result = self._insert(column, _ours.norm_gather_linear.default, arguments, value(column))
+            column.replace_all_uses_with(result)
             self.graph.erase_node(column)
         elif each.users(0):
-            rows_of_all = self._insert(each.norm, _ours.norm_gather.default, (total, *norm, *where), like)
-            for part in each.parts(0):
-                part.replace_all_uses_with(rows_of_all)
+            self._gather(each, (total, *norm, *where))
         for part in each.parts(1):
             part.replace_all_uses_with(total)
         self._erase({*each.norm.users, each.norm, *each.views, each.node})
@@ -356,9 +401,16 @@ class _Rewriting:
             return _ours.norm_experts_scatter.default, arguments
         residual = (each.residual, each.residual.target not in _scatters().values(), self.from_tokens)
         if each.is_linear:
-            return _ours.linear_scatter.default, (*each.node.args, *residual)
+            of_fp8 = (argument_of(each.node, name) for name in ("scale_x", "scale_w", "product"))
+            return _ours.linear_scatter.default, (*each.node.args[:6], *residual, *of_fp8)
         min_tokens = each.node.args[1] if each.is_below else NEVER
         return _ours.sum_scatter.default, (each.node.args[0], min_tokens, *where, *residual)
+
+    def _gather(self, each: _Sum, arguments: tuple[Any, ...]) -> None:
+        """Gives all rows, normalised, to the users of a norm."""
+        rows_of_all = self._insert(each.norm, _ours.norm_gather.default, arguments, value(each.residual))
+        for part in each.parts(0):
+            part.replace_all_uses_with(rows_of_all)
 
     def _cut_off(self, each: _Sum, residual: fx.Node) -> None:
         """Erases experts and what is before them, which one operator takes the place of."""

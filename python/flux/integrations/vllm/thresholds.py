@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from flux import _invariance
-from flux.integrations.vllm.report import setting, tell
+from flux.integrations.vllm.report import NEVER, setting, tell
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
 
 # Stands for GPUs like those that were measured.
@@ -41,6 +41,7 @@ class Row:
 
     Attributes:
         speedup: time of the fastest GEMM and all-reduce without flux / time of flux.
+        scales: of fp8 operands: "row" (also those of whole tensors) or "block".
     """
 
     ranks: int
@@ -48,6 +49,7 @@ class Row:
     k: int
     m: int
     speedup: float
+    scales: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,20 @@ class Measured:
 
 
 def from_tokens(
-    n: int, k: int, dtype: torch.dtype, ranks: int, device: torch.device, eager: bool = False
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    ranks: int,
+    device: torch.device,
+    eager: bool = False,
+    scales: str = "",
 ) -> tuple[int, str]:
     """From how many rows on flux serves a weight [n, k] of each rank, and why.
 
     Args:
+        dtype: of the sum.
         eager: the model runs without a compiler and CUDA graphs.
+        scales: of a weight in fp8, as of Row.
     """
     if _invariance.active():  # a row of small batches and of large ones has the same bits
         return 1, "batch invariant"
@@ -82,7 +92,7 @@ def from_tokens(
     if forced is not None:
         return forced, "FLUX_VLLM_MIN_TOKENS"
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
-    tokens, why = decide(n, k, dtype, ranks, measured.rows, measured.source)
+    tokens, why = decide(n, k, dtype, ranks, measured.rows, measured.source, scales)
     return (
         (_EAGER_FROM, "eager calls of fewer are bound by the host")
         if eager and tokens < _EAGER_FROM
@@ -91,11 +101,14 @@ def from_tokens(
 
 
 def decide(
-    n: int, k: int, dtype: torch.dtype, ranks: int, rows: Iterable[Row], source: str
+    n: int, k: int, dtype: torch.dtype, ranks: int, rows: Iterable[Row], source: str, scales: str = ""
 ) -> tuple[int, str]:
     """from_tokens by given measurements. A pure function."""
-    large = -(-COMPOSED_FROM_BYTES // (n * dtype.itemsize))
-    known = [row for row in rows if row.ranks == ranks]
+    # vLLM's GEMMs of fp8 may be faster than flux's by more than flux hides.
+    large = NEVER if scales else -(-COMPOSED_FROM_BYTES // (n * dtype.itemsize))
+    known = [row for row in rows if row.ranks == ranks and row.scales == scales]
+    if not known and scales:
+        return NEVER, f"fp8 with {scales} scales was not measured on {ranks} such GPUs"
     if not known:
         return large, f"no measurement of {ranks} such GPUs: only large sums"
     shape = min({(row.n, row.k) for row in known}, key=lambda at: _distance(at, (n, k)))
@@ -107,16 +120,23 @@ def decide(
     return min(chosen, large), f"{source}, weight {list(shape)}"
 
 
-def sequence_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int | None:
+def sequence_from(
+    n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = ""
+) -> int | None:
     """From how many rows of n on sums over ranks are better sequence parallel; None: never.
 
     Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
-    the next GEMM.
+    the next GEMM. With fp8 weights (`scales`), only where such GEMMs were measured.
     """
     if _invariance.active():
         return None
     forced = setting("FLUX_VLLM_SEQUENCE")
-    return _composed_from(n, dtype, ranks, device) if forced is None else forced or None
+    if forced is not None:
+        return forced or None
+    known = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).rows
+    if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
+        return None
+    return _composed_from(n, dtype, ranks, device)
 
 
 def experts_sum_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int:
@@ -178,7 +198,8 @@ def measured_in(results: dict[str, Any]) -> Measured:
         m, n, k = row["local"]
         speedup = round(min(others) / row["times"]["flux"]["median_ms"], 3)
         if row["op"] == "gemm_ar":
-            rows.append(Row(row["tp"], n, k, m, speedup))
+            scales = {"tensor": "row"}.get(row.get("scales", ""), row.get("scales", ""))
+            rows.append(Row(row["tp"], n, k, m, speedup, scales))
         else:
             sums.append(Sum(row["tp"], m * n * getattr(torch, row["dtype"]).itemsize, speedup))
     return Measured(tuple(rows), tuple(sums))

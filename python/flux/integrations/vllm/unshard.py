@@ -12,8 +12,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from flux.integrations.vllm.expert_rows import OURS_BEFORE, OURS_BEHIND
-from flux.integrations.vllm.graph import call, norm_operators, value
-from flux.integrations.vllm.sequence import argument_of
+from flux.integrations.vllm.graph import argument_of, call, norm_operators, value
 
 _ours: Any = torch.ops.flux_vllm
 _aten: Any = torch.ops.aten
@@ -22,8 +21,11 @@ _NORMS = (_ours.norm_gather_linear.default, _ours.norm_gather.default)
 
 def unshard(graph: fx.Graph, end: int | None = None) -> None:
     """Turns a piece back into linear_all_reduce, vLLM's fused_add_rms_norm and matrix products, in a range
-    that ends at `end` tokens if sequence parallelism begins later; None: in any range.
+    that ends at `end` tokens if sequence parallelism begins later; None: in any range. Takes the marks of fp8
+    layers out in any range.
     """
+    for node in graph.find_nodes(op="call_function", target=_ours.scaled_linear.default):
+        _replace(graph, node, argument_of(node, "product"))
 
     def found(name: str) -> list[fx.Node]:
         if not hasattr(_ours, name):
@@ -33,9 +35,15 @@ def unshard(graph: fx.Graph, end: int | None = None) -> None:
 
     for node in found("norm_experts_scatter"):
         _take_experts_apart(graph, node)
+    for node in found("norm_gather_linear"):
+        product = argument_of(node, "product")
+        if product is not None:
+            _replace(graph, node, product)
     for node in found("linear_scatter"):
+        scales = [argument_of(node, name) for name in ("scale_x", "scale_w")]
+        of_fp8 = (*scales, value(node).dtype, argument_of(node, "product")) if scales[0] is not None else ()
         with graph.inserting_before(node):
-            total = call(graph, _ours.linear_all_reduce.default, *node.args[:6])
+            total = call(graph, _ours.linear_all_reduce.default, *node.args[:6], *of_fp8)
         _unshard_total(graph, node, total)
     for node in found("sum_scatter"):
         x, min_tokens, _, vllm_group = node.args[:4]

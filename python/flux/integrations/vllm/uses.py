@@ -15,7 +15,8 @@ class Use:
     """One name of vLLM.
 
     Attributes:
-        part: what does not work without it: "layers" (anything), "sequence", "eager", "MoE" or "worker";
+        part: what does not work without it: "layers" (anything), "sequence", "eager", "fp8", "MoE" or
+            "worker";
             "optional": all works.
         module: where flux finds it.
         name: dotted, below the module.
@@ -36,6 +37,9 @@ class Use:
 
 _LINEAR = "vllm.model_executor.layers.linear"
 _MOE = "vllm.model_executor.layers.fused_moe"
+_QUANT = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANT}.compressed_tensors.compressed_tensors"
+_KERNELS = "vllm.model_executor.kernels.linear"
 _PASSES = "vllm.compilation.passes"
 _WORKER = "vllm.v1.worker.worker_base"
 
@@ -89,6 +93,27 @@ USES = (
         "vllm.model_executor.layers.layernorm",
         "RMSNorm",
         sets=("weight", "has_weight", "variance_epsilon", "variance_size_override"),
+    ),
+    Use("fp8", "vllm.config", "CompilationMode.VLLM_COMPILE"),
+    Use("fp8", _LINEAR, "ColumnParallelLinear"),
+    Use("fp8", f"{_QUANT}.fp8", "Fp8LinearMethod.apply", ("layer", "x", "bias"), sets=("fp8_linear",)),
+    Use("fp8", f"{_QUANT}.fp8", "Fp8LinearMethod.process_weights_after_loading", ("layer",)),
+    Use("fp8", _COMPRESSED, "CompressedTensorsLinearMethod.apply", ("layer", "x", "bias")),
+    Use("fp8", _COMPRESSED, "CompressedTensorsLinearMethod.process_weights_after_loading", ("layer",)),
+    Use(
+        "fp8",
+        f"{_QUANT}.compressed_tensors.schemes",
+        "CompressedTensorsW8A8Fp8",
+        sets=("fp8_linear",),
+    ),
+    Use("fp8", f"{_QUANT}.input_quant_fp8", "QuantFP8", sets=("use_ue8m0",)),
+    Use("fp8", _KERNELS, "FP8ScaledMMLinearKernel", sets=("config", "quant_fp8")),
+    Use("fp8", _KERNELS, "Fp8BlockScaledMMLinearKernel", sets=("config", "quant_fp8")),
+    Use(
+        "fp8",
+        _KERNELS,
+        "FP8ScaledMMLinearLayerConfig",
+        sets=("activation_quant_key", "weight_quant_key", "weight_shape", "out_dtype"),
     ),
     Use("worker", "vllm.envs", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
     Use("worker", "vllm.v1.outputs", "AsyncModelRunnerOutput.get_output"),

@@ -1,0 +1,302 @@
+"""fp8 linear layers in graphs of vLLM: what flux takes of them, the results, and what is left of vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import linear
+from vllm_stand_in import define_all_reduce, define_norm, exact_norm
+
+import flux
+from flux.integrations.vllm import eager, rows, sequence
+from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm.op import linear_all_reduce
+from flux.integrations.vllm.unshard import unshard
+from flux.ops._scales import Scaling
+from flux.testing import spawn
+
+N, LAYERS, FROM, SEQUENCE_FROM = 256, 3, 3, 6
+E4M3, FP32 = torch.float8_e4m3fn, torch.float32
+ours, ir = torch.ops.flux_vllm, torch.ops.vllm_ir
+# How x is quantised; all scales are powers of two, so that everything is exact.
+QUANTS = ("tensor", "group128")
+
+
+def weights(rank: int, quant: str) -> dict[str, torch.Tensor]:
+    """Of each layer: its norms, the same on all ranks, and shards of linear layers with scales."""
+    same, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(rank)
+    made = {"static": torch.tensor(0.5)}
+    for i in range(LAYERS):
+        for name in ("qkv", "o", "up", "down"):
+            made[f"{name}{i}"] = torch.randint(-2, 3, (N, N), generator=own).to(E4M3)
+            shape = (2, 2) if quant == "group128" else (N, 1) if name in ("o", "up") else ()
+            made[f"{name}_scale{i}"] = 2.0 ** torch.randint(-2, 2, shape, generator=own).float()
+        for name in ("norm1", "norm2", "bias"):
+            made[f"{name}{i}"] = torch.randint(-1, 2, (N,), generator=same).float()
+        made[f"qkv_bias{i}"] = torch.randint(-2, 3, (N,), generator=own).float()
+    return made
+
+
+def define_quantisation() -> Any:
+    """In place of vLLM's kernel, which writes to its arguments."""
+    torch_library: Any = torch.library
+    library = torch_library.Library("vllm", "FRAGMENT")
+    library.define("quantise_here(Tensor! q, Tensor x, Tensor scale) -> ()")
+
+    def quantise(q: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
+        q.copy_(x / scale)
+
+    library.impl("quantise_here", quantise, "CPU")
+    library.impl("quantise_here", lambda q, x, scale: None, "Meta")
+    return library
+
+
+def quantised(x: Any, w: dict[str, Any], quant: str) -> Any:
+    """In place of vLLM's quantisation."""
+    if quant == "written":
+        q = torch.empty(x.shape, dtype=E4M3)
+        torch.ops.vllm.quantise_here(q, x, w["static"])
+        return q, w["static"]
+    scale = w["static"] if quant == "tensor" else None
+    return torch.ops.flux.quantize.default(x, quant, scale, quant != "tensor", E4M3)
+
+
+def spread(scale: Any, of_rows: int, of_columns: int) -> Any:
+    return (
+        scale if scale.numel() == 1 else scale.repeat_interleave(of_rows, 0).repeat_interleave(of_columns, 1)
+    )
+
+
+def product(q: Any, scale: Any, weight: Any, scale_w: Any, bias: Any = None) -> Any:
+    """In place of vLLM's kernels."""
+    by_block = scale_w.shape == (2, 2)
+    values = q.to(FP32) * (spread(scale, 1, 128) if by_block else scale)
+    return linear(values, weight.to(FP32) * (spread(scale_w, 128, 128) if by_block else scale_w), bias)
+
+
+def model(x: Any, w: dict[str, Any], group: str, rank: int, quant: str, with_flux: bool = True) -> Any:
+    """A transformer without attention, with fp8 layers, in vLLM's operators."""
+
+    def column(x: Any, name: str, i: int, bias: Any = None) -> Any:
+        weight, scale_w = w[f"{name}{i}"], w[f"{name}_scale{i}"]
+        result = product(*quantised(x, w, quant), weight, scale_w, bias)
+        if not with_flux:
+            return result
+        static = quant != "group128"
+        how = ("tensor" if static else quant, w["static"] if static else None, not static)
+        return ours.scaled_linear.default(result, x, weight, bias, scale_w, *how)
+
+    def summed(x: Any, name: str, i: int) -> Any:
+        weight, scale_w, bias = w[f"{name}{i}"], w[f"{name}_scale{i}"], w[f"bias{i}"]
+        q, scale = quantised(x, w, quant)
+        partial = product(*quantised(x, w, quant), weight, scale_w, None if rank else bias)
+        if not with_flux:
+            return torch.ops.vllm.all_reduce(partial, group_name="tp:0")
+        how = (group, "tp:0", scale, scale_w, FP32, partial)
+        return ours.linear_all_reduce.default(q, weight, bias, FROM, *how)
+
+    hidden, residual = ir.rms_norm.default(x, w["norm10"], 1e-5, None), x
+    for i in range(LAYERS):
+        if i:
+            hidden, residual = ir.fused_add_rms_norm.default(hidden, residual, w[f"norm1{i}"], 1e-5, None)
+        attended = column(hidden, "qkv", i, w[f"qkv_bias{i}"]).remainder(5) - 2
+        hidden, residual = ir.fused_add_rms_norm.default(
+            summed(attended, "o", i), residual, w[f"norm2{i}"], 1e-5, None
+        )
+        hidden = summed(column(hidden, "up", i).relu().remainder(3) - 1, "down", i)
+    return ir.fused_add_rms_norm.default(hidden, residual, w["norm10"], 1e-5, None)[:1]
+
+
+def traced(group: str, rank: int, quant: str, with_flux: bool = True) -> fx.GraphModule:
+    """The model's graph, as dynamo gives it to vLLM."""
+    found = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        found.append(graph)
+        return lambda *inputs: [torch.zeros(9, N)]
+
+    torch._dynamo.reset()
+    x, w = torch.zeros(9, N), weights(0, quant)
+    torch._dynamo.mark_dynamic(x, 0)
+    run = torch.compile(
+        lambda x, w: model(x, w, group, rank, quant, with_flux), backend=backend, fullgraph=True
+    )
+    run(x, w)
+    return found[0]
+
+
+def begins(n: int, k: int, dtype: torch.dtype, group: str, scaling: Scaling | None) -> int:
+    assert (n, k, dtype) == (N, N, E4M3)
+    assert scaling is not None and scaling.out_dtype == FP32 and scaling.kind in ("row", "block")
+    return SEQUENCE_FROM
+
+
+def rewritten(group: str, rank: int, quant: str) -> fx.GraphModule:
+    module = traced(group, rank, quant)
+    assert sequence.shard(module.graph, begins) == sequence.Sharded(2 * LAYERS, SEQUENCE_FROM)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def given(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list[Any]:
+    """For a traced graph, whose placeholders are called after what they hold."""
+    values = {"L_x_": x, **{f"L_w_{name}_": weight for name, weight in w.items()}}
+    return [values.get(node.target, len(x)) for node in graph.find_nodes(op="placeholder")]
+
+
+def computes_the_same(rank: int, world_size: int, quant: str) -> list[str]:
+    libraries = [define_all_reduce(), define_norm(), define_quantisation()]
+    group, w, wrong = dist.group.WORLD.group_name, weights(rank, quant), []
+    stock, layers, sharded = traced(group, rank, quant, False), traced(group, rank, quant), None
+    sharded = rewritten(group, rank, quant)
+    for m in (1, FROM - 1, FROM, SEQUENCE_FROM - 1, SEQUENCE_FROM, 7, 8, 9, 13):
+        x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
+        (expected,) = stock(*given(stock.graph, x, w))
+        for name, module in (("layers", layers), ("sharded", sharded)):
+            with (
+                mock.patch.object(rows, "row_norm", exact_norm),
+                mock.patch.object(flux, "gemm_ar", wraps=flux.gemm_ar) as sums,
+                mock.patch.object(flux, "gemm_rs", wraps=flux.gemm_rs) as scatters,
+                mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as gathers,
+            ):
+                (result,) = module(*given(module.graph, x, w))
+            own = name == "sharded" and m >= SEQUENCE_FROM
+            calls = [sums.call_count, scatters.call_count, gathers.call_count]
+            fused = 2 * LAYERS if m >= FROM and not own else 0
+            if calls != [fused, *((2 * LAYERS, 2 * LAYERS - 1) if own else (0, 0))]:
+                wrong.append(f"{name}, {m} tokens: {calls} calls")
+            if not torch.equal(result, expected):
+                wrong.append(f"{name}, {m} tokens: {(result - expected).abs().max()} apart")
+            for call in (*sums.call_args_list, *scatters.call_args_list, *gathers.call_args_list):
+                if call.args[0].dtype != E4M3 or call.kwargs["out_dtype"] != FP32:
+                    wrong.append(f"{name}, {m} tokens: {call.args[0].dtype}")
+    del libraries
+    return wrong
+
+
+@pytest.mark.parametrize(("quant", "world_size"), [("tensor", 2), ("group128", 4), ("written", 2)])
+def test_it_computes_the_same(quant: str, world_size: int) -> None:
+    assert spawn(computes_the_same, world_size, quant, backend="gloo") == [[]] * world_size
+
+
+def lowered(module: fx.GraphModule, quant: str) -> fx.Graph:
+    """The graph in aten's operators, in which vLLM's passes see it."""
+    values = given(module.graph, torch.zeros(9, N), weights(0, quant))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes = [value for value in values if not isinstance(value, torch.Tensor)]
+    made = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
+    made.graph.eliminate_dead_code()
+    return made.graph
+
+
+def kinds(graph: fx.Graph) -> list[str]:
+    return sorted(str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def names(graph: fx.Graph) -> dict[str, int]:
+    found = [node.target.__name__.partition(".")[0] for node in graph.nodes if node.op == "call_function"]
+    of_interest = ("linear_", "norm_", "gather", "quantize", "mm", "addmm", "all_reduce", "scaled_linear")
+    return {name: found.count(name) for name in sorted({*found}) if name.startswith(of_interest)}
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("with_sequence", [False, True])
+def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
+    """Below the first batch of flux, nothing of flux is left, and nothing of vLLM's is lost."""
+    libraries = [define_all_reduce(), define_norm()]
+    stock = lowered(traced("7", 0, quant, False), quant)
+    graph = lowered(rewritten("7", 0, quant) if with_sequence else traced("7", 0, quant), quant)
+    unshard(graph, FROM - 1)
+    assert graphs.unfuse(graph, FROM - 1) == 2 * LAYERS
+    graphs.drop_products(graph, 1)
+    graph.eliminate_dead_code()
+    graph.lint()
+    assert kinds(graph) == kinds(stock)
+    del libraries
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_in_a_range_of_flux_vllms_products_go(quant: str) -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    graph = lowered(rewritten("7", 0, quant), quant)
+    unshard(graph, SEQUENCE_FROM - 1)
+    graphs.drop_products(graph, FROM - 1)
+    assert names(graph)["mm"] + names(graph)["addmm"] == 4 * LAYERS, "this range begins below"
+    graphs.drop_products(graph, FROM)
+    assert graphs.fuse_norm(graph, FROM) == 2 * LAYERS
+    graph.lint()
+    # Those of column-parallel layers stay vLLM's, of row-parallel ones what quantises the rows.
+    columns = {"addmm": LAYERS, "mm": LAYERS}
+    assert names(graph) == {**columns, "linear_all_reduce_norm": 2 * LAYERS, "quantize": 4 * LAYERS}
+    for node in graph.find_nodes(op="call_function", target=ours.linear_all_reduce_norm.default):
+        assert [str(graphs.value(scale).dtype) for scale in node.args[7:]] == ["torch.float32"] * 2
+    del libraries
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_in_sequence_parallel_ranges_too(quant: str) -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    graph = lowered(rewritten("7", 0, quant), quant)
+    unshard(graph, 512)
+    assert names(graph)["norm_gather"] == 2 * LAYERS
+    graphs.drop_products(graph, SEQUENCE_FROM)
+    graph.lint()
+    assert names(graph) == {
+        "addmm": 1,  # behind the embedding, whose rows are whole
+        "linear_scatter": 2 * LAYERS,
+        "norm_gather": 1,  # for the head
+        "norm_gather_linear": 2 * LAYERS - 1,
+        "quantize": 2 * LAYERS + 1,
+    }
+    del libraries
+
+
+def test_rows_that_others_read_are_gathered() -> None:
+    """What vLLM makes of the rows is also for someone else: the layer's rows are not gathered in fp8."""
+    libraries = [define_all_reduce(), define_norm()]
+    module = traced("7", 0, "tensor")
+    mark = module.graph.find_nodes(op="call_function", target=ours.scaled_linear.default)[1]
+    with module.graph.inserting_before(module.graph.output_node()):
+        other = module.graph.call_function(torch.neg, (mark.args[0],))
+    other.meta["example_value"] = graphs.value(mark)
+    (results,) = module.graph.output_node().args
+    module.graph.output_node().args = ((*results, other),)
+    assert sequence.shard(module.graph, begins).sums == 2 * LAYERS
+    assert sequence.count_sharded(module.graph)["linear layers"] == 2 * LAYERS
+    found = module.graph.find_nodes(op="call_function", target=ours.norm_gather_linear.default)
+    assert len(found) == 2 * LAYERS - 2
+    del libraries
+
+
+def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Operators without vLLM's product are flux's for any number of rows; opcheck."""
+    library, group = define_all_reduce(), dist.group.WORLD.group_name
+    w = weights(rank, "tensor")
+    q, scale = quantised(torch.ones(4, N), w, "tensor")
+    arguments = (q, w["o0"], w["bias0"], 100, group, "tp:0", scale, w["o_scale0"], FP32)
+    expected = product(q, scale, w["o0"], w["o_scale0"])
+    dist.all_reduce(expected)
+    assert torch.equal(linear_all_reduce(*arguments), expected + w["bias0"])
+    # Own rows of a number that the ranks do not divide, with a scale for each.
+    q, scale = torch.ones(5, N).to(E4M3), torch.tensor([[1.0], [2.0], [0.5], [4.0], [8.0]])
+    own = eager.linear_own(q, w["o0"], w["bias0"], group, scale, w["o_scale0"], out_dtype=FP32)
+    whole = product(q, scale, w["o0"], w["o_scale0"])
+    dist.all_reduce(whole)
+    assert own.own().shape == (3, N) and torch.equal(own.whole(), whole + w["bias0"])
+    mark = (expected, expected, w["o0"], None, w["o_scale0"], "tensor", scale, False)
+    # The check of schemas multiplies inputs, which torch cannot with fp8.
+    for operator, given in ((ours.linear_all_reduce.default, arguments), (ours.scaled_linear.default, mark)):
+        torch.library.opcheck(operator, given, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    del library
+    return []
+
+
+def test_operators() -> None:
+    assert spawn(without_a_product, 2, backend="gloo") == [[]] * 2

@@ -1,0 +1,133 @@
+// Results or operands in fp32, given to host functions whose kernels write 16 bits: they must refuse them.
+#include "cuda_runtime_api.h"
+#include "fp8.h"
+#include "gemm/swap_ab.h"
+#include "gemm_ar/gemm_ar.h"
+#include "gemm_rs/gemm_rs.h"
+#include "gemm_rs/plan.h"
+#include "moe/moe.h"
+#include "ranks.h"
+#include "runtime/check.h"
+
+namespace {
+
+using cases::DType;
+using cases::Floats;
+using cases::Fp8Values;
+using cases::Random;
+using cases::Ranks;
+using cases::ScaleValues;
+using flux::gemm::Cluster;
+using flux::gemm::pack_choice;
+using Mode = flux::runtime::Exchange::Mode;
+
+constexpr int kM = 16, kN = 64, kK = 512, kRanks = 2, kTile = 11;
+
+struct Operands {
+  Fp8Values x{0, "x", kM, kK}, weight{0, "weight", kN, kK};
+  ScaleValues x_scales, weight_scales;
+  Floats out{0, "out", kM, kN};
+
+  explicit Operands(Random& random)
+      : x_scales(random, 0, "x's scales", ScaleValues::Kind::kTensor, kM, kK, false, 1),
+        weight_scales(random, 0, "weight's scales", ScaleValues::Kind::kTensor, kN, kK, true, 1) {
+    x.fill(random, DType::kE4M3);
+    weight.fill(random, DType::kE4M3);
+  }
+  flux::gemm::Scales scales() const { return scales_of(x_scales, weight_scales, DType::kE4M3, false); }
+  flux::gemm::GemmArgs args(int config) const {
+    return {.x = x.matrix(),
+            .weight = weight.matrix(),
+            .transpose_weight = false,
+            .out = out.matrix(),
+            .bias = nullptr,
+            .dtype = DType::kFloat32,
+            .config = config,
+            .num_sms = 8,
+            .scales = scales()};
+  }
+};
+
+struct Refusal {
+  const char* name;
+  void (*call)(const Operands&, const Ranks&);
+};
+
+void gemm_ar(const Operands& operands, const Ranks& ranks, int config) {
+  flux::gemm_ar::gemm_ar(operands.args(config), {}, ranks.symm[0], Mode::kOneShot, nullptr);
+}
+
+const Refusal kRefusals[] = {
+    {"gemm_rs",
+     [](const Operands& operands, const Ranks& ranks) {
+       flux::gemm_rs::gemm_rs(operands.args(kTile), ranks.symm[0], {}, false, nullptr);
+     }},
+    {"gemm_ar, swap-AB",
+     [](const Operands& operands, const Ranks& ranks) {
+       gemm_ar(operands, ranks, pack_choice(flux::gemm::kFirstSwapAb + 7, 1, 1));
+     }},
+    {"gemm_ar, swap-AB, split K",
+     [](const Operands& operands, const Ranks& ranks) {
+       gemm_ar(operands, ranks, pack_choice(flux::gemm::kFirstSwapAb + 7, 2, 1));
+     }},
+    {"gemm_ar, tiles",
+     [](const Operands& operands, const Ranks& ranks) {
+       gemm_ar(operands, ranks, pack_choice(kTile, static_cast<int>(Cluster::kNone), 1));
+     }},
+    {"gemm_ar, tiles, split K",
+     [](const Operands& operands, const Ranks& ranks) {
+       gemm_ar(operands, ranks, pack_choice(kTile, static_cast<int>(Cluster::kSplit2), 1));
+     }},
+    {"gemm_ar, two launches",
+     [](const Operands& operands, const Ranks& ranks) {
+       gemm_ar(operands, ranks, pack_choice(kTile, static_cast<int>(Cluster::kPairN), 1));
+     }},
+    {"all_reduce",
+     [](const Operands& operands, const Ranks& ranks) {
+       flux::gemm_ar::all_reduce(operands.out.matrix(), operands.out.matrix(), DType::kFloat32, {},
+                                 ranks.symm[0], 8, Mode::kOneShot, nullptr);
+     }},
+    {"grouped_gemm",
+     [](const Operands& operands, const Ranks&) {
+       flux::moe::GroupedGemmArgs args = {};
+       args.x = operands.x.matrix();
+       args.weight = operands.weight.matrix();
+       args.experts = 1;
+       args.num_rows = kM;
+       args.out = operands.out.data;
+       args.dtype = DType::kFloat32;
+       args.config = kTile;
+       args.scales = operands.scales();
+       flux::moe::grouped_gemm(args, nullptr);
+     }},
+    {"combine",
+     [](const Operands& operands, const Ranks&) {
+       flux::moe::combine(operands.out.matrix(), DType::kFloat32, nullptr, nullptr, 1, 1, operands.out.data,
+                          nullptr);
+     }},
+    {"quantize",
+     [](const Operands& operands, const Ranks&) {
+       flux::gemm::quantize(operands.out.matrix(), DType::kFloat32, kM, {}, nullptr);
+     }},
+};
+
+void refused(uint64_t seed) {
+  Random random(seed);
+  const Refusal& refusal = kRefusals[seed % std::size(kRefusals)];
+  cases::start(seed, kRanks, 8, random);
+  cases::describe(refusal.name);
+  const auto layout = flux::gemm_rs::make_layout(kM, kN, kRanks, flux::gemm::kTileConfigs[kTile]);
+  const Ranks ranks(kRanks, {layout.num_signals() * 4, layout.slot_bytes(),
+                             flux::runtime::make_exchange(kM, kN, kRanks, Mode::kOneShot).bytes() + 4096});
+  const Operands operands(random);
+  try {
+    refusal.call(operands, ranks);
+  } catch (const flux::runtime::Error&) {
+    return;
+  }
+  sim::report("fp32 was taken for 16 bits", nullptr);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return cases::run_cases(argc, argv, {{"refused", refused}}); }
