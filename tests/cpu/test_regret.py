@@ -56,11 +56,9 @@ def test_interpolation_does_no_harm(regret: Any, facts: tuple[Fact, ...], leave_
     held, usual = regret.hold(some, tuning_for), regret.hold(some, lambda fact: NO_FACTS)
     assert len(held) > 100
     means = [regret.geomean([each.regret for each in these]) for these in (held, usual)]
-    assert means[0] <= min(means[1], regret.MEAN)
+    assert means[0] <= means[1]
     harm = [mine.regret / theirs.regret for mine, theirs in zip(held, usual, strict=True)]
-    assert sum(each > regret.WORST for each in harm) <= 1 and sum(each > 1 for each in harm) < len(harm) / 25
-    # Where it is much slower than the usual way, it is what users have without flux.
-    assert {mine.way for mine, each in zip(held, harm, strict=True) if each > 1.02} <= {"torch"}
+    assert max(harm) <= regret.WORST and sum(each > 1 for each in harm) < len(harm) / 30
     assert regret.geomean(regret.errors(some, tuning_for)) < 1.06
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 # Ways to run an operator. "parts": one after the other by flux's own operators, "composed": gemm_ar as
 # gemm_rs and all_gather, "torch": by torch and its collectives.
 WAYS = ("fused", "composed", "parts", "torch")
-# The smallest gain for which a plan leaves its default, as estimated and in each measurement that an estimate
-# rests on (docs/design/plan.md).
-MARGIN = 0.02
+# The smallest gain for which a plan leaves its default, by what an estimate rests on: this problem, others
+# with its weight, others with similar weights (docs/design/plan.md).
+MARGINS = {"measured": 0.02, "between": 0.04, "similar": 0.08}
 # Added if a time is the sum of the times of its parts, which were timed alone.
 SUMMED_MARGIN = 0.01
 # Two numbers of rows are neighbours up to this ratio, two weights up to this many doublings of n and of k.
@@ -67,14 +67,12 @@ class Estimate:
     Attributes:
         margin: the gain from which on a plan prefers it.
         source: what it rests on, as text.
-        each: the times that it is a mean of. Those of all ways for a problem rest on the same measurements.
     """
 
     way: str
     us: float
     margin: float
     source: str
-    each: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,10 @@ class Tuning:
         common = set.intersection(*({each.way for each in found} for _, found in near))
         merged = []
         for way in sorted(common):
-            estimates = [next(e for e in found if e.way == way) for _, found in near]
-            us, rests_on = [e.us for e in estimates], tuple(us for e in estimates for us in e.each)
-            margin = max(e.margin for e in estimates)
-            source = f"like {len(near)} similar weights, {estimates[0].source}"
-            merged.append(Estimate(way, _mean(us, shares), margin, source, rests_on))
+            each = [next(e for e in found if e.way == way) for _, found in near]
+            us = _mean([e.us for e in each], shares)
+            margin = MARGINS["similar"] + max(e.margin for e in each) - MARGINS["measured"]
+            merged.append(Estimate(way, us, margin, f"like {len(near)} similar weights, {each[0].source}"))
         return merged
 
 
@@ -146,8 +143,7 @@ def choose(
         return None
     ours, best = known[default], min(known.values(), key=lambda each: each.us)
     margin = max(best.margin, ours.margin)
-    everywhere = all(theirs < us * (1 - MARGIN) for theirs, us in zip(best.each, ours.each, strict=True))
-    return (best, ours) if everywhere and best.us < ours.us * (1 - margin) else None
+    return (best, ours) if best.us < ours.us * (1 - margin) else None
 
 
 def _between(facts: Sequence[Fact], m: int) -> list[Estimate]:
@@ -162,20 +158,20 @@ def _between(facts: Sequence[Fact], m: int) -> list[Estimate]:
 def _interpolated(below: Fact, above: Fact, m: int) -> Iterator[Estimate]:
     exact = below.m == above.m
     share = 0.0 if exact else math.log(m / below.m) / math.log(above.m / below.m)
+    least = MARGINS["measured" if exact else "between"]
     where = "measured in" if exact else f"between m = {below.m} and {above.m} of"
     source = f"{where} {below.source}"
     if below.older or above.older:
         source += ", older kernel"
     for way in below.us.keys() & above.us.keys():
         summed = way in below.summed or way in above.summed
-        margin = max(MARGIN, below.noise if exact else 0.0) + (SUMMED_MARGIN if summed else 0.0)
-        each = (below.us[way], above.us[way])
-        us = _mean(each, [1 - share, share])
-        yield Estimate(way, us, margin, source + (", sum of its parts" if summed else ""), each)
+        margin = max(least, below.noise, above.noise) + (SUMMED_MARGIN if summed else 0.0)
+        us = _mean([below.us[way], above.us[way]], [1 - share, share])
+        yield Estimate(way, us, margin, source + (", sum of its parts" if summed else ""))
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    return replace(estimate, us=estimate.us * factor, each=tuple(us * factor for us in estimate.each))
+    return Estimate(estimate.way, estimate.us * factor, estimate.margin, estimate.source)
 
 
 def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
