@@ -71,6 +71,11 @@ def _across(gpus: int) -> Iterator[Step]:
             yield _bench(
                 f"moe-{model}-{imbalance}", "moe", 300, "moe_layer0", "moe_layer1", *chosen, of="moe"
             )
+        whole = [model for model in MOE_MODELS if model != "flux-demo"]  # which has no gate
+        names = [part for model in whole for part in ("--model", model)]
+        yield _bench(
+            f"moe_mlp-{imbalance}", "moe", 300, "moe_mlp", "--imbalance", imbalance, *names, of="moe_mlp"
+        )
     for model in MOE_MODELS:
         chosen = ("--imbalance", "0", "--ep", "1", "--model", model)
         yield _bench(f"moe_ctas-{model}", "moe", 150, "moe_ctas", *chosen, of="moe_ctas")

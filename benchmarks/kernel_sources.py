@@ -24,6 +24,7 @@ SOURCES = {
     "moe_route": ("moe/routing.cu",),
     "moe_layer0": ("moe/ag_scatter_gemm.cu",),
     "moe_layer1": ("moe/gemm_gather_rs.cu",),
+    "moe_mlp": _MOE,
     "moe_ctas": ("moe/gemm_gather_rs.cu",),
     "gemm_fp8": ("gemm/gemm_fp8.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu"),
     "gemm_rs_fp8": ("gemm_rs/gemm_rs_fp8.cu",),

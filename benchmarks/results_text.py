@@ -46,6 +46,9 @@ OPERATORS = {
         f"Grouped GEMM + sum over a token's experts + ReduceScatter: `flux.moe.gemm_gather_rs`. {_MOE}",
         "moe.md",
     ),
+    "moe_mlp": Operator(
+        "MoE, both layers", f"Routing and both layers with SwiGLU in one call. {_MOE}", "moe.md"
+    ),
     "moe_route": Operator(
         "MoE routing",
         "Exchange and sort of the experts that tokens chose: `flux.moe.route`. `hot`: all chose expert 0.",

@@ -52,7 +52,7 @@ def test_rows_are_those_of_layer_1_with_even_loads() -> None:
 
 
 def test_a_family_is_what_fusing_gains() -> None:
-    assert FAMILIES["moe"] == ("moe_route", "moe_layer0", "moe_layer1")
+    assert FAMILIES["moe"] == ("moe_route", "moe_layer0", "moe_layer1", "moe_mlp")
 
 
 def test_cpus_are_refused_and_help_names_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from expert_stand_ins import CONFIGURED, Buffer, MoeAlltoAll, configure, fused_layer, other_rows
 from torch import Tensor
 
 from flux import peers
@@ -252,53 +254,6 @@ class Linear(torch.nn.Module):
         return total.chunk(len(parts))[dist.get_rank(self.group)]
 
 
-class Buffer:
-    """As deep_ep.Buffer of 1.2."""
-
-    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
-        assert num_nvl_bytes == 7 * 64 * 4 and not num_rdma_bytes
-        self.group = group
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Any:
-        return SimpleNamespace(get_nvl_buffer_size_hint=lambda hidden_bytes, ranks: 7 * hidden_bytes)
-
-    get_combine_config = get_dispatch_config
-
-    def dispatch(
-        self,
-        x: Tensor,
-        handle: Any = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-    ) -> tuple[Tensor, None, None, Any, Any, None]:
-        told = handle is None
-        if handle is None:
-            assert num_tokens_per_rank is not None and num_tokens_per_rank.dtype == torch.int32
-            assert is_token_in_rank is not None and is_token_in_rank.dtype == torch.bool
-            assert torch.equal(is_token_in_rank.sum(0), num_tokens_per_rank)
-            assert num_tokens_per_expert is not None
-            leaving = num_tokens_per_rank.long()
-            arriving = torch.empty_like(leaving)
-            dist.all_to_all_single(arriving, leaving, group=self.group)
-            sent = is_token_in_rank.t().nonzero()[:, 1]
-            handle = sent, len(x), leaving.tolist(), arriving.tolist()
-        sent, _, leaving, arriving = handle
-        got = x.new_empty(sum(arriving), x.shape[1])
-        dist.all_to_all_single(got, x[sent], arriving, leaving, group=self.group)
-        return got, None, None, [0], handle if told else None, None
-
-    def combine(
-        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None
-    ) -> tuple[Tensor, None, None]:
-        sent, tokens, leaving, arriving = handle
-        home = x.new_empty(len(sent), x.shape[1])
-        dist.all_to_all_single(home, x, leaving, arriving, group=self.group)
-        return x.new_zeros(tokens, x.shape[1]).index_add_(0, sent, home), None, None
-
-
 def module(name: str, **contents: Any) -> ModuleType:
     made = ModuleType(name)
     made.__spec__ = ModuleSpec(name, None)
@@ -306,7 +261,7 @@ def module(name: str, **contents: Any) -> ModuleType:
     return made
 
 
-def stand_ins() -> dict[str, ModuleType]:
+def stand_ins(wrong: bool = False) -> dict[str, ModuleType]:
     communicators = "vllm.distributed.device_communicators"
     return {
         "vllm": module("vllm"),
@@ -318,6 +273,26 @@ def stand_ins() -> dict[str, ModuleType]:
             AllReduceFusionPattern=PATTERNS,
             trtllm_allreduce_fusion=trtllm_allreduce_fusion,
             trtllm_create_ipc_workspace_for_all_reduce_fusion=trtllm_create_ipc_workspace_for_all_reduce_fusion,
+        ),
+        "flashinfer.comm.mnnvl": module(
+            "mnnvl",
+            MnnvlConfig=SimpleNamespace,
+            TorchDistBackend=lambda group: SimpleNamespace(group=group),
+        ),
+        "flashinfer.comm.mapping": module("mapping", Mapping=SimpleNamespace),
+        "flashinfer.comm.trtllm_moe_alltoall": module("a2a", MoeAlltoAll=MoeAlltoAll),
+        "liger_cute_kernels": module("liger_cute_kernels"),
+        "liger_cute_kernels.nvshmem": module(
+            "nvshmem",
+            init_from_pg=lambda group: None,
+            resolve_team=lambda group: 0,
+            pool_clear_all=CONFIGURED.clear,
+        ),
+        "liger_cute_kernels.tvm_ffi": module(
+            "tvm_ffi",
+            moe_configure_symmetric=configure,
+            moe_fused_fwd_bf16=fused_layer if not wrong else lambda x, *_, **__: (x,),
+            moe_pop_fwd=lambda: None,
         ),
         "deep_ep": module("deep_ep", Buffer=Buffer),
         "nvmath": module("nvmath"),
@@ -342,11 +317,12 @@ def measured(rank: int, world_size: int, op: str, wrong: bool) -> Row:
     pattern = "local" if op == "gemm" else op.removesuffix("_norm")
     problem = Problem(op, "custom", pattern, 6, 64, 32)
     if op.startswith("moe"):
-        k = 64 if op == "moe_layer0" else 32
+        k = 32 if op == "moe_layer1" else 64
         problem = moe.MoeProblem(op, "custom", op, 12, 64, k, experts=4, top_k=2, ep_size=2, load_std=0.05)
     settings = Settings((problem,), "custom", "cpu", 2, 2, "float32", iters=1, rounds=1)
     with (
-        mock.patch.dict(sys.modules, stand_ins()),
+        mock.patch.dict(sys.modules, stand_ins(wrong)),
+        mock.patch.object(MoeAlltoAll, "combine", MoeAlltoAll.combine if not wrong else other_rows),
         mock.patch.object(CustomAllreduce, "wrong", wrong),
         mock.patch.object(QUACK_CONFIG, "tile_n", 64 if wrong else 256),
         mock.patch.object(Matmul, "execute", Matmul.execute if not wrong else lambda self: self.operands[0]),
@@ -376,6 +352,7 @@ def test_fused_and_tuned_gemms_of_packages_are_timed() -> None:
         ("gemm_rs", ["TransformerEngine"]),
         ("moe_layer0", ["DeepEP+grouped_mm"]),
         ("moe_layer1", ["grouped_mm+DeepEP"]),
+        ("moe_mlp", [f"{name}+flux.grouped_gemm" for name in ("DeepEP", "FlashInfer")] + ["LigerCute"]),
     ):
         row = spawn(measured, 2, op, False, backend="gloo", timeout_s=120)[0]
         assert {name for name, timing in row.times.items() if timing.role == "peer"} >= set(names), row.notes
@@ -383,7 +360,7 @@ def test_fused_and_tuned_gemms_of_packages_are_timed() -> None:
         row = spawn(measured, 2, op, True, backend="gloo", timeout_s=120)[0]
         assert not row.times.keys() & set(names) and row.ok
         failed = [note.split(" could not run: ")[0] for note in row.notes if " could not run: " in note]
-        assert failed == [name.replace("grouped_mm", "").strip("+") for name in names]
+        assert failed == [re.sub(r"\+?(flux\.)?grouped_(mm|gemm)\+?", "", name) for name in names]
 
 
 def test_a_wrong_peer_is_not_timed() -> None:

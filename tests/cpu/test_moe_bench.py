@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from typer.testing import CliRunner
 
 import flux
 from flux.bench import record
-from flux.bench.cases import moe, moe_peers
+from flux.bench.cases import OPS, moe, moe_mlp, moe_peers
 from flux.bench.cases.common import Context
 from flux.bench.suites import Request
 from flux.cli import app
+from flux.moe import gemm_gather_rs
 from flux.testing import spawn
 
 
@@ -29,6 +31,9 @@ def test_rows_are_those_of_the_models() -> None:
 
 
 def test_a_request_becomes_rows() -> None:
+    assert "flux-demo" not in {
+        row.model for row in moe_mlp.rows(Request("moe_mlp", True, 4))
+    }  # it has no gate
     rows = moe.rows(Request("moe_layer0", True, 4))
     # 4 models, 2 layouts, 5 imbalances, 3 token counts.
     assert len(rows) == 120 and all(row.model != "tiny" for row in rows)
@@ -86,19 +91,22 @@ def run(rank: int, world_size: int) -> dict[str, list[str]]:
     """Roles of the candidates; and peers that compute something else would fail here."""
     context = Context(rank, world_size, world_size, torch.device("cpu"), torch.float32, dist.group.WORLD)
     names = {}
-    for op in ("moe_route", "moe_layer0", "moe_layer1"):
+    for op in ("moe_route", "moe_layer0", "moe_layer1", "moe_mlp"):
+        case = OPS[op].wide
+        assert case is not None
         for ep_size in (1, world_size):
             problem = moe.problem(op, "tiny", 64, ep_size, load_std=0.05)
-            assert moe.check(problem, context) == "exact"
-            prepared = moe.prepare(problem, context)
+            said = case.check(problem, context)
+            assert said.startswith("agrees") if op == "moe_mlp" else said == "exact"
+            prepared = case.prepare(problem, context)
             candidates = prepared.candidates
-            assert op == "moe_route" or (prepared.plan is not None and prepared.plan["fused"])
+            assert op in ("moe_route", "moe_mlp") or (prepared.plan is not None and prepared.plan["fused"])
             results = {candidate.name: candidate.call() for candidate in candidates}
             names[f"{op} {ep_size}"] = [candidate.role for candidate in candidates]
             if op == "moe_route":
                 routing = results["flux"]
                 assert isinstance(routing, flux.moe.Routing)
-                ids, _ = moe._choices(problem, context)
+                ids, _ = moe.choices(problem, context)
                 wrong = moe_peers.check_routing(swapped(routing), ids, context)
                 assert wrong == "a row holds another token"
                 wrong = moe_peers.check_routing(routing, ids.roll(1, 0), context)
@@ -111,7 +119,14 @@ def run(rank: int, world_size: int) -> dict[str, list[str]]:
                     got = results[candidate.name]
                     assert isinstance(got, torch.Tensor) and len(got) > 0
                     torch.testing.assert_close(got, want[: len(got)], rtol=1e-4, atol=1e-5)
+    with mock.patch.object(flux.moe, "gemm_gather_rs", of_one_rank):
+        assert moe_mlp.check(problem, context).startswith("result: off by")
     return names
+
+
+def of_one_rank(x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing) -> torch.Tensor:
+    """Without what the experts of rank 1 contribute."""
+    return gemm_gather_rs(x if dist.get_rank() == 0 else torch.zeros_like(x), weight, routing)
 
 
 def test_every_candidate_runs_and_peers_do_the_same_job() -> None:
@@ -123,6 +138,8 @@ def test_every_candidate_runs_and_peers_do_the_same_job() -> None:
         "moe_layer0 2": [*roles, "peer"],
         "moe_layer1 1": roles,
         "moe_layer1 2": [*roles, "peer"],
+        "moe_mlp 1": ["flux", "parts", "serial"],
+        "moe_mlp 2": ["flux", "parts", "serial", "peer"],
     }
     assert spawn(run, 2, backend="gloo") == [expected] * 2
 
@@ -137,7 +154,8 @@ def test_bench_moe_two_processes(tmp_path: Path) -> None:
     assert stored.complete and stored.suite == "models"
     assert [(row.op, row.variant, row.check) for row in stored.rows] == [
         (op, "EP2 hot", "exact") for op in ("moe_route", "moe_layer0", "moe_layer1")
-    ]
+    ] + [("moe_mlp", "EP2 hot", stored.rows[-1].check)]
+    assert stored.rows[-1].ok
     assert all(len(t.samples) == 2 for row in stored.rows for t in row.times.values())
 
 

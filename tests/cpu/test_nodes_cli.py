@@ -133,7 +133,7 @@ def test_two_torchruns_on_one_machine_are_two_nodes(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     running = [
         subprocess.Popen(
@@ -147,4 +147,4 @@ def test_two_torchruns_on_one_machine_are_two_nodes(tmp_path: Path) -> None:
     ]
     told = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0], told
-    assert "runs       two-level: 2 nodes x 2, exchange by gloo" in told[0][0]
+    assert "runs       two-level: 2 nodes x 1, exchange by gloo" in told[0][0]

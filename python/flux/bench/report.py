@@ -38,6 +38,7 @@ BARS = {
     "moe_route": Bar(row=1.0, us=10.0),
     "moe_layer0": Bar(row=1.0, geomean=1.30, geomean_tp=4),
     "moe_layer1": Bar(row=1.0, geomean=1.30, geomean_tp=4),
+    "moe_mlp": Bar(row=1.0, host_us=None),
     "moe_ctas": Bar(row=1.0),
     "layer_forward": Bar(row=1.0, geomean=1.10, geomean_tp=4, host_us=None),
     "layer_training": Bar(row=1.0, geomean=1.08, geomean_tp=4, host_us=None),

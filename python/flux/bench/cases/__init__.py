@@ -16,6 +16,7 @@ from flux.bench.cases import (
     layer,
     moe,
     moe_ctas,
+    moe_mlp,
     norms,
 )
 from flux.bench.cases.common import Context, Prepared
@@ -90,6 +91,7 @@ OPS: dict[str, OpSpec] = {
     "quantize": _spec(None, ("gemm_rs", "ag_gemm"), "local", quantize, collective=False, by_name=True),
     "moe_route": _spec(moe, ()),
     **{f"moe_{part}": _spec(moe, (), scaled=fp8_moe) for part in ("layer0", "layer1")},
+    "moe_mlp": _spec(moe_mlp, ()),
     "moe_ctas": _spec(moe_ctas, ()),
     **{f"layer_{part}": _spec(layer, ()) for part in ("forward", "training")},
     **{f"e2e_{part}": _spec(e2e, (), deals_rows=False) for part in ("prefill", "decode")},

@@ -26,6 +26,7 @@ _CHECK_COLUMNS = 512  # columns of the correctness check; tokens, experts and la
 _HOT, _ZIPF = "hot", "zipf"
 _M = (512, 2048, 8192)
 _CPU_M = (64,)
+_FROM_TOKENS = ("moe_layer0", "moe_mlp")  # n and k of these are those of the first weight
 
 Inputs = tuple[torch.Tensor, torch.Tensor, flux.moe.Routing]  # x, weight and routing of a layer
 
@@ -73,11 +74,11 @@ class MoeProblem(Problem):
         rows = self.m * self.top_k // self.ep_size
         if self.op == "moe_route":
             return self.m, self.experts, self.top_k
-        cut = self.n if self.op == "moe_layer0" else self.k
+        cut = self.n if self.op in _FROM_TOKENS else self.k
         if self.experts % self.ep_size or cut % share or self.m % tp:
             sizes = f"{self.experts} experts, {cut} columns of an expert and {self.m} tokens"
             raise ValueError(f"{self.op}: {sizes} cannot be divided over {tp} ranks with --ep {self.ep_size}")
-        if self.op == "moe_layer0":
+        if self.op in _FROM_TOKENS:
             return rows, self.n // share, self.k
         return rows, self.n, self.k // share
 
@@ -89,7 +90,7 @@ class MoeProblem(Problem):
             return (tp - 1) * self.m // tp * self.top_k * 8
         elsewhere = self.experts - self.experts // self.ep_size
         reached = 1 - math.comb(elsewhere, self.top_k) / math.comb(self.experts, self.top_k)
-        width = self.k if self.op == "moe_layer0" else self.n
+        width = {"moe_layer0": self.k, "moe_mlp": 2 * self.k}.get(self.op, self.n)
         return int((tp - 1) * reached * (self.m // tp) * width * element_bytes)
 
     @property
@@ -126,13 +127,13 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def problem(op: str, model: str, m: int, ep_size: int = 1, **load: Any) -> MoeProblem:
-    """The row of a model by name; op is "moe_route", "moe_layer0", "moe_layer1" or "moe_ctas"; load: what
-    MoeProblem says of loads.
+    """The row of a model by name; op is one of the family "moe", or "moe_ctas"; load: what MoeProblem says of
+    loads.
     """
     if model not in MODELS:
         raise ValueError(f"bench: --model expected to be one of {', '.join(MODELS)}, got {model!r}")
     of = MODELS[model]
-    n, k = (of.gates * of.intermediate, of.hidden) if op == "moe_layer0" else (of.hidden, of.intermediate)
+    n, k = (of.gates * of.intermediate, of.hidden) if op in _FROM_TOKENS else (of.hidden, of.intermediate)
     return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, **load)
 
 
@@ -157,8 +158,8 @@ def check(problem: Problem, context: Context) -> str:
     """A layer on integers that carry each rank's mark, several calls in a row; of a routing, all it says."""
     assert isinstance(problem, MoeProblem)
     if problem.op == "moe_route":
-        ids, weights = _choices(problem, context)
-        return moe_peers.check_routing(_route(problem, context, ids, weights), ids, context)
+        ids, weights = choices(problem, context)
+        return moe_peers.check_routing(route(problem, context, ids, weights), ids, context)
     layer = flux.moe.ag_scatter_gemm if problem.op == "moe_layer0" else flux.moe.gemm_gather_rs
     calls = exact_calls(problem, context)
     results = [compare(layer(*inputs)[: len(want)].cpu(), want) for inputs, want in calls]
@@ -184,7 +185,7 @@ def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs,
     for seed in range(CALLS):
         case, rank, device = replace(case, seed=seed), context.rank, context.device
         ids, weights = case.routing(rank)
-        routing = _route(problem, context, ids.to(device), weights.to(device))
+        routing = route(problem, context, ids.to(device), weights.to(device))
         if problem.op == "moe_layer0":
             inputs = (case.x(rank).to(device), case.w1(rank).to(device), routing)
             yield inputs, case.layer0(rank)
@@ -196,8 +197,8 @@ def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs,
 def prepare(problem: Problem, context: Context) -> Prepared:
     assert isinstance(problem, MoeProblem)
     if problem.op == "moe_route":
-        ids, weights = _choices(problem, context)
-        ours = Candidate("flux", "flux", lambda: _route(problem, context, ids, weights))
+        ids, weights = choices(problem, context)
+        ours = Candidate("flux", "flux", lambda: route(problem, context, ids, weights))
         peer = moe_peers.route(ids, weights, problem.experts, context)
         return Prepared([ours, peer], None, [_spread(problem, ids)])
     (x, weight, routing), note = random_inputs(problem, context)
@@ -224,11 +225,11 @@ def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:
         made = torch.randn(shape, generator=random, device=context.device, dtype=context.dtype)
         return made.mul_(0.1)
 
-    ids, weights = _choices(problem, context)
-    routing = _route(problem, context, ids, weights)
+    ids, weights = choices(problem, context)
+    routing = route(problem, context, ids, weights)
     _, n, k = problem.local(context.world_size)
     weight = normal(problem.experts // problem.ep_size, n, k)
-    rows = ids.shape[0] if problem.op == "moe_layer0" else routing.rows.shape[0]
+    rows = ids.shape[0] if problem.op in _FROM_TOKENS else routing.rows.shape[0]
     return (normal(rows, k), weight, routing), _spread(problem, ids)
 
 
@@ -261,7 +262,7 @@ def _spread(problem: MoeProblem, ids: torch.Tensor) -> str:
     return f"std of the experts' shares of this rank's tokens: {float(loads.std(correction=0)):.3f}"
 
 
-def _choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+def choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_ids and topk_weights of this rank's tokens."""
     generator = torch.Generator().manual_seed(1234 + context.rank)
     tokens = problem.m // context.world_size
@@ -269,7 +270,7 @@ def _choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch
     return ids, torch.full(ids.shape, 1 / problem.top_k, device=context.device)
 
 
-def _route(
+def route(
     problem: MoeProblem, context: Context, ids: torch.Tensor, weights: torch.Tensor
 ) -> flux.moe.Routing:
     return flux.moe.route(ids, weights, problem.experts, group=context.group, ep_size=problem.ep_size)

@@ -20,7 +20,7 @@ from flux.moe import reference
 from flux.moe.combine import weighted_sum
 from flux.ops.all_gather import torch_all_gather
 
-_grouped_mm: Any = torch._grouped_mm
+grouped_mm: Any = torch._grouped_mm
 Tensor = torch.Tensor
 
 
@@ -81,14 +81,14 @@ def layer0(
     permuted = gathered.index_select(0, rows)
     ends, transposed = routing.offsets[1:], weight.transpose(1, 2)
     candidates = [
-        Candidate("torch grouped_mm", "gemm", lambda: _grouped_mm(permuted, transposed, offs=ends)),
+        Candidate("torch grouped_mm", "gemm", lambda: grouped_mm(permuted, transposed, offs=ends)),
         Candidate("flux.grouped_gemm", "gemm", lambda: flux.grouped_gemm(permuted, weight, routing.offsets)),
         Candidate(comm, "comm", lambda: collect(gathered, x, group=context.group)),
     ]
 
     def serial() -> Tensor:
         collect(gathered, x, group=context.group)
-        result: Tensor = _grouped_mm(gathered.index_select(0, rows), transposed, offs=ends)
+        result: Tensor = grouped_mm(gathered.index_select(0, rows), transposed, offs=ends)
         return result
 
     candidates.append(Candidate(f"{comm}+grouped_mm", "serial", serial))
@@ -98,7 +98,7 @@ def layer0(
         def dispatched(name: str, dispatch: Callable[[Tensor], Tensor]) -> Candidate:
             def call() -> Tensor:
                 rows = dispatch(x).index_select(0, parts.rows)
-                result: Tensor = _grouped_mm(rows, transposed, offs=ends)
+                result: Tensor = grouped_mm(rows, transposed, offs=ends)
                 return result
 
             return Candidate(f"{name}+grouped_mm", "peer", call)
@@ -121,7 +121,7 @@ def layer1(
     ends, transposed = routing.offsets[1:], weight.transpose(1, 2)
 
     def product() -> Tensor:
-        result: Tensor = _grouped_mm(used, transposed, offs=ends)
+        result: Tensor = grouped_mm(used, transposed, offs=ends)
         return result
 
     def serial() -> Tensor:
@@ -207,7 +207,7 @@ class Parts:
     def opened(self, name: str, x: Tensor, context: Context) -> tuple[Callable[[Tensor], Tensor], ...]:
         """Dispatch and combine of a package, for rows like those of x, which have given the right results."""
         goes = self.returned[0, : x.shape[0]] >= 0
-        dispatch, combine = packages.EXCHANGES[name][1](context, goes, x.shape[1])
+        dispatch, combine = (packages.EXCHANGES | packages.PAIRED)[name][1](context, goes, x.shape[1])
         marks = torch.arange(x.numel(), device=x.device).view(x.shape) % 31 - 15
         mine = (marks + context.rank).to(x.dtype)
         arrived = dispatch(mine)

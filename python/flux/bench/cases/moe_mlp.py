@@ -1,0 +1,155 @@
+"""Routing and both layers of experts with SwiGLU in one call, against pipelines of collectives or packages'
+all-to-alls and grouped GEMMs, and against packages that fuse all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flux
+from flux import peers as packages
+from flux.bench.cases import moe
+from flux.bench.cases.common import (
+    Candidate,
+    Context,
+    Prepared,
+    agree,
+    collectives,
+    installed,
+)
+from flux.bench.cases.moe_peers import Parts, grouped_mm, used_rows
+from flux.bench.model import in_way
+from flux.bench.suites import Problem, Request
+from flux.comm.group import reduce_scatter
+from flux.moe import reference
+from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
+from flux.moe.combine import weighted_sum
+from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
+from flux.ops.all_gather import torch_all_gather
+
+_ACTIVATION = "swiglu"
+_CHECK_COLUMNS = 256  # of a token and of an expert; tokens, experts and layout are those of the row
+
+
+def rows(request: Request) -> list[Problem]:
+    """Those of a layer, of models that have gates."""
+    return [row for row in moe.rows(request) if moe.MODELS[row.model].gates == 2]
+
+
+def _of_rank(
+    whole1: Tensor, whole2: Tensor, problem: moe.MoeProblem, context: Context
+) -> tuple[Tensor, Tensor]:
+    """A rank's part of all experts' weights: some experts, and of those some columns."""
+    p, ep_size, wide = context.world_size, problem.ep_size, whole2.shape[2]
+    share, count = p // ep_size, problem.experts // ep_size
+    mine = slice(context.rank // share * count, (context.rank // share + 1) * count)
+    part = slice(context.rank % share * (wide // share), (context.rank % share + 1) * (wide // share))
+    gates, ups = whole1[mine, :wide][:, part], whole1[mine, wide:][:, part]
+    return torch.cat([gates, ups], 1), whole2[mine, :, part].contiguous()
+
+
+def _call(
+    x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, problem: moe.MoeProblem, context: Context
+) -> Tensor:
+    routing = moe.route(problem, context, ids, weights)
+    hidden = flux.moe.ag_scatter_gemm(x, w1, routing, activation=_ACTIVATION)
+    return flux.moe.gemm_gather_rs(hidden, w2, routing)
+
+
+def check(problem: Problem, context: Context) -> str:
+    """Against torch on this rank's tokens and the weights of all experts, which are the same on all ranks."""
+    assert isinstance(problem, moe.MoeProblem)
+    columns = min(_CHECK_COLUMNS, problem.n // 2, problem.k)
+    ids, weights = moe.choices(problem, context)
+    same, own = (torch.Generator(context.device).manual_seed(seed) for seed in (7, 70 + context.rank))
+
+    def normal(generator: torch.Generator, *shape: int) -> Tensor:
+        made = torch.randn(shape, generator=generator, device=context.device, dtype=context.dtype)
+        return made.mul_(0.3)
+
+    x = normal(own, ids.shape[0], columns)
+    whole = (
+        normal(same, problem.experts, 2 * columns, columns),
+        normal(same, problem.experts, columns, columns),
+    )
+    got = _call(x, *_of_rank(*whole, problem, context), ids, weights, problem, context)
+    want = reference.moe_mlp(x, ids, weights, *whole, _ACTIVATION)
+    flux.check(context.group)
+    return agree({"result": got[: len(want)]}, {"result": want.to(got.dtype)})
+
+
+def prepare(problem: Problem, context: Context) -> Prepared:
+    assert isinstance(problem, moe.MoeProblem)
+    (x, w1, routing), note = moe.random_inputs(problem, context)
+    experts, wide, hidden = w1.shape
+    w2 = w1.new_empty(experts, hidden, wide // 2).normal_().mul_(0.1)
+    ids, weights = moe.choices(problem, context)
+
+    def in_parts() -> Tensor:
+        of_call = moe.route(problem, context, ids, weights)
+        return layer1_in_parts(layer0_in_parts(x, w1, of_call, _ACTIVATION), w2, of_call)
+
+    def ours() -> Tensor:
+        return _call(x, w1, w2, ids, weights, problem, context)
+
+    candidates = [Candidate("flux", "flux", ours), Candidate(in_way("parts"), "parts", in_parts)]
+    candidates.append(_serial(x, w1, w2, routing, context))
+    if problem.ep_size < context.world_size:
+        return Prepared(candidates, None, [note])
+    parts = Parts.of(routing, context)
+
+    def exchanged(
+        name: str, dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]
+    ) -> Candidate:
+        def call() -> Tensor:
+            arrived = dispatch(x).index_select(0, parts.rows)
+            made = flux.grouped_gemm(arrived, w1, routing.offsets, activation=_ACTIVATION)
+            made = flux.grouped_gemm(made, w2, routing.offsets)
+            return combine(weighted_sum(made, parts.positions, parts.weights)[0].to(x.dtype))
+
+        return Candidate(f"{name}+flux.grouped_gemm", "peer", call)
+
+    def fused(name: str) -> Candidate:
+        sizes = (*x.shape, problem.experts, problem.top_k)
+        layer = packages.LAYERS[name][1](context, *sizes)
+        rounded = weights.to(x.dtype)
+
+        def call() -> Tensor:
+            return layer(x, ids, rounded, w1, w2)
+
+        said = agree({"result": call()}, {"result": ours()[: x.shape[0]]})
+        if not said.startswith("agrees"):
+            raise RuntimeError(f"wrong: {said}")
+        return Candidate(name, "peer", call)
+
+    candidates.append(exchanged("all-to-all", parts.dispatch, parts.combine))
+    more, notes = installed(
+        packages.EXCHANGES | packages.PAIRED,
+        lambda name: exchanged(name, *parts.opened(name, x, context)),
+        context,
+    )
+    whole, failed = installed(packages.LAYERS, fused, context)
+    return Prepared([*candidates, *more, *whole], None, [note, *notes, *failed])
+
+
+def _serial(x: Tensor, w1: Tensor, w2: Tensor, routing: Any, context: Context) -> Candidate:
+    """The collectives of torch, its grouped GEMM and its activation."""
+    comm, collect, scatter = collectives(context), torch_all_gather(), reduce_scatter()
+    gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
+    ends, tokens, group = routing.offsets[1:], used_rows(routing), context.group
+    total = x.new_empty(routing.max_tokens, x.shape[1])
+
+    def call() -> Tensor:
+        collect(gathered, x, group=group)
+        made = grouped_mm(gathered.index_select(0, tokens), w1.transpose(1, 2), offs=ends)
+        gate, up = made.chunk(2, 1)
+        made = grouped_mm(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+        summed = weighted_sum(made, routing.positions, routing.weights)
+        scatter(total, summed.to(x.dtype).view(-1, x.shape[1]), group=group)
+        return total
+
+    return Candidate(f"{comm}+grouped_mm", "serial", call)
