@@ -62,11 +62,11 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     wiped: list[Tensor] = []
     for _ in range(3):
         for tensor in wiped:
-            tensor.view(torch.uint8).zero_()
+            tensor.zero_()
         given = moved((args, kwargs), DEVICE)
         result = op(*given[0], **given[1])
         torch.cuda.synchronize()
-        wiped += [tensor for tensor in tensors(given) if tensor.is_contiguous() and tensor.dim() > 0]
+        wiped += tensors(given)
     return moved(result, "cpu")
 
 
