@@ -146,15 +146,16 @@ QuantizeParams params_of(const runtime::Matrix& x, int64_t height, const Quantiz
           .to = to};
 }
 
-// `threads`: as many as can be of use.
-void launch(Kernel kernel, const QuantizeParams& params, int64_t threads, int64_t most_ctas,
-            cudaStream_t stream, bool early = true) {
+// `threads`: as many as can be of use. CTAs that start early wait on their SMs. If those are not all the launch's own,
+// the kernel before it may wait for peers that need them.
+void launch(Kernel kernel, const QuantizeParams& params, int64_t threads, int num_sms, cudaStream_t stream) {
   prepare_quantize();
-  const int64_t ctas = std::min((threads + kThreads - 1) / kThreads, most_ctas);
-  runtime::Launch(static_cast<int>(ctas), kThreads, 0, stream).early_start(early).run(kernel, params);
+  const int64_t ctas =
+      std::min((threads + kThreads - 1) / kThreads, static_cast<int64_t>(kCtasPerSm) * num_sms);
+  runtime::Launch(static_cast<int>(ctas), kThreads, 0, stream)
+      .early_start(runtime::may_start_early(num_sms))
+      .run(kernel, params);
 }
-
-int64_t most_ctas(int num_sms) { return static_cast<int64_t>(kCtasPerSm) * num_sms; }
 
 }  // namespace
 
@@ -162,10 +163,7 @@ void quantize_with_parts(const runtime::Matrix& x, runtime::DType dtype, const Q
                          cudaStream_t stream) {
   const QuantizeParams params = params_of(x, x.rows, to);
   const auto kernel = runtime::is_bfloat16(dtype) ? quantize_tensor<__nv_bfloat16> : quantize_tensor<__half>;
-  // CTAs that start early wait on their SMs. If those are not all the launch's own, the kernel before it may wait for
-  // peers that need them.
-  launch(kernel, params, params.rows * params.vectors, most_ctas(num_sms), stream,
-         runtime::may_start_early(num_sms));
+  launch(kernel, params, params.rows * params.vectors, num_sms, stream);
 }
 
 void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, const Quantized& to,
@@ -178,7 +176,7 @@ void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, co
     if (to.needs_all()) {
       const auto kernel =
           runtime::is_bfloat16(dtype) ? largest_of_tensor<__nv_bfloat16> : largest_of_tensor<__half>;
-      launch(kernel, params, vectors, std::min<int64_t>(most_ctas(num_sms), kMaxParts), stream);
+      launch(kernel, params, std::min<int64_t>(vectors, kMaxParts * kThreads), num_sms, stream);
     }
     quantize_with_parts(x, dtype, to, num_sms, stream);
     return;
@@ -191,7 +189,7 @@ void quantize(const runtime::Matrix& x, runtime::DType dtype, int64_t height, co
       : to.granularity == Granularity::kGroup
           ? params.rows * groups * kGroupVectors
           : params.rows / height * ceil_div(static_cast<int>(height), kBlockRows) * groups * kThreads;
-  launch(kernel, params, threads, most_ctas(num_sms), stream);
+  launch(kernel, params, threads, num_sms, stream);
 }
 
 void prepare_quantize() {
