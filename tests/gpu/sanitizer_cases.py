@@ -5,9 +5,11 @@ results are.
 from __future__ import annotations
 
 import torch
+from test_gpu_fp8 import KEEPING, SENDING, TILES, operands
 
 import flux
 from flux._native import core
+from flux.ops._end import End
 from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks
@@ -78,6 +80,7 @@ def main() -> None:
                 assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
     mixture()
     scaled()
+    scaled_ranks()
     print("all exact")
 
 
@@ -126,6 +129,39 @@ def scaled() -> None:
         for w, s, first, last in zip(weights, scales, (0, 9), (9, 140), strict=True)
     ]
     assert torch.equal(result.double().cpu(), torch.cat(expected_rows))
+
+
+def scaled_ranks() -> None:
+    """fp8 operands between ranks, in every ordinary tile; then a sum whose norm is quantised."""
+    ranks = EmulatedRanks(2, timeout_s=60.0)
+    for tile in TILES:
+        accumulate = "promoted" if tile.promotes else "fast"
+        for kind in ("row", "block") if tile.promotes else ("row",):
+            gathering = ScaledCase(130, 264, 384, 2, kind, bias=True, seed=tile.id)
+            scattered = ScaledCase(260, 264, 384, 2, kind, bias=True, sums=True, seed=tile.id)
+            config = tile.id | ALONE << 8
+            if tile in KEEPING:
+                xs, weights, scales, bias = operands(gathering, accumulate)
+                results = ranks.ag_gemm(xs, weights, [bias] * 2, config=config, scales=scales)
+                ranks.check()
+                for rank, result in enumerate(results):
+                    assert torch.equal(result, gathering.gathered(rank).cuda()), (rank, gathering, tile)
+            if tile in SENDING:
+                xs, weights, scales, bias = operands(scattered, accumulate)
+                results = ranks.gemm_rs(xs, weights, bias, config=config, scales=scales)
+                ranks.check()
+                for rank, result in enumerate(results):
+                    expected = scattered.total().cuda()[rank * 130 :][:130]
+                    assert torch.equal(result, expected), (rank, scattered, tile)
+    for m in (5, 130):
+        case = ScaledCase(m, 264, 384, 2, "block", sums=True)
+        xs, weights, scales, _ = operands(case, "promoted")
+        end = End(torch.ones(264, dtype=torch.bfloat16, device="cuda"), 1e-6, "token", None, False)
+        for mode in (0, 1):
+            sums = ranks.gemm_ar(xs, weights, mode=mode, scales=scales, end=end)[2:4]
+            ranks.check()
+            for rank, result in enumerate(sums):
+                assert torch.equal(result, case.total().cuda()), (rank, case, mode)
 
 
 if __name__ == "__main__":
