@@ -438,6 +438,8 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
       }
     }
     norm.leave_largest(shares);
+    // A part that is selected again to be quantised does not read its weight, which is still copied.
+    ptx::copy_async_wait<0>();
     return;
   }
   const int count = x.m * row_vectors;
