@@ -330,8 +330,10 @@ def result_dtype(x: Tensor, scales: Scales | None) -> torch.dtype:
 def column_major(scale: Tensor) -> Tensor:
     """Block scales [m, blocks] of rows as fp32 with strides (1, m rounded up to 4), as TMA loads them."""
     rows, blocks = scale.shape
-    scale = _fp32(scale)
-    if scale.stride() == (1, _padded(rows)) and scale.data_ptr() % 16 == 0:
+    scale, strides = _fp32(scale), (1, _padded(rows))
+    if rows == 1:  # torch gives a single row any stride
+        scale = scale.as_strided((1, blocks), (1, scale.stride(1)), scale.storage_offset())
+    if scale.stride() == strides and scale.data_ptr() % 16 == 0:
         return scale
     return empty_column_major(rows, blocks, scale).copy_(scale)
 
