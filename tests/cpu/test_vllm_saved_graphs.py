@@ -28,7 +28,6 @@ VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
 LAYERS = 2
 # The first batch that is flux's, and the first that is sequence parallel.
 FROM, SEQUENCE_FROM = 17, 33
-FP8_VERSIONS = ("0.32.0", "0.33.0")
 # Models with fp8 weights, and the kinds of their scales.
 FP8 = {"fp8_tensor": "row", "fp8_channel": "row", "fp8_block": "block"}
 OURS = (
@@ -71,15 +70,11 @@ def in_a_process(rank: int, world_size: int, version: str, name: str) -> None:
         "the_smallest_batches_are_vllms",
         "sums_of_quantised_layers_take_the_norm",
         "the_graphs_call_operators_as_flux_does",
+        "fp8_models_become_sequence_parallel",
+        "fp8_layers_in_each_range",
     ],
 )
 def test_saved_graphs(version: str, check: str) -> None:
-    spawn(in_a_process, 1, version, check, backend="gloo")
-
-
-@pytest.mark.parametrize("version", FP8_VERSIONS)
-@pytest.mark.parametrize("check", ["fp8_models_become_sequence_parallel", "fp8_layers_in_each_range"])
-def test_saved_graphs_of_fp8_models(version: str, check: str) -> None:
     spawn(in_a_process, 1, version, check, backend="gloo")
 
 
