@@ -61,7 +61,7 @@ def test_a_page_has_rows_samples_and_where_they_are_from() -> None:
     assert page.titles == ["gemm_rs · TP 4 · bfloat16 · ms per call, median of 3 rounds", "Notes"]
     assert len(page.rows) == 3 and page.rows[0].startswith("gemm_rs <b>small & bold, M = 512: exact")
     assert "flux (flux): 0.204, 0.2, 0.198 ms" in page.rows[0] and "cuBLAS+NCCL (serial): " in page.rows[0]
-    assert "flux, sustained: 0.25 ms" in page.rows[0]
+    assert "flux, at sustained clocks: 0.25 ms" in page.rows[0]
     # The page's title, a bar for flux and its peer in each row, and one for the speed-up.
     assert len(page.hovers) == 1 + 3 * 3
     assert any(said.startswith("1.300 times as fast as cuBLAS+NCCL") for said in page.hovers)

@@ -19,7 +19,6 @@ from flux.bench.model import (
     floor_ms,
     geomean,
     summarise,
-    sustained_speedup,
     wire_bytes,
 )
 from flux.bench.suites import Problem
@@ -226,14 +225,17 @@ def test_host_and_time_of_a_call_have_bars() -> None:
     assert summarise([fast], both[:1], Bar(row=0.5, us=us)).meets_bar
 
 
-def test_sustained_clocks_have_a_speed_up_of_their_own() -> None:
+def test_other_conditions_have_speed_ups_of_their_own() -> None:
     measured, other = row(FULL), row(FULL)
     names = [name for name, timing in measured.times.items() if timing.role in ("flux", *OTHERS)]
     measured.sustained_ms = {name: 3.0 if name == "flux" else 4.0 + i for i, name in enumerate(names)}
-    assert sustained_speedup(other) is None
+    measured.after_ms = {"torch": {**measured.sustained_ms, "flux": 2.0}, "flux": {"flux": 1.0}}
     best = min(ms for name, ms in measured.sustained_ms.items() if name != "flux")
     s = summarise([measured, other], [derive(measured), derive(other)], Bar(row=0.5))
-    assert s.sustained_speedups == pytest.approx((best / 3.0,))
+    assert s.conditional == {
+        "at sustained clocks": pytest.approx((best / 3.0,)),
+        "after a kernel of torch": pytest.approx((best / 2.0,)),
+    }
 
 
 def test_geomean_bar_is_for_its_world_size() -> None:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from flux.bench import timing
-from flux.bench.cases.common import Context, random_operands, rotating
+from flux.bench.cases.common import Candidate, Context, random_operands, rotating
+from flux.bench.model import OTHERS
+from flux.bench.runner import Settings, after, measure
+from flux.bench.suites import Problem
 from flux.bench.timing import CpuTimer, GpuTimer, drawn
 
 CYCLES_PER_MS = 1_000_000.0
@@ -217,6 +220,24 @@ def test_sustained_times_are_those_after_clocks_have_fallen(gpu: FakeGpu) -> Non
     assert gpu.log.count("a") == 3 * 800 and gpu.log.count("b") == 3 * 200 and "delay" not in gpu.log
     first = gpu.log.index("event")
     assert gpu.log[first + 1 :].index("event") in (50, 200)
+
+
+def test_a_neighbour_goes_before_each_call_and_is_not_counted(gpu: FakeGpu) -> None:
+    settings = Settings((), "custom", "cuda", 1, 1, "bfloat16", iters=4, rounds=3)
+    ms = {"flux": 0.5, "peer": 0.8}
+    candidates = [Candidate(name, name, partial(gpu.enqueue, name, each, 0.01)) for name, each in ms.items()]
+    found = after(partial(gpu.enqueue, "neighbour", 0.125, 0.01), candidates, make_timer(gpu), settings)
+    assert found == pytest.approx(ms)
+    before = [gpu.log[i - 1] for i, name in enumerate(gpu.log) if name in ms]
+    assert len(before) >= 2 * 4 * 3 and set(before) == {"neighbour"}
+
+
+def test_rows_after_a_kernel_of_torch_and_of_flux() -> None:
+    settings = Settings((), "custom", "cpu", 1, 1, "bfloat16", iters=1, rounds=1, neighbours=True)
+    context = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
+    row = measure(Problem("gemm", "a", "local", 40, 136, 64), context, CpuTimer(None), settings)
+    kept = {name for name, timing in row.times.items() if timing.role in ("flux", *OTHERS)}
+    assert {whose: set(ms) for whose, ms in row.after_ms.items()} == {"torch": kept, "flux": kept}
 
 
 def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:

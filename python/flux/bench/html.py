@@ -90,7 +90,8 @@ def _samples(row: Row) -> str:
     lines = [f"{row.op} {row.name}, M = {row.m}: {row.check}"]
     for name, timing in row.times.items():
         lines.append(f"{name} ({timing.role}): {', '.join(f'{sample:.5g}' for sample in timing.samples)} ms")
-    lines += [f"{name}, sustained: {ms:.5g} ms" for name, ms in row.sustained_ms.items()]
+    for condition, times in row.conditions.items():
+        lines += [f"{name}, {condition}: {ms:.5g} ms" for name, ms in times.items()]
     return "\n".join(lines)
 
 

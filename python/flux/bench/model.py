@@ -125,6 +125,15 @@ class Row:
     variant: str = ""
     scales: str = ""
     sustained_ms: dict[str, float] = field(default_factory=dict)
+    after_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def conditions(self) -> dict[str, dict[str, float]]:
+        """Times that were not measured in bursts of the call alone, by the words for how."""
+        return {
+            "at sustained clocks": self.sustained_ms,
+            **{f"after a kernel of {whose}": ms for whose, ms in self.after_ms.items()},
+        }
 
     @property
     def ok(self) -> bool:
@@ -270,10 +279,15 @@ def derive(row: Row, link_gb_per_s: float = LINK_GB_PER_S, *, with_floor: bool =
     )
 
 
-def sustained_speedup(row: Row) -> float | None:
-    """flux against the best peer at clocks that have fallen; None if that was not measured."""
-    others = [ms for name, ms in row.sustained_ms.items() if row.times[name].role in OTHERS]
-    return min(others) / row.sustained_ms["flux"] if others and "flux" in row.sustained_ms else None
+def conditional_speedups(rows: list[Row]) -> dict[str, tuple[float, ...]]:
+    """flux against the best peer in each condition, of the rows that were measured in it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for condition, times in row.conditions.items():
+            others = [ms for name, ms in times.items() if row.times[name].role in OTHERS]
+            if others and "flux" in times:
+                found.setdefault(condition, []).append(min(others) / times["flux"])
+    return {condition: tuple(speedups) for condition, speedups in found.items()}
 
 
 @dataclass(frozen=True)
@@ -292,7 +306,7 @@ class Summary:
     floor_bar_rows: int
     geomean_bar_met: bool | None
     max_host_us: float | None
-    sustained_speedups: tuple[float, ...]
+    conditional: dict[str, tuple[float, ...]]
     over_host_bar: int
     over_time_bar: int
 
@@ -331,7 +345,7 @@ def summarise(rows: list[Row], derived: list[Derived], bar: Bar) -> Summary:
         if applies and mean is not None and bar.geomean is not None
         else None,
         max_host_us=max(hosts, default=None),
-        sustained_speedups=tuple(found for row in rows if (found := sustained_speedup(row)) is not None),
+        conditional=conditional_speedups(rows),
         over_host_bar=sum(us > bar.host_us for us in hosts) if bar.host_us else 0,
         over_time_bar=sum(1e3 * d.flux > bar.us for d in derived if d.flux is not None) if bar.us else 0,
     )

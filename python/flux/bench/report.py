@@ -404,9 +404,8 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
     ratios = [found.ratio for row in rows if (found := over_best(row)) is not None]
     if ratios:
         lines.append(f"plan over the best number: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
-    if s.sustained_speedups:
-        mean, least = geomean(s.sustained_speedups), min(s.sustained_speedups)
-        lines.append(f"at sustained clocks: speed-up geomean {mean:.3f}, min {least:.3f}")
+    for condition, speedups in s.conditional.items():
+        lines.append(f"{condition}: speed-up geomean {geomean(speedups):.3f}, min {min(speedups):.3f}")
     if s.max_host_us is not None:
         limit = "" if bar.host_us is None else f"; {s.over_host_bar} rows over {bar.host_us:.0f}"
         lines.append(f"host cost of a call: max {s.max_host_us:.1f} µs{limit}")

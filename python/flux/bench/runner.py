@@ -41,7 +41,7 @@ class Settings:
 
     world: processes; tp: by how much the shapes are cut; alone: flux and the GEMM, without peers; ways: in
     which flux runs beside its plan; nodes: on which the ranks are emulated; sustained: whether rows are timed
-    at fallen clocks, too.
+    at fallen clocks, too; neighbours: whether also after other kernels.
     """
 
     problems: tuple[Problem, ...]
@@ -61,6 +61,7 @@ class Settings:
     ways: tuple[str, ...] = ("parts",)
     nodes: int = 1
     sustained: bool = False
+    neighbours: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -201,6 +202,10 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     if not candidates:
         return row
     _time(row, spec, candidates, timer, settings)
+    if settings.neighbours:
+        whole = [c for c in candidates if c.role in ("flux", *OTHERS) and c.calls == 1]
+        for whose, neighbour in neighbours(context.device).items():
+            row.after_ms[whose] = after(neighbour, whole, timer, settings)
     return row
 
 
@@ -223,6 +228,31 @@ def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings:
         row.host_us = {
             c.name: round(timer.host_us(c.eager or c.call), 2) for c in candidates if c.role in wanted
         }
+
+
+def neighbours(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Short kernels that may go before a call. Those of flux let the next kernel of their stream start before
+    they end (programmatic dependent launch), those of torch do not.
+    """
+    x = torch.ones(128, 256, dtype=torch.bfloat16, device=device)
+    out = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
+    return {"torch": lambda: torch.add(x, 1.0, out=x), "flux": lambda: flux.gemm(x, x, out=out)}
+
+
+def after(
+    neighbour: Callable[[], object], candidates: list[Any], timer: Timer, settings: Settings
+) -> dict[str, float]:
+    """Milliseconds by which each candidate's call makes a burst of its neighbour longer."""
+
+    def behind(call: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (neighbour(), call())
+
+    calls = {"": neighbour, **{c.name: behind(c.call) for c in candidates}}
+    for call in calls.values():
+        timer.warm(call)
+    samples = timer.interleaved(calls, settings.iters, settings.rounds)
+    ms = {name: statistics.median(times) for name, times in samples.items()}
+    return {c.name: round(ms[c.name] - ms[""], 6) for c in candidates}
 
 
 def _agree(mine: str, context: Context) -> str:

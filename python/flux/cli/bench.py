@@ -340,6 +340,10 @@ def command(
     sustained: Annotated[
         bool, typer.Option("--sustained", metavar="", help="Also after 0.4 s without a rest (GPUs).")
     ] = False,
+    neighbours: Annotated[
+        bool,
+        typer.Option("--neighbours", metavar="", help="Also after a short kernel of torch, and of flux."),
+    ] = False,
     alone: Annotated[
         bool,
         typer.Option(
@@ -438,6 +442,7 @@ def command(
             all_configs=all_configs,
             alone=alone,
             sustained=sustained,
+            neighbours=neighbours,
             json_file=str(json_file) if json_file else None,
             timeout_s=timeout,
         )
