@@ -253,7 +253,8 @@ def vllm(found: Sequence[Other]) -> list[str]:
         ]
         model = settings["model"]
         title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
-        title += f", vLLM {machine['vllm']}, `FLUX_VLLM_MIN_TOKENS={settings['min_tokens']}`."
+        with_defaults = " with its defaults" if settings.get("defaults") else ""
+        title += f", vLLM {machine['vllm']}{with_defaults}, `FLUX_VLLM_MIN_TOKENS={settings['min_tokens']}`."
         parts.append(f"{title} {scatter(runs)} From {origin([other.source])}\n")
         parts.append(table(["tokens/s", *metrics], lines))
     return parts

@@ -33,16 +33,21 @@ LOG_LINES = 40
 CAUSES = 5
 COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
+# Of normal numbers in fp8, whose largest is 448.
+FP8_SPREAD = 32
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-# Nothing makes NVLink multicast objects. What flux.bench.machine has against these is added in the engines'
-# processes: importing it takes seconds, and none of them should wait for that.
+# Nothing of vLLM makes NVLink multicast objects. What flux.bench.machine has against these is added in the
+# engines' processes: importing it takes seconds, and none of them should wait for that.
 NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "NCCL_WIN_ENABLE": "0",
+    # FlashInfer's other backend sums by multicast. This one stores into memory that torch shares between
+    # GPUs, of which torch makes no multicast object where flux.bench.machine forbids it.
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
+# Without vLLM's defaults, nothing of FlashInfer runs: it compiles when it is used first.
+NO_FLASHINFER = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 # Nothing goes to a network.
 ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -61,7 +66,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# Fusions of the all-reduce: with RMSNorm by flashinfer, which uses NVLink multicast; into a reduce-scatter.
+# Fusions of the all-reduce: with RMSNorm by FlashInfer; into a reduce-scatter.
 PASSES_OFF = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 BACKENDS = ("pynccl_comm", "ca_comm", "symm_mem_comm", "fi_ar_comm")
 
@@ -74,7 +79,7 @@ class Settings:
 
     Attributes:
         min_tokens: FLUX_VLLM_MIN_TOKENS; None: flux's default.
-        defaults: vLLM's fusions and multicast are on if it would have them on.
+        defaults: vLLM's fusions are on if it would have them on, and multicast too if the machine allows it.
     """
 
     model: Model
@@ -85,6 +90,10 @@ class Settings:
     cpu: bool
     folder: Path
     defaults: bool = False
+
+    def fuses(self, run: str) -> bool:
+        """Whether vLLM may fuse an all-reduce with what follows."""
+        return self.defaults and "-unfused-" not in run
 
     def arguments(self, run: str) -> dict[str, Any]:
         """Of vllm.LLM."""
@@ -122,7 +131,7 @@ class Settings:
         return {
             **os.environ,
             **ENVIRONMENT,
-            **({} if self.defaults else NO_MULTICAST),
+            **({} if self.defaults else {**NO_MULTICAST, **NO_FLASHINFER}),
             **(CPU_ENVIRONMENT if self.cpu else {}),
             "PYTHONPATH": os.pathsep.join(paths),
             "FLUX_VLLM": "auto" if with_flux else "off",
@@ -165,7 +174,7 @@ class Engine:
                 start_new_session=True,
             )
         theirs.close()
-        self._send((settings.arguments(run), settings.defaults))
+        self._send((settings.arguments(run), settings.defaults, settings.fuses(run)))
 
     def receive(self, deadline: float) -> Any:
         """The answer to a command, or "ready". Raises Gone if there is none."""
@@ -210,19 +219,17 @@ def stop(engines: dict[str, Engine]) -> None:
 
 
 def serve(fd: int) -> None:
-    """Takes vllm.LLM's arguments from the pipe, and whether vLLM's defaults hold, says "ready", then obeys
-    (method of Commands, its arguments) until the pipe is closed.
+    """Takes vllm.LLM's arguments from the pipe, whether vLLM's defaults hold, and whether it fuses sums. Says
+    "ready", then obeys (method of Commands, its arguments) until the pipe is closed.
     """
     connection = Connection(fd)
     try:
-        arguments, defaults = connection.recv()
+        arguments, defaults, fuses = connection.recv()
+        forbid_multicast(defaults)
         from vllm import LLM
         from vllm.config.compilation import PassConfig
 
-        if not defaults:
-            from flux.bench import machine
-
-            machine.disable_multicast()
+        if not fuses:
             known = {field.name for field in dataclasses.fields(PassConfig)}
             arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
         commands = Commands(LLM(**arguments, worker_extension_cls="vllm_engine.Probe"))
@@ -238,6 +245,19 @@ def serve(fd: int) -> None:
         sys.exit(1)
     finally:
         connection.close()
+
+
+def forbid_multicast(defaults: bool) -> bool:
+    """Turns NVLink multicast off, here and in processes to come: with vLLM's defaults only where the machine
+    forbids it. Returns whether it did.
+    """
+    from flux.bench import machine
+
+    off = not defaults or machine.multicast_is_forbidden()
+    if off:
+        machine.disable_multicast()
+        os.environ.update(NO_MULTICAST)
+    return off
 
 
 class Commands:
@@ -332,19 +352,31 @@ class Probe:
 def fill_with_weights(model: Any) -> None:
     """Seeded normal weights with which layers neither grow nor vanish. They differ from rank to rank, except
     where all ranks have the same: norms, and gates that choose experts. vLLM's dummy weights are within 1e-3
-    of 0, norms too, and alike on all ranks: its layers would add less than rounding does.
+    of 0, norms too, and alike on all ranks: its layers would add less than rounding does. Weights in fp8 are
+    FP8_SPREAD times as large, and their scales as much smaller.
     """
     import torch
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank = get_tensor_model_parallel_rank()
     total = 0.0
+    weights = dict(model.named_parameters())
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in weights.items():
+            if name.endswith("_scale"):
+                scaled = weights.get(name.removesuffix("_scale"))
+                if scaled is not None:  # those of a KV cache say that there are none
+                    weight.fill_(scaled.shape[-1] ** -0.5 / FP8_SPREAD)
+                continue
             norm = "norm" in name
             shared = norm or ".gate." in name
             generator = torch.Generator(device=weight.device)
             generator.manual_seed(zlib.crc32(name.encode()) + (0 if shared else 7919 * (rank + 1)))
+            if weight.element_size() == 1:
+                wide = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+                weight.copy_(wide.normal_(std=FP8_SPREAD, generator=generator))
+                total += float(weight.flatten()[:1000].double().abs().sum())
+                continue
             weight.normal_(generator=generator)
             if norm:
                 weight.mul_(0.1).add_(1.0)

@@ -11,13 +11,27 @@ _KINDS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+# As checkpoints of compressed-tensors say it.
+_FP8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_E4M3, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_E4M3, "strategy": "token", "dynamic": True},
+        }
+    },
+}
 
 
 @dataclass(frozen=True)
 class Model:
     """A model of a kind (of _KINDS); how long its sequences may be, how many there are at once, how many
     tokens in one pass. ffn: columns of a layer's MLP, or of each of its experts, of which a token chooses
-    top_k.
+    top_k. fp8: linear layers are, with a scale for each row of a weight, and one for each row that comes.
     """
 
     name: str
@@ -35,6 +49,7 @@ class Model:
     batched_tokens: int
     experts: int = 0
     top_k: int = 0
+    fp8: bool = False
 
     def kv_bytes(self, tp: int) -> int:
         """Of a GPU's KV cache for 64 of the longest sequences, in 16 bits."""
@@ -69,6 +84,8 @@ class Model:
             }
         if self.kind == "mixtral":
             config |= {"num_local_experts": self.experts, "num_experts_per_tok": self.top_k}
+        if self.fp8:
+            config["quantization_config"] = _FP8
         return config
 
 

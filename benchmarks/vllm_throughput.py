@@ -5,8 +5,9 @@
 
 The model has the shape of a known one (--model), but fewer layers, a smaller vocabulary and seeded random
 weights. A run is a vLLM engine of its own, named
-(stock|flux)[-nccl]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are experts; -nccl
-without vLLM's custom all-reduce; graph compiled and in CUDA graphs. All engines start at the same time and
+(stock|flux)[-nccl][-unfused]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are
+experts; -nccl without vLLM's custom all-reduce; -unfused without its fusion of the all-reduce with RMSNorm,
+which flux leaves alone by default; graph compiled and in CUDA graphs. All engines start at the same time and
 stay up, but work one at a time: samples are taken in rounds whose order rotates. Of every metric the median
 counts.
 
@@ -19,8 +20,10 @@ counts.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
   far two stock engines are apart that only sum in another order: flux should not be further.
 
-vLLM's fusion of the all-reduce with RMSNorm is off in all runs, and so is all that uses NVLink multicast;
-with --defaults, vLLM and flux are as users have them, and a run of flux may leave all to vLLM.
+All that uses NVLink multicast is off, and so is vLLM's fusion in all runs. With --defaults, vLLM and flux are
+as users have them, and a run of flux may leave all to vLLM; multicast is on then, unless the environment
+forbids it (NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1), in which case FlashInfer sums without.
+The file is written after each round, and no round begins that would not end before --timeout.
 Ends with 1 if something is wrong: an engine did not come up, a flux run without flux (be it only for its
 experts), a stock run with it.
 """
@@ -37,6 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -50,6 +54,8 @@ from vllm_trace import requests
 START_SHARE = 2 / 3
 RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
 # For what flux is called, and where vllm_engine.Probe tells which layers ask for it.
+# For what comes after the rounds, and for engines to end.
+LAST_S = 25
 KINDS = {"linear": "row_parallel", "experts": "experts"}
 
 
@@ -130,8 +136,8 @@ class Measurement:
         for run, seconds in answers.items():
             self.runs[run]["samples_s"].setdefault(metric, []).append(round(seconds, 6))
 
-    def take_all(self, rounds: int) -> None:
-        """In the order of what is wanted most, should there be no time for all."""
+    def take_all(self, rounds: int, write: Callable[[], None]) -> None:
+        """In the order of what is wanted most, should there be no time for all; `write` after each round."""
         work, generator = self.work, random.Random(0)
 
         def prompts(*lengths: int) -> list[list[int]]:
@@ -143,21 +149,30 @@ class Measurement:
         count, length = work.prefill
         long = prompts(*[length] * count)
         short = {size: prompts(*[16] * size) for size in work.decode}
+        start = time.monotonic()
         for turn in range(rounds):
+            if not self.has_time(start, turn, LAST_S):
+                say(f"no time for more than {turn} rounds")
+                break
             self.sample("prefill", self.each("prefill", long, rotate=turn))
             for size, batch in short.items():
                 self.sample(f"decode {size}", self.each("decode", batch, work.decode_tokens, rotate=turn))
-        self.take_traces()
+            self.keep("state", self.each("state"))
+            write()
         count, length = work.forced
         self.forced_prompts = prompts(*[length] * count)
         self.keep("forced", self.each("forced", self.forced_prompts))
+        write()
+        self.take_traces(write)
         self.keep("state", self.each("state"))
-        self.add_rates()
 
-    def take_traces(self) -> None:
+    def take_traces(self, write: Callable[[], None]) -> None:
         """A sample of each, in turns."""
-        work, model = self.work, self.model
+        work, model, start = self.work, self.model, time.monotonic()
         for turn in range(work.trace_rounds if work.trace else 0):
+            if not self.has_time(start, turn):
+                say(f"no time for more than {turn} traces")
+                break
             for per_s in work.arrivals:
                 arguments = (work.trace, model.length, per_s, model.vocabulary)
                 answers = self.each("trace", *arguments, rotate=turn)
@@ -166,6 +181,7 @@ class Measurement:
                     traces.setdefault(f"{per_s:g} per s" if per_s else "at once", []).append(answer)
                 if not per_s:
                     self.sample("trace", {run: answer["seconds"] for run, answer in answers.items()})
+            write()
 
     def add_rates(self) -> None:
         """Tokens per second of every run: of its median sample."""
@@ -180,6 +196,11 @@ class Measurement:
         """All but what was said, which the comparisons sum up."""
         said = ("answers", "forced")
         return {run: {k: v for k, v in data.items() if k not in said} for run, data in self.runs.items()}
+
+    def has_time(self, start: float, turns: int, reserve: float = 0.0) -> bool:
+        """Whether one more turn, after as many since `start`, will end before the deadline."""
+        now = time.monotonic()
+        return now + (now - start) / max(1, turns) + reserve <= self.deadline
 
 
 def compare_answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -291,14 +312,28 @@ def describe(settings: Settings, work: Work) -> dict[str, Any]:
     min_tokens = "auto" if settings.min_tokens is None else settings.min_tokens
     kept = {"tp": settings.tp, "min_tokens": min_tokens, "gpu_memory": settings.gpu_memory}
     kept["defaults"] = settings.defaults
+    found = {**machine.describe("cpu" if settings.cpu else "cuda"), "vllm": installed_version()}
+    if settings.defaults and not machine.multicast_is_forbidden():
+        found["multicast"] = "as vLLM has it"
     return {
         "version": flux.__version__,
         "commit": machine.commit(),
         "date": machine.now(),
         "suite": "vllm",
-        "machine": {**machine.describe("cpu" if settings.cpu else "cuda"), "vllm": installed_version()},
+        "machine": found,
         "settings": kept | {"model": asdict(settings.model), "work": asdict(work)},
     }
+
+
+def complete(record: dict[str, Any], measured: Measurement, options: argparse.Namespace) -> None:
+    """Adds to a result what was measured up to now, and writes its file."""
+    measured.add_rates()
+    comparisons = compare_all(measured)
+    faults = measured.faults + faults_of(measured.runs, comparisons, options.cpu, options.defaults)
+    record |= {"runs": measured.to_json(), "comparisons": comparisons, "faults": faults}
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def gpus_now() -> list[dict[str, Any]]:
@@ -321,8 +356,9 @@ def print_tables(record: dict[str, Any]) -> None:
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     def run(name: str) -> str:
-        if not re.fullmatch(r"(stock|flux)(-nccl)?-(graph|eager)", name):
-            raise argparse.ArgumentTypeError(f"expected (stock|flux)[-nccl]-(graph|eager), got {name!r}")
+        if not re.fullmatch(r"(stock|flux)(-nccl)?(-unfused)?-(graph|eager)", name):
+            expected = "(stock|flux)[-nccl][-unfused]-(graph|eager)"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
         return name
 
     parser = argparse.ArgumentParser(
@@ -338,7 +374,11 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--defaults",
         action="store_true",
-        help="leave vLLM's fusions on, and with them NVLink multicast: on machines of your own only",
+        help="leave vLLM's fusions on, and with them NVLink multicast if the environment does not forbid it: "
+        "on machines of your own only",
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="linear layers in fp8; not for models with experts"
     )
     parser.add_argument("--decode", nargs="+", type=int, metavar="N", help="sequences (default 16 64)")
     parser.add_argument(
@@ -363,6 +403,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if len(set(options.runs)) < len(options.runs):
         parser.error("--runs: a run twice")
+    if options.fp8 and MODELS[options.model].experts:
+        parser.error(f"--fp8: {options.model} has experts")
     return options
 
 
@@ -372,7 +414,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     start = time.monotonic()
     model, work = (TWINS[options.model], TINY_WORK) if options.cpu else (MODELS[options.model], WORK)
-    model = replace(model, layers=options.layers or model.layers)
+    name = f"{model.name} in fp8" if options.fp8 else model.name
+    model = replace(model, name=name, layers=options.layers or model.layers, fp8=options.fp8)
     work = replace(
         work,
         decode=tuple(options.decode or work.decode),
@@ -391,19 +434,18 @@ def main() -> int:
             engines[run] = Engine(run, settings)
         record = describe(settings, work)  # while they come up
         measured = Measurement(engines, work, model, start + options.timeout)
+
+        def write() -> None:
+            complete(record, measured, options)
+
         measured.wait_until_ready(start + START_SHARE * options.timeout)
-        measured.take_all(options.rounds)
+        measured.take_all(options.rounds, write)
         record["machine"]["gpus_load"] = gpus_now()
-        comparisons = compare_all(measured)
-        faults = measured.faults + faults_of(measured.runs, comparisons, options.cpu, options.defaults)
-        record |= {"runs": measured.to_json(), "comparisons": comparisons, "faults": faults}
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write()
         print_tables(record)
     finally:
         stop(engines)
-    return 1 if faults else 0
+    return 1 if record["faults"] else 0
 
 
 if __name__ == "__main__":

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -176,3 +180,101 @@ def test_an_engine_that_does_not_come_up_says_why(
     finally:
         benchmark.stop({"stock-eager": engine})
     assert engine.process.returncode not in (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "off"),
+    [
+        (False, {}, True),
+        (True, {}, False),
+        (True, {"NCCL_NVLS_ENABLE": "0"}, True),
+        (True, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, True),
+        (True, {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0"}, False),
+    ],
+)
+def test_by_default_multicast_is_on_only_where_the_machine_allows_it(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, defaults: bool, given: dict[str, str], off: bool
+) -> None:
+    engine = importlib.import_module("vllm_engine")
+    forbidden = {**engine.NO_MULTICAST, **importlib.import_module("flux.bench.machine").NO_MULTICAST}
+    monkeypatch.setattr(os, "environ", dict(given))
+    assert engine.forbid_multicast(defaults) is off
+    assert os.environ == ({**given, **forbidden} if off else given)
+    assert os.environ.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND") == ("trtllm" if off else None)
+
+
+def test_vllm_fuses_in_runs_that_are_as_users_have_them(benchmark: Any, tmp_path: Path) -> None:
+    model = benchmark.MODELS["llama-3-8b"]
+    for defaults in (False, True):
+        settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, defaults)
+        assert settings.fuses("flux-graph") is settings.fuses("stock-nccl-graph") is defaults
+        assert not settings.fuses("flux-unfused-graph")
+    runs = ["stock-graph", "stock-nccl-unfused-graph", "flux-unfused-graph"]
+    assert benchmark.options_of(["--runs", *runs]).runs == runs
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--runs", "stock-unfused-nccl-graph"])
+
+
+def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = importlib.import_module("vllm_engine")
+    monkeypatch.setitem(sys.modules, "vllm.distributed", _Ranks)
+    model = torch.nn.Module()
+    for name, dtype in (("plain", torch.float32), ("small", torch.float8_e4m3fn)):
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.zeros(96, 256, dtype=dtype), requires_grad=False)
+        model.add_module(name, layer)
+    model.small.weight_scale = torch.nn.Parameter(torch.zeros(96, 1), requires_grad=False)
+    model.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+    engine.fill_with_weights(model)
+    spread = [
+        float(x.std()) for x in (model.plain.weight, model.small.weight.float() * model.small.weight_scale)
+    ]
+    assert spread == pytest.approx([1 / 16, 1 / 16], rel=0.02)
+    assert model.k_scale.item() == -1.0, "of a KV cache in 16 bits"
+
+
+class _Ranks:
+    """Of vllm.distributed."""
+
+    @staticmethod
+    def get_tensor_model_parallel_rank() -> int:
+        return 1
+
+
+def test_fp8_is_for_models_without_experts(benchmark: Any) -> None:
+    config = replace(benchmark.MODELS["llama-3-8b"], fp8=True).config()
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert "quantization_config" not in benchmark.MODELS["llama-3-8b"].config()
+    assert benchmark.options_of(["--fp8"]).fp8
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--fp8", "--model", "qwen3-30b-a3b"])
+
+
+class _Clock:
+    """An engine each of whose answers takes so many seconds of a clock that is made up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds, self.ready = 0.0, seconds, True
+        self.asked: list[str] = []
+
+    def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
+        self.asked.append(command)
+        self.now += self.seconds
+        return {"seconds": self.seconds} if command == "trace" else self.seconds
+
+
+def test_rounds_that_would_end_too_late_are_not_begun(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _Clock(10.0)
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
+    model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
+    # Two answers first; a round is four (prefill, two decodes, the state); then forced, traces and the state.
+    measured = benchmark.Measurement({"stock-graph": engine}, work, model, 20.0 + 3 * 40 + benchmark.LAST_S)
+    written: list[int] = []
+    measured.take_all(7, lambda: written.append(len(engine.asked)))
+    assert engine.asked.count("prefill") == 3
+    assert written == [6, 10, 14, 15, 16], "after each round, the forced prompts and the trace"
+    assert engine.asked.count("trace") == 1, "a second would be late"
+    measured.add_rates()
+    assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10

@@ -45,6 +45,11 @@ def disable_multicast() -> None:
     os.environ.update(NO_MULTICAST)
 
 
+def multicast_is_forbidden() -> bool:
+    """Whether the environment says to one of flux's peers that it must not create multicast objects."""
+    return any(os.environ.get(name) == value for name, value in NO_MULTICAST.items())
+
+
 def run_text(command: Sequence[str], timeout_s: float = 20.0) -> str | None:
     """Standard output of a command, or None if it is absent, fails or takes too long."""
     if shutil.which(command[0]) is None:
