@@ -297,8 +297,10 @@ def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
         runs.append([out, leaf.grad, *(p.grad for p in model.parameters())])
     answers = [f"element {i}: {same(b, a)}" for i, (a, b) in enumerate(zip(*runs, strict=True)) if same(b, a)]
     # Forward: gate and up share one gather. Backward: one gather of the gradient, one scatter for each of
-    # gate and up. Torch's pass does not find the gather of a gradient whose rows were moved.
-    if calls != {"forward": (1, 1), "both": (1 if moves else 2, 3)}:
+    # gate and up. Torch's pass does not find the gather of a gradient whose rows were moved, and before 2.13,
+    # backward, nothing that is gathered or scattered along another dimension than the first.
+    both = (1, 1) if dim != 0 and not async_tp._REWRITES else (1 if moves else 2, 3)
+    if calls != {"forward": (1, 1), "both": both}:
         answers.append(f"flux served {calls}")
     return answers
 
@@ -307,7 +309,13 @@ def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
     ("dim", "moves"),
     [
         (0, False),
-        (1, False),
+        pytest.param(
+            *(1, False),
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.12."),
+                reason="torch 2.12 compiles no gather of another dimension than the first",
+            ),
+        ),
         pytest.param(1, True, marks=pytest.mark.skipif(not async_tp._REWRITES, reason="torch before 2.13")),
     ],
 )
@@ -336,8 +344,8 @@ def test_readers_of_a_gather_wait_once() -> None:
     assert found == [waits[0], waits[2]]
 
 
-def test_a_users_graph_passes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_tp, "_REWRITES", True)
+@pytest.mark.skipif(not async_tp._REWRITES, reason="torch before 2.13 takes one graph pass")
+def test_a_users_graph_passes_stay() -> None:
     config: Any = importlib.import_module("torch._inductor.config")
     users = mock.Mock()
     with config.patch(post_grad_custom_pre_pass=users):

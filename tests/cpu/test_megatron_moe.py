@@ -38,7 +38,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "clamped, recomputed": {
         **SWIGLU,
         "activation_func_clamp_value": 0.01,
-        "glu_linear_offset": 1.0,
         "recompute_granularity": "selective",
         "recompute_modules": ["moe"],
     },
@@ -47,7 +46,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_expert_capacity_factor": 0.5,
         "moe_aux_loss_coeff": 0.1,
     },
-    "sigmoid, losses of sequences and logits": {
+    # Not with clamping, which Megatron-Core after 0.19 refuses.
+    "linear offset, sigmoid, losses of sequences and logits": {
+        **SWIGLU,
+        "glu_linear_offset": 1.0,
         "moe_router_score_function": "sigmoid",
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 0.1,

@@ -190,8 +190,12 @@ def test_compile_option_runs_on_flux() -> None:
 
 # How often torchtitan's Llama calls ag_gemm and gemm_rs in one step. In attention and MLP of two layers it
 # gathers x and its gradient, and eagerly also for the gradient of the weight. Compiled, the gradient of the
-# MLP's x is scattered after the sum of two products, which no operator does.
-CALLS = {"dist_gemm": (2 * 2 * 3, 2 * 2 * 2), "compiled": (2 * 2 * 2, 2 * (2 + 1))}
+# MLP's x is scattered after the sum of two products, which no operator does; the others move a dimension to
+# the front, which the compiler finds with flux's pass only.
+CALLS = {
+    "dist_gemm": (2 * 2 * 3, 2 * 2 * 2),
+    "compiled": (2 * 2 * 2, 2 * (2 + 1) if async_tp._REWRITES else 0),
+}
 
 
 def whole_model(rank: int, p: int, how: str) -> str:
@@ -221,6 +225,9 @@ def whole_model(rank: int, p: int, how: str) -> str:
 @pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("triton") is None,
     reason="needs torchtitan and triton, which are not installed",
+)
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torchtitan 0.3 imports no model with torch before 2.12"
 )
 @pytest.mark.parametrize(("world_size", "how"), [(2, "dist_gemm"), (4, "dist_gemm"), (2, "compiled")])
 def test_torchtitans_model_trains_as_stock(world_size: int, how: str) -> None:
