@@ -107,7 +107,8 @@ Here its time is compared with that of the best number that was tried. See [desi
 """
 VLLM = """\
 Tokens per second with and without flux, in brackets over stock. `graph` has CUDA graphs, `eager` not.
-`stock` sums with vLLM's own all-reduce, `stock-nccl` with NCCL. See [vllm.md](vllm.md#throughput).
+`stock` sums with vLLM's own all-reduce, `stock-nccl` with NCCL; `unfused` is without vLLM's fusion of
+all-reduce and RMSNorm. An engine without numbers was not up in time. See [vllm.md](vllm.md#throughput).
 """
 LOSSES = """\
 Megatron-Core from the same weights, stock and on flux, in a [picture](figures/megatron-losses.svg).
