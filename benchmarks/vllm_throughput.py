@@ -53,9 +53,9 @@ from vllm_trace import requests
 # Of --timeout: what then is not up would take the others' time.
 START_SHARE = 2 / 3
 RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
-# For what flux is called, and where vllm_engine.Probe tells which layers ask for it.
 # For what comes after the rounds, and for engines to end.
 LAST_S = 25
+# For what flux is called, and where vllm_engine.Probe tells which layers ask for it.
 KINDS = {"linear": "row_parallel", "experts": "experts"}
 
 
