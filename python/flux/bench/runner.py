@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import flux
 from flux import _env
 from flux.bench import machine
-from flux.bench.cases import OPS, OpSpec
-from flux.bench.cases.common import Context, collectives
+from flux.bench.cases import OPS
+from flux.bench.cases.common import Candidate, Context, collectives
 from flux.bench.model import (
     FP8,
     FP8_RESULT,
@@ -201,33 +201,36 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         candidates = [c for c in candidates if c.role != "peer" or c.name == collectives(context)]
     if not candidates:
         return row
-    _time(row, spec, candidates, timer, settings)
-    if settings.neighbours:
-        whole = [c for c in candidates if c.role in ("flux", *OTHERS) and c.calls == 1]
-        for whose, neighbour in neighbours(context.device).items():
-            row.after_ms[whose] = after(neighbour, whole, timer, settings)
+    _time(row, candidates, timer, settings)
     return row
 
 
-def _time(row: Row, spec: OpSpec, candidates: list[Any], timer: Timer, settings: Settings) -> None:
+def _time(row: Row, candidates: list[Candidate], timer: Timer, settings: Settings) -> None:
     calls = {c.name: c.call for c in candidates}
+    compared = [c for c in candidates if c.role in ("flux", *OTHERS)]
     for call in calls.values():
         timer.warm(call)
     samples = timer.interleaved(calls, settings.iters, settings.rounds)
-    row.notes += [
-        f"{name}: the host never got ahead of the GPU; its time is included" for name in timer.host_bound
-    ]
+    row.notes += _host_bound(timer)
     row.times = {c.name: Timing(c.role, tuple(t / c.calls for t in samples[c.name])) for c in candidates}
     if settings.sustained and isinstance(timer, GpuTimer):
-        kept = {c.name: c.calls for c in candidates if c.role in ("flux", *OTHERS)}
+        kept = {c.name: c.calls for c in compared}
         bursts = {name: statistics.median(samples[name]) for name in kept}
         found = timer.sustained({name: calls[name] for name in kept}, bursts)
         row.sustained_ms = {name: round(ms / kept[name], 6) for name, ms in found.items()}
     if settings.device == "cuda" and not settings.all_configs:
-        wanted = ("flux", "serial", "peer", "parts")
-        row.host_us = {
-            c.name: round(timer.host_us(c.eager or c.call), 2) for c in candidates if c.role in wanted
-        }
+        row.host_us = {c.name: round(timer.host_us(c.eager or c.call), 2) for c in compared}
+    if settings.neighbours:
+        whole = [c for c in compared if c.calls == 1]
+        for whose, neighbour in neighbours(torch.device(settings.device)).items():
+            row.after_ms[whose] = after(neighbour, whole, timer, settings)
+            row.notes += _host_bound(timer, f" after a kernel of {whose}")
+
+
+def _host_bound(timer: Timer, where: str = "") -> list[str]:
+    """Notes on the last samples."""
+    told = "the host never got ahead of the GPU; its time is included"
+    return [f"{name or 'the kernel alone'}{where}: {told}" for name in timer.host_bound]
 
 
 def neighbours(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -240,7 +243,7 @@ def neighbours(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def after(
-    neighbour: Callable[[], object], candidates: list[Any], timer: Timer, settings: Settings
+    neighbour: Callable[[], object], candidates: list[Candidate], timer: Timer, settings: Settings
 ) -> dict[str, float]:
     """Milliseconds by which each candidate's call makes a burst of its neighbour longer."""
 
@@ -248,8 +251,7 @@ def after(
         return lambda: (neighbour(), call())
 
     calls = {"": neighbour, **{c.name: behind(c.call) for c in candidates}}
-    for call in calls.values():
-        timer.warm(call)
+    timer.warm(neighbour)
     samples = timer.interleaved(calls, settings.iters, settings.rounds)
     ms = {name: statistics.median(times) for name, times in samples.items()}
     return {c.name: round(ms[c.name] - ms[""], 6) for c in candidates}
