@@ -332,7 +332,7 @@ def column_major(scale: Tensor) -> Tensor:
     rows, blocks = scale.shape
     scale, strides = _fp32(scale), (1, _padded(rows))
     if rows == 1:  # torch gives a single row any stride
-        scale = scale.as_strided((1, blocks), (1, scale.stride(1)), scale.storage_offset())
+        scale = scale.as_strided((1, blocks), (1, scale.stride(1)))
     if scale.stride() == strides and scale.data_ptr() % 16 == 0:
         return scale
     return empty_column_major(rows, blocks, scale).copy_(scale)
