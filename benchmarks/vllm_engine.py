@@ -36,8 +36,8 @@ STOP_S = 15
 # Of normal numbers in fp8, whose largest is 448.
 FP8_SPREAD = 32
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-# Nothing of vLLM makes NVLink multicast objects. What flux.bench.machine has against these is added in the
-# engines' processes: importing it takes seconds, and none of them should wait for that.
+# With these, and those of flux.bench.machine, nothing makes NVLink multicast objects. Each engine's process
+# sets them (forbid_multicast): importing flux takes seconds, and no other engine should wait for that.
 NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
@@ -131,7 +131,7 @@ class Settings:
         return {
             **os.environ,
             **ENVIRONMENT,
-            **({} if self.defaults else {**NO_MULTICAST, **NO_FLASHINFER}),
+            **({} if self.defaults else NO_FLASHINFER),
             **(CPU_ENVIRONMENT if self.cpu else {}),
             "PYTHONPATH": os.pathsep.join(paths),
             "FLUX_VLLM": "auto" if with_flux else "off",
