@@ -79,8 +79,8 @@ HEAD = """\
 `make results` writes this page from the files in `benchmarks/results`. Do not edit it.
 [benchmarks.md](benchmarks.md) says how the files are measured, and what the peers are.
 
-All rows ran on H200 GPUs of one host, in bf16, without NVLink multicast.
-Each was checked before it was timed.
+All rows ran on GPUs of one host, without NVLink multicast; the files of a table name the GPU. Operands are in
+bf16, unless an operator says fp8. Each row was checked before it was timed.
 
 | word | meaning |
 |---|---|
