@@ -55,7 +55,8 @@ def python_calls(call: Callable[[], object]) -> int:
     return count - 1  # the call itself
 
 
-def cases() -> dict[str, Callable[[], object]]:
+def cases(parts: Any) -> dict[str, Callable[[], object]]:
+    """A call of each operator. parts: the group of those that run as several operators."""
     import torch
 
     import flux
@@ -64,7 +65,8 @@ def cases() -> dict[str, Callable[[], object]]:
         return torch.empty(*shape, dtype=dtype, device="cuda:0")
 
     x, weight, residual, norm_weight = tensor(64, 1024), tensor(2048, 1024), tensor(64, 2048), tensor(2048)
-    many, short, wide = tensor(16384, 1024), tensor(8192, 1024), tensor(8192, 4096)
+    many, short = tensor(16384, 1024), tensor(8192, 1024)
+    wide, narrow = tensor(8192, 4096), tensor(2048, 4096)
     tokens, experts = 64, 8
     ids, weights = tensor(tokens, 2, dtype=torch.int32), tensor(tokens, 2, dtype=torch.float32)
     routing = flux.moe.route(ids, weights, experts)
@@ -81,6 +83,10 @@ def cases() -> dict[str, Callable[[], object]]:
         "ag_gemm": lambda: flux.ag_gemm(x, weight),
         "ag_gemm, copy engines": lambda: flux.ag_gemm(many, short),
         "ag_gemm, two weights": lambda: flux.ag_gemm(x, [weight, weight]),
+        "gemm_rs, in parts": lambda: flux.gemm_rs(x, weight, group=parts),
+        "ag_gemm, in parts": lambda: flux.ag_gemm(x, weight, group=parts),
+        "ag_gemm, in parts, copy engines": lambda: flux.ag_gemm(wide, narrow, group=parts),
+        "gemm_ar, in parts": lambda: flux.gemm_ar(x, weight, group=parts),
         "gemm_ar": lambda: flux.gemm_ar(x, weight),
         "gemm_ar, norm": lambda: flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight),
         "all_reduce": lambda: flux.all_reduce(residual),
@@ -203,9 +209,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of operators")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from host.machine import start
+    from host.machine import in_parts, start
 
     group = start(options.kernels, ROOT / "build/host_cost")
+    parts = in_parts()
     import torch
 
     head = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
@@ -215,10 +222,10 @@ def main() -> None:
         f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'tensors':>9}{'first':>8}   calls of Python functions"
     )
     with torch.no_grad():
-        for name, call in cases().items():
+        for name, call in cases(parts).items():
             if options.only and name not in options.only:
                 continue
-            row = measure(name, call, group)
+            row = measure(name, call, parts if "in parts" in name else group)
             rows.append({"case": name, **row})
             figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us")]
             print(

@@ -73,6 +73,19 @@ def start(kernels: Path, into: Path) -> Any:
     return _workspace(dist.group.WORLD)
 
 
+def in_parts() -> Any:
+    """A group of the same ranks, whose calls all run as several operators."""
+    import torch
+    import torch.distributed as dist
+
+    from flux.comm import registry
+    from flux.tuning.facts import Tuning
+
+    group = _workspace(dist.new_group([0, 1]))
+    registry.get(group, torch.device("cuda", 0), "bench").tuning = Tuning(forced="parts")
+    return group
+
+
 def _workspace(group: Any) -> Any:
     import torch
 

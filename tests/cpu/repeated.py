@@ -17,11 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flux
 from flux import moe
 from flux._native import core
-from flux.comm import known, registry
+from flux.comm import cuda, known, registry
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
 from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
 from flux.ops import gemm as plain
+from flux.tuning import store
+from flux.tuning.facts import NO_FACTS
 
 STREAM = 7
 _alive: list[Any] = []
@@ -136,6 +138,19 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(registry, "_turns", {})
     monkeypatch.setattr(known, "of_groups", {})
     yield made
+
+
+@pytest.fixture
+def gemms(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The known calls of flux.gemm, which runs in the kernel."""
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
+    monkeypatch.setattr(plain, "_plans", {})
+    calls = known.make()
+    monkeypatch.setattr(known, "without_group", lambda: calls)
+    return calls
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +33,6 @@ from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs, grouped_gemm
-from flux.tuning import store
-from flux.tuning.facts import NO_FACTS
 
 pytest_plugins = ("repeated",)  # fixtures
 
@@ -90,14 +87,8 @@ def count(machine: Machine, call: Callable[[], object]) -> tuple[int, int]:
 PYTHON, CPP = (1, 0), (0, 1)
 
 
-def test_a_gemm_is_repeated_without_a_group(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    monkeypatch.setattr(store, "local", lambda device: NO_FACTS)
-    monkeypatch.setattr(plain, "_plans", {})
-    calls = known.make()
-    monkeypatch.setattr(known, "without_group", lambda: calls)
+def test_a_gemm_is_repeated_without_a_group(machine: Machine, gemms: Any) -> None:
+    calls = gemms
     x, weight, bias, out = tensor(2, 4, 64), tensor(16, 64), tensor(16), tensor(2, 4, 16)
     plain._cuda(x, weight, bias, False)
     plain._cuda_out(x, weight, bias, False, out)

@@ -265,6 +265,12 @@ class CudaWorkspace(Workspace):
         if not self.compares_contents and not torch.cuda.is_current_stream_capturing():
             known.remember(self.known, recipe, launch, operands, by_copy_engine)
 
+    def remember_parts(self, recipe: known.Recipe, count: int) -> None:
+        """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
+        whole = recipe.whole(count)
+        if whole is not None:
+            self.remember(recipe, *whole)
+
     def check(self) -> None:
         """Raises the failure of the workspace, if any, such as a timeout that a kernel has recorded. Does not
         synchronise.

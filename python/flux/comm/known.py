@@ -11,7 +11,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed.distributed_c10d
@@ -29,6 +29,19 @@ _ops: Any = torch.ops
 ABSENT: int = _native.core.ABSENT_OPERAND
 _count = itertools.count()
 
+# What enqueues kernels; and for each of them the numbers of all tensors that its operator takes, in the order
+# of its arguments.
+Launch: TypeAlias = Callable[[], object]
+Operands: TypeAlias = Sequence[Sequence[int]]
+
+
+class Part(NamedTuple):
+    """Launches of a call that consists of others, or of one of these, whose operands are tensors."""
+
+    launch: Launch
+    operands: Sequence[Sequence[Any]]
+    by_copy_engine: bool
+
 
 def operator() -> int:
     """A number for an operator, the first argument of its known calls."""
@@ -40,11 +53,18 @@ class Recipe:
     that the call allocates.
     """
 
-    def __init__(self, *given: Any) -> None:
-        """given: the arguments of `KnownCalls.call`: the operator's number, then tensors and options."""
+    def __init__(self, *given: Any, within: Recipe | None = None) -> None:
+        """
+        Args:
+            given: the arguments of `KnownCalls.call`: the operator's number, then tensors and options.
+            within: of the call that this one is a part of. Then it is not known itself, but with the whole.
+        """
         self.given = given
+        self.within = within
         self.fresh: list[tuple[tuple[int, ...], tuple[int, ...] | None, int, torch.dtype | None]] = []
         self.results: list[int] = []
+        self._made: list[torch.Tensor] = []
+        self._parts: list[Part] = []
 
     def allocates(self, tensor: torch.Tensor, like: int) -> int:
         """The operand for a tensor that the call allocates on the device of argument number `like`."""
@@ -52,6 +72,7 @@ class Recipe:
         usual = torch.empty(tensor.shape, device="meta").stride()
         strides = None if tensor.stride() == usual else tensor.stride()
         self.fresh.append((tuple(tensor.shape), strides, like, dtype))
+        self._made.append(tensor)
         return -len(self.fresh)
 
     def returns(self, tensor: torch.Tensor, like: int, argument: int | None = None) -> int:
@@ -59,6 +80,36 @@ class Recipe:
         given = argument is not None and self.given[argument] is not None
         self.results.append(argument if given and argument is not None else self.allocates(tensor, like))
         return self.results[-1]
+
+    def add(self, part: Recipe, launch: Launch, operands: Operands, by_copy_engine: bool) -> None:
+        """Adds a call within this one; arguments as those of `remember`."""
+        tensors = [[part._tensor(operand) for operand in of_kernel] for of_kernel in operands]
+        self._parts.append(Part(launch, tensors, by_copy_engine))
+
+    def whole(self, count: int) -> Part | None:
+        """The launches of the `count` calls within this one, with operands of this one. None if they cannot
+        be repeated: not all of them could be known, or one has an operand that this recipe does not name.
+        """
+        given = {i: each for i, each in enumerate(self.given) if isinstance(each, torch.Tensor)}
+        given |= {-1 - i: each for i, each in enumerate(self._made)}
+        numbers = {tensor.data_ptr(): number for number, tensor in given.items()}
+        tensors = [each for part in self._parts for of_kernel in part.operands for each in of_kernel]
+        known = all(tensor is None or tensor.data_ptr() in numbers for tensor in tensors)
+        by_copy_engines = sum(part.by_copy_engine for part in self._parts)  # which count one epoch of a call
+        if len(self._parts) != count or len(numbers) != len(given) or not known or by_copy_engines > 1:
+            return None
+        operands = [
+            [ABSENT if tensor is None else numbers[tensor.data_ptr()] for tensor in of_kernel]
+            for part in self._parts
+            for of_kernel in part.operands
+        ]
+        return Part(lambda: [part.launch() for part in self._parts], operands, by_copy_engines > 0)
+
+    def _tensor(self, operand: int) -> torch.Tensor | None:
+        found = (
+            None if operand == ABSENT else self._made[-1 - operand] if operand < 0 else self.given[operand]
+        )
+        return cast("torch.Tensor | None", found)
 
 
 @functools.cache
@@ -109,11 +160,7 @@ def keep(launch: Callable[[], object]) -> list[int]:
 
 
 def remember(
-    calls: Any,
-    recipe: Recipe,
-    launch: Callable[[], object],
-    operands: Sequence[Sequence[int]],
-    by_copy_engine: bool = False,
+    calls: Any, recipe: Recipe, launch: Launch, operands: Operands, by_copy_engine: bool = False
 ) -> None:
     """Makes a call known that was made. It returns one result, or a tuple of several.
 
@@ -124,6 +171,9 @@ def remember(
             must read and write them in place, without copies.
         by_copy_engine: the host counts the calls.
     """
+    if recipe.within is not None:
+        recipe.within.add(recipe, launch, operands, by_copy_engine)
+        return
     if calls.knows(*recipe.given):
         return
     handles = keep(launch)

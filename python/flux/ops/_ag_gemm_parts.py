@@ -4,6 +4,7 @@ and products without communication.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from flux.comm import known
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.workspace import Same, Workspace
 from flux.ops import _check, _scales
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
@@ -121,6 +125,12 @@ class Rows:
             self._form = records_of(x.shape[1], x.dtype, scales[0].scaling(x.shape[1]))
             self.sent = self._form.pack(x, scales[0].x).view(x.dtype)
 
+    def everybody(self, group: ProcessGroup, gathered: Tensors) -> Tensor:
+        """Memory for what all ranks send: the caller's, if rows alone are sent."""
+        if gathered and self._form is None:
+            return gathered[0]
+        return self.sent.new_empty(self.sent.shape[0] * group.size(), self.sent.shape[1])
+
     def rows(self, sent: Tensor) -> Tensor:
         """The rows [rows, k] of what was sent, maybe a view."""
         return sent if self._form is None else self._form.rows(sent.view(torch.uint8))
@@ -148,9 +158,10 @@ def products(
     transpose_weight: bool,
     outs: Tensors,
     scales: Sequence[Scales],
-    by: Callable[..., None] = plain.run,
+    by: Callable[..., None] | None = None,
 ) -> None:
-    """The products of x [..., k] without communication. by: computes one."""
+    """The products of x [..., k] without communication. by: computes one, instead of flux.gemm."""
+    by = by or plain.run
     of_weights = scales or (None,) * len(weights)
     for weight, bias, out, scale in zip(weights, biases, outs, of_weights, strict=True):
         by(x, weight, bias, transpose_weight, out, scale)
@@ -189,7 +200,7 @@ def finish(
     outs: Tensors,
     gathered: Tensors,
     scales: Sequence[Scales],
-    by: Callable[..., None] = plain.run,
+    by: Callable[..., None] | None = None,
 ) -> None:
     """Products of rows that were gathered as `rows` sends them, and copies of those to `gathered`."""
     x, scale = rows.rows(everybody), rows.scale(everybody)
@@ -211,11 +222,34 @@ def unfused(
 ) -> None:
     """The call with torch."""
     rows = Rows(x, scales)
-    everybody = gathered[0] if gathered and not scales else None
-    if everybody is None:
-        everybody = rows.sent.new_empty(x.shape[0] * group.size(), rows.sent.shape[1])
+    everybody = rows.everybody(group, gathered)
     gather.unfused(rows.sent, group, everybody)
     finish(rows, everybody, weights, biases, transpose_weight, outs, gathered, scales, _by_torch)
+
+
+def by_flux(
+    workspace: Workspace,
+    x: Tensor,
+    weights: Tensors,
+    biases: Biases,
+    transpose_weight: bool,
+    group: ProcessGroup,
+    outs: Tensors,
+    gathered: Tensors,
+    scales: Sequence[Scales],
+    also: Same,
+    recipe: known.Recipe,
+) -> None:
+    """The call as all_gather and gemm. also: as in gemm_rs.call. recipe: of the call."""
+    rows = Rows(x, scales)
+    everybody = rows.everybody(group, gathered)
+    if not gathered:
+        recipe.allocates(everybody, like=4)
+    gather.call(rows.sent, group, everybody, also, recipe)
+    gemm = functools.partial(plain.run, within=recipe)
+    finish(rows, everybody, weights, biases, transpose_weight, outs, gathered, scales, gemm)
+    if isinstance(workspace, CudaWorkspace) and not scales:  # which torch packs beside the rows
+        workspace.remember_parts(recipe, 1 + len(weights))
 
 
 def scale_target(gathered: Tensors) -> list[Tensor]:

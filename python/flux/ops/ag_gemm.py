@@ -389,9 +389,9 @@ def _among_ranks(
         products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
         gathered = [each.view(m, -1) for each in gathered]
     if call.way == "parts":
-        rows = parts.Rows(x2, scales)
-        everybody = gather.call(rows.sent, group, also={**given, "n": float(call.n)})
-        parts.finish(rows, everybody, weights, biases, transpose_weight, products, gathered, scales)
+        operands = (x2, weights, biases, transpose_weight, group, products, gathered, scales)
+        recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
+        parts.by_flux(workspace, *operands, {**given, "n": float(call.n)}, recipe)
         return outs
     with workspace.calling(call, given) as epoch:
         if not call.fused:

@@ -89,16 +89,25 @@ def _eager_out(x: torch.Tensor, group_name: str, out: torch.Tensor) -> None:
 
 
 def call(
-    x: torch.Tensor, group: ProcessGroup, out: torch.Tensor | None = None, also: Same = NOTHING
+    x: torch.Tensor,
+    group: ProcessGroup,
+    out: torch.Tensor | None = None,
+    also: Same = NOTHING,
+    within: known.Recipe | None = None,
 ) -> torch.Tensor:
-    """all_gather without gradients and without torch's dispatcher. also: as in gemm_rs.call."""
+    """all_gather without gradients and without torch's dispatcher.
+
+    Args:
+        also: as in gemm_rs.call.
+        within: of the call that this one is a part of, if that is to be known (flux.comm.known).
+    """
     p = group.size()
-    if also is NOTHING and (calls := known.of_groups.get(group)) is not None:
+    if within is None and (calls := known.of_groups.get(group)) is not None:
         done = calls.call_below(_OP, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
     shape = _check.all_gather_args("all_gather", x, p)
-    recipe = known.Recipe(_OP, _invariance.active(), x, out)
+    recipe = known.Recipe(_OP, _invariance.active(), x, out, within=within)
     out = _check.output("all_gather", out, shape, x)
     if p == 1:
         return out.copy_(x)
@@ -116,7 +125,7 @@ def _among_ranks(
             unfused(x, group, out)
         elif isinstance(workspace, CudaWorkspace):
             recipe.returns(out, like=2, argument=3)
-            _fused_cuda(workspace, plan, x2, out2, None if also else recipe)
+            _fused_cuda(workspace, plan, x2, out2, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _fused_cpu(workspace, plan, epoch, x2, out2)
         else:
@@ -169,14 +178,14 @@ def _fused_cuda(
     plan: Plan,
     x: torch.Tensor,
     out: torch.Tensor,
-    recipe: known.Recipe | None,
+    recipe: known.Recipe,
 ) -> None:
     source, target = readable(x), writable(out)
     with enter(workspace, plan) as (address, epoch):
         options = (address, epoch, chunk_rows(plan, epoch), False)
         enqueue = functools.partial(_kernel, source, target, *options)
         enqueue()
-    if recipe is not None and target is out and in_place([source], recipe.given[2:3]):
+    if target is out and in_place([source], recipe.given[2:3]):
         workspace.remember(recipe, enqueue, [[2, *recipe.results]], by_copy_engine=epoch > 0)
     if target is not out:
         out.copy_(target)

@@ -257,8 +257,7 @@ def _run(
         out.copy_(x if residual is None else x + residual)
         return None
     if not _invariance.active():
-        quantised = end[2:] if end.quant else ()
-        recipe = known.Recipe(_OP, False, x, residual, end.norm_weight, given_out, end.eps, *quantised)
+        recipe = recipe_of(x, residual, end, given_out)
         return registry.in_turn(group, x.device, sum_of, x, residual, end, group, out, recipe)
     # How many CTAs share a row of the kernel's norm depends on the number of rows.
     flat, total = x.reshape(-1), out.view(-1)
@@ -267,6 +266,15 @@ def _run(
         some = None if added is None else added[part]
         registry.in_turn(group, x.device, sum_of, flat[part], some, ends.NONE, group, total[part])
     return None
+
+
+def recipe_of(
+    x: Tensor, residual: Tensor | None, end: End, out: Tensor | None, within: known.Recipe | None = None
+) -> known.Recipe:
+    """How a call is repeated. within: of the call that this one is a part of."""
+    quantised = end[2:] if end.quant else ()
+    given = (_OP, False, x, residual, end.norm_weight, out, end.eps, *quantised)
+    return known.Recipe(*given, within=within)
 
 
 def sum_of(

@@ -165,7 +165,7 @@ def _cuda(
         return done
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", None, shape, x, scales=scales)
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, known.Recipe(*given))
     return out
 
 
@@ -181,7 +181,7 @@ def _cuda_out(
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", out, shape, x, weight, bias, scales=scales)
     given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, given)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, known.Recipe(*given))
 
 
 def run(
@@ -191,11 +191,17 @@ def run(
     transpose_weight: bool,
     out: torch.Tensor,
     scales: Scales | None = None,
+    within: known.Recipe | None = None,
 ) -> None:
-    """Writes the product of checked arguments, x [..., k], to out [..., n]."""
+    """Writes the product of checked arguments, x [..., k], to out [..., n]. within: of the call that this one
+    is a part of (flux.comm.known).
+    """
     if x.is_cuda:
-        m = math.prod(x.shape[:-1])
-        launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1], scales)
+        m, recipe = math.prod(x.shape[:-1]), None
+        if within is not None:
+            given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
+            recipe = known.Recipe(*given, within=within)
+        launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1], scales, recipe)
     else:
         out.copy_(reference(x, weight, bias, transpose_weight, *(scales or ())))
 
@@ -210,12 +216,12 @@ def launch(
     n: int,
     k: int,
     scales: Scales | None = None,
-    given: tuple[Any, ...] | None = None,
+    recipe: known.Recipe | None = None,
 ) -> None:
     """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them.
 
     Args:
-        given: the arguments of the call for flux.comm.known, if it is to be known.
+        recipe: of the call, if it is to be known (flux.comm.known).
     """
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
@@ -239,8 +245,7 @@ def launch(
     enqueue = functools.partial(_kernel, *operands, transpose_weight, plan.choice, num_sms, **scaled)
     enqueue()
     of_scales = _scales.tensors(scales)
-    if given is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *given[7:9])):
-        recipe = known.Recipe(*given)
+    if recipe is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *recipe.given[7:9])):
         used = [2, 3, 4, recipe.returns(out, like=2, argument=5), *range(7, 7 + len(of_scales))]
         known.remember(known.without_group(), recipe, enqueue, [used])
     if target is not out2:

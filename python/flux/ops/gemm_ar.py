@@ -393,10 +393,15 @@ def _among_ranks(
             _among_ranks(*call, _scales.of_slice(scales, m, some))
     elif plan.way == "parts":
         product = torch.empty_like(total)
-        plain.run(x, weight, None, transpose_weight, product, scales)
+        plain.run(x, weight, None, transpose_weight, product, scales, recipe)
         if bias is not None:  # an all_reduce adds one tensor
             residual = bias.expand(m, n) if residual is None else residual + bias
-        made = reduce.sum_of(product, residual, end, group, total)
+        of_sum = reduce.recipe_of(product, residual, end, total, recipe)
+        made = reduce.sum_of(product, residual, end, group, total, of_sum)
+        if isinstance(workspace, CudaWorkspace):
+            end.remembered(recipe, out, made, out_argument=8, quant_scale=0)
+            recipe.allocates(product, like=2)
+            workspace.remember_parts(recipe, 2)
     elif plan.way == "composed":
         dealt = m - m % group.size()
         head, tail = slice(dealt), slice(dealt, m)

@@ -24,7 +24,7 @@ from flux.ops._product import WideWeight, product
 from flux.ops._scales import Scales
 from flux.ops._tensors import aligned, in_place, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
-from flux.ops.reduce_scatter import sum_of
+from flux.ops.reduce_scatter import recipe_of, sum_of
 
 _OP = known.operator()
 
@@ -187,16 +187,17 @@ def call(
     also: Same = NOTHING,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """gemm_rs without gradients and without torch's dispatcher. also: further facts that ranks compare, if
-    the call is a part of another operator.
+    """gemm_rs without gradients and without torch's dispatcher.
+
+    Args:
+        also: further facts that ranks compare, if the call is a part of another operator.
     """
     if group.size() == 1:
         shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1, scales=scales)
         out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
         plain.run(x, weight, bias, transpose_weight, out, scales)
         return out
-    calls = None if also else known.of_groups.get(group)
-    if calls is not None:
+    if (calls := known.of_groups.get(group)) is not None:
         given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
         done = calls.call_below(*given)
         if done is not None:
@@ -240,16 +241,19 @@ def _among_ranks(
     x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
     if plan.way == "parts":
         partial = x.new_empty(m, n, dtype=out.dtype)
-        plain.run(x2, weight, None, transpose_weight, partial, scales)
-        sum_of(partial, group, out2, {"bias": bias, **also})
+        recipe.allocates(partial, like=2)
+        plain.run(x2, weight, None, transpose_weight, partial, scales, recipe)
+        sum_of(partial, group, out2, {"bias": bias, **also}, recipe_of(partial, out2, recipe))
         if bias is not None:
             out2 += bias
+        elif isinstance(workspace, CudaWorkspace):
+            workspace.remember_parts(recipe, 2)
         return out
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
             unfused(x2, weight, bias, transpose_weight, group, out2, scales)
         elif isinstance(workspace, CudaWorkspace):
-            fused_cuda(workspace, plan, x2, weight, bias, out2, scales, None if also else recipe)
+            fused_cuda(workspace, plan, x2, weight, bias, out2, scales, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _fused_cpu(workspace, plan, epoch, x2, weight, bias, out2, scales)
         else:

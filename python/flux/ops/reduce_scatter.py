@@ -119,8 +119,12 @@ def run(
     if group.size() == 1:
         out.copy_(x)
         return
-    recipe = known.Recipe(_OP, _invariance.active(), x, None, None, given_out)
-    registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING, recipe)
+    registry.in_turn(group, x.device, sum_of, x, group, out, NOTHING, recipe_of(x, given_out))
+
+
+def recipe_of(x: torch.Tensor, out: torch.Tensor | None, within: known.Recipe | None = None) -> known.Recipe:
+    """How a call is repeated. within: of the call that this one is a part of."""
+    return known.Recipe(_OP, _invariance.active(), x, None, None, out, within=within)
 
 
 def sum_of(
