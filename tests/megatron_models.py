@@ -46,10 +46,17 @@ def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     random._get_all_rng_states = lambda: (torch.get_rng_state(),)
     random._set_all_rng_states = lambda state: torch.set_rng_state(state)
+    random._get_share_storage = lambda: copy_storage
 
 
 def compile_nothing(*_: Any, **__: Any) -> None:
     raise RuntimeError("no GPU")
+
+
+def copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
+    """What is recomputed, where it was freed. (Megatron-Core 0.19 compiles C++ that shares the memory.)"""
+    to.untyped_storage().resize_(source.untyped_storage().nbytes())
+    to.untyped_storage().copy_(source.untyped_storage())
 
 
 class OnCpu(TorchFunctionMode):
@@ -103,7 +110,7 @@ def make_moe_config(layout: dict[str, Any], **options: Any) -> Any:
     return make_config(**{**experts, **layout, **options})
 
 
-def stock_spec(config: Any) -> Any:
+def stock_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's classes, but for the norm, which without Apex refuses sequence parallelism, and the core of
     multi-latent attention, which is Transformer Engine's.
     """
@@ -111,7 +118,7 @@ def stock_spec(config: Any) -> Any:
 
     from flux.integrations.megatron import FluxNorm
 
-    spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+    spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=vp_stage)
     layer = copy.deepcopy(spec.layer_specs[0])
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FluxNorm
     if config.multi_latent_attention:

@@ -293,46 +293,6 @@ def data_parallelism(rank: int, world_size: int) -> None:
     assert_alike(grads[1], grads[0])
 
 
-def falls_back(rank: int, world_size: int) -> None:
-    """Where flux does not apply, Megatron's own code runs, and one line says why."""
-    from flux.integrations.megatron import FluxColumnParallelLinear, FluxRowParallelLinear
-
-    told = Told()
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    common: dict[str, Any] = {"init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": True}
-    config = make_config()
-    rows = torch.ones(4, 1, 8)
-    for _ in range(2):
-        y, _ = FluxColumnParallelLinear(8, 4, config=config, tp_group=alone, **common)(rows)
-        assert (y == 8).all() and y.shape[-1] == 4
-        row = FluxRowParallelLinear(8, 4, config=config, tp_group=alone, input_is_parallel=True, **common)
-        assert (row(rows)[0] == 8).all()
-    y, _ = FluxRowParallelLinear(8, 4, config=config, input_is_parallel=False, **common)(rows)
-    assert (y == 8).all()
-    layer = FluxColumnParallelLinear(8, 4, config=config, disable_grad_reduce=True, **common)
-    assert (layer(rows)[0] == 8).all()
-    layer = FluxColumnParallelLinear(8, 4, config=config, **common)
-    layer.explicit_expert_comm = True  # as SharedExpertMLP sets it, after construction
-    assert (layer(rows)[0] == 8).all()
-    assert [m.split(": ", 2)[1:] for m in told.messages] == [
-        ["FluxColumnParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
-        ["FluxRowParallelLinear runs in Megatron's own code", "the tensor-parallel group has one rank"],
-        ["FluxRowParallelLinear runs in Megatron's own code", "its input is not split over ranks"],
-        [
-            "FluxColumnParallelLinear runs in Megatron's own code",
-            "somebody else sums the gradient of its input",
-        ],
-        [
-            "FluxColumnParallelLinear runs in Megatron's own code",
-            "the token dispatcher communicates for the layers of experts",
-        ],
-    ]
-    with pytest.raises(ValueError, match="FluxColumnParallelLinear: config.fp8"):
-        fp8 = copy.copy(config)
-        fp8.fp8 = "hybrid"
-        FluxColumnParallelLinear(8, 4, config=fp8, **common)
-
-
 def specs(rank: int, world_size: int) -> None:
     from megatron.core.extensions import transformer_engine as te
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -460,7 +420,6 @@ SCENARIOS = (
     accepts_the_option_without_apex,
     data_parallelism,
     checkpoints,
-    falls_back,
     specs,
 )
 

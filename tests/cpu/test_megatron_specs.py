@@ -4,6 +4,7 @@ processes.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
@@ -103,6 +104,52 @@ def spec_of_the_command_line(rank: int, world_size: int) -> None:
         assert any(n.endswith("linear_proj") for n in names) and any(".mlp" in n for n in names)
 
 
+def multi_token_prediction(rank: int, world_size: int) -> None:
+    """By a converted spec, and converted after it was built, as `on_flux` does it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from flux.integrations.megatron import convert_model, convert_spec, gpt_layer_spec
+
+    mixture = {**MIXTURE, "tensor_model_parallel_size": 1}
+    for options in ({}, mixture):
+        config = make_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.3, **options)
+        spec = get_stock_spec(config)
+        block = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False)
+        stock = make_model(config, spec, mtp_block_spec=block)
+        for parts in ((spec, block), (convert_spec(spec), convert_spec(block))):
+            ours = make_model(config, parts[0], mtp_block_spec=parts[1])
+            found = convert_model(ours)
+            left = [name for name, why in found.items() if why is not None]
+            assert left == ["embedding.word_embeddings"], left
+            assert sum(name.startswith("mtp.") for name in found) >= 4, found
+            if not options:  # without sequence parallelism stock refuses to train experts
+                assert_alike(train(ours), train(stock))
+        with pytest.raises(ValueError, match="Invalid spec"):
+            get_gpt_mtp_block_spec(config, gpt_layer_spec, use_transformer_engine=False)
+
+
+def layers_of_other_classes(rank: int, world_size: int) -> None:
+    """`--spec` names one class: a model whose layers differ in class is refused."""
+    from unittest import mock
+
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from flux.integrations.megatron import gpt_layer_spec
+
+    config = make_config()
+    specs = get_stock_spec(config).layer_specs
+    specs[1] = copy.copy(specs[1])
+    specs[1].module = type("Other", (TransformerLayer,), {})
+    with (
+        mock.patch.object(gpt_layer_specs, "get_gpt_decoder_layer_specs", lambda *_, **__: specs),
+        pytest.raises(
+            Exception, match="expected TransformerLayer for layer 2, got Other; use get_flux_layer_spec"
+        ),
+    ):
+        make_model(config, gpt_layer_spec)
+
+
 def builders_of_flags(rank: int, world_size: int) -> None:
     """What Megatron-LM's scripts call: with and without --spec, dense and with experts."""
     from types import SimpleNamespace
@@ -140,7 +187,13 @@ def builders_of_flags(rank: int, world_size: int) -> None:
     assert on_flux(lambda: empty)() is empty, "a stage may have no layers"
 
 
-SCENARIOS = (nested_specs, spec_of_the_command_line, builders_of_flags)
+SCENARIOS = (
+    nested_specs,
+    spec_of_the_command_line,
+    multi_token_prediction,
+    layers_of_other_classes,
+    builders_of_flags,
+)
 
 
 def run_scenario(rank: int, world_size: int, name: str) -> bool:

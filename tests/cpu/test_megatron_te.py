@@ -16,6 +16,7 @@ from test_megatron import assert_alike, train
 import te_stand_in
 from flux.testing import spawn
 from megatron_models import KINDS, RECOMPUTED, SWIGLU, Told, make_config, make_model, prepare
+from megatron_models import pair as local_pair
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core, which is not installed"
@@ -83,6 +84,37 @@ def equal_to_stock(rank: int, world_size: int) -> None:
     assert not [m for m in told.messages if "Megatron's own code" in m], told.messages
 
 
+def selective_recomputation(rank: int, world_size: int) -> None:
+    """Parts of layers are recomputed; of norms the results are freed that flux's layers have saved. (Megatron
+    needs Transformer Engine for that, with its own norms too.)
+    """
+    from flux.integrations.megatron import convert_model, save_gathered_inputs
+
+    recomputed = {
+        "dense": ("core_attn", "mlp", "layernorm"),
+        "MoE": ("layernorm", "moe"),
+        "shared experts": ("layernorm", "shared_experts"),
+        "MLA": ("mla_up_proj", "layernorm"),
+    }
+    for kind, parts in recomputed.items():
+        for modules in (*([part] for part in parts), list(parts)):
+            for sequence_parallel in (True, False):
+                if "num_moe_experts" in KINDS[kind] and not sequence_parallel:
+                    continue  # Megatron refuses to train these
+                options = {"recompute_granularity": "selective", "recompute_modules": modules}
+                config = make_config(**KINDS[kind], **options, sequence_parallel=sequence_parallel)
+                stock, ours = local_pair(config)
+                convert_model(ours)
+                expected = train(stock)
+                for saves in (False, True):
+                    save_gathered_inputs(ours, saves)
+                    try:
+                        assert_alike(train(ours), expected)
+                    except AssertionError as error:
+                        error.add_note(f"{kind}, {modules}, {sequence_parallel=}, {saves=}")
+                        raise
+
+
 def the_command_line(rank: int, world_size: int) -> None:
     """`--spec flux.integrations.megatron gpt_layer_spec`, whose stock model is Transformer Engine's."""
     from flux.integrations.megatron import get_flux_layer_spec, gpt_layer_spec
@@ -138,7 +170,7 @@ def delayed_gradients(rank: int, world_size: int) -> None:
     assert_alike(found[1], found[0])
 
 
-SCENARIOS = (equal_to_stock, the_command_line, fp32_residual, delayed_gradients)
+SCENARIOS = (equal_to_stock, selective_recomputation, the_command_line, fp32_residual, delayed_gradients)
 
 
 def run_scenario(rank: int, world_size: int, name: str) -> bool:

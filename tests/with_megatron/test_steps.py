@@ -52,12 +52,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         tuple(KINDS),
     ),
+    # Each stage has two parts of the model, whose micro-batches are interleaved.
+    "TP 2, PP 2 x 2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+        ("dense", "MoE"),
+    ),
 }
 
 
 def configure(layout: dict[str, int], kind: str) -> Any:
     pipeline = {"pipeline_dtype": torch.float32, "batch_p2p_comm": False}
-    config = make_config(**{**KINDS[kind], **layout, **pipeline}, sequence_parallel=True)
+    layers = 2 * layout.get("virtual_pipeline_model_parallel_size", 1)
+    config = make_config(**{**KINDS[kind], **layout, **pipeline}, num_layers=layers, sequence_parallel=True)
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     config.finalize_model_grads_func = finalize_model_grads
@@ -65,63 +76,80 @@ def configure(layout: dict[str, int], kind: str) -> Any:
 
 
 class Trainee:
-    """This rank's part of a model, and its steps."""
+    """This rank's parts of a model, and their steps."""
 
-    def __init__(self, config: Any, spec: Any, on_flux: bool) -> None:
+    def __init__(self, config: Any, on_flux: bool) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        from flux.integrations.megatron import accumulate_into_main_grad, convert_model
-
-        self.model = make_model(
-            config,
-            spec,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-        )
-        if on_flux:
-            left = {name: why for name, why in convert_model(self.model).items() if why is not None}
-            assert all(name == "embedding.word_embeddings" for name in left), left
-            accumulate_into_main_grad(self.model)
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        self.wrapped = DistributedDataParallel(config, options, self.model)
+        parts = config.virtual_pipeline_model_parallel_size
+        self.models = [make_part(config, on_flux, part) for part in (range(parts) if parts else (None,))]
+        self.wrapped = [wrap(config, model) for model in self.models]
         self.seeds = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def step(self, number: int) -> dict[str, torch.Tensor]:
         """Losses of two micro-batches, on the last stage of the pipeline, and gradients of all parameters."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.wrapped.zero_grad_buffer()
         replicas, replica = self.seeds
 
         def forward_step(batches: Any, model: Any) -> Any:
             losses = token_losses(model, next(batches), BATCH)
             return losses, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
+        for wrapped in self.wrapped:
+            wrapped.zero_grad_buffer()
+        batches = [iter(2 * (number * replicas + replica) + i for i in range(2)) for _ in self.wrapped]
         told = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(2 * (number * replicas + replica) + i for i in range(2)),
-            model=[self.wrapped],
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.wrapped,
             num_microbatches=2,
-            seq_length=sizes(self.model.config)[1],
+            seq_length=sizes(self.models[0].config)[1],
             micro_batch_size=BATCH,
             forward_only=False,
         )
         found = {f"loss {i}": part["loss"] for i, part in enumerate(told)}
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                found[name] = parameter.main_grad.clone()
-                parameter.sub_(LEARNING_RATE * parameter.main_grad)
+            for part, model in enumerate(self.models):
+                for name, parameter in model.named_parameters():
+                    found[f"{part}: {name}"] = parameter.main_grad.clone()
+                    parameter.sub_(LEARNING_RATE * parameter.main_grad)
         return found
 
 
-def train(layout: dict[str, int], kind: str) -> None:
-    from flux.integrations.megatron import convert_spec
+def make_part(config: Any, on_flux: bool, part: int | None) -> Any:
+    """A part of a model that this rank has; None: it has one."""
+    from megatron.core import parallel_state
 
+    from flux.integrations.megatron import accumulate_into_main_grad, convert_model, convert_spec
+
+    last = (config.virtual_pipeline_model_parallel_size or 1) - 1
+    spec = stock_spec(config, part)
+    model = make_model(
+        config,
+        convert_spec(spec) if on_flux else spec,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True) and not part,
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True) and part in (None, last),
+        vp_stage=part,
+    )
+    if on_flux:
+        left = {name: why for name, why in convert_model(model).items() if why is not None}
+        assert all(name == "embedding.word_embeddings" for name in left), left
+        accumulate_into_main_grad(model)
+    return model
+
+
+def wrap(config: Any, model: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    return DistributedDataParallel(config, options, model)
+
+
+def train(layout: dict[str, int], kind: str) -> None:
     told = Told()
     config = configure(layout, kind)
-    stock = Trainee(config, stock_spec(config), False)
-    ours = Trainee(config, convert_spec(stock_spec(config)), True)
+    stock, ours = Trainee(config, False), Trainee(config, True)
     seen: list[float] = []
     for number in range(STEPS):
         expected, found = stock.step(number), ours.step(number)

@@ -5,10 +5,12 @@ Parameters, router, losses, shared experts, checkpoints and everything that flux
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import distributed_data_parallel as data_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -19,6 +21,7 @@ from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, tell
 from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
+from flux.ops import autocast
 
 Tensor = torch.Tensor
 
@@ -112,11 +115,14 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         """Why this call runs in Megatron's own code, or None. The same on all ranks."""
         if self.flux_unfit is not None:
             return self.flux_unfit
+        if self.token_dispatcher not in self._dispatchers.values():
+            return "another dispatcher was chosen for this call"  # such as that of the inference engine
         if getattr(self.config, "_cpu_offloading_context", None) is not None:
             return "activations are offloaded to the CPU"
-        if any(module._forward_pre_hooks for module in self.experts.modules()):
-            # Such as those that fetch parameters just in time: flux does not call these modules.
-            return "hooks run before its experts"
+        if not all(_only_fetches(hook) for _, hook in self._hooks()):
+            return "hooks run before its experts"  # flux does not call these modules
+        if autocast.enabled(x.device):
+            return None
         weights = {p.dtype for p in self.experts.parameters()}
         if x.dtype not in DTYPES or weights != {x.dtype}:
             return f"x is {x.dtype}, and its experts are another type or none that flux takes"
@@ -135,7 +141,8 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         """Who runs this call: flux or Megatron."""
         reason = self._why_not(hidden_states)
         self._flux_runs = reason is None
-        self.token_dispatcher = self._dispatchers[self._flux_runs]
+        if self.token_dispatcher in self._dispatchers.values():
+            self.token_dispatcher = self._dispatchers[self._flux_runs]
         if reason is not None:
             tell(type(self).__name__, reason)
 
@@ -152,6 +159,8 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             ep_size=self.flux_ep_size,
             max_tokens=self._most_tokens(hidden_states),
         )
+        for module, hook in self._hooks():
+            hook(module, ())
         w1, w2 = (
             [getattr(expert, name).weight for expert in self.experts.local_experts]
             for name in ("linear_fc1", "linear_fc2")
@@ -171,6 +180,12 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
                     deferred.compute()
         # Hooks of data parallelism are the experts' own.
         super().backward_dw(*args, **options)
+
+    def _hooks(self) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
+        """Those before the forward passes of modules that flux does not call, in Megatron's order."""
+        for module in self.experts.modules():
+            for hook in module._forward_pre_hooks.values():
+                yield module, hook
 
     def _linears(self) -> list[torch.nn.Module]:
         experts = getattr(self.experts, "local_experts", ())
@@ -207,6 +222,14 @@ class _NoDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
+
+
+def _only_fetches(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is that of Megatron's data parallelism, which waits for the parameters of a module
+    (overlap_param_gather), and for which its arguments are nothing.
+    """
+    name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
+    return name.startswith(f"{data_parallel.__name__}.DistributedDataParallel._make_forward_pre_hook.")
 
 
 def chosen(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
