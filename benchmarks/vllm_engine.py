@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import vllm_profile
 import vllm_trace
 from vllm_models import Model
 
@@ -305,6 +306,14 @@ class Commands:
         states: list[dict[str, Any]] = self.llm.collective_rpc("probe_state")
         return states
 
+    def profile(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
+        """vllm_profile.summary of `count` tokens of all prompts on the first rank, and how long they took."""
+        self._timed(prompts, count)
+        self.llm.collective_rpc("probe_profile", args=(True,))
+        seconds = self._timed(prompts, count)
+        found: dict[str, Any] = self.llm.collective_rpc("probe_profile", args=(False,))[0]
+        return {"ms": round(seconds * 1e3, 3), **found}
+
     def _timed(self, prompts: list[list[int]], count: int) -> float:
         start = time.perf_counter()
         self._generate(prompts, count)
@@ -347,6 +356,14 @@ class Probe:
             "experts": dict(Counter(kind for kind in kinds if "MoERunner" in kind)),
             "weights": model.weights_sum,
         }
+
+    def probe_profile(self, starts: bool) -> dict[str, Any] | None:
+        """Starts to record this rank's kernels; then stops, and sums them up."""
+        cuda: bool = self.device.type == "cuda"  # type: ignore[attr-defined]
+        if starts:
+            self.profiler = vllm_profile.start(cuda)
+            return None
+        return vllm_profile.summary(self.profiler, cuda)
 
 
 def fill_with_weights(model: Any) -> None:

@@ -15,6 +15,7 @@ counts.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
+- profiles (--profile): these once more, with the time of each kernel on the first rank (vllm_profile.py).
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
   tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
@@ -53,6 +54,8 @@ from vllm_trace import requests
 # Of --timeout: what then is not up would take the others' time.
 START_SHARE = 2 / 3
 RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
+# Of each sequence, when a decode is recorded.
+PROFILED_TOKENS = 8
 # For what comes after the rounds, and for engines to end.
 LAST_S = 25
 # For what flux is called, and where vllm_engine.Probe tells which layers ask for it.
@@ -83,11 +86,14 @@ TINY_WORK = Work((4, 64), (2, 4), 4, (5, 17, 40, 64), 8, (2, 48), 20)
 class Measurement:
     """Of engines that are up, what they said and how fast. `faults` says what went wrong with which."""
 
-    def __init__(self, engines: dict[str, Engine], work: Work, model: Model, deadline: float) -> None:
+    def __init__(
+        self, engines: dict[str, Engine], work: Work, model: Model, deadline: float, profiles: bool = False
+    ) -> None:
         self.engines = engines
         self.work = work
         self.model = model
         self.deadline = deadline
+        self.profiles = profiles
         self.faults: list[str] = []
         self.forced_prompts: list[list[int]] = []
         self.runs: dict[str, dict[str, Any]] = {run: {"samples_s": {}} for run in engines}
@@ -164,6 +170,15 @@ class Measurement:
         self.keep("forced", self.each("forced", self.forced_prompts))
         write()
         self.take_traces(write)
+        if self.profiles:
+            for name, batch in {
+                "prefill": long,
+                **{f"decode {size}": each for size, each in short.items()},
+            }.items():
+                count = 1 if batch is long else PROFILED_TOKENS
+                for run, found in self.each("profile", batch, count).items():
+                    self.runs[run].setdefault("profiles", {})[name] = found
+            write()
         self.keep("state", self.each("state"))
 
     def take_traces(self, write: Callable[[], None]) -> None:
@@ -392,6 +407,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="R",
         help="serve it at R requests a second, too",
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="record the kernels of prefill and decode, too"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
@@ -433,7 +451,7 @@ def main() -> int:
         for run in options.runs:
             engines[run] = Engine(run, settings)
         record = describe(settings, work)  # while they come up
-        measured = Measurement(engines, work, model, start + options.timeout)
+        measured = Measurement(engines, work, model, start + options.timeout, options.profile)
 
         def write() -> None:
             complete(record, measured, options)

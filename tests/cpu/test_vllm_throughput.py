@@ -278,3 +278,21 @@ def test_rounds_that_would_end_too_late_are_not_begun(
     assert engine.asked.count("trace") == 1, "a second would be late"
     measured.add_rates()
     assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10
+
+
+def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
+    profile = importlib.import_module("vllm_profile")
+    events = [("b", 2e3, 5e3), ("a", 1e3, 3e3), ("a", 9e3, 10e3), ("c", 9.5e3, 9.6e3)]
+    found = profile.of_events(events)
+    assert found == {"span_ms": 9.0, "busy_ms": 5.0, "kernels": [["a", 2, 3.0], ["b", 1, 3.0], ["c", 1, 0.1]]}
+    assert profile.of_events([])["kernels"] == []
+
+
+def test_a_profile_has_what_ran(benchmark: Any) -> None:
+    profile = importlib.import_module("vllm_profile")
+    running = profile.start(cuda=False)
+    torch.ones(4).sum()
+    found = profile.summary(running, cuda=False)
+    assert (
+        "aten::sum" in {name for name, _, _ in found["kernels"]} and 0 < found["busy_ms"] <= found["span_ms"]
+    )

@@ -27,6 +27,8 @@ def show(data: dict[str, Any], console: Console) -> None:
     for name, run in runs.items():
         for state in run.get("state", [])[:1]:
             console.print(Text(f"{name}: {_state(state)}"))
+        for what, profile in run.get("profiles", {}).items():
+            console.print(Text(f"{name}: {_profile(what, profile)}"))
     for pair in data["comparisons"]:
         console.print(Text(_agreement(pair)))
     for fault in data["faults"]:
@@ -60,6 +62,13 @@ def _rates(runs: dict[str, Any], title: str) -> Table:
             cells += ["–" if rate is None else f"{rate:.0f}", "–" if ratio is None else f"{ratio:.3f}"]
         table.add_row(name, *cells)
     return table
+
+
+def _profile(what: str, profile: dict[str, Any]) -> str:
+    """When kernels ran on the first rank, and which of them took longest."""
+    most = [f"{name[:60]} {ms:.2f} ms in {calls}" for name, calls, ms in profile["kernels"][:8]]
+    whole = f"{profile['ms']:.1f} ms, of which {profile['span_ms']:.1f} from first to last kernel"
+    return f"{what} took {whole}; these ran in {profile['busy_ms']:.1f}: {', '.join(most)}"
 
 
 def _trace(arrivals: str, samples: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flux
+from flux.integrations.vllm.op import plain, plain_if_any
 from flux.integrations.vllm.rows import linear_of_own_rows, own_rows
 from flux.ops.gemm_ar import row_norm
 from flux.ops.plan_ar import VECTOR
@@ -68,7 +69,8 @@ class OwnRows(_Subclass):  # type: ignore[misc]
         x, weight, bias = (*args, None, None, None)[:3]
         if func is linear and not kwargs and type(x) is cls and x._whole is None and _fits(x, weight):
             with torch.no_grad():
-                return flux.ag_gemm(x.own(), weight, bias, group=x.group_name)[: x.shape[0]]
+                operands = (x.own(), plain(weight), plain_if_any(bias))
+                return flux.ag_gemm(*operands, group=x.group_name)[: x.shape[0]]
         with torch._C.DisableTorchFunctionSubclass():  # results are not of this class
             return func(*args, **(kwargs or {}))
 

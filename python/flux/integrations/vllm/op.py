@@ -13,6 +13,7 @@ import torch
 
 import flux
 from flux import _invariance
+from flux.ops._library import PLAIN_TENSORS
 from flux.ops._scales import Scaling, is_by_block
 from flux.ops.plan import why_unfused
 
@@ -82,6 +83,7 @@ def _run(
     # Decided at run time and not while the graph is traced, because there the number of tokens would become a
     # constant.
     # A call that must be batch invariant and cannot be raises: other calls of the layer may have been.
+    weight, bias, scale_w = plain(weight), plain_if_any(bias), plain_if_any(scale_w)
     ours = _tokens(x) >= min_tokens and (
         _invariance.active() or _runs_fused(x, weight, group_name, scale_x, out_dtype)
     )
@@ -158,6 +160,7 @@ def _run_norm(
     scale_w: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
+    weight, bias, scale_w = plain(weight), plain_if_any(bias), plain_if_any(scale_w)
     how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
     if scale_x is not None:
         how |= {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": residual.dtype}
@@ -193,6 +196,21 @@ _torch_library.register_fake(
     "flux_vllm::all_reduce_below", lambda x, min_tokens, vllm_group: torch.empty_like(x), lib=_library
 )
 _op: Any = torch.ops.flux_vllm.linear_all_reduce.default
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without vLLM's class for weights, whose __torch_function__ Python would have to call.
+    flux repeats calls without Python (flux.comm.known) only if all tensors are plain.
+    """
+    if type(tensor) in PLAIN_TENSORS:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def plain_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As plain, for an optional argument."""
+    return None if tensor is None else plain(tensor)
 
 
 def _tokens(x: torch.Tensor) -> int:

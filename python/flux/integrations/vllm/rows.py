@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 import flux
-from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce
+from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, plain, plain_if_any
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
 from flux.ops.workspaces import rank_and_size
@@ -82,7 +82,8 @@ def linear_of_own_rows(
     else:
         scale_x = scale_x if scale_x.numel() == 1 else for_all_ranks(scale_x, group_name)
         out_dtype = out_dtype if out is None else out.dtype
-        scaling = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": out_dtype}
+        scaling = {"scale_x": scale_x, "scale_w": plain_if_any(scale_w), "out_dtype": out_dtype}
+    weight, bias = plain(weight), plain_if_any(bias)
     with torch.no_grad():
         return flux.gemm_rs(for_all_ranks(x, group_name), weight, bias, group=group_name, out=out, **scaling)
 
@@ -156,7 +157,8 @@ def norm_gather_linear(
     scaling: dict[str, Any] = {}
     if quant is not None:
         own, scale = flux.quantize(own, cast(Any, quant), scale=quant_scale, ue8m0=ue8m0)
-        scaling = {"scale_x": scale, "scale_w": scale_w, "out_dtype": residual.dtype}
+        scaling = {"scale_x": scale, "scale_w": plain_if_any(scale_w), "out_dtype": residual.dtype}
+    weight, bias = plain(weight), plain_if_any(bias)
     with torch.no_grad():
         gathered: Tensor = flux.ag_gemm(own, weight, bias, group=group_name, **scaling)
     return gathered[: len(residual)]

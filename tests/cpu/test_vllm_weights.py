@@ -1,0 +1,73 @@
+"""vLLM's weights are of classes with a __torch_function__ of their own. flux repeats calls of plain tensors
+only (flux.comm.known), so the plugin's operators hand it those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from flux.integrations.vllm import op, rows
+
+
+class Weight(torch.nn.Parameter):
+    """As BasevLLMParameter."""
+
+    def __new__(cls, data: torch.Tensor) -> Weight:
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The tensors that the operators hand to flux, by the names of its arguments."""
+    found: dict[str, torch.Tensor] = {}
+
+    def record(x: Any, weight: Any, bias: Any = None, **how: Any) -> Any:
+        tensors = {"x": x, "weight": weight, "bias": bias, **how}
+        found.update((name, each) for name, each in tensors.items() if isinstance(each, torch.Tensor))
+        result = x.new_zeros(len(x), len(weight), dtype=how.get("out_dtype") or torch.bfloat16)
+        return (result, result) if "norm_weight" in how else result
+
+    for name in ("gemm_ar", "gemm_rs", "ag_gemm"):
+        monkeypatch.setattr(flux, name, record)
+    monkeypatch.setattr(rows, "rank_and_size", lambda group_name: (0, 1))
+    return found
+
+
+X, RESIDUAL, NORM = torch.zeros(4, 8), torch.zeros(4, 16), torch.ones(16)
+OF_FP8 = {"scale_x": torch.ones(4, 1), "scale_w": Weight(torch.ones(16, 1))}
+CALLS = {
+    "linear_all_reduce": lambda w, b: op.linear_all_reduce(X, w, b, 1, "g", "v"),
+    "linear_all_reduce, fp8": lambda w, b: op.linear_all_reduce(
+        X, w, b, 1, "g", "v", *OF_FP8.values(), torch.bfloat16
+    ),
+    "linear_all_reduce_norm": lambda w, b: op._run_norm(X, w, b, RESIDUAL, NORM, 1e-5, "g"),
+    "linear_all_reduce_norm, fp8": lambda w, b: op._run_norm(
+        X, w, b, RESIDUAL, NORM, 1e-5, "g", *OF_FP8.values()
+    ),
+    "linear_scatter": lambda w, b: rows.linear_scatter(X, w, b, 1, "g", "v", RESIDUAL, True, 1),
+    "linear_scatter, fp8": lambda w, b: rows.linear_scatter(
+        X, w, b, 1, "g", "v", RESIDUAL, True, 1, *OF_FP8.values()
+    ),
+    "norm_gather_linear": lambda w, b: rows.norm_gather_linear(X, torch.ones(8), 1e-5, w, b, 1, "g"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_flux_gets_plain_tensors(call: str, given: dict[str, torch.Tensor]) -> None:
+    weight, bias = Weight(torch.zeros(16, 8)), Weight(torch.zeros(16))
+    CALLS[call](weight, bias)
+    assert {type(tensor) for tensor in given.values()} <= {torch.Tensor, torch.nn.Parameter}
+    assert given["weight"].data_ptr() == weight.data_ptr() and given["bias"].data_ptr() == bias.data_ptr()
+    assert ("scale_w" in given) == ("fp8" in call)
+    assert not any(tensor.requires_grad for tensor in given.values())
