@@ -188,6 +188,13 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("auto", "off"),
     ),
     Variable(
+        "FLUX_SGLANG_ALL_REDUCE",
+        "off",
+        "Sums of SGLang's groups: off (SGLang runs them), on (flux runs those that its kernels take).",
+        "run",
+        _one_of("off", "on"),
+    ),
+    Variable(
         "FLUX_COMMIT",
         "unknown",
         "Commit to write into benchmark records when there is no git tree.",

@@ -293,6 +293,27 @@ def data_parallelism(rank: int, world_size: int) -> None:
     assert_alike(grads[1], grads[0])
 
 
+def replicated_gradients(rank: int, world_size: int) -> None:
+    """reduce_replicated_grads sums what Megatron marks, also after torch has dropped the marks."""
+    from flux.layers import reduce_replicated_grads
+
+    ours = pair(make_config(sequence_parallel=True, add_bias_linear=True))[1]
+    _, grads = train(ours)
+    marked = {name for name, p in ours.named_parameters() if getattr(p, "sequence_parallel", False)}
+    assert {name.rpartition(".")[2] for name in marked if ".linear_" in name} == {"bias"}
+    assert len(marked) == 2 * (2 * 2 + 2) + 2  # norms and row-parallel biases of two layers, the final norm
+    for module in ours.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            module._parameters[name] = torch.nn.Parameter(p.detach())  # as to_empty and load_state_dict do
+            module._parameters[name].grad = p.grad.clone()
+    assert not any(hasattr(p, "sequence_parallel") for p in ours.parameters())
+    reduce_replicated_grads(ours)
+    for name, p in ours.named_parameters():
+        if name in marked:
+            dist.all_reduce(grads[name])
+        assert torch.equal(p.grad, grads[name]), name
+
+
 def specs(rank: int, world_size: int) -> None:
     from megatron.core.extensions import transformer_engine as te
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -420,6 +441,7 @@ SCENARIOS = (
     accepts_the_option_without_apex,
     data_parallelism,
     checkpoints,
+    replicated_gradients,
     specs,
 )
 

@@ -6,11 +6,14 @@ is a stand-in. Without it, stand-ins have the signatures of SGLang 0.5.23, and c
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
+import pkgutil
 import sys
 import tomllib
 import types
@@ -42,32 +45,35 @@ def clean() -> Iterator[None]:
 
 class HookType(enum.Enum):
     AFTER = "after"
-    REPLACE = "replace"
+    AROUND = "around"
 
 
 class HookRegistry:
-    """SGLang's, for the kind of hook that flux registers."""
+    """SGLang's, for the kinds of hooks that flux registers."""
 
-    hooks: list[tuple[str, Callable[..., Any]]] = []
+    hooks: list[tuple[str, Callable[..., Any], HookType]] = []
 
     @classmethod
     def register(
         cls, target: str, hook: Any, hook_type: HookType = HookType.AFTER, *, source: Any = None
     ) -> None:
-        assert hook_type is HookType.AFTER
-        cls.hooks.append((target, hook))
+        cls.hooks.append((target, hook, hook_type))
 
     @classmethod
     def apply_hooks(cls) -> None:
-        for target, hook in cls.hooks:
+        for target, hook, hook_type in cls.hooks:
             place, name = target.rsplit(".", 1)
-            original = getattr(sys.modules[place], name)
+            owner = pkgutil.resolve_name(place)
+            original = getattr(owner, name)
 
-            def hooked(*args: Any, original: Any = original, hook: Any = hook, **kwargs: Any) -> Any:
+            def after(*args: Any, original: Any = original, hook: Any = hook, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
                 return told if (told := hook(result, *args, **kwargs)) is not None else result
 
-            setattr(sys.modules[place], name, hooked)
+            def around(*args: Any, original: Any = original, hook: Any = hook, **kwargs: Any) -> Any:
+                return hook(original, *args, **kwargs)
+
+            setattr(owner, name, after if hook_type is HookType.AFTER else around)
 
 
 def column_parallel_g_matmul(linear: Any, rows: torch.Tensor, bias: None) -> torch.Tensor:
@@ -90,6 +96,23 @@ class UnquantizedLinearMethod:
     """SGLang's, which its layers ask for."""
 
 
+def group_coordinator() -> type:
+    """SGLang's class of a group: what is used of it, and which sums it made itself."""
+
+    class GroupCoordinator:
+        def __init__(self, device_group: Any) -> None:
+            self.device_group, self.world_size = device_group, device_group.size()
+            self.own: list[torch.Tensor] = []
+
+        def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():
+                self.own.append(input_)
+                dist.all_reduce(input_, group=self.device_group)
+            return input_
+
+    return GroupCoordinator
+
+
 def stand_in(enabled: bool) -> dict[str, types.ModuleType]:
     """Modules of SGLang: all that is used of it, or the parts that need a GPU."""
     parts: dict[str, dict[str, Any]] = {
@@ -106,6 +129,8 @@ def stand_in(enabled: bool) -> dict[str, types.ModuleType]:
         },
     }
     HookRegistry.hooks = []
+    groups = {"GroupCoordinator": group_coordinator()}
+    parts["sglang.srt.distributed"], parts["sglang.srt.distributed.parallel_state"] = {}, groups
     if SGLANG is not None:
         flags = types.SimpleNamespace(sp=types.SimpleNamespace(enabled=None))
         rank, p = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -120,6 +145,8 @@ def stand_in(enabled: bool) -> dict[str, types.ModuleType]:
             },
             "sglang.srt.utils": {},
             "sglang.srt.utils.common": {"ceil_align": lambda n, to: n + -n % to},
+            "sglang.srt.distributed": {},
+            "sglang.srt.distributed.parallel_state": groups,
             "sglang.srt.layers.quantization": {},
             "sglang.srt.layers.quantization.unquant": {"UnquantizedLinearMethod": UnquantizedLinearMethod},
         }
@@ -143,6 +170,74 @@ def sglang(enabled: bool, has_layernorm_sp: bool = True) -> Iterator[None]:
         yield
         for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
             del sys.modules[name]
+
+
+def all_reduces(rank: int, world_size: int, setting: str) -> list[str]:
+    """SGLang's sums: on flux if asked for, and those alone that flux runs fused."""
+    said = Said()
+    logging.getLogger("flux").addHandler(said)
+    logging.getLogger("flux").setLevel(logging.INFO)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with (
+        sglang(False),
+        mock.patch.dict(os.environ, {"FLUX_SGLANG_ALL_REDUCE": setting}),
+        mock.patch.object(flux, "all_reduce", wraps=flux.all_reduce) as sums,
+    ):
+        load_plugins()
+        make = importlib.import_module("sglang.srt.distributed.parallel_state").GroupCoordinator
+        group = make(dist.group.WORLD)
+        x = (torch.arange(6 * 16).view(6, 16) % 7 - 3).bfloat16()
+        for dtype in (torch.bfloat16, torch.float16):
+            assert torch.equal(group.all_reduce(x.to(dtype) * (rank + 1)), x.to(dtype) * 3)
+        assert sums.call_count == (2 if setting == "on" else 0) and len(group.own) == 2 - sums.call_count
+        if setting == "on":
+            for other in (x.float(), x.int(), x.t(), x[:0]):
+                group.all_reduce(other.clone(memory_format=torch.preserve_format))
+            compiled = torch.compile(group.all_reduce, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(x), x), "the stand-in sums nothing then"
+            single = make(alone)
+            assert torch.equal(single.all_reduce(x.clone()), x)
+            assert sums.call_count == 2 and len(group.own) == 4 and len(single.own) == 1
+    return said.messages
+
+
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_all_reduces(setting: str) -> None:
+    for messages in spawn(all_reduces, 2, setting, backend="gloo", timeout_s=60):
+        told = [message for message in messages if "sums" in message]
+        assert told == (
+            [
+                "flux: SGLang: sums of groups run on flux (FLUX_SGLANG_ALL_REDUCE)",
+                "flux: SGLang: sums stay SGLang's: x is torch.float32",
+                "flux: SGLang: sums stay SGLang's: x is torch.int32",
+                "flux: SGLang: sums stay SGLang's: x is not contiguous, or empty",
+                "flux: SGLang: sums stay SGLang's: the group has one rank",
+            ]
+            if setting == "on"
+            else []
+        )
+
+
+def test_a_setting_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_SGLANG_ALL_REDUCE", "yes")
+    with (
+        sglang(False),
+        pytest.raises(ValueError, match="FLUX_SGLANG_ALL_REDUCE='yes': must be one of off, on"),
+    ):
+        entry_point().load()()
+    assert not async_tp._installed
+
+
+@pytest.mark.skipif(SGLANG is None, reason="needs SGLang, which is not installed")
+def test_sglang_has_what_the_hook_replaces() -> None:
+    """Importing this module takes a GPU; its source tells."""
+    (folder,) = SGLANG.submodule_search_locations  # type: ignore[union-attr]
+    tree = ast.parse((Path(folder) / "srt" / "distributed" / "parallel_state.py").read_text())
+    (group,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "GroupCoordinator")
+    (method,) = (n for n in group.body if isinstance(n, ast.FunctionDef) and n.name == "all_reduce")
+    assert [argument.arg for argument in method.args.args] == ["self", "input_"]
+    text = ast.unparse(group)
+    assert "self.device_group" in text and "self.world_size" in text
 
 
 def entry_point() -> importlib.metadata.EntryPoint:

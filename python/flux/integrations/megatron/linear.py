@@ -238,6 +238,11 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
         assert total.shape[-1] == 32
     """
 
+    @property
+    def replicated_parameters(self) -> tuple[str, ...]:
+        """For flux.layers.reduce_replicated_grads: each rank adds the bias to its rows."""
+        return ("bias",) if self.sequence_parallel and self.bias is not None else ()
+
     def why_never(self) -> str | None:
         return super().why_never() if self.input_is_parallel else "its input is not split over ranks"
 
