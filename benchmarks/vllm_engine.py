@@ -361,9 +361,9 @@ class Probe:
         """Starts to record this rank's kernels; then stops, and sums them up."""
         cuda: bool = self.device.type == "cuda"  # type: ignore[attr-defined]
         if starts:
-            self.profiler = vllm_profile.start(cuda)
+            self.probed = vllm_profile.start(cuda)
             return None
-        return vllm_profile.summary(self.profiler, cuda)
+        return vllm_profile.summary(self.probed, cuda)
 
 
 def fill_with_weights(model: Any) -> None:
