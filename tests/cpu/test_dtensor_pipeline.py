@@ -110,6 +110,8 @@ def compare(rank: int, p: int, schedule: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipelines_train_as_with_torchs_styles(schedule: str) -> None:
+    if "zero bubble" in schedule and torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 splits no backward pass of a function that is written in Python")
     calls = spawn(compare, 4, schedule, backend="gloo", timeout_s=120)
     # The forward passes; torch may make one more of each stage to learn the shapes.
     stages = len(SCHEDULES[schedule][1])
