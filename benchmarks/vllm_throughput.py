@@ -171,12 +171,9 @@ class Measurement:
         write()
         self.take_traces(write)
         if self.profiles:
-            for name, batch in {
-                "prefill": long,
-                **{f"decode {size}": each for size, each in short.items()},
-            }.items():
-                count = 1 if batch is long else PROFILED_TOKENS
-                for run, found in self.each("profile", batch, count).items():
+            wanted = {f"decode {size}": (batch, PROFILED_TOKENS) for size, batch in short.items()}
+            for name, asked in {"prefill": (long, 1), **wanted}.items():
+                for run, found in self.each("profile", *asked).items():
                     self.runs[run].setdefault("profiles", {})[name] = found
             write()
         self.keep("state", self.each("state"))

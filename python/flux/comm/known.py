@@ -106,10 +106,9 @@ class Recipe:
         return Part(lambda: [part.launch() for part in self._parts], operands, by_copy_engines > 0)
 
     def _tensor(self, operand: int) -> torch.Tensor | None:
-        found = (
-            None if operand == ABSENT else self._made[-1 - operand] if operand < 0 else self.given[operand]
-        )
-        return cast("torch.Tensor | None", found)
+        if operand == ABSENT:
+            return None
+        return self._made[-1 - operand] if operand < 0 else cast("torch.Tensor | None", self.given[operand])
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -158,10 +158,9 @@ def products(
     transpose_weight: bool,
     outs: Tensors,
     scales: Sequence[Scales],
-    by: Callable[..., None] | None = None,
+    by: Callable[..., None] = plain.run,
 ) -> None:
-    """The products of x [..., k] without communication. by: computes one, instead of flux.gemm."""
-    by = by or plain.run
+    """The products of x [..., k] without communication. by: computes one."""
     of_weights = scales or (None,) * len(weights)
     for weight, bias, out, scale in zip(weights, biases, outs, of_weights, strict=True):
         by(x, weight, bias, transpose_weight, out, scale)
@@ -191,65 +190,45 @@ def copy_gathered(gathered: Tensors, x: Tensor, scales: Sequence[Scales]) -> Non
         gathered[1].copy_(_scales.of_elements(scales[0].canonical_x(k), shape[:-1].numel()).view(shape))
 
 
-def finish(
-    rows: Rows,
-    everybody: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    outs: Tensors,
-    gathered: Tensors,
-    scales: Sequence[Scales],
-    by: Callable[..., None] | None = None,
-) -> None:
-    """Products of rows that were gathered as `rows` sends them, and copies of those to `gathered`."""
+class Operands(NamedTuple):
+    """A call whose x is a matrix: what it reads, its group, and what it writes."""
+
+    x: Tensor
+    weights: Tensors
+    biases: Biases
+    transpose_weight: bool
+    group: ProcessGroup
+    outs: Tensors
+    gathered: Tensors
+    scales: Sequence[Scales]
+
+
+def unfused(operands: Operands) -> None:
+    """The call with torch."""
+    _one_by_one(operands, gather.unfused, _by_torch)
+
+
+def by_flux(workspace: Workspace, operands: Operands, also: Same, recipe: known.Recipe) -> None:
+    """The call as all_gather and gemm. also: as in gemm_rs.call. recipe: of the call."""
+    all_gather = functools.partial(gather.call, also=also, within=recipe)
+    everybody = _one_by_one(operands, all_gather, functools.partial(plain.run, within=recipe))
+    if isinstance(workspace, CudaWorkspace) and not operands.scales:  # which torch packs beside the rows
+        if not operands.gathered:
+            recipe.allocates(everybody, like=4)
+        workspace.remember_parts(recipe, 1 + len(operands.weights))
+
+
+def _one_by_one(call: Operands, all_gather: Callable[..., object], gemm: Callable[..., None]) -> Tensor:
+    """Rows of all ranks by `all_gather`, then products by `gemm`. Returns the rows as they were sent."""
+    rows, scales = Rows(call.x, call.scales), call.scales
+    everybody = rows.everybody(call.group, call.gathered)
+    all_gather(rows.sent, call.group, everybody)
     x, scale = rows.rows(everybody), rows.scale(everybody)
     if scale is not None:
         scales = [each._replace(x=scale) for each in scales]
-    products(x, weights, biases, transpose_weight, outs, scales, by)
-    rows.copy(everybody, gathered)
-
-
-def unfused(
-    x: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    group: ProcessGroup,
-    outs: Tensors,
-    gathered: Tensors,
-    scales: Sequence[Scales],
-) -> None:
-    """The call with torch."""
-    rows = Rows(x, scales)
-    everybody = rows.everybody(group, gathered)
-    gather.unfused(rows.sent, group, everybody)
-    finish(rows, everybody, weights, biases, transpose_weight, outs, gathered, scales, _by_torch)
-
-
-def by_flux(
-    workspace: Workspace,
-    x: Tensor,
-    weights: Tensors,
-    biases: Biases,
-    transpose_weight: bool,
-    group: ProcessGroup,
-    outs: Tensors,
-    gathered: Tensors,
-    scales: Sequence[Scales],
-    also: Same,
-    recipe: known.Recipe,
-) -> None:
-    """The call as all_gather and gemm. also: as in gemm_rs.call. recipe: of the call."""
-    rows = Rows(x, scales)
-    everybody = rows.everybody(group, gathered)
-    if not gathered:
-        recipe.allocates(everybody, like=4)
-    gather.call(rows.sent, group, everybody, also, recipe)
-    gemm = functools.partial(plain.run, within=recipe)
-    finish(rows, everybody, weights, biases, transpose_weight, outs, gathered, scales, gemm)
-    if isinstance(workspace, CudaWorkspace) and not scales:  # which torch packs beside the rows
-        workspace.remember_parts(recipe, 1 + len(weights))
+    products(x, call.weights, call.biases, call.transpose_weight, call.outs, scales, gemm)
+    rows.copy(everybody, call.gathered)
+    return everybody
 
 
 def scale_target(gathered: Tensors) -> list[Tensor]:

@@ -20,14 +20,12 @@ from flux.ops import _ag_gemm_known as _known
 from flux.ops import _ag_gemm_parts as parts
 from flux.ops import all_gather as gather
 from flux.ops import gemm as plain
+from flux.ops._ag_gemm_parts import Biases, Tensors
 from flux.ops._library import library, may_skip_dispatch, needs_grad
 from flux.ops._scales import Accumulate, Scales, Scaling
 from flux.ops._tensors import aligned, readable, readable_if_any, writable
 from flux.ops.plan import Plan, carried_by, problem_of, workspace_plan
 from flux.ops.plan_gemm import plan_ag_gemm
-
-Tensors = Sequence[torch.Tensor]
-Biases = Sequence[torch.Tensor | None]
 
 
 @overload
@@ -388,14 +386,14 @@ def _among_ranks(
         x2 = x.reshape(-1, k)
         products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
         gathered = [each.view(m, -1) for each in gathered]
+    operands = parts.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
     if call.way == "parts":
-        operands = (x2, weights, biases, transpose_weight, group, products, gathered, scales)
         recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
-        parts.by_flux(workspace, *operands, {**given, "n": float(call.n)}, recipe)
+        parts.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
         return outs
     with workspace.calling(call, given) as epoch:
         if not call.fused:
-            parts.unfused(x2, weights, biases, transpose_weight, group, products, gathered, scales)
+            parts.unfused(operands)
         elif isinstance(workspace, CudaWorkspace):
             recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
             _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)

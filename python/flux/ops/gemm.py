@@ -180,8 +180,8 @@ def _cuda_out(
     scales = _scales.given("gemm", *scaling)
     shape, m, n, k = _check.gemm_args("gemm", x, weight, bias, transpose_weight, scales=scales)
     out = _check.output("gemm", out, shape, x, weight, bias, scales=scales)
-    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, known.Recipe(*given))
+    recipe = _recipe(x, weight, bias, transpose_weight, out, scales)
+    launch(x, weight, bias, transpose_weight, out, m, n, k, scales, recipe)
 
 
 def run(
@@ -199,11 +199,24 @@ def run(
     if x.is_cuda:
         m, recipe = math.prod(x.shape[:-1]), None
         if within is not None:
-            given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-            recipe = known.Recipe(*given, within=within)
+            recipe = _recipe(x, weight, bias, transpose_weight, out, scales, within)
         launch(x, weight, bias, transpose_weight, out, m, out.shape[-1], x.shape[-1], scales, recipe)
     else:
         out.copy_(reference(x, weight, bias, transpose_weight, *(scales or ())))
+
+
+def _recipe(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    out: torch.Tensor,
+    scales: Scales | None,
+    within: known.Recipe | None = None,
+) -> known.Recipe:
+    """How a call with a given `out` is repeated. within: of the call that this one is a part of."""
+    given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
+    return known.Recipe(*given, within=within)
 
 
 def launch(
