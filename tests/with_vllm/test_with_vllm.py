@@ -28,7 +28,7 @@ from flux.integrations.vllm import uses
 
 TOLERANCE = 1e-5
 # In quantised models a last bit can round one number to another of its 8 bits, which moves what comes behind
-# it in the text. Two engines of vLLM differ by up to 0.08 there, a wrong row by 1 or more (docs/design/vllm.md).
+# it in the text: two engines of vLLM differ by up to 0.08 there (docs/design/vllm.md).
 QUANTISED_TOLERANCE = 0.25
 NEW_TOKENS = 6  # vllm_engines.py generates so many
 # Prompts that vLLM puts into one batch: 20 tokens, 33, and 145. Then it decodes, up to three tokens at once.

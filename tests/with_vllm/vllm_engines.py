@@ -96,11 +96,13 @@ def _generate(job: dict[str, Any]) -> list[dict[str, Any]]:
     for name in job["changes"]:
         getattr(vllm_workers, name)()
     llm = LLM(**job["engine"], worker_extension_cls="vllm_workers.FluxCalls")
+    # With adapters, vLLM for CPUs fails if it is asked for those of prompts.
+    of_prompt = None if job["adapter"] else LISTED
     sampling = SamplingParams(
         max_tokens=NEW_TOKENS,
         temperature=0,
         logprobs=LISTED,
-        prompt_logprobs=LISTED,
+        prompt_logprobs=of_prompt,
         ignore_eos=True,
         detokenize=False,
     )
@@ -114,7 +116,7 @@ def _generate(job: dict[str, Any]) -> list[dict[str, Any]]:
             {
                 "tokens": list(answer.outputs[0].token_ids),
                 # Of the first token of a prompt there is none.
-                "of prompt": [_numbers(step) for step in answer.prompt_logprobs[1:]],
+                "of prompt": [_numbers(step) for step in (answer.prompt_logprobs or [])[1:]],
                 "logprobs": [_numbers(step) for step in answer.outputs[0].logprobs],
             }
             for answer in answers
