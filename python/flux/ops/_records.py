@@ -42,7 +42,9 @@ class Records(NamedTuple):
         packed = torch.zeros(x.shape[0], self.row_bytes, dtype=torch.uint8, device=x.device)
         packed[:, : self.k] = x.view(torch.uint8)
         # Not contiguous(): without rows it keeps steps of 0, with which nothing can be viewed as bytes.
-        of_rows = of_elements(scale, x.shape[0]).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        of_rows = (
+            of_elements(scale, x.shape[0]).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        )
         packed[:, self._scales_at : self._scales_at + of_rows.shape[1]] = of_rows
         return packed
 
