@@ -237,7 +237,10 @@ def test_rows_after_a_kernel_of_torch_and_of_flux() -> None:
     context = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
     row = measure(Problem("gemm", "a", "local", 40, 136, 64), context, CpuTimer(None), settings)
     kept = {name for name, timing in row.times.items() if timing.role in ("flux", *OTHERS)}
-    assert {whose: set(ms) for whose, ms in row.after_ms.items()} == {"torch": kept, "flux": kept}
+    assert {how: set(ms) for how, ms in row.conditions.items()} == {
+        "after a kernel of torch": kept,
+        "after a kernel of flux": kept,
+    }
 
 
 def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:

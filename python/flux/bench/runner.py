@@ -19,10 +19,12 @@ from flux.bench import machine
 from flux.bench.cases import OPS
 from flux.bench.cases.common import Candidate, Context, collectives
 from flux.bench.model import (
+    AFTER,
     FP8,
     FP8_RESULT,
     LINK_GB_PER_S,
     OTHERS,
+    SUSTAINED,
     Row,
     Timing,
     derive,
@@ -217,14 +219,14 @@ def _time(row: Row, candidates: list[Candidate], timer: Timer, settings: Setting
         kept = {c.name: c.calls for c in compared}
         bursts = {name: statistics.median(samples[name]) for name in kept}
         found = timer.sustained({name: calls[name] for name in kept}, bursts)
-        row.sustained_ms = {name: round(ms / kept[name], 6) for name, ms in found.items()}
+        row.conditions[SUSTAINED] = {name: round(ms / kept[name], 6) for name, ms in found.items()}
     if settings.device == "cuda" and not settings.all_configs:
         row.host_us = {c.name: round(timer.host_us(c.eager or c.call), 2) for c in compared}
     if settings.neighbours:
         whole = [c for c in compared if c.calls == 1]
         for whose, neighbour in neighbours(torch.device(settings.device)).items():
-            row.after_ms[whose] = after(neighbour, whole, timer, settings)
-            row.notes += _host_bound(timer, f" after a kernel of {whose}")
+            row.conditions[AFTER + whose] = after(neighbour, whole, timer, settings)
+            row.notes += _host_bound(timer, f" {AFTER}{whose}")
 
 
 def _host_bound(timer: Timer, where: str = "") -> list[str]:
