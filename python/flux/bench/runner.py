@@ -167,7 +167,6 @@ def context_of(rank: int, world_size: int, settings: Settings) -> Context:
 def measure(problem: Problem, context: Context, timer: Timer, settings: Settings) -> Row:
     """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
     spec = OPS[problem.op]
-    case = spec.case(problem)
     local = problem.local(context.tp)
     on_wire = problem.on_wire(context.tp, on_wire_bytes(problem.pattern, settings.dtype))
     row = Row(
@@ -186,11 +185,11 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     )
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
-    row.check = _agree(first_failed(case.check(problem, each) for each in everybody), context)
-    prepare = case.sweep if settings.all_configs and case.sweep else case.prepare
-    prepared = prepare(problem, context)
-    row.plan, row.notes = prepared.plan, prepared.notes
-    roles = {c.role for c in prepared.candidates}
+    row.check = _agree(first_failed(spec.case.check(problem, each) for each in everybody), context)
+    prepare = spec.sweep if settings.all_configs and spec.sweep else spec.case.prepare
+    lineup = prepare(problem, context)
+    row.plan, row.notes = lineup.plan, lineup.notes
+    roles = {c.role for c in lineup.candidates}
     if settings.nodes > 1:
         each = settings.world // settings.nodes
         row.notes.append(f"emulated: {settings.nodes} nodes x {each} on one machine, whose links are others")
@@ -198,7 +197,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         roles -= {"flux", "config"}
     if settings.alone:
         roles &= {"flux", "config", "gemm"}
-    candidates = [c for c in prepared.candidates if c.role in roles]
+    candidates = [c for c in lineup.candidates if c.role in roles]
     if settings.nodes > 1:  # other peers use symmetric memory, which nodes do not share
         candidates = [c for c in candidates if c.role != "peer" or c.name == collectives(context)]
     if not candidates:
