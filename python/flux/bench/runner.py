@@ -134,11 +134,13 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
     with torch.no_grad():
         timer = make_timer(context.device, context.group)
         if context.cuda:
-            load = _heat(context)
+            load = machine.smi_under_load([context.device], reads=rank == 0)
             if load:
                 record.machine["gpus_load"] = load
         with progress(rank == 0, len(settings.problems)) as (step, say):
             context = replace(context, say=say)
+            for slow in machine.throttled(record.machine.get("gpus_load", [])):
+                say(f"warning: {slow}")
             for problem in settings.problems:
                 step(label(problem), None)
                 row = measure(problem, context, timer, settings)
@@ -272,20 +274,6 @@ def first_failed(told: Iterable[str]) -> str:
     told = list(told)
     failed = (said for said in told if not passed(said))
     return next(failed, next((said for said in told if said != "exact"), "exact"))
-
-
-def _heat(context: Context) -> list[dict[str, Any]]:
-    """Runs GEMMs for about two seconds so that clocks settle; rank 0 reads clocks and power meanwhile."""
-    x = torch.randn(8192, 8192, device=context.device, dtype=torch.bfloat16).mul_(0.1)
-    out = torch.empty_like(x)
-    cuda: Any = torch.cuda
-    end = cuda.Event()
-    for _ in range(900):
-        torch.mm(x, x, out=out)
-    end.record()
-    load = machine.smi() if context.rank == 0 and not end.query() else []
-    end.synchronize()
-    return load
 
 
 def label(problem: Problem) -> str:
