@@ -69,6 +69,7 @@ def check(problem: Problem, context: Context) -> str:
 def prepare(problem: Problem, context: Context) -> Prepared:
     m, n, k = problem.local(context.tp)
     group, op = context.ranks, problem.op.removesuffix("_norm")
+    planned = problem.op if op == "gemm_ar" else op
     # Some are summed in place repeatedly: anything but zeros would soon overflow.
     product, residual = (torch.zeros(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
     norm_weight = torch.ones(n, dtype=context.dtype, device=context.device)
@@ -85,7 +86,8 @@ def prepare(problem: Problem, context: Context) -> Prepared:
 
     candidates = [
         *context.ours(
-            op, lambda name, role, g: candidate(name, role, lambda w: _call(op, x, w, group=g, **rest))
+            planned,
+            lambda name, role, g: candidate(name, role, lambda w: _call(op, x, w, group=g, **rest)),
         ),
         candidate(
             f"flux.{op}+norm", "peer", lambda w: norm.of(_call(op, x, w, group=group, residual=residual))
@@ -97,4 +99,6 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     else:
         candidates.append(candidate(collectives(context), "peer", by_torch))
         others, notes = other_all_reduces(m, n, "", lambda w, partial: None, weights, context, norm)
-    return Prepared(candidates + others, explained(op, m, n, k if op == "gemm_ar" else 0, context), notes)
+    return Prepared(
+        candidates + others, explained(planned, m, n, k if op == "gemm_ar" else 0, context), notes
+    )
