@@ -143,11 +143,13 @@ def _can_sum_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
 
 PLANNERS |= {
     "gemm_ar": plan_gemm_ar,
+    "gemm_ar_norm": plan_gemm_ar,
     "all_reduce": plan_all_reduce,
     "all_reduce_norm": plan_all_reduce_norm,
     "reduce_scatter": plan_reduce_scatter,
 }
-WAYS |= {("gemm_ar", "composed"): _composed, ("gemm_ar", "fused"): _exchange_if_it_fits}
+for _op in ("gemm_ar", "gemm_ar_norm"):
+    WAYS |= {(_op, "composed"): _composed, (_op, "fused"): _exchange_if_it_fits}
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def check(problem: Problem, context: Context) -> str:
 def prepare(problem: Problem, context: Context) -> Lineup:
     m, n, k = problem.local(context.tp)
     group, op = context.ranks, problem.op.removesuffix("_norm")
+    planned = problem.op if op == "gemm_ar" else op
     # Some are summed in place repeatedly: anything but zeros would soon overflow.
     product, residual = (torch.zeros(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
     norm_weight = torch.ones(n, dtype=context.dtype, device=context.device)
@@ -69,8 +70,8 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     given = random_operands(problem, context) if op == "gemm_ar" else None
     x = given.wide_x if given else product.clone()
     lineup = Lineup(context, given.weights if given else [x], graphs=True)
-    lineup.plan = explained(op, m, n, k if given else 0, context)
-    lineup.ours(op, lambda g: lambda w: _call(op, x, w, group=g, **rest))
+    lineup.plan = explained(planned, m, n, k if given else 0, context)
+    lineup.ours(planned, lambda g: lambda w: _call(op, x, w, group=g, **rest))
     lineup.add(f"flux.{op}+norm", "peer", lambda w: norm.of(_call(op, x, w, group=group, residual=residual)))
     if given:
         job = job_of(op, given, problem, context)
