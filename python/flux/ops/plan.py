@@ -38,8 +38,9 @@ _PARTS = {
     "gemm_ar": "gemm and all_reduce",
     "gemm_ar_norm": "gemm and all_reduce",
 }
-# Where an operator was not measured near a problem, what was measured of this one counts.
-_LIKE = {"gemm_ar_norm": "gemm_ar"}
+# Where an operator was not measured near a problem: one of which the same ways count, and that way which does
+# not. A norm is part of the kernels that sum, but one more pass behind gemm_rs and all_gather.
+_LIKE = {"gemm_ar_norm": ("gemm_ar", "composed")}
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # What operators do with products that have 16 bits, also those of fp8 operands.
@@ -158,7 +159,10 @@ def planned(op: str, problem: PlanInput) -> Plan:
         return (_by_way(op, problem, forced, "to be measured") if forced != plan.way else plan) or plan
     estimates = problem.tuning.estimates(*facts_key(op, problem))
     if not estimates and op in _LIKE:
-        estimates = problem.tuning.estimates(*facts_key(_LIKE[op], problem))
+        like, other_way = _LIKE[op]
+        estimates = tuple(
+            each for each in problem.tuning.estimates(*facts_key(like, problem)) if each.way != other_way
+        )
     ways = {way: _by_way(op, problem, way, "") for way in {each.way for each in estimates} - {plan.way}}
     possible = [plan.way, *(way for way, other in ways.items() if other is not None)]
     told = tuple((each.way, each.us, each.source) for each in estimates)

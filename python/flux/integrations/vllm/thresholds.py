@@ -22,7 +22,7 @@ import torch
 
 from flux import _invariance
 from flux.integrations.vllm.report import NEVER, setting, tell
-from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES
 
 # Stands for GPUs like those that were measured.
 MEASURED_GPU = torch.device("meta")
@@ -31,6 +31,9 @@ ALIGNMENT = 8
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
+# A sum of so many bytes is bound by the links, of which gemm_rs hides half: on GPUs like those that were
+# measured, and on others.
+_BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
 
@@ -105,7 +108,7 @@ def decide(
 ) -> tuple[int, str]:
     """from_tokens by given measurements. A pure function."""
     # vLLM's GEMMs of fp8 may be faster than flux's by more than flux hides.
-    large = NEVER if scales else -(-COMPOSED_FROM_BYTES // (n * dtype.itemsize))
+    large = NEVER if scales else -(-_BOUND_BY_LINKS // (n * dtype.itemsize))
     known = [row for row in rows if row.ranks == ranks and row.scales == scales]
     if not known and scales:
         return NEVER, f"fp8 with {scales} scales was not measured on {ranks} such GPUs"
@@ -151,7 +154,7 @@ def _composed_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device)
     """From how many rows on a sum is bound by the links."""
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
     known = any(row.ranks == ranks for row in measured.rows)
-    nbytes = COMPOSED_FROM_BYTES if known else RAGGED_FROM_BYTES
+    nbytes = _BOUND_BY_LINKS if known else _BOUND_EVERYWHERE
     return -(-nbytes // (n * dtype.itemsize))
 
 
