@@ -3,7 +3,8 @@
     python benchmarks/make_measured.py
 
 Of each problem of gemm_ar the newest measurement counts. The run that compares large sums is added: it is of
-two ranks, and its peer is cuBLAS and NCCL.
+two ranks, and its peer is cuBLAS and NCCL. Against vLLM's fusion of all-reduces with RMSNorm, results of
+GPUs of the same architecture with as many SMs count.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def measured() -> dict[str, Any]:
         # Of shapes with as many bytes the slowest.
         slowest = {(s.ranks, s.nbytes): s for s in sorted(found.sums, key=lambda s: -s.speedup)}
         sums |= slowest
+    over: dict[tuple[int, int, int, int], Row] = {}
+    normed = [json.loads(path.read_text()) for path in RESULTS.glob("*-gemm_ar_norm-*.json")]
+    for results in sorted(normed, key=lambda each: str(each["date"])):
+        if (results["machine"]["arch"], results["machine"]["sms"]) in machines:
+            over |= {(r.ranks, r.n, r.k, r.m): r for r in measured_in(results).over_fusion}
     for shape in json.loads(LARGE.read_text())["shapes"]:
         if shape["m"] > LARGE_FROM:
             row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
@@ -46,8 +52,9 @@ def measured() -> dict[str, Any]:
         [r.ranks, r.n, r.k, r.m, r.speedup, *([r.scales] if r.scales else [])]
         for _, r in sorted(newest.items())
     ]
+    of_norms = [[r.ranks, r.n, r.k, r.m, r.speedup] for _, r in sorted(over.items())]
     of_sums = [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())]
-    return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums}
+    return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums, "over_fusion": of_norms}
 
 
 def speedup_of_large(shape: dict[str, float]) -> float:
@@ -58,9 +65,9 @@ def speedup_of_large(shape: dict[str, float]) -> float:
 def text() -> str:
     """The file's contents, a line for each row."""
     data = measured()
-    rows, sums = (",\n    ".join(json.dumps(row) for row in data[name]) for name in ("rows", "sums"))
-    machine = json.dumps(data["machine"])
-    return f'{{\n  "machine": {machine},\n  "rows": [\n    {rows}\n  ],\n  "sums": [\n    {sums}\n  ]\n}}\n'
+    lists = {name: ",\n    ".join(map(json.dumps, data[name])) for name in ("rows", "sums", "over_fusion")}
+    told = ",\n  ".join(f'"{name}": [\n    {rows}\n  ]' for name, rows in lists.items())
+    return f'{{\n  "machine": {json.dumps(data["machine"])},\n  {told}\n}}\n'
 
 
 if __name__ == "__main__":

@@ -48,6 +48,26 @@ def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row,
     history.close()
 
 
+def tuned(results: Path = RESULTS) -> Iterator[tuple[str, Machine, list[Fact]]]:
+    """Of every file of flux tune its date, machine, and facts."""
+    history = History(ROOT)
+    for path in sorted((results / "tuning").glob("*-tune-*.json")):
+        machine, facts = store.read(path)
+        about = json.loads(path.read_text())
+        commit = about["commit"]
+        known = history.has(commit)
+        told = [
+            replace(
+                fact,
+                source=f"tuning/{path.name}",
+                older=not known or history.changed(fact.op if fact.op in SOURCES else "gemm", commit) > 0,
+            )
+            for fact in facts
+        ]
+        yield about["date"], machine, told
+    history.close()
+
+
 def of_large_sums() -> list[Fact]:
     """gemm_ar by exchange and composed, which no suite measures side by side."""
     names = {"fused": "exchange", "composed": "composed", "torch": "cublas+nccl"}
@@ -70,8 +90,10 @@ def machine_of(result: record.Record) -> Machine:
 def newest() -> dict[Machine, list[Fact]]:
     """The newest measurement of each problem, by machine."""
     of_all: dict[Machine, dict[Any, Fact]] = {}
-    for result, _, _, facts in measured():
-        machine = machine_of(result)
+    timed = [(str(result.date), machine_of(result), facts) for result, _, _, facts in measured()]
+    for _, here, facts in sorted([*timed, *tuned()], key=lambda each: each[0]):
+        # flux tune does not ask for the speed of links.
+        machine = next((known for known in of_all if known.difference(here) is None), here)
         if machine not in of_all:
             first = of_large_sums() if name_of(machine) == FILE.name else []
             of_all[machine] = {fact.problem: fact for fact in first}

@@ -32,7 +32,7 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
-from flux.integrations.vllm.report import report, setting
+from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.sequence import SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
 from flux.integrations.vllm.unshard import unshard
@@ -41,11 +41,14 @@ from flux.ops.plan import current_device, why_unfused
 from flux.ops.workspaces import rank_and_size
 
 # In names of vLLM's passes that fuse an all-reduce with what follows, or replace it by a reduce-scatter.
-_ALL_REDUCE_FUSIONS = ("AllReduce", "SequenceParallelism")
+_WITH_NORM = "AllReduce"
+_ALL_REDUCE_FUSIONS = (_WITH_NORM, "SequenceParallelism")
 
 _installed: list[str] = []
 # By vLLM's name of the group.
 _sums: dict[str, SumRule] = {}
+# Of each kind of layer that flux serves, from how many tokens on it does also where vLLM would fuse.
+_over_fusion: set[int] = set()
 
 
 class FluxPass(InductorPass):  # type: ignore[misc]
@@ -66,6 +69,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         # Calls that must be batch invariant are the same in all ranges.
         fusions = [] if _invariance.active() else self.fusions
         names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
+        if start >= max(_over_fusion, default=NEVER):
+            names = [name for name in names if _WITH_NORM not in name]
         counts = self.counts.setdefault((start, end), Counter())
         unshard(graph, None if names else end)
         settle_sums(graph, start, end)
@@ -79,7 +84,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        rules = str(sorted(_sums.items(), key=lambda rule: rule[0]))
+        rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {max(_over_fusion, default=NEVER)}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         steps = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
@@ -170,6 +175,14 @@ def sequence_begins(
 def serve_sums(vllm_group: str, rule: SumRule) -> None:
     """Lets the pass serve sums over a group that no layer of flux makes."""
     _sums[vllm_group] = rule
+
+
+def serve_over_fusion(config: Any, tokens: int) -> None:
+    """Lets flux keep a kind of layer from `tokens` tokens on where vLLM would fuse its all-reduce with
+    RMSNorm. In a range all kinds stay vLLM's, or none: vLLM's fusion is a pass over the whole graph.
+    """
+    _over_fusion.add(tokens)
+    split_range(config, tokens)
 
 
 def split_range(config: Any, tokens: int) -> None:

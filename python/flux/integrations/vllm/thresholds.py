@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from flux import _invariance
 from flux.integrations.vllm.report import NEVER, setting, tell
-from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES
 
 # Stands for GPUs like those that were measured.
 MEASURED_GPU = torch.device("meta")
@@ -31,6 +31,9 @@ ALIGNMENT = 8
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
+# A sum of so many bytes is bound by the links, of which gemm_rs hides half: on GPUs like those that were
+# measured, and on others.
+_BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
 
@@ -63,10 +66,16 @@ class Sum:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements, and where they are from."""
+    """Measurements, and where they are from.
+
+    Attributes:
+        over_fusion: of gemm_ar with residual and RMSNorm, against a GEMM and what vLLM fuses behind it:
+            FlashInfer's all-reduce with residual and RMSNorm.
+    """
 
     rows: tuple[Row, ...]
     sums: tuple[Sum, ...]
+    over_fusion: tuple[Row, ...] = ()
     source: str = ""
 
 
@@ -105,19 +114,36 @@ def decide(
 ) -> tuple[int, str]:
     """from_tokens by given measurements. A pure function."""
     # vLLM's GEMMs of fp8 may be faster than flux's by more than flux hides.
-    large = NEVER if scales else -(-COMPOSED_FROM_BYTES // (n * dtype.itemsize))
+    large = NEVER if scales else -(-_BOUND_BY_LINKS // (n * dtype.itemsize))
     known = [row for row in rows if row.ranks == ranks and row.scales == scales]
     if not known and scales:
         return NEVER, f"fp8 with {scales} scales was not measured on {ranks} such GPUs"
     if not known:
         return large, f"no measurement of {ranks} such GPUs: only large sums"
+    shape, chosen = _faster_from(known, n, k)
+    return min(chosen, large), f"{source}, weight {list(shape)}"
+
+
+def _faster_from(known: Collection[Row], n: int, k: int) -> tuple[tuple[int, int], int]:
+    """Of the weight nearest in size: its shape, and from how many rows on flux was faster at every size."""
     shape = min({(row.n, row.k) for row in known}, key=lambda at: _distance(at, (n, k)))
-    chosen = large
+    chosen = NEVER
     for row in sorted((row for row in known if (row.n, row.k) == shape), key=lambda row: -row.m):
         if row.speedup < 1 + _NOISE:
             break
         chosen = row.m
-    return min(chosen, large), f"{source}, weight {list(shape)}"
+    return shape, chosen
+
+
+def over_fusion_from(n: int, k: int, ranks: int, device: torch.device, scales: str = "") -> int:
+    """From how many rows on flux serves a weight [n, k] of each rank also where vLLM would fuse the
+    all-reduce behind it with residual and RMSNorm. Only what was measured against that counts, for weights up
+    to twice or half as large.
+    """
+    rows = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).over_fusion
+    known = [row for row in rows if row.ranks == ranks and row.scales == scales]
+    near = [row for row in known if _distance((row.n, row.k), (n, k))[0] <= 1]
+    return _faster_from(near, n, k)[1] if near else NEVER
 
 
 def sequence_from(
@@ -151,7 +177,7 @@ def _composed_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device)
     """From how many rows on a sum is bound by the links."""
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
     known = any(row.ranks == ranks for row in measured.rows)
-    nbytes = COMPOSED_FROM_BYTES if known else RAGGED_FROM_BYTES
+    nbytes = _BOUND_BY_LINKS if known else _BOUND_EVERYWHERE
     return -(-nbytes // (n * dtype.itemsize))
 
 
@@ -190,19 +216,24 @@ def fingerprint() -> str:
 
 def measured_in(results: dict[str, Any]) -> Measured:
     """The measurements in a result file of ``flux bench``."""
-    rows, sums = [], []
+    rows: dict[str, list[Row]] = {"gemm_ar": [], "gemm_ar_norm": []}
+    sums = []
     for row in results["rows"]:
+        if row["op"] not in (*rows, "all_reduce"):
+            continue
+        fused = [t["median_ms"] for name, t in row["times"].items() if "FlashInfer" in name]
         others = [t["median_ms"] for t in row["times"].values() if t["role"] in ("serial", "peer")]
-        if row["op"] not in ("gemm_ar", "all_reduce") or not others or "flux" not in row["times"]:
+        others = fused if row["op"] == "gemm_ar_norm" else others
+        if not others or "flux" not in row["times"]:
             continue
         m, n, k = row["local"]
         speedup = round(min(others) / row["times"]["flux"]["median_ms"], 3)
-        if row["op"] == "gemm_ar":
+        if row["op"] in rows:
             scales = {"tensor": "row"}.get(row.get("scales", ""), row.get("scales", ""))
-            rows.append(Row(row["tp"], n, k, m, speedup, scales))
+            rows[row["op"]].append(Row(row["tp"], n, k, m, speedup, scales))
         else:
             sums.append(Sum(row["tp"], m * n * getattr(torch, row["dtype"]).itemsize, speedup))
-    return Measured(tuple(rows), tuple(sums))
+    return Measured(tuple(rows["gemm_ar"]), tuple(sums), tuple(rows["gemm_ar_norm"]))
 
 
 @functools.cache
@@ -216,8 +247,9 @@ def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
     shipped = json.loads(SHIPPED.read_text())
     if machine != (shipped["machine"]["arch"], shipped["machine"]["sms"]):
         return Measured((), ())
-    rows, sums = (Row(*row) for row in shipped["rows"]), (Sum(*each) for each in shipped["sums"])
-    return Measured(tuple(rows), tuple(sums), "measured on such GPUs")
+    rows, over = (tuple(Row(*row) for row in shipped[name]) for name in ("rows", "over_fusion"))
+    sums = tuple(Sum(*each) for each in shipped["sums"])
+    return Measured(rows, sums, over, "measured on such GPUs")
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:
