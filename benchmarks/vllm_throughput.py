@@ -15,7 +15,8 @@ counts.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
-- profiles (--profile): these once more, with the time of each kernel on the first rank (vllm_profile.py).
+- profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
+  without any (vllm_profile.py).
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
   tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
@@ -25,8 +26,8 @@ All that uses NVLink multicast is off, and so is vLLM's fusion in all runs. With
 as users have them, and a run of flux may leave all to vLLM; multicast is on then, unless the environment
 forbids it (NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1), in which case FlashInfer sums without.
 The file is written after each round, and no round begins that would not end before --timeout.
-Ends with 1 if something is wrong: an engine did not come up, a flux run without flux (be it only for its
-experts), a stock run with it.
+Ends with 1 if something is wrong: a GPU whose clock is low under load (then no engine is waited for), an
+engine that did not come up, a flux run without flux (be it only for its experts), a stock run with it.
 """
 
 from __future__ import annotations
@@ -348,10 +349,15 @@ def complete(record: dict[str, Any], measured: Measurement, options: argparse.Na
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def gpus_now() -> list[dict[str, Any]]:
+def take_clocks(record: dict[str, Any], key: str) -> list[str]:
+    """Keeps what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
+    import torch
+
     from flux.bench import machine
 
-    return machine.smi()
+    gpus = machine.smi_under_load([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+    record["machine"][key] = gpus
+    return machine.throttled(gpus)
 
 
 def say(text: str) -> None:
@@ -453,9 +459,13 @@ def main() -> int:
         def write() -> None:
             complete(record, measured, options)
 
-        measured.wait_until_ready(start + START_SHARE * options.timeout)
-        measured.take_all(options.rounds, write)
-        record["machine"]["gpus_load"] = gpus_now()
+        if not options.cpu:
+            measured.faults += take_clocks(record, "gpus_load")
+        if not measured.faults:
+            measured.wait_until_ready(start + START_SHARE * options.timeout)
+            measured.take_all(options.rounds, write)
+            if not options.cpu:
+                measured.faults += take_clocks(record, "gpus_after")
         write()
         print_tables(record)
     finally:

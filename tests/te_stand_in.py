@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -260,9 +261,29 @@ class GroupedLinear(nn.Module):
 
 
 class FP8GlobalStateManager:
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
+    enabled = False
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.enabled
+
+
+@contextmanager
+def fp8_autocast(enabled: bool = True, **_: Any) -> Iterator[None]:
+    before, FP8GlobalStateManager.enabled = FP8GlobalStateManager.enabled, enabled
+    try:
+        yield
+    finally:
+        FP8GlobalStateManager.enabled = before
+
+
+class Format(Enum):
+    E4M3, HYBRID = range(2)
+
+
+class Recipe:
+    def __init__(self, **_: Any) -> None:
+        pass
 
 
 class CudaRNGStatesTracker:
@@ -278,14 +299,22 @@ def install() -> None:
     contents: dict[str, dict[str, Any]] = {
         "": {"__version__": VERSION},
         ".common": {},
-        ".common.recipe": {name: type(name, (), {}) for name in ("DelayedScaling", "Format", "Recipe")},
+        ".common.recipe": {
+            "Format": Format,
+            "Recipe": Recipe,
+            **{
+                name: type(name, (Recipe,), {})
+                for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+            },
+        },
         ".pytorch": {
             cls.__name__: cls
             for cls in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, GroupedLinear)
-        },
+        }
+        | {"fp8_autocast": fp8_autocast},
         ".pytorch.fp8": {
             "FP8GlobalStateManager": FP8GlobalStateManager,
-            "fp8_autocast": no_context,
+            "fp8_autocast": fp8_autocast,
             "fp8_model_init": no_context,
         },
         ".pytorch.distributed": {

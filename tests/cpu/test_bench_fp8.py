@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 import flux
 from flux import peers as packages
 from flux.bench import record
-from flux.bench.cases import graphs, moe
-from flux.bench.cases.common import Context, compare
-from flux.bench.cases.fp8 import gemm, libraries, quantize, ranks
-from flux.bench.cases.fp8 import moe as fp8_moe
-from flux.bench.cases.fp8.data import quantized
+from flux.bench.cases import gemm, libraries, moe, moe_peers, quantize, ranks
+from flux.bench.cases import peers as peer_cases
+from flux.bench.cases.common import Context, Lineup, compare
+from flux.bench.cases.operands import Scaled, quantized
 from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, on_wire_bytes
 from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
@@ -111,12 +110,11 @@ def test_sums_that_bf16_does_not_hold_are_checked_twice() -> None:
 def test_a_wrong_library_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that drops the scales of rows is noted, and so is one whose package is absent."""
 
-    def product(x: libraries.Scaled, weight: libraries.Scaled, out: Tensor) -> Tensor:
+    def product(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
         return out.copy_(x.q.float() @ weight.q.float().t())
 
-    as_it_is = libraries._as_it_is
-    wrong = libraries.Library("Wrong", "peer", "torch", ("row",), as_it_is, as_it_is, product)
-    right = replace(wrong, name="Right", product=lambda x, w, out: gemm.flux_product(x, w, out=out))
+    wrong = libraries.Library("Wrong", "peer", "torch", ("row",), product)
+    right = replace(wrong, name="Right", product=lambda x, w, out: libraries.OURS.product(x, w, out))
     absent = replace(wrong, name="Absent", package="no_such_package")
     monkeypatch.setattr(libraries, "LIBRARIES", (wrong, right, absent))
     row = measure(problem("row"), ONE, CpuTimer(None), SETTINGS)
@@ -135,17 +133,16 @@ def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
     def opened(*_: Any) -> Any:
         return lambda x, residual: summed.append(x.clone()) or (x, None), contextlib.nullcontext
 
-    def product(x: libraries.Scaled, weight: libraries.Scaled, out: Tensor) -> Tensor:
-        products.append(gemm.flux_product(x, weight))
+    def product(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
+        products.append(libraries.OURS.product(x, weight, torch.empty_like(out)))
         return products[-1]
 
     products: list[Tensor] = []
-    as_it_is = libraries._as_it_is
-    library = libraries.Library("Mine", "peer", "torch", ("row",), as_it_is, as_it_is, product)
+    library = libraries.Library("Mine", "peer", "torch", ("row",), product)
     with (
         mock.patch.object(libraries, "LIBRARIES", (library,)),
         mock.patch.dict(packages.PEERS, {"Other": ("torch", opened)}),
-        mock.patch.object(graphs, "_opened", opened),
+        mock.patch.object(peer_cases, "_opened", opened),
     ):
         prepared = ranks.prepare(replace(problem("row", "gemm_ar"), pattern="gemm_ar"), context)
         products.clear()
@@ -165,11 +162,10 @@ def async_products(rank: int, world_size: int) -> list[str]:
     """torch's fused operators, whose place flux takes on CPUs, with the arguments of the benchmark."""
     async_tp.install()
     group, said = dist.group.WORLD.group_name, []
-    for op, kind in product(ranks._ASYNC_TP, ("tensor", "row")):
+    for op, kind in product(ranks.ASYNC_TP, ("tensor", "row")):
         case = ScaledCase(32, 48, 256, world_size, kind, sums=op == "gemm_rs")
         x, weight, of_x, of_w, _ = case.inputs(rank)
-        args = (x, ranks._scale(of_x, -1, 1), libraries.Scaled(weight, of_w), group, torch.bfloat16)
-        got: Any = ranks._ASYNC_TP[op](*args)
+        got: Any = ranks.ASYNC_TP[op](Scaled(x, of_x), Scaled(weight, of_w), group, torch.bfloat16)
         rows = slice(rank * 16, rank * 16 + 16) if op == "gemm_rs" else slice(None)
         want = case.total()[rows] if op == "gemm_rs" else case.gathered(rank)
         said.append(compare(got if op == "gemm_rs" else got[1][0], want))
@@ -202,13 +198,13 @@ def layers(rank: int, world_size: int) -> list[tuple[str, set[str], list[str]]]:
     for op in ("moe_layer0", "moe_layer1"):
         for kind, ep_size in (("tensor", 1), ("row", world_size), ("block", world_size)):
             row = replace(moe.problem(op, "tiny", 64, ep_size, load_std=0.05), scales=kind)
-            prepared = fp8_moe.prepare(row, context)
+            prepared = moe.prepare(row, context)
             for candidate in prepared.candidates:
                 candidate.call()
-            told.append((fp8_moe.check(row, context), {c.name for c in prepared.candidates}, prepared.notes))
+            told.append((moe.check(row, context), {c.name for c in prepared.candidates}, prepared.notes))
     lost = mock.patch.object(flux.moe, "gemm_gather_rs", without_scales)
     with lost:
-        told.append((fp8_moe.check(row, context), set(), []))
+        told.append((moe.check(row, context), set(), []))
     return told
 
 
@@ -243,11 +239,14 @@ def test_a_scaled_grouped_product_of_torch_is_checked(monkeypatch: pytest.Monkey
     x = quantized(torch.randn(6, 64), "token")
     weight, offsets = quantized(torch.randn(2, 32, 64), "token"), torch.tensor([0, 4, 6], dtype=torch.int32)
     right = True
-    found, notes = fp8_moe.grouped_products(x, weight, "row", offsets, ONE)
-    assert list(found) == ["flux.grouped_gemm", "_scaled_grouped_mm"] and notes == []
+    lineup = Lineup(ONE)
+    found = moe_peers.grouped_products(lineup, x, weight, offsets)
+    assert [each.name for each in found] == ["flux.grouped_gemm", "_scaled_grouped_mm"]
+    assert lineup.notes == []
     right = False
-    found, notes = fp8_moe.grouped_products(x, weight, "row", offsets, ONE)
-    assert list(found) == ["flux.grouped_gemm"] and "could not run: wrong" in notes[0]
+    found = moe_peers.grouped_products(lineup, x, weight, offsets)
+    assert [each.name for each in found] == ["flux.grouped_gemm"]
+    assert "could not run: wrong" in lineup.notes[0]
 
 
 def test_bars_and_facts() -> None:

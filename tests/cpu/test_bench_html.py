@@ -54,7 +54,7 @@ class Page(HTMLParser):
 def test_a_page_has_rows_samples_and_where_they_are_from() -> None:
     result = make_record()
     result.rows[0].model = "<b>small & bold"
-    result.rows[0].sustained_ms = {"flux": 0.25}
+    result.rows[0].conditions = {"at sustained clocks": {"flux": 0.25}}
     result.machine["peers"] = {"vllm": "0.32.0"}
     text = html.page(result)
     page = Page(text)

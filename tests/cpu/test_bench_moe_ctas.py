@@ -132,10 +132,10 @@ def test_every_number_takes_its_turn_beside_the_plan() -> None:
     assert [t.role for t in row.times.values()] == [
         "flux",
         *["config"] * 5,
-        "gemm",
-        "gemm",
         "comm",
+        "gemm",
         "serial",
+        "gemm",
     ]
     assert row.plan is not None and 1 <= row.plan["communication_ctas"] <= FEW_SMS // 2
     chosen = row.plan["communication_ctas"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flux.bench import timing
-from flux.bench.cases.common import Candidate, Context, random_operands, rotating
+from flux.bench.cases.common import Candidate, Context, rotating
+from flux.bench.cases.operands import random_operands
 from flux.bench.model import OTHERS
 from flux.bench.runner import Settings, after, measure
 from flux.bench.suites import Problem
@@ -237,7 +238,10 @@ def test_rows_after_a_kernel_of_torch_and_of_flux() -> None:
     context = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
     row = measure(Problem("gemm", "a", "local", 40, 136, 64), context, CpuTimer(None), settings)
     kept = {name for name, timing in row.times.items() if timing.role in ("flux", *OTHERS)}
-    assert {whose: set(ms) for whose, ms in row.after_ms.items()} == {"torch": kept, "flux": kept}
+    assert {how: set(ms) for how, ms in row.conditions.items()} == {
+        "after a kernel of torch": kept,
+        "after a kernel of flux": kept,
+    }
 
 
 def test_host_cost_is_not_gpu_time(gpu: FakeGpu) -> None:
@@ -258,7 +262,8 @@ def test_cpu_timer_counts_calls() -> None:
 
 def test_data_is_random_normal() -> None:
     context = Context(1, 4, 4, torch.device("cpu"), torch.bfloat16, None)
-    x, (weight,) = random_operands(256, 128, 512, context)
+    given = random_operands(Problem("gemm", "a", "local", 256, 128, 512), context)
+    x, (weight,) = given.x, given.weights
     for tensor, rows in ((x, 256), (weight, 128)):
         assert tensor.shape == (rows, 512) and tensor.dtype == torch.bfloat16
         assert abs(float(tensor.float().std()) - 0.1) < 0.01

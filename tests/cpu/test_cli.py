@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from flux.bench import record
-from flux.bench.cases import gemm_rs
 from flux.bench.cases.common import compare
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
@@ -21,6 +20,7 @@ from flux.cli import app, findings, links, verify_cases, verify_moe
 from flux.cli import bench as bench_cli
 from flux.cli.bench import choose
 from flux.cli.findings import Finding
+from flux.comm.group import reduce_scatter
 
 runner = CliRunner()
 no_gpu = pytest.mark.skipif(
@@ -225,7 +225,7 @@ def test_strict_is_for_gpus_only() -> None:
 
 
 def test_reduce_scatter_exists_under_one_of_its_names() -> None:
-    assert callable(gemm_rs.reduce_scatter())
+    assert callable(reduce_scatter())
 
 
 @no_gpu

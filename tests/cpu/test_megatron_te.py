@@ -7,7 +7,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from functools import partial
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,7 +172,49 @@ def delayed_gradients(rank: int, world_size: int) -> None:
     assert_alike(found[1], found[0])
 
 
-SCENARIOS = (equal_to_stock, selective_recomputation, the_command_line, fp32_residual, delayed_gradients)
+def fp8_contexts(rank: int, world_size: int) -> None:
+    """Layers multiply in fp8 where Megatron's contexts say so: not those at both ends with
+    first_last_layers_bf16, not the output layer, and no layer that is called outside of them.
+    """
+    from flux.integrations.megatron import convert_model, linear
+
+    for recipe, ends_in_16_bits in product(("tensorwise", "blockwise"), (False, True)):
+        config = make_config(
+            num_layers=3,
+            sequence_parallel=True,
+            fp8="hybrid",
+            fp8_recipe=recipe,
+            first_last_layers_bf16=ends_in_16_bits,
+        )
+        model = make_model(config, spec_of(config, True))
+        convert_model(model)
+        in_fp8: list[bool] = []
+
+        def note(call: Any, found: list[bool] = in_fp8) -> Any:
+            return lambda *args, fp8, **options: (
+                found.append(fp8 is not None) or call(*args, fp8=fp8, **options)
+            )
+
+        with (
+            mock.patch.object(linear, "column_linear", note(linear.column_linear)),
+            mock.patch.object(linear, "row_linear", note(linear.row_linear)),
+        ):
+            train(model)
+            ends = [not ends_in_16_bits] * 4
+            assert in_fp8 == [*ends, *[True] * 4, *ends, False], (recipe, in_fp8)
+            del in_fp8[:]
+            model.decoder.layers[1].mlp(torch.randn(8, 1, config.hidden_size))
+            assert in_fp8 == [False, False]
+
+
+SCENARIOS = (
+    equal_to_stock,
+    selective_recomputation,
+    the_command_line,
+    fp32_residual,
+    delayed_gradients,
+    fp8_contexts,
+)
 
 
 def run_scenario(rank: int, world_size: int, name: str) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import registry
-from flux.ops.plan import PlanInput, facts_key, planned, workspace_plan
+from flux.ops.plan import Plan, PlanInput, facts_key, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
 from flux.tuning import machine, store
 from flux.tuning.facts import Fact, Tuning, choose
@@ -44,7 +44,8 @@ FACTS = Tuning(
     [
         (16, 4096, 2048, {"fused": 10.0, "parts": 20.0}, "measured in a.json"),
         (32, 4096, 2048, {"fused": 20.0, "parts": 20.0}, "between m = 16 and 64 of a.json"),
-        (64, 8192, 2048, {"fused": 80.0, "parts": 40.0, "torch": 160.0}, "like 1 similar weights, measured"),
+        # Twice the weight, but for 3 us that any call takes.
+        (64, 8192, 2048, {"fused": 77.0, "parts": 37.0, "torch": 157.0}, "like 1 similar weights, measured"),
         (15, 4096, 2048, {}, ""),
         (65, 4096, 2048, {}, ""),
         (64, 16384, 2048, {}, ""),
@@ -57,6 +58,25 @@ def test_estimates(m: int, n: int, k: int, us: dict[str, float], words: str) -> 
     assert all(words in each.source for each in found)
     assert [each.us for each in found] == sorted(each.us for each in found)
     assert not FACTS.estimates("gemm_ar", 4, 2, m, n, k) and not FACTS.estimates("gemm_rs", 2, 2, m, n, k)
+
+
+def test_the_cost_model_bends_estimates_of_the_fused_way() -> None:
+    """It knows in which steps tiles fill SMs. Here: one time up to 16 rows, and four times that above."""
+
+    def model(m: int, n: int, k: int) -> float:
+        return (1.0 if m <= 16 else 4.0) * n / 4096
+
+    def us(m: int, n: int) -> dict[str, float]:
+        found = FACTS.estimates("gemm_ar", 2, 2, m, n, 2048, model)
+        return {each.way: round(each.us, 6) for each in found}
+
+    # 10 us at 16 rows and 40 at 64 are both what the model says: so are 40 at 32. Of parts it knows nothing.
+    assert us(32, 4096) == {"fused": 40.0, "parts": 20.0}
+    assert us(16, 4096) == {"fused": 10.0, "parts": 20.0}
+    assert us(64, 8192) == {"fused": 80.0, "parts": 37.0, "torch": 157.0}
+    # A model without a time for a problem is none.
+    none = FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048, lambda m, n, k: 0.0)
+    assert none == FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048)
 
 
 def test_a_way_must_gain_more_than_the_margin() -> None:
@@ -338,6 +358,55 @@ def test_plans_do_not_change(tmp_path: Path) -> None:
         "world_size": 2,
         "transpose_weight": False,
     }
+
+
+def test_a_norm_may_run_another_way_than_the_sum_alone() -> None:
+    """Sums of 16 MiB with a norm took 131 us composed, where the norm is one more pass, and 111 in parts."""
+    sizes = (2, 2, 2048, 4096, 2048)
+    alone = Fact("gemm_ar", *sizes, {"fused": 108.0, "composed": 100.0, "parts": 107.0, "torch": 150.0})
+    normed = Fact("gemm_ar_norm", *sizes, {"fused": 120.0, "composed": 131.0, "parts": 111.0, "torch": 152.0})
+
+    def way(op: str, *facts: Fact) -> str:
+        problem = PlanInput("cuda", 2048, 4096, 2048, torch.bfloat16, world_size=2, num_sms=132)
+        return planned(op, replace(problem, tuning=Tuning(facts))).way
+
+    assert [way(op, alone, normed) for op in ("gemm_ar", "gemm_ar_norm")] == ["composed", "parts"]
+    assert way("gemm_ar_norm", alone) == "fused", "a norm behind what is composed was not measured"
+    other = replace(alone, us={"fused": 105.0, "parts": 90.0})
+    assert way("gemm_ar_norm", other) == "parts", "not measured with a norm: as without"
+    assert way("gemm_ar", normed) == "fused", "a norm says nothing of the sum alone"
+
+
+def calls_with_facts(rank: int, world_size: int, file: str) -> list[str]:
+    """The ways in which gemm_ar runs with and without a norm, which differ; both results are exact."""
+    with mock.patch.dict("os.environ", {"FLUX_TUNING": file, "FLUX_RECORD_SHAPES": f"{file}.shapes"}):
+        case = GemmRsCase(16, 8, 4, world_size, torch.float32)
+        x, weight, _ = case.inputs(rank, CPU)
+        total = case.expected_sum(CPU)
+        assert torch.equal(flux.gemm_ar(x, weight), total)
+        for _ in range(2):
+            _, summed = flux.gemm_ar(x, weight, norm_weight=torch.ones(8))
+            assert torch.equal(summed, total)
+        explained = [flux.explain(op, 16, 8, 4, torch.float32).way for op in ("gemm_ar", "gemm_ar_norm")]
+        workspace = registry.existing(dist.group.WORLD)[0]
+        ran = [
+            plan.way
+            for key, plan in workspace.plans.items()
+            if key[0] in ("gemm_ar", "gemm_ar_norm")
+            if isinstance(plan, Plan)
+        ]
+        return [*explained, *ran]
+
+
+def test_calls_with_a_norm_look_for_their_own_facts(tmp_path: Path) -> None:
+    facts = [
+        Fact("gemm_ar", 2, 4, 16, 8, 4, {"fused": 2.0, "parts": 9.0}),
+        Fact("gemm_ar_norm", 2, 4, 16, 8, 4, {"fused": 9.0, "parts": 2.0}),
+    ]
+    file = str(written(tmp_path / "a", *facts))
+    assert spawn(calls_with_facts, 2, file, backend="gloo") == [["fused", "parts"] * 2] * 2
+    told = [json.loads(line)["op"] for line in Path(f"{file}.shapes").read_text().splitlines()]
+    assert [op for op in told if op.startswith("gemm")] == ["gemm_ar", "gemm_ar_norm"]
 
 
 def test_sums_are_known_by_their_elements() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import sys
@@ -282,9 +283,13 @@ def test_rounds_that_would_end_too_late_are_not_begun(
 
 def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
     profile = importlib.import_module("vllm_profile")
-    events = [("b", 2e3, 5e3), ("a", 1e3, 3e3), ("a", 9e3, 10e3), ("c", 9.5e3, 9.6e3)]
-    found = profile.of_events(events)
-    assert found == {"span_ms": 9.0, "busy_ms": 5.0, "kernels": [["a", 2, 3.0], ["b", 1, 3.0], ["c", 1, 0.1]]}
+    events = [("b", 2e3, 5e3), ("a", 1e3, 3e3), ("a", 9e3, 10e3), ("c", 9.5e3, 9.6e3), ("d", 10.5e3, 11e3)]
+    assert profile.of_events(events) == {
+        "span_ms": 10.0,
+        "busy_ms": 5.5,
+        "kernels": [["a", 2, 3.0], ["b", 1, 3.0], ["d", 1, 0.5], ["c", 1, 0.1]],
+        "idle": [[4.0, "b", "a"], [0.5, "a", "d"]],
+    }
     assert profile.of_events([])["kernels"] == []
 
 
@@ -296,3 +301,50 @@ def test_a_profile_has_what_ran(benchmark: Any) -> None:
     assert (
         "aten::sum" in {name for name, _, _ in found["kernels"]} and 0 < found["busy_ms"] <= found["span_ms"]
     )
+
+
+def test_a_gpu_with_a_low_clock_ends_the_benchmark(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One at 85 °C and 390 MHz had slowed down all engines to a third."""
+    from flux.bench import machine
+
+    gpus = [
+        {"index": 0, "sm_mhz": 390, "sm_max_mhz": 1980, "temperature_c": 85},
+        {"index": 1, "sm_mhz": 1410, "sm_max_mhz": 1980, "temperature_c": 54},
+        {"index": 2, "sm_mhz": None, "sm_max_mhz": None, "temperature_c": None},
+    ]
+    monkeypatch.setattr(machine, "smi_under_load", lambda devices: gpus)
+    record: dict[str, Any] = {"machine": {}}
+    fault = "GPU 0 runs at 390 of 1980 MHz under load, at 85 °C"
+    assert benchmark.take_clocks(record, "gpus_load") == [fault]
+    assert record["machine"]["gpus_load"] == gpus
+
+    class Started:
+        ready = False
+
+        def __init__(self, run: str, settings: Any) -> None: ...
+
+    stopped: list[str] = []
+    monkeypatch.setattr(benchmark, "Engine", Started)
+    monkeypatch.setattr(benchmark, "stop", lambda engines: stopped.extend(engines))
+    monkeypatch.setattr(
+        benchmark,
+        "describe",
+        lambda settings, work: {
+            "version": "",
+            "commit": "",
+            "date": "",
+            "machine": {},
+            "settings": {"model": {"layers": 1}, "tp": 2},
+        },
+    )
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["vllm_throughput.py", "--runs", "stock-graph", "--json", str(file), "--logs", str(tmp_path)],
+    )
+    assert benchmark.main() == 1
+    assert stopped == ["stock-graph"]
+    assert json.loads(file.read_text())["faults"] == [fault]

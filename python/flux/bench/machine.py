@@ -38,6 +38,8 @@ _SMI_FIELDS = {
     "temperature.gpu": "temperature_c",
 }
 _SMI_TEXT = ("name", "driver")
+# Share of the highest SM clock. Healthy H100s and H200s keep over 0.7 of it under their power limit.
+LEAST_CLOCK = 0.6
 
 
 def disable_multicast() -> None:
@@ -85,6 +87,36 @@ def smi() -> list[dict[str, Any]]:
     """Per GPU: name, driver, clocks (MHz, now and maximum), power (W), temperature. [] without nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     return parse_smi(run_text(query) or "")
+
+
+def smi_under_load(devices: Sequence[torch.device], reads: bool = True) -> list[dict[str, Any]]:
+    """Multiplies matrices for about two seconds on each of `devices`, so that clocks settle. Returns `smi` of
+    that time; [] unless `reads`, or if it was over too soon.
+    """
+    cuda: Any = torch.cuda
+    ends = []
+    for device in devices:
+        with cuda.device(device):
+            x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16).mul_(0.1)
+            out = torch.empty_like(x)
+            for _ in range(900):
+                torch.mm(x, x, out=out)
+            ends.append(cuda.Event())
+            ends[-1].record()
+    load = smi() if reads and not any(end.query() for end in ends) else []
+    for end in ends:
+        end.synchronize()
+    return load
+
+
+def throttled(gpus: Sequence[dict[str, Any]]) -> list[str]:
+    """Of `smi_under_load`: GPUs that are too hot or too short of power for their times to count."""
+    return [
+        f"GPU {gpu['index']} runs at {now} of {highest} MHz under load, at {gpu['temperature_c']} °C"
+        for gpu in gpus
+        for now, highest in [(gpu["sm_mhz"], gpu["sm_max_mhz"])]
+        if now and highest and now < LEAST_CLOCK * highest
+    ]
 
 
 def commit() -> str:

@@ -17,6 +17,8 @@ LINK_GB_PER_S = 380.0
 # Roles of candidates. "config" is one choice of a sweep: a tile shape, or a number of communication CTAs; the
 # others are columns of the table. "fast": sums of fp8 products stay in the tensor cores, with fewer bits.
 ROLES = ("flux", "gemm", "comm", "serial", "peer")
+# How times are measured beside bursts of the call alone; whose kernel it follows.
+SUSTAINED, AFTER = "at sustained clocks", "after a kernel of "
 # Those of candidates that do the job in another way.
 OTHERS = ("serial", "peer", "parts")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
@@ -105,7 +107,10 @@ class Bar:
 
 @dataclass
 class Row:
-    """One measured problem: its sizes, the measured times, and the plan."""
+    """One measured problem: its sizes, the measured times, and the plan.
+
+    conditions: milliseconds that were not measured in bursts of the call alone, by the words for how.
+    """
 
     op: str
     model: str
@@ -124,16 +129,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     scales: str = ""
-    sustained_ms: dict[str, float] = field(default_factory=dict)
-    after_ms: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @property
-    def conditions(self) -> dict[str, dict[str, float]]:
-        """Times that were not measured in bursts of the call alone, by the words for how."""
-        return {
-            "at sustained clocks": self.sustained_ms,
-            **{f"after a kernel of {whose}": ms for whose, ms in self.after_ms.items()},
-        }
+    conditions: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

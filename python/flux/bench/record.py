@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model import LINK_GB_PER_S, Row, Timing, derive
+from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, Row, Timing, derive
 
 SCHEMA = 1
 
@@ -75,6 +75,10 @@ def row_to_json(row: Row, record: Record) -> dict[str, Any]:
 
 def row_from_json(data: dict[str, Any]) -> Row:
     fields = {key: value for key, value in data.items() if key not in ("times", "derived", "local")}
+    # Files from before 2026-11-26 have two fields for conditions.
+    sustained, behind = fields.pop("sustained_ms", {}), fields.pop("after_ms", {})
+    older = {SUSTAINED: sustained} | {AFTER + whose: ms for whose, ms in behind.items()}
+    fields["conditions"] = fields.get("conditions", {}) | {how: ms for how, ms in older.items() if ms}
     times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data["times"].items()}
     return Row(**fields, local=tuple(data["local"]), times=times)
 

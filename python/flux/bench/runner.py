@@ -19,10 +19,12 @@ from flux.bench import machine
 from flux.bench.cases import OPS
 from flux.bench.cases.common import Candidate, Context, collectives
 from flux.bench.model import (
+    AFTER,
     FP8,
     FP8_RESULT,
     LINK_GB_PER_S,
     OTHERS,
+    SUSTAINED,
     Row,
     Timing,
     derive,
@@ -132,11 +134,13 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
     with torch.no_grad():
         timer = make_timer(context.device, context.group)
         if context.cuda:
-            load = _heat(context)
+            load = machine.smi_under_load([context.device], reads=rank == 0)
             if load:
                 record.machine["gpus_load"] = load
         with progress(rank == 0, len(settings.problems)) as (step, say):
             context = replace(context, say=say)
+            for slow in machine.throttled(record.machine.get("gpus_load", [])):
+                say(f"warning: {slow}")
             for problem in settings.problems:
                 step(label(problem), None)
                 row = measure(problem, context, timer, settings)
@@ -165,7 +169,6 @@ def context_of(rank: int, world_size: int, settings: Settings) -> Context:
 def measure(problem: Problem, context: Context, timer: Timer, settings: Settings) -> Row:
     """One row: exact data first, then the clock. A wrong result is recorded and not timed."""
     spec = OPS[problem.op]
-    case = spec.case(problem)
     local = problem.local(context.tp)
     on_wire = problem.on_wire(context.tp, on_wire_bytes(problem.pattern, settings.dtype))
     row = Row(
@@ -184,11 +187,11 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     )
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
-    row.check = _agree(first_failed(case.check(problem, each) for each in everybody), context)
-    prepare = case.sweep if settings.all_configs and case.sweep else case.prepare
-    prepared = prepare(problem, context)
-    row.plan, row.notes = prepared.plan, prepared.notes
-    roles = {c.role for c in prepared.candidates}
+    row.check = _agree(first_failed(spec.case.check(problem, each) for each in everybody), context)
+    prepare = spec.sweep if settings.all_configs and spec.sweep else spec.case.prepare
+    lineup = prepare(problem, context)
+    row.plan, row.notes = lineup.plan, lineup.notes
+    roles = {c.role for c in lineup.candidates}
     if settings.nodes > 1:
         each = settings.world // settings.nodes
         row.notes.append(f"emulated: {settings.nodes} nodes x {each} on one machine, whose links are others")
@@ -196,7 +199,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         roles -= {"flux", "config"}
     if settings.alone:
         roles &= {"flux", "config", "gemm"}
-    candidates = [c for c in prepared.candidates if c.role in roles]
+    candidates = [c for c in lineup.candidates if c.role in roles]
     if settings.nodes > 1:  # other peers use symmetric memory, which nodes do not share
         candidates = [c for c in candidates if c.role != "peer" or c.name == collectives(context)]
     if not candidates:
@@ -217,14 +220,14 @@ def _time(row: Row, candidates: list[Candidate], timer: Timer, settings: Setting
         kept = {c.name: c.calls for c in compared}
         bursts = {name: statistics.median(samples[name]) for name in kept}
         found = timer.sustained({name: calls[name] for name in kept}, bursts)
-        row.sustained_ms = {name: round(ms / kept[name], 6) for name, ms in found.items()}
+        row.conditions[SUSTAINED] = {name: round(ms / kept[name], 6) for name, ms in found.items()}
     if settings.device == "cuda" and not settings.all_configs:
         row.host_us = {c.name: round(timer.host_us(c.eager or c.call), 2) for c in compared}
     if settings.neighbours:
         whole = [c for c in compared if c.calls == 1]
         for whose, neighbour in neighbours(torch.device(settings.device)).items():
-            row.after_ms[whose] = after(neighbour, whole, timer, settings)
-            row.notes += _host_bound(timer, f" after a kernel of {whose}")
+            row.conditions[AFTER + whose] = after(neighbour, whole, timer, settings)
+            row.notes += _host_bound(timer, f" {AFTER}{whose}")
 
 
 def _host_bound(timer: Timer, where: str = "") -> list[str]:
@@ -271,20 +274,6 @@ def first_failed(told: Iterable[str]) -> str:
     told = list(told)
     failed = (said for said in told if not passed(said))
     return next(failed, next((said for said in told if said != "exact"), "exact"))
-
-
-def _heat(context: Context) -> list[dict[str, Any]]:
-    """Runs GEMMs for about two seconds so that clocks settle; rank 0 reads clocks and power meanwhile."""
-    x = torch.randn(8192, 8192, device=context.device, dtype=torch.bfloat16).mul_(0.1)
-    out = torch.empty_like(x)
-    cuda: Any = torch.cuda
-    end = cuda.Event()
-    for _ in range(900):
-        torch.mm(x, x, out=out)
-    end.record()
-    load = machine.smi() if context.rank == 0 and not end.query() else []
-    end.synchronize()
-    return load
 
 
 def label(problem: Problem) -> str:

@@ -67,8 +67,10 @@ def _rates(runs: dict[str, Any], title: str) -> Table:
 def _profile(what: str, profile: dict[str, Any]) -> str:
     """When kernels ran on the first rank, and which of them took longest."""
     most = [f"{name[:60]} {ms:.2f} ms in {calls}" for name, calls, ms in profile["kernels"][:8]]
-    whole = f"{profile['ms']:.1f} ms, of which {profile['span_ms']:.1f} from first to last kernel"
-    return f"{what} took {whole}; these ran in {profile['busy_ms']:.1f}: {', '.join(most)}"
+    times = ", ".join(f"{ms:.1f}" for ms in profile["ms"])
+    whole = f"{times} ms; {profile['span_ms']:.1f} from first to last kernel"
+    gaps = "".join(f"; none for {ms:.2f} ms before {after[:60]}" for ms, _, after in profile["idle"][:3])
+    return f"{what} took {whole}, kernels ran in {profile['busy_ms']:.1f}: {', '.join(most)}{gaps}"
 
 
 def _trace(arrivals: str, samples: list[dict[str, Any]]) -> str:

@@ -70,6 +70,7 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
         yield Finding(section, "experts", reason or "flux for large batches", "info" if reason else "ok")
     yield _norms(section, model, ranks, device)
     fused = forecast.fused_by_vllm(model, ranks)
+    fused = min(fused, forecast.over_fusion(model, ranks, device) - 1)
     if fused:
         yield Finding(section, "vLLM's fusion", f"compiled batches of up to {fused} tokens stay vLLM's")
     first, why = forecast.sequence_from(model, ranks, device)

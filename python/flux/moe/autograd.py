@@ -161,7 +161,8 @@ def layer0_grads(
 
 
 def _gemm_gather_rs_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, routing, *sizes, scale_x, _, _, _ = inputs
+    x, weight, routing, *rest = inputs
+    sizes, (scale_x, *_) = rest[:5], rest[5:]
     no_scales("moe.gemm_gather_rs", scale_x)
     ctx.sizes = sizes
     # Here needs_input_grad has one entry for each tensor; in backward, entries are nested like the arguments.

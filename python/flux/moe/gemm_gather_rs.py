@@ -31,7 +31,7 @@ from flux.moe.routing import (
     plan_of,
     same_routing,
 )
-from flux.ops import _check, _gate, _scales, grouped_gemm
+from flux.ops import _check, _gate, _scales, _wire, grouped_gemm
 from flux.ops._library import dispatch, library
 from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
@@ -50,6 +50,7 @@ def gemm_gather_rs(
     scale_w: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: Literal["promoted", "fast"] = "promoted",
+    wire: Literal["int8"] | None = None,
 ) -> torch.Tensor:
     """Each token's rows · weight[e]ᵀ, times its routing weights, summed over its experts and over ranks; each
     rank gets its own tokens. A collective of the routing's group.
@@ -68,6 +69,8 @@ def gemm_gather_rs(
         scale_w: of the weights, as in flux.grouped_gemm: one entry, [E / ep_size], [E / ep_size, N], or with
             block scales [E / ep_size, N / 128, I / 128].
         out_dtype, accumulate: as in flux.gemm, the same on all ranks.
+        wire: "int8": what ranks send each other is rounded as in flux.reduce_scatter; does not run fused.
+            Gradients travel in the result's dtype.
 
     Returns:
         [tokens, N] in x's dtype, with scales in `out_dtype`, a fresh tensor.
@@ -87,12 +90,12 @@ def gemm_gather_rs(
         assert gemm_gather_rs(rows, w2, routing).shape == (3, 64)
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
-    if (done := known_layer(_KNOWN, x, weight, routing, None, scaling)) is not None:
+    if wire is None and (done := known_layer(_KNOWN, x, weight, routing, None, scaling)) is not None:
         return done
     direct = may_skip_layer_dispatch(x, weight, routing, *scaling[:2])
-    if not direct or scaling:
+    if not direct or scaling or wire is not None:
         of_scales = _scales.named(scale_x, scale_w, out_dtype, accumulate)
-        _gate.check(_OP, x=x, weight=weight, **of_scales)
+        _gate.check(_OP, x=x, weight=weight, wire=wire, **of_scales)
         check_routing(_OP, routing, x.device)
     if scaling:
         tensors = {"x": x, "weight": weight, "routing": routing.weights}
@@ -104,6 +107,8 @@ def gemm_gather_rs(
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens, routing.num_tokens)
     fn = _eager if direct else _op
     arguments = (x, weight, routing[:11], *sizes, routing.group_name)
+    if wire is not None:  # after the scales, of which all are given then
+        scaling = (*(scaling or (None, None, None, "promoted")), wire)
     return cast(torch.Tensor, dispatch(routing.group_name, x.device, fn, None, arguments, None, scaling))
 
 
@@ -116,10 +121,11 @@ def _fake(
     max_tokens: int,
     num_tokens: int,
     group_name: str,
-    *scaling: Any,
+    *rest: Any,
 ) -> torch.Tensor:
-    scales = _scales.given(_OP, *scaling)
+    scales, wire = _scales.given(_OP, *rest[:4]), rest[4] if len(rest) > 4 else None
     columns = grouped_gemm.expert_weight(_OP, x, weight, None, scales)
+    _wire.check(_OP, wire, _scales.result_dtype(x, scales))
     return x.new_empty(num_tokens, columns, dtype=_scales.result_dtype(x, scales))
 
 
@@ -132,10 +138,12 @@ def _eager(
     max_tokens: int,
     num_tokens: int,
     group_name: str,
-    *scaling: Any,
+    *rest: Any,
 ) -> torch.Tensor:
     told = Routing._make([*routing, num_experts, ep_size, max_tokens, num_tokens, group_name])
-    scales = _scales.given(_OP, *scaling)
+    scales, wire = _scales.given(_OP, *rest[:4]), rest[4] if len(rest) > 4 else None
+    if wire is not None:
+        return _over_wire(x, weight, told, scales, wire)
     if (done := known_layer(_KNOWN, x, weight, told, None, scales or (), below=True)) is not None:
         return done
     grouped_gemm.expert_weight(_OP, x, weight, None, scales)
@@ -171,6 +179,26 @@ def _among_ranks(
         shared = cast(CpuWorkspace, workspace)
         _Exchange(shared, plan, layout, routing, epoch, x, weight, out, scales).run()
         return out
+
+
+def _over_wire(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, scales: Scales | None, wire: str
+) -> torch.Tensor:
+    grouped_gemm.expert_weight(_OP, x, weight, None, scales)
+    _wire.check(_OP, wire, _scales.result_dtype(x, scales))
+    if scales is not None:
+        scales = scales.canonical_experts(*weight.shape)
+    group = process_group(routing.group_name)
+    if group.size() == 1:
+        return in_parts(x, weight, routing, scales)
+
+    def among_ranks() -> torch.Tensor:
+        workspace = registry.get(group, x.device, _OP)
+        plan = _wire.planned(plan_of(workspace, _OP, weight, routing, x.dtype, scales))
+        with workspace.calling(plan, {**same_routing(routing), **_wire.same(wire)}):
+            return in_parts(x, weight, routing, scales, wire)
+
+    return registry.in_turn(group, x.device, among_ranks)
 
 
 def _on_nodes(
@@ -222,7 +250,11 @@ def launch(
 
 
 def in_parts(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, scales: Scales | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    scales: Scales | None = None,
+    wire: str | None = None,
 ) -> torch.Tensor:
     """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU."""
     group, dtype = process_group(routing.group_name), _scales.result_dtype(x, scales)
@@ -234,6 +266,8 @@ def in_parts(
     partial = weighted_sum(product, routing.positions, routing.weights)
     if group.size() == 1:
         return partial[0, : routing.num_tokens].to(dtype, copy=True)
+    if wire is not None:
+        return _wire.sum_of(partial, group)[: routing.num_tokens].to(dtype)
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     partial = partial.to(dtype) if x.is_cuda else partial
     total = partial.new_empty(limit, n)

@@ -22,6 +22,7 @@ _QUANTISED = {
 # Arguments of public functions that are not in a schema, or have another type there.
 _EXTRA = {
     "moe.route": {"max_tokens": "Optional[int]", "max_node_tokens": "Optional[int]"},
+    "gemm_rs": {"wire": "Optional[str]"},
     "gemm_ar": {"eps": "Optional[float]", **_QUANTISED},
     "all_reduce": {"eps": "Optional[float]", **_QUANTISED},
     "reserve": {"max_m": "int", "max_n": "int", "max_k": "int", "dtype": "dtype", "slots": "int"},

@@ -65,8 +65,11 @@ library.define(f"all_reduce({_SUM}, str group_name) -> Tensor", tags=_TAGS)
 library.define(f"all_reduce_out({_SUM}, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
 library.define(f"all_reduce_norm({_SUM}, {_NORM}, str group_name) -> (Tensor, Tensor)", tags=_TAGS)
 library.define(f"all_reduce_quant({_SUM}, {_NORM}, str group_name, {_QUANT}) -> Tensor[]", tags=_TAGS)
-library.define("reduce_scatter(Tensor x, str group_name) -> Tensor", tags=_TAGS)
-library.define("reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out) -> ()", tags=_TAGS)
+# wire: how contributions travel, see _wire.py.
+library.define("reduce_scatter(Tensor x, str group_name, str? wire=None) -> Tensor", tags=_TAGS)
+library.define(
+    "reduce_scatter_out(Tensor x, str group_name, Tensor(a!) out, str? wire=None) -> ()", tags=_TAGS
+)
 
 # Gradients of weights: see wgrad.py.
 library.define("wgrad_accum(Tensor grad_output, Tensor x, Tensor(a!) main_grad) -> ()", tags=_TAGS)
@@ -93,7 +96,10 @@ _MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size,
 library.define(
     f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name, {_SCALES}) -> Tensor", tags=_TAGS
 )
-library.define(f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name, {_SCALES}) -> Tensor", tags=_TAGS)
+library.define(
+    f"moe_gemm_gather_rs({_MOE}, int num_tokens, str group_name, {_SCALES}, str? wire=None) -> Tensor",
+    tags=_TAGS,
+)
 
 # scale_x, scale_w: of fp8 operands, else none. Vectors of one fp32 scale, or of one for each row of x and of
 # the weight; or block scales: of x [m, k / 128], its columns one after the other, padded to four rows; of the

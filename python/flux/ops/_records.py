@@ -41,7 +41,10 @@ class Records(NamedTuple):
         """Rows [rows, k] and their canonical scales as bytes [rows, row_bytes]."""
         packed = torch.zeros(x.shape[0], self.row_bytes, dtype=torch.uint8, device=x.device)
         packed[:, : self.k] = x.view(torch.uint8)
-        of_rows = of_elements(scale, x.shape[0]).contiguous().view(torch.uint8)
+        # Not contiguous(): without rows it keeps steps of 0, with which nothing can be viewed as bytes.
+        of_rows = (
+            of_elements(scale, x.shape[0]).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        )
         packed[:, self._scales_at : self._scales_at + of_rows.shape[1]] = of_rows
         return packed
 

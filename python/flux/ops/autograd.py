@@ -217,7 +217,7 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return all_gather(grad, group=ctx.group_name), None
+    return none_for_rest(ctx, all_gather(grad, group=ctx.group_name))
 
 
 for _name, _setup, _backward in (

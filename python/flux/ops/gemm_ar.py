@@ -362,7 +362,8 @@ def _among_ranks(
     scales: Scales | None = None,
 ) -> Any:
     workspace = registry.find(group, x.device)
-    facts = _check.facts("gemm_ar", x, weight, bias, transpose_weight, scales)
+    op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
+    facts = _check.facts(op, x, weight, bias, transpose_weight, scales)
     if residual is not None:
         facts = (*facts, residual.shape, residual.dtype, residual.device)
     found = None if workspace is None else workspace.plans.get(facts)
@@ -382,7 +383,7 @@ def _among_ranks(
         weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
     if found is None:
         scaling = None if scales is None else scales.scaling(k)
-        plan = workspace_plan(workspace, "gemm_ar", m, n, k, x.dtype, transpose_weight, scaling)
+        plan = workspace_plan(workspace, op, m, n, k, x.dtype, transpose_weight, scaling)
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
     same = {"residual": residual, **end.same()}

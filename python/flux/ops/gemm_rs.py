@@ -11,20 +11,21 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux import _invariance, _native
+from flux.comm import group as groups
 from flux.comm import known, registry
 from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import GroupLike, group_name, process_group, reduce_scatter, resolve_group
+from flux.comm.group import GroupLike, group_name, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.workspace import NOTHING, Same
-from flux.ops import _check, _gate, _invariant, _scales, two_level
+from flux.ops import _check, _gate, _invariant, _scales, _wire, two_level
 from flux.ops import gemm as plain
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._product import WideWeight, product
 from flux.ops._scales import Scales
 from flux.ops._tensors import aligned, in_place, readable_if_any, wide_type, writable
 from flux.ops.plan import Plan, workspace_plan
-from flux.ops.reduce_scatter import recipe_of, sum_of
+from flux.ops.reduce_scatter import recipe_of, reduce_scatter, sum_of
 
 _OP = known.operator()
 
@@ -41,6 +42,7 @@ def gemm_rs(
     scale_w: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: Literal["promoted", "fast"] = "promoted",
+    wire: Literal["int8"] | None = None,
 ) -> torch.Tensor:
     """Sum over ranks of x · weightᵀ, of which each of p ranks gets M/p rows, plus bias once. A collective.
 
@@ -59,6 +61,7 @@ def gemm_rs(
         scale_x, scale_w: of this rank's x and weight, with the shapes of flux.gemm; of the same kind on all
             ranks.
         out_dtype, accumulate: as in flux.gemm, the same on all ranks.
+        wire: as in flux.reduce_scatter: flux.gemm, then that.
 
     Returns:
         [M/p, ..., N] in x's dtype, with scales in `out_dtype`: a fresh tensor, or `out`.
@@ -78,6 +81,8 @@ def gemm_rs(
         assert out.shape == (8, 32)  # [M/p, N]
     """
     scaling = _scales.arguments(scale_x, scale_w, out_dtype, accumulate, x)
+    if wire is not None:
+        return _over_wire(x, weight, bias, transpose_weight, group, out, wire, scaling)
     if not torch.compiler.is_compiling() and (calls := known.of(group)) is not None:
         done = calls.call(_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *scaling)
         if done is not None:
@@ -97,6 +102,35 @@ def gemm_rs(
     name = group_name(group, "gemm_rs")
     arguments = (x, weight, bias, transpose_weight, name)
     return cast(torch.Tensor, dispatch(name, x.device, _op, _op_out, arguments, out, scaling))
+
+
+def _over_wire(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transpose_weight: bool,
+    group: GroupLike,
+    out: torch.Tensor | None,
+    wire: Literal["int8"],
+    scaling: tuple[Any, ...],
+) -> torch.Tensor:
+    of_scales: dict[str, Any] = _scales.named(*scaling) if scaling else {}
+    if not torch.compiler.is_compiling():  # compiled, flux.gemm and flux.reduce_scatter check
+        tensors = {"x": x, "weight": weight, "bias": bias}
+        _gate.check("gemm_rs", **tensors, transpose_weight=transpose_weight, out=out, wire=wire, **of_scales)
+        p, scales = resolve_group(group, "gemm_rs").size(), _scales.given("gemm_rs", *scaling)
+        shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, p, scales=scales)
+        _wire.check("gemm_rs", wire, _scales.result_dtype(x, scales))
+        if scales is not None:
+            _scales.no_backward("gemm_rs", **tensors, scale_x=scales.x, scale_w=scales.w)
+        if out is not None:
+            _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
+            _check.no_backward_through_out("gemm_rs", **tensors, out=out)
+    partial = plain.gemm(x, weight, transpose_weight=transpose_weight, **of_scales)
+    result = reduce_scatter(partial, group=group, out=out, wire=wire)
+    if bias is None:
+        return result
+    return result + bias.to(result.dtype) if out is None else result.add_(bias)
 
 
 def reference(
@@ -298,12 +332,12 @@ def unfused(
     elif x.device.type == "cuda":
         partial = x.new_empty(x.shape[0], out.shape[1], dtype=out.dtype)
         plain.unfused(x, weight, None, transpose_weight, partial, scales)
-        reduce_scatter()(out, partial, group=group)
+        groups.reduce_scatter()(out, partial, group=group)
     else:
         # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
         partial = product(x, weight, transpose_weight, scales)
         total = torch.empty(out.shape, dtype=partial.dtype)
-        reduce_scatter()(total, partial, group=group)
+        groups.reduce_scatter()(total, partial, group=group)
         out.copy_(total if bias is None else total + bias)
         return
     if bias is not None:

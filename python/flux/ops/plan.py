@@ -26,9 +26,9 @@ from flux.ops._plan import PlanInput as PlanInput
 from flux.ops._scales import BLOCK, FP8, Scaling, check_how
 from flux.tuning import store
 from flux.tuning.facts import WAYS as ALL_WAYS
-from flux.tuning.facts import choose
+from flux.tuning.facts import Model, choose
 
-OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter")
+OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
 # Operators without a GEMM: their time depends on the number of elements only.
 _ELEMENTS = ("all_gather", *SUMS)
 # The operators that one is made of, where it may also run them one after the other.
@@ -36,7 +36,11 @@ _PARTS = {
     "gemm_rs": "gemm and reduce_scatter",
     "ag_gemm": "all_gather and gemm",
     "gemm_ar": "gemm and all_reduce",
+    "gemm_ar_norm": "gemm and all_reduce",
 }
+# Where an operator was not measured near a problem: one of which the same ways count, and that way which does
+# not. A norm is part of the kernels that sum, but one more pass behind gemm_rs and all_gather.
+_LIKE = {"gemm_ar_norm": ("gemm_ar", "composed")}
 _MAX_EXTENT: int = _native.core.MAX_EXTENT
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # What operators do with products that have 16 bits, also those of fp8 operands.
@@ -153,7 +157,12 @@ def planned(op: str, problem: PlanInput) -> Plan:
     forced = problem.tuning.forced
     if forced is not None:
         return (_by_way(op, problem, forced, "to be measured") if forced != plan.way else plan) or plan
-    estimates = problem.tuning.estimates(*facts_key(op, problem))
+    estimates = problem.tuning.estimates(*facts_key(op, problem), model_of(op, problem))
+    if not estimates and op in _LIKE:
+        like, other_way = _LIKE[op]
+        estimates = tuple(
+            each for each in problem.tuning.estimates(*facts_key(like, problem)) if each.way != other_way
+        )
     ways = {way: _by_way(op, problem, way, "") for way in {each.way for each in estimates} - {plan.way}}
     possible = [plan.way, *(way for way, other in ways.items() if other is not None)]
     told = tuple((each.way, each.us, each.source) for each in estimates)
@@ -188,6 +197,13 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
     if problem.scaling is not None:
         op = f"{op}, {problem.scaling.kind} scales"
     return op, problem.world_size, problem.dtype.itemsize, m, n, k
+
+
+def model_of(op: str, problem: PlanInput) -> Model | None:
+    """The cost model of a problem's other sizes. Of operators with a collective it knows only the product."""
+    if op != "gemm":
+        return None
+    return lambda m, n, k: float(PLANNERS[op](replace(problem, m=m, n=n, k=k)).time_us)
 
 
 def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:
@@ -273,7 +289,8 @@ def explain(
     group's first call it cannot know whether the peers can be reached, and says so in `reason`.
 
     Args:
-        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "all_reduce" or "reduce_scatter".
+        op: "gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm" (with norm_weight), "all_reduce" or
+            "reduce_scatter".
         m: rows of x on one rank; for ag_gemm the gathered rows.
         n: columns of the result on one rank: for ag_gemm this rank's part of N. Of all_reduce and
             reduce_scatter the columns of x.

@@ -14,11 +14,11 @@ from flux.ops.plan import PLANNERS, WAYS, Plan, PlanInput, can_run_fused, chosen
 
 # The largest matrix that an exchange holds.
 MAX_EXCHANGE_BYTES = 64 << 20
-# Larger sums are bound by the link, and gemm_rs hides half of the transfer. For four projections on two
-# GPUs gemm_rs and all_gather took 20 to 34 % longer than an exchange for sums of 8 MiB, 1 to 7 % less for
-# 16 MiB and 10 to 29 % less for 64 MiB
-# (benchmarks/results/tuning/2026-11-22-gemm_ar-composed-tp2-2xH200.json).
+# Larger sums are bound by the link, and gemm_rs hides half of the transfer (docs/design/decode.md).
 COMPOSED_FROM_BYTES = 12 << 20
+# Of two GPUs, whose exchange sends no more than gemm_rs and all_gather do. A norm is one more pass behind
+# these, so that with a norm all sums that fit are exchanged.
+PAIR_COMPOSED_FROM_BYTES = 48 << 20
 # Where the ranks do not divide the rows, the rest is another exchange, which reads the weight once more. That
 # is expected to take as long as what composing gains for 16 MiB, a fifth of what it gains for 32.
 RAGGED_FROM_BYTES = 2 * COMPOSED_FROM_BYTES
@@ -34,8 +34,8 @@ _NO_MATTER = VECTOR
 _NO_TILE = 0
 
 
-def plan_gemm_ar(problem: PlanInput) -> Plan:
-    """The plan of a GEMM+AllReduce."""
+def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
+    """The plan of a GEMM+AllReduce. norm: with RMSNorm."""
     fused, reason = can_run_fused("gemm_ar", problem)
     if not fused:
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
@@ -47,8 +47,7 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
         transport = f"{problem.transport}, in {len(split_rows(m, n, dtype))} parts"
         reason = "batch invariant: exchanges only"
         return problem.plan("gemm_ar", True, reason, transport=transport)
-    composed_from = RAGGED_FROM_BYTES if rest else COMPOSED_FROM_BYTES
-    if not invariant and m >= p and sum_bytes >= composed_from:
+    if not invariant and m >= p and sum_bytes >= _composed_from(problem, norm):
         reason = f"a sum of {sum_bytes / 2**20:.0f} MiB is sooner there as gemm_rs + all_gather"
         reason += f", of {rest} rows by exchange" if rest else ""
         return problem.plan("gemm_ar", True, reason, **_COMPOSED)
@@ -57,6 +56,19 @@ def plan_gemm_ar(problem: PlanInput) -> Plan:
         reason += f", and m = {m} cannot be dealt to {p} ranks"
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
     return _by_exchange(problem, reason)
+
+
+def plan_gemm_ar_norm(problem: PlanInput) -> Plan:
+    """The plan of a GEMM+AllReduce with RMSNorm."""
+    return plan_gemm_ar(problem, norm=True)
+
+
+def _composed_from(problem: PlanInput, norm: bool) -> int:
+    """From how many bytes on a sum is sooner as gemm_rs + all_gather."""
+    ragged = problem.m % problem.world_size != 0
+    if problem.on_gpu and problem.world_size == 2:
+        return MAX_EXCHANGE_BYTES + 1 if norm or ragged else PAIR_COMPOSED_FROM_BYTES
+    return RAGGED_FROM_BYTES if ragged else COMPOSED_FROM_BYTES
 
 
 def _composed(problem: PlanInput, reason: str) -> Plan | None:
@@ -143,11 +155,13 @@ def _can_sum_fused(op: str, problem: PlanInput) -> tuple[bool, str]:
 
 PLANNERS |= {
     "gemm_ar": plan_gemm_ar,
+    "gemm_ar_norm": plan_gemm_ar_norm,
     "all_reduce": plan_all_reduce,
     "all_reduce_norm": plan_all_reduce_norm,
     "reduce_scatter": plan_reduce_scatter,
 }
-WAYS |= {("gemm_ar", "composed"): _composed, ("gemm_ar", "fused"): _exchange_if_it_fits}
+for _op in ("gemm_ar", "gemm_ar_norm"):
+    WAYS |= {(_op, "composed"): _composed, (_op, "fused"): _exchange_if_it_fits}
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _FLAT = {
 _BY_ROWS, _BY_SUMS = ("blocks", "one launch"), ("node sums", "shards", "composed")
 SCHEDULES = {
     **dict.fromkeys(("gemm_rs", "ag_gemm", "all_gather", "reduce_scatter"), _BY_ROWS),
-    **dict.fromkeys(("gemm_ar", "all_reduce"), _BY_SUMS),
+    **dict.fromkeys(("gemm_ar", "gemm_ar_norm", "all_reduce"), _BY_SUMS),
 }
 
 
@@ -429,6 +429,7 @@ NODES_PLANNERS |= {
     "ag_gemm": plan_ag_gemm,
     "all_gather": plan_all_gather,
     "gemm_ar": plan_gemm_ar,
+    "gemm_ar_norm": plan_gemm_ar,
     "all_reduce": plan_all_reduce,
     "all_reduce_norm": plan_all_reduce_norm,
     "reduce_scatter": plan_reduce_scatter,

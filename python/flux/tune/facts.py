@@ -53,16 +53,16 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
         yield from fact("gemm", (m, n, k), {"fused": "flux", "torch": "cuBLAS"}, 1)
     elif row.op == "all_reduce":
         yield from fact("all_reduce", (m * n, 0, 0), {"fused": "flux", "torch": "NCCL"} | ours, row.tp)
+    elif row.op == "gemm_ar_norm":
+        yield from fact(row.op, (m, n, k), {"torch": serial, _way_of(row): "flux"} | ours, row.tp)
     elif row.op in _COLLECTIVES:
         part = _COLLECTIVES[row.op]
         elements = m * k if part == "all_gather" else m * n
         if not tuned:
             yield from fact("gemm", (m, n, k), gemms, 1)
             yield from fact(part, (elements, 0, 0), {"fused": f"flux.{part}", "torch": "NCCL"}, row.tp)
-        plan = row.plan or {}
-        way = plan.get("way") or ("composed" if "gemm_rs + all_gather" in plan.get("config", "") else "fused")
         alone = [times[name] for name in gemms.values() if name in times]
-        for whole in fact(row.op, (m, n, k), {"torch": serial, way: "flux"} | ours, row.tp):
+        for whole in fact(row.op, (m, n, k), {"torch": serial, _way_of(row): "flux"} | ours, row.tp):
             together = min(alone, default=0.0) + times.get(f"flux.{part}", 0.0) + _BETWEEN_LAUNCHES_US
             yield _with_parts(whole, together if alone and f"flux.{part}" in times else None)
     elif row.op in _LAYERS and row.model in MODELS:
@@ -72,6 +72,12 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
         sooner = min(grouped, times.get("flux.grouped_gemm", grouped))
         for whole in fact(op, (row.m, n, k), {"fused": "flux", "parts": in_way("parts")}, row.tp):
             yield _with_parts(whole, times[serial] - grouped + sooner if grouped and serial else None)
+
+
+def _way_of(row: Row) -> str:
+    """The way that the plan chose. Old rows do not name it."""
+    plan = row.plan or {}
+    return plan.get("way") or ("composed" if "gemm_rs + all_gather" in plan.get("config", "") else "fused")
 
 
 def _with_parts(fact: Fact, together: float | None) -> Fact:

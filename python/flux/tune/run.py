@@ -27,7 +27,7 @@ from flux.tuning.facts import WAYS, Fact, Tuning, choose
 from flux.tuning.machine import Machine, of_device
 
 # Operators whose ways can be timed by themselves; gemm on GPUs only.
-OPS = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce")
+OPS = ("gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce")
 
 
 @dataclass(frozen=True)

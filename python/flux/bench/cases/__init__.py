@@ -4,40 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flux.bench.cases import (
-    ag_gemm,
     all_reduce,
     e2e,
     gemm,
-    gemm_ar,
-    gemm_rs,
     layer,
     moe,
     moe_ctas,
     moe_mlp,
     norms,
+    quantize,
+    ranks,
 )
-from flux.bench.cases.common import Context, Prepared
-from flux.bench.cases.fp8 import gemm as fp8_gemm
-from flux.bench.cases.fp8 import moe as fp8_moe
-from flux.bench.cases.fp8 import quantize, ranks
+from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem, Request
 
 
-@dataclass(frozen=True)
-class Case:
-    """How one op is measured with operands of some kind.
+class Case(Protocol):
+    """A module that measures an op.
 
-    check: runs the op on exact data; "exact", or what is wrong with the result.
-    prepare: the candidates of one row, ready to be timed.
-    sweep: the op with every tile shape there is (--all-configs); None where it has no such choice.
+    It may also have `sweep`, which prepares the op with every tile shape there is (--all-configs), and `rows`
+    of an op that is measured on models and not on the shapes of a suite.
     """
 
-    check: Callable[[Problem, Context], str]
-    prepare: Callable[[Problem, Context], Prepared]
-    sweep: Callable[[Problem, Context], Prepared] | None
+    def check(self, problem: Problem, context: Context) -> str:
+        """Runs the op on exact data; "exact", or what is wrong with the result."""
+
+    def prepare(self, problem: Problem, context: Context) -> Lineup:
+        """The candidates of one row, ready to be timed."""
 
 
 @dataclass(frozen=True)
@@ -48,53 +44,47 @@ class OpSpec:
     custom: the pattern of a shape given by --n and --k.
     collective: whether its ranks talk to each other; if not, one GPU can measure the shapes of any TP.
     deals_rows: whether M must divide by the ranks.
-    wide: with operands of 16 bits or more; None for an op that has fp8 rows only.
-    scaled: with fp8 operands; None for an op that takes none, or that nobody measures with them.
-    rows: the rows of an op that is measured on models and not on the shapes of a suite.
+    wide, scaled: whether it is measured with operands of 16 bits or more, and with fp8 ones.
     by_name: whether it is measured only where somebody asks for it.
     """
 
-    patterns: tuple[str, ...]
-    custom: str
-    collective: bool
-    wide: Case | None
-    scaled: Case | None = None
+    case: Case
+    patterns: tuple[str, ...] = ()
+    custom: str = ""
+    collective: bool = True
     deals_rows: bool = True
-    rows: Callable[[Request], list[Problem]] | None = None
+    wide: bool = True
+    scaled: bool = False
     by_name: bool = False
 
-    def case(self, problem: Problem) -> Case:
-        """What measures a problem of this op."""
-        case = self.scaled if problem.scales else self.wide
-        assert case is not None, "the command takes no such problem"
-        return case
+    @property
+    def sweep(self) -> Callable[[Problem, Context], Lineup] | None:
+        return getattr(self.case, "sweep", None)
+
+    @property
+    def rows(self) -> Callable[[Request], list[Problem]] | None:
+        return getattr(self.case, "rows", None)
 
 
-def _case(module: Any) -> Case | None:
-    return module and Case(module.check, module.prepare, getattr(module, "sweep", None))
-
-
-def _spec(case: Any, patterns: tuple[str, ...], custom: str = "", scaled: Any = None, **rest: bool) -> OpSpec:
-    """The entry of an op from its module, and from the one with its fp8 rows."""
-    rows, collective = getattr(case, "rows", None), rest.pop("collective", True)
-    return OpSpec(patterns, custom, collective, _case(case), _case(scaled), rows=rows, **rest)
-
-
+_LOCAL: dict[str, Any] = {"custom": "local", "collective": False, "scaled": True}
 OPS: dict[str, OpSpec] = {
-    "gemm_rs": _spec(gemm_rs, ("gemm_rs",), "gemm_rs", ranks),
-    "ag_gemm": _spec(ag_gemm, ("ag_gemm",), "ag_gemm", ranks),
-    "gemm_ar": _spec(gemm_ar, ("gemm_ar",), "gemm_ar", ranks, deals_rows=False),
-    "gemm_ar_norm": _spec(norms, ("gemm_ar",), "gemm_ar", deals_rows=False, by_name=True),
-    "all_reduce": _spec(all_reduce, ("all_reduce",), "all_reduce", deals_rows=False),
-    "all_reduce_norm": _spec(norms, ("all_reduce",), "all_reduce", deals_rows=False, by_name=True),
-    "gemm": _spec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), "local", fp8_gemm, collective=False),
-    "quantize": _spec(None, ("gemm_rs", "ag_gemm"), "local", quantize, collective=False, by_name=True),
-    "moe_route": _spec(moe, ()),
-    **{f"moe_{part}": _spec(moe, (), scaled=fp8_moe) for part in ("layer0", "layer1")},
-    "moe_mlp": _spec(moe_mlp, ()),
-    "moe_ctas": _spec(moe_ctas, ()),
-    **{f"layer_{part}": _spec(layer, ()) for part in ("forward", "training")},
-    **{f"e2e_{part}": _spec(e2e, (), deals_rows=False) for part in ("prefill", "decode")},
+    "gemm_rs": OpSpec(ranks, ("gemm_rs",), "gemm_rs", scaled=True),
+    "ag_gemm": OpSpec(ranks, ("ag_gemm",), "ag_gemm", scaled=True),
+    "gemm_ar": OpSpec(ranks, ("gemm_ar",), "gemm_ar", scaled=True, deals_rows=False),
+    "gemm_ar_norm": OpSpec(norms, ("gemm_ar",), "gemm_ar", by_name=True, deals_rows=False),
+    "all_reduce": OpSpec(all_reduce, ("all_reduce",), "all_reduce", deals_rows=False),
+    "all_reduce_norm": OpSpec(norms, ("all_reduce",), "all_reduce", by_name=True, deals_rows=False),
+    "gemm": OpSpec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), **_LOCAL),
+    "quantize": OpSpec(quantize, ("gemm_rs", "ag_gemm"), wide=False, by_name=True, **_LOCAL),
+    "moe_route": OpSpec(moe),
+    "moe_layer0": OpSpec(moe, scaled=True),
+    "moe_layer1": OpSpec(moe, scaled=True),
+    "moe_mlp": OpSpec(moe_mlp),
+    "moe_ctas": OpSpec(moe_ctas),
+    "layer_forward": OpSpec(layer),
+    "layer_training": OpSpec(layer),
+    "e2e_prefill": OpSpec(e2e, deals_rows=False),
+    "e2e_decode": OpSpec(e2e, deals_rows=False),
 }
 
 # Ops that compare flux only with itself. Not in a family, whose tables show the gain of fusing.

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.bench.cases.common import Candidate, Context, Prepared, agree, explained
-from flux.bench.cases.graphs import capturable
+from flux.bench.cases.common import Candidate, Context, Lineup, agree, capturable
+from flux.bench.cases.plans import explained
 from flux.bench.suites import Problem, Request
 
 _VOCABULARY = 32768
@@ -221,17 +221,16 @@ def check(problem: Problem, context: Context) -> str:
     return agree({"logits": got}, {"logits": want})
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, ModelProblem)
-    pair, notes = _pair(problem, context), [f"stock: transformers {version('transformers')}, its own tp_plan"]
-    candidates = []
+    pair, of = _pair(problem, context), MODELS[problem.model]
+    lineup = Lineup(context, notes=[f"stock: transformers {version('transformers')}, its own tp_plan"])
+    lineup.plan = explained("gemm_ar", problem.m, of.hidden, of.ffn // context.tp, context)
     for name, role, model in (("flux", "flux", pair.ours), ("transformers", "serial", pair.stock)):
         step = _forward(model, problem, context)
         call: Callable[[], object] = step
         if problem.op == "e2e_decode" and context.cuda:
             call, why_not = capturable(step, context)
-            notes += [f"{name} decodes without a CUDA graph: {why_not}"] if why_not else []
-        candidates.append(Candidate(name, role, call, eager=step))
-    of = MODELS[problem.model]
-    plan = explained("gemm_ar", problem.m, of.hidden, of.ffn // context.tp, context)
-    return Prepared(candidates, plan, notes)
+            lineup.notes += [f"{name} decodes without a CUDA graph: {why_not}"] if why_not else []
+        lineup.candidates.append(Candidate(name, role, call, eager=step))
+    return lineup

@@ -1,69 +1,108 @@
-"""Plain GEMM on the local shapes of the collective ops: flux.gemm against cuBLAS (CPU: against torch.mm)."""
+"""Plain GEMM on the local shapes of the collective ops: flux.gemm against torch's library, with fp8 operands
+also against other packages and against bf16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import flux
-from flux.bench.cases.common import (
-    Candidate,
-    Context,
-    Prepared,
-    compare,
-    of_packages,
-    packed_choices,
-    plan_dict,
+from flux.bench.cases.common import Context, Lineup, compare, library
+from flux.bench.cases.libraries import opened
+from flux.bench.cases.operands import (
+    DECODE_M,
+    Operands,
+    exact_case,
+    judge,
+    of_rank,
     random_operands,
-    rotating,
+    scaled_call,
+    step_of,
+    values,
 )
+from flux.bench.cases.peers import of_packages
+from flux.bench.cases.plans import explained, packed_choices, plan_dict
+from flux.bench.cases.ranks import canonical
+from flux.bench.model import FP8, IN_16_BITS
 from flux.bench.suites import Problem
+from flux.peers import Product
 from flux.testing import GemmRsCase
 
 
-def library(context: Context) -> str:
-    """The library of torch's GEMMs on this device."""
-    return "cuBLAS" if context.cuda else "torch"
-
-
 def check(problem: Problem, context: Context) -> str:
-    """flux.gemm on marked integers; a GEMM is a GEMM+ReduceScatter of one rank."""
-    m, n, k = problem.local(context.tp)
-    return _exact(flux.gemm, m, n, k, context)
+    """flux.gemm on integers, in fp8 with powers of two as scales."""
+    if not problem.scales:
+        return _exact(problem, context, flux.gemm)
+    case = exact_case(problem, *problem.local(context.tp), context)
+    want = case.product(context.rank, context.rank, context.device)
+    return judge(case, context, scaled_call(flux.gemm, *of_rank(case, context.rank, context)), want)
 
 
-def _exact(gemm: Callable[..., torch.Tensor], m: int, n: int, k: int, context: Context) -> str:
-    case = GemmRsCase(m, n, k, 1, context.dtype, seed=context.rank)
+def _exact(problem: Problem, context: Context, gemm: Product) -> str:
+    """A GEMM is a GEMM+ReduceScatter of one rank."""
+    case = GemmRsCase(*problem.local(context.tp), 1, context.dtype, seed=context.rank)
     x, weight, _ = case.inputs(0, context.device)
     return compare(gemm(x, weight), case.expected(0, context.device))
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
-    m, n, k = problem.local(context.tp)
-    x, weights = random_operands(m, n, k, context)
+def _begun(problem: Problem, context: Context) -> tuple[Operands, Lineup]:
+    """With graphs for few rows of fp8: a GEMM may take less time than its launch costs the host."""
+    given = random_operands(problem, context)
+    return given, Lineup(context, given.weights, graphs=bool(problem.scales) and problem.m <= DECODE_M)
+
+
+def prepare(problem: Problem, context: Context) -> Lineup:
+    m, n, k = sizes = problem.local(context.tp)
+    given, lineup = _begun(problem, context)
     ours, theirs = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
-    candidates = [
-        Candidate("flux", "flux", rotating(weights, lambda w: flux.gemm(x, w, out=ours))),
-        Candidate(library(context), "peer", rotating(weights, lambda w: torch.mm(x, w.t(), out=theirs))),
-    ]
-    peers, notes = of_packages(
-        "gemm", (m, n, k), x, weights, lambda gemm: _exact(gemm, m, n, k, context), context
-    )
-    plan = plan_dict(flux.explain("gemm", m, n, k, dtype=context.dtype)) if context.cuda else None
-    return Prepared(candidates + peers, plan, notes)
+    lineup.add("flux", "flux", step_of(flux.gemm, given.x, out=ours))
+    for each in opened(problem, lineup):
+        each.alone(lineup, each.role, given.x, theirs)
+    if isinstance(given.x, Tensor):
+        of_packages(lineup, "gemm", sizes, given.x, partial(_exact, problem, context))
+        if context.cuda:
+            lineup.plan = plan_dict(flux.explain("gemm", m, n, k, dtype=context.dtype))
+        return lineup
+    wide, weights = given.wide_x, given.wide_weights
+    lineup.add(f"{library(context)}, bf16", "peer", lambda w: torch.mm(wide, w.t(), out=theirs), weights)
+    lineup.add(IN_16_BITS, "peer", step_of(flux.gemm, wide, out=theirs), weights)
+    if problem.scales != "block":
+        lineup.add("flux, fast", "fast", step_of(flux.gemm, given.x, out=ours, accumulate="fast"))
+    lineup.plan = explained("gemm", m, n, k, context, problem.scales)
+    return lineup
 
 
-def sweep(problem: Problem, context: Context) -> Prepared:
+def sweep(problem: Problem, context: Context) -> Lineup:
     """The kernel with every tile shape and cluster, against what the plan chose."""
     m, n, k = problem.local(context.tp)
-    x, weights = random_operands(m, n, k, context)
+    given, lineup = _begun(problem, context)
+    x = values(given.x)
+    lineup.weights = [canonical(given.x, weight) for weight in given.weights]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    plan = flux.explain("gemm", m, n, k, dtype=context.dtype)
+    facts: dict[str, Any] = {
+        "dtype": getattr(torch, FP8) if problem.scales else context.dtype,
+        "scales": problem.scales or None,
+    }
+    # A plan that may leave sums in the tensor cores considers tiles that promote them, too.
+    how = "fast" if problem.scales in ("tensor", "row") else "promoted"
+    plan = flux.explain("gemm", m, n, k, accumulate=how, **facts)
 
-    def run(name: str, config: int, role: str) -> Candidate:
-        call = rotating(weights, lambda w: torch.ops.flux._gemm(x, w, None, out, False, config, 0))
-        return Candidate(name, role, call)
+    def run(name: str, role: str, choice: int) -> None:
+        fast = {"fast": " fast" in name} if problem.scales else {}
 
-    configs = [run(name, config, "config") for name, config in packed_choices(plan)]
-    return Prepared([run("plan", -1, "flux"), *configs], plan_dict(plan))
+        def launch(weight: tuple[Tensor, dict[str, object]]) -> None:
+            w, scales = weight
+            torch.ops.flux._gemm(x, w, None, out, False, choice, 0, **{**scales, **fast})
+
+        lineup.add(name, role, launch)
+
+    run("plan", "flux", -1)
+    for name, choice in packed_choices(plan, x.itemsize):
+        run(name, "config", choice)
+    lineup.plan = plan_dict(flux.explain("gemm", m, n, k, **facts))
+    lineup.plan["candidates"] = plan_dict(plan)["candidates"]
+    return lineup

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flux.bench.cases import ag_gemm, gemm_rs
-from flux.bench.cases.common import Candidate, Context, Prepared, agree
-from flux.bench.cases.gemm import library
+from flux.bench.cases import ranks
+from flux.bench.cases.common import Context, Lineup, agree, library
 from flux.bench.cases.layer_stock import megatron_layers, torch_layers
 from flux.bench.suites import Problem, Request
 from flux.layers import ColumnParallelLinear, RowParallelLinear
@@ -174,8 +173,7 @@ class _Pair:
 def check(problem: Problem, context: Context) -> str:
     """Every projection on exact integers, then the block and its gradients against stock."""
     for n, k, pattern in _projections(MODELS[problem.model]):
-        case = ag_gemm if pattern == "ag_gemm" else gemm_rs
-        found = case.check(Problem(pattern, problem.model, pattern, problem.m, n, k), context)
+        found = ranks.check(Problem(pattern, problem.model, pattern, problem.m, n, k), context)
         if found != "exact":
             return f"{pattern} with N={n}, K={k}: {found}"
     pair = _Pair.of(problem, context)
@@ -186,22 +184,21 @@ def check(problem: Problem, context: Context) -> str:
     return agree(dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True)))
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, LayerProblem)
     pair, training = _Pair.of(problem, context), problem.training
-    candidates = [
-        Candidate("flux", "flux", lambda: pair.run(pair.ours, training)),
-        Candidate(library(context), "gemm", _gemms_alone(problem, context)),
-        Candidate(pair.stock_name, "serial", lambda: pair.run(pair.stock, training)),
-    ]
+    lineup = Lineup(context)
+    lineup.add_call("flux", "flux", lambda: pair.run(pair.ours, training))
+    lineup.add_call(library(context), "gemm", _gemms_alone(problem, context))
+    lineup.add_call(pair.stock_name, "serial", lambda: pair.run(pair.stock, training))
     stock = f"megatron-core {version('megatron-core')}" if pair.stock_name == _MEGATRON else pair.stock_name
-    notes = [f"stock: {stock}; its counterpart: {type(pair.ours.qkv).__module__}"]
+    lineup.notes.append(f"stock: {stock}; its counterpart: {type(pair.ours.qkv).__module__}")
     if context.cuda:
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset; Megatron recommends 1")
-        notes.append(f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}")
+        lineup.notes.append(f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}")
     if not MODELS[problem.model].ffn:
-        notes.append("attention projections only: the experts are in `bench moe`")
-    return Prepared(candidates, None, notes)
+        lineup.notes.append("attention projections only: the experts are in `bench moe`")
+    return lineup
 
 
 def _gemms_alone(problem: LayerProblem, context: Context) -> Callable[[], None]:

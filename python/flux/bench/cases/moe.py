@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import flux
 from flux.bench.cases import moe_peers
-from flux.bench.cases.common import CALLS, Candidate, Context, Prepared, compare, first_wrong
-from flux.bench.model import in_way
+from flux.bench.cases.common import CALLS, Context, Lineup, compare, first_wrong
+from flux.bench.cases.operands import QUANTS, Operand, Scaled, normal, quantized, values
+from flux.bench.model import IN_16_BITS, in_way
 from flux.bench.suites import Problem, Request
 from flux.comm import registry
-from flux.comm.workspace import Workspace
 from flux.moe import routing as routings
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
 from flux.moe.plan import MoePlan
+from flux.ops._scales import Scales
+from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import MoeCase
+from flux.testing.scaled_moe_data import ScaledMoe
 
 _CHECK_COLUMNS = 512  # columns of the correctness check; tokens, experts and layout are those of the row
+# Columns and types of results with fp8 operands: the first whose sums are exact.
+_SCALED_CHECKS = ((512, torch.bfloat16), (256, torch.bfloat16), (512, torch.float16), (256, torch.float16))
 _HOT, _ZIPF = "hot", "zipf"
 _M = (512, 2048, 8192)
 _CPU_M = (64,)
 _FROM_TOKENS = ("moe_layer0", "moe_mlp")  # n and k of these are those of the first weight
 
-Inputs = tuple[torch.Tensor, torch.Tensor, flux.moe.Routing]  # x, weight and routing of a layer
+# The layers, as plans name them.
+_PLANNED = {"moe_layer0": "moe.ag_scatter_gemm", "moe_layer1": "moe.gemm_gather_rs"}
+
+Inputs = tuple[Operand, Operand, flux.moe.Routing]  # x, weight and routing of a layer
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ def problem(op: str, model: str, m: int, ep_size: int = 1, **load: Any) -> MoePr
     return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, **load)
 
 
-def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
+def choose_experts(problem: MoeProblem, tokens: int, generator: torch.Generator) -> Tensor:
     """topk_ids [tokens, k] whose experts' loads have about the wanted spread. Without replacement, so a large
     k flattens it: the row notes what came of it.
     """
@@ -160,86 +170,115 @@ def check(problem: Problem, context: Context) -> str:
     if problem.op == "moe_route":
         ids, weights = choices(problem, context)
         return moe_peers.check_routing(route(problem, context, ids, weights), ids, context)
-    layer = flux.moe.ag_scatter_gemm if problem.op == "moe_layer0" else flux.moe.gemm_gather_rs
-    calls = exact_calls(problem, context)
-    results = [compare(layer(*inputs)[: len(want)].cpu(), want) for inputs, want in calls]
+    results = []
+    for inputs, want in exact_calls(problem, context):
+        options = {"out_dtype": want.dtype} if problem.scales else {}
+        got = call_of(problem.op, inputs, **options)()
+        results.append(compare(got[: len(want)].cpu(), want))
     flux.check(context.group)
     return first_wrong(results)
 
 
-def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs, torch.Tensor]]:
+def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs, Tensor]]:
     """A layer's inputs, integers that carry each rank's mark, and what must come of them; each time others.
     A collective.
     """
-    p, columns = context.world_size, min(_CHECK_COLUMNS, problem.n, problem.k)
-    case = MoeCase(
-        (problem.m // p,) * p,
-        columns,
-        columns,
-        problem.experts,
-        problem.top_k,
-        problem.ep_size,
-        context.dtype,
-        "one expert" if problem.hot else "skewed" if problem.load_std or problem.zipf else "even",
-    )
+    rank, device = context.rank, context.device
     for seed in range(CALLS):
-        case, rank, device = replace(case, seed=seed), context.rank, context.device
-        ids, weights = case.routing(rank)
-        routing = route(problem, context, ids.to(device), weights.to(device))
+        scaled = _scaled(problem, context, seed) if problem.scales else None
+        case = scaled.moe if scaled else _case(problem, context, seed)
+        data = scaled or case
+        routing = route(problem, context, *(made.to(device) for made in case.routing(rank)))
         if problem.op == "moe_layer0":
-            inputs = (case.x(rank).to(device), case.w1(rank).to(device), routing)
-            yield inputs, case.layer0(rank)
+            given, experts, want = data.x(rank), data.w1(rank), data.layer0(rank)
         else:
-            hidden = case.hidden_rows(rank, routing.rows.shape[0]).to(device)
-            yield (hidden, case.w2(rank).to(device), routing), case.layer1(rank)
+            hidden = scaled.hidden if scaled else case.hidden_rows
+            given = hidden(rank, routing.rows.shape[0])
+            experts, want = data.w2(rank), data.layer1(rank)
+        yield (_on(device, given), _on(device, experts), routing), want
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def _on(device: torch.device, data: Tensor | tuple[Tensor, Tensor]) -> Operand:
+    return data.to(device) if isinstance(data, Tensor) else Scaled(*(each.to(device) for each in data))
+
+
+def _case(problem: MoeProblem, context: Context, seed: int, columns: int = _CHECK_COLUMNS) -> MoeCase:
+    p, columns = context.world_size, min(columns, problem.n, problem.k)
+    load = "one expert" if problem.hot else "skewed" if problem.load_std or problem.zipf else "even"
+    layout = (problem.experts, problem.top_k, problem.ep_size, context.dtype, load)
+    return MoeCase((problem.m // p,) * p, columns, columns, *layout, seed=seed)
+
+
+def _scaled(problem: MoeProblem, context: Context, seed: int) -> ScaledMoe:
+    """fp8 data of the first columns and type whose sums are exact."""
+    found = None
+    for columns, dtype in _SCALED_CHECKS:
+        case = _case(problem, context, seed, columns)
+        found = ScaledMoe(case, problem.scales, out_dtype=dtype)
+        if found.needs <= EXACT_LIMIT[dtype]:
+            break
+    assert found is not None
+    return found
+
+
+def call_of(op: str, inputs: Inputs, **options: Any) -> Callable[[], Tensor]:
+    """A layer of flux on these inputs."""
+    layer = flux.moe.ag_scatter_gemm if op == "moe_layer0" else flux.moe.gemm_gather_rs
+    x, weight, routing = inputs
+    if isinstance(x, Scaled) and isinstance(weight, Scaled):
+        options |= {"scale_x": x.scale, "scale_w": weight.scale}
+    return partial(layer, values(x), values(weight), routing, **options)
+
+
+def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, MoeProblem)
-    if problem.op == "moe_route":
+    lineup, op = Lineup(context), problem.op
+    if op == "moe_route":
         ids, weights = choices(problem, context)
-        ours = Candidate("flux", "flux", lambda: route(problem, context, ids, weights))
-        peer = moe_peers.route(ids, weights, problem.experts, context)
-        return Prepared([ours, peer], None, [_spread(problem, ids)])
-    (x, weight, routing), note = random_inputs(problem, context)
-    if problem.op == "moe_layer0":
-        op = "moe.ag_scatter_gemm"
-        ours = Candidate("flux", "flux", lambda: flux.moe.ag_scatter_gemm(x, weight, routing))
-        parts = Candidate(in_way("parts"), "parts", lambda: layer0_in_parts(x, weight, routing, None))
-        others, failed = moe_peers.layer0(x, weight, routing, context)
-    else:
-        op = "moe.gemm_gather_rs"
-        ours = Candidate("flux", "flux", lambda: flux.moe.gemm_gather_rs(x, weight, routing))
-        parts = Candidate(in_way("parts"), "parts", lambda: layer1_in_parts(x, weight, routing))
-        others, failed = moe_peers.layer1(x, weight, routing, context)
-    _, plan = plan_of(op, weight, routing, context)
-    return Prepared([ours, parts, *others], plan_dict(plan), [note, *why_unfused(plan), *failed])
+        lineup.add_call("flux", "flux", lambda: route(problem, context, ids, weights))
+        moe_peers.route(lineup, ids, weights, problem.experts)
+        lineup.notes.append(_spread(problem, ids))
+        return lineup
+    wide, note = random_inputs(problem, context)
+    x, weight, routing = inputs = _quantized(wide, problem.scales)
+    lineup.add_call("flux", "flux", call_of(op, inputs))
+    scales = None
+    if isinstance(x, Scaled) and isinstance(weight, Scaled):
+        lineup.add_call(IN_16_BITS, "peer", call_of(op, wide))
+        scales = Scales(x.scale, weight.scale, context.dtype, "promoted")
+    laid_out = scales and scales.canonical_experts(*values(weight).shape)
+
+    def in_parts() -> Tensor:
+        if op == "moe_layer0":
+            return layer0_in_parts(values(x), values(weight), routing, None, laid_out)
+        return layer1_in_parts(values(x), values(weight), routing, laid_out)
+
+    lineup.add_call(in_way("parts"), "parts", in_parts)
+    (moe_peers.layer0 if op == "moe_layer0" else moe_peers.layer1)(lineup, *inputs)
+    workspace = registry.get(context.ranks, context.device, _PLANNED[op])
+    plan = routings.plan_of(workspace, _PLANNED[op], values(weight), routing, values(x).dtype, scales)
+    lineup.plan = plan_dict(plan)
+    lineup.notes = [note, *why_unfused(plan), *lineup.notes]
+    return lineup
+
+
+def _quantized(inputs: Inputs, scales: str) -> Inputs:
+    x, weight, routing = inputs
+    if not scales:
+        return inputs
+    of_x, of_weights = QUANTS[scales]
+    return quantized(values(x), of_x), quantized(values(weight), of_weights), routing
 
 
 def random_inputs(problem: MoeProblem, context: Context) -> tuple[Inputs, str]:
-    """A layer's inputs when it is timed, and a note on the routing. A collective."""
-    # Normal x 0.1, as in all cases: zeros and small integers would draw less power.
-    random = torch.Generator(context.device).manual_seed(1234 + context.rank)
-
-    def normal(*shape: int) -> torch.Tensor:
-        made = torch.randn(shape, generator=random, device=context.device, dtype=context.dtype)
-        return made.mul_(0.1)
-
+    """A layer's inputs in 16 bits or more, when it is timed, and a note on the routing. A collective."""
+    draw = normal(context)
     ids, weights = choices(problem, context)
     routing = route(problem, context, ids, weights)
     _, n, k = problem.local(context.world_size)
-    weight = normal(problem.experts // problem.ep_size, n, k)
+    weight = draw(problem.experts // problem.ep_size, n, k)
     rows = ids.shape[0] if problem.op in _FROM_TOKENS else routing.rows.shape[0]
-    return (normal(rows, k), weight, routing), _spread(problem, ids)
-
-
-def plan_of(
-    op: str, weight: torch.Tensor, routing: flux.moe.Routing, context: Context
-) -> tuple[Workspace, MoePlan]:
-    """How flux runs a layer, and where."""
-    assert context.group is not None
-    workspace = registry.get(context.group, context.device, op)
-    return workspace, routings.plan_of(workspace, op, weight, routing)
+    return (draw(rows, k), weight, routing), _spread(problem, ids)
 
 
 def plan_dict(plan: MoePlan) -> dict[str, Any]:
@@ -257,12 +296,12 @@ def why_unfused(plan: MoePlan) -> list[str]:
     return [] if plan.fused else [f"flux runs unfused: {plan.reason}"]
 
 
-def _spread(problem: MoeProblem, ids: torch.Tensor) -> str:
+def _spread(problem: MoeProblem, ids: Tensor) -> str:
     loads = torch.bincount(ids.flatten().cpu(), minlength=problem.experts) / ids.shape[0]
     return f"std of the experts' shares of this rank's tokens: {float(loads.std(correction=0)):.3f}"
 
 
-def choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+def choices(problem: MoeProblem, context: Context) -> tuple[Tensor, Tensor]:
     """topk_ids and topk_weights of this rank's tokens."""
     generator = torch.Generator().manual_seed(1234 + context.rank)
     tokens = problem.m // context.world_size
@@ -270,7 +309,5 @@ def choices(problem: MoeProblem, context: Context) -> tuple[torch.Tensor, torch.
     return ids, torch.full(ids.shape, 1 / problem.top_k, device=context.device)
 
 
-def route(
-    problem: MoeProblem, context: Context, ids: torch.Tensor, weights: torch.Tensor
-) -> flux.moe.Routing:
+def route(problem: MoeProblem, context: Context, ids: Tensor, weights: Tensor) -> flux.moe.Routing:
     return flux.moe.route(ids, weights, problem.experts, group=context.group, ep_size=problem.ep_size)

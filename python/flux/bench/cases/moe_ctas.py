@@ -11,10 +11,13 @@ import torch
 
 import flux
 from flux.bench.cases import moe, moe_peers
-from flux.bench.cases.common import Candidate, Context, Prepared, compare, first_wrong
+from flux.bench.cases.common import Context, Lineup, compare, first_wrong
+from flux.bench.cases.operands import values
 from flux.bench.model import forced_name
 from flux.bench.suites import Problem, Request
+from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
+from flux.moe import routing as routings
 from flux.moe.gemm_gather_rs import launch
 from flux.moe.plan import MoePlan
 
@@ -38,41 +41,39 @@ def check(problem: Problem, context: Context) -> str:
     """
     assert isinstance(problem, moe.MoeProblem)
     calls = list(moe.exact_calls(problem, context))
-    (_, weight, routing), _ = calls[0]
-    layers = {"the plan's number": flux.moe.gemm_gather_rs, **_forced(*_plan(weight, routing, context))}
+    layers = {"the plan's number": flux.moe.gemm_gather_rs, **_forced(*_planned(calls[0][0], context))}
     results = []
     for i, (name, layer) in enumerate(layers.items()):
-        inputs, want = calls[i % len(calls)]
-        said = compare(layer(*inputs)[: len(want)].cpu(), want)
+        (x, weight, routing), want = calls[i % len(calls)]
+        said = compare(layer(values(x), values(weight), routing)[: len(want)].cpu(), want)
         results.append(said if said == "exact" else f"{name}: {said}")
     flux.check(context.group)
     return first_wrong(results)
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, moe.MoeProblem)
     inputs, note = moe.random_inputs(problem, context)
     x, weight, routing = inputs
-    workspace, plan = _plan(weight, routing, context)
-    forced = _forced(workspace, plan)
-    others, failed = moe_peers.layer1(x, weight, routing, context)
-    candidates = [
-        Candidate("flux", "flux", partial(flux.moe.gemm_gather_rs, *inputs)),
-        *(Candidate(name, "config", partial(layer, *inputs)) for name, layer in forced.items()),
-        *others,
-    ]
-    told, notes = moe.plan_dict(plan), [note, *moe.why_unfused(plan), *failed]
-    if plan.fused:
-        told["communication_ctas"] = plan.communication_ctas
-        notes.append(
+    workspace, plan = _planned(inputs, context)
+    lineup = Lineup(context, plan=moe.plan_dict(plan), notes=[note, *moe.why_unfused(plan)])
+    lineup.add_call("flux", "flux", moe.call_of("moe_layer1", inputs))
+    for name, layer in _forced(workspace, plan).items():
+        lineup.add_call(name, "config", partial(layer, values(x), values(weight), routing))
+    moe_peers.layer1(lineup, *inputs)
+    if plan.fused and lineup.plan:
+        lineup.plan["communication_ctas"] = plan.communication_ctas
+        lineup.notes.append(
             f"the plan: {plan.communication_ctas} of {workspace.num_sms} CTAs begin with communication"
         )
-    return Prepared(candidates, told, notes)
+    return lineup
 
 
-def _plan(weight: torch.Tensor, routing: flux.moe.Routing, context: Context) -> tuple[CudaWorkspace, MoePlan]:
-    workspace, plan = moe.plan_of(_OP, weight, routing, context)
-    return cast(CudaWorkspace, workspace), plan
+def _planned(inputs: moe.Inputs, context: Context) -> tuple[CudaWorkspace, MoePlan]:
+    """How flux runs the layer, and where."""
+    _, weight, routing = inputs
+    workspace = registry.get(context.ranks, context.device, _OP)
+    return cast(CudaWorkspace, workspace), routings.plan_of(workspace, _OP, values(weight), routing)
 
 
 def _forced(workspace: CudaWorkspace, plan: MoePlan) -> dict[str, Layer]:

@@ -5,7 +5,6 @@ all-to-alls and grouped GEMMs, and against packages that fuse all of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,13 @@ from flux.bench.cases import moe
 from flux.bench.cases.common import (
     Candidate,
     Context,
-    Prepared,
+    Lineup,
     agree,
     collectives,
-    installed,
 )
 from flux.bench.cases.moe_peers import Parts, grouped_mm, used_rows
+from flux.bench.cases.operands import gathering, values
+from flux.bench.cases.peers import installed
 from flux.bench.model import in_way
 from flux.bench.suites import Problem, Request
 from flux.comm.group import reduce_scatter
@@ -29,7 +29,6 @@ from flux.moe import reference
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.combine import weighted_sum
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
-from flux.ops.all_gather import torch_all_gather
 
 _ACTIVATION = "swiglu"
 _CHECK_COLUMNS = 256  # of a token and of an expert; tokens, experts and layout are those of the row
@@ -82,12 +81,14 @@ def check(problem: Problem, context: Context) -> str:
     return agree({"result": got[: len(want)]}, {"result": want.to(got.dtype)})
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, moe.MoeProblem)
-    (x, w1, routing), note = moe.random_inputs(problem, context)
+    (given, first, routing), note = moe.random_inputs(problem, context)
+    x, w1 = values(given), values(first)
     experts, wide, hidden = w1.shape
     w2 = w1.new_empty(experts, hidden, wide // 2).normal_().mul_(0.1)
     ids, weights = moe.choices(problem, context)
+    lineup = Lineup(context, notes=[note])
 
     def in_parts() -> Tensor:
         of_call = moe.route(problem, context, ids, weights)
@@ -96,10 +97,11 @@ def prepare(problem: Problem, context: Context) -> Prepared:
     def ours() -> Tensor:
         return _call(x, w1, w2, ids, weights, problem, context)
 
-    candidates = [Candidate("flux", "flux", ours), Candidate(in_way("parts"), "parts", in_parts)]
-    candidates.append(_serial(x, w1, w2, routing, context))
+    lineup.add_call("flux", "flux", ours)
+    lineup.add_call(in_way("parts"), "parts", in_parts)
+    _serial(lineup, x, w1, w2, routing)
     if problem.ep_size < context.world_size:
-        return Prepared(candidates, None, [note])
+        return lineup
     parts = Parts.of(routing, context)
 
     def exchanged(
@@ -126,30 +128,25 @@ def prepare(problem: Problem, context: Context) -> Prepared:
             raise RuntimeError(f"wrong: {said}")
         return Candidate(name, "peer", call)
 
-    candidates.append(exchanged("all-to-all", parts.dispatch, parts.combine))
-    more, notes = installed(
-        packages.EXCHANGES | packages.PAIRED,
-        lambda name: exchanged(name, *parts.opened(name, x, context)),
-        context,
-    )
-    whole, failed = installed(packages.LAYERS, fused, context)
-    return Prepared([*candidates, *more, *whole], None, [note, *notes, *failed])
+    lineup.candidates.append(exchanged("all-to-all", parts.dispatch, parts.combine))
+    exchanges = packages.EXCHANGES | packages.PAIRED
+    installed(lineup, exchanges, lambda name: exchanged(name, *parts.opened(name, x, context)))
+    installed(lineup, packages.LAYERS, fused)
+    return lineup
 
 
-def _serial(x: Tensor, w1: Tensor, w2: Tensor, routing: Any, context: Context) -> Candidate:
+def _serial(lineup: Lineup, x: Tensor, w1: Tensor, w2: Tensor, routing: flux.moe.Routing) -> None:
     """The collectives of torch, its grouped GEMM and its activation."""
-    comm, collect, scatter = collectives(context), torch_all_gather(), reduce_scatter()
-    gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
-    ends, tokens, group = routing.offsets[1:], used_rows(routing), context.group
+    gather, scatter = gathering(x, lineup.context), reduce_scatter()
+    ends, tokens, group = routing.offsets[1:], used_rows(routing), lineup.context.group
     total = x.new_empty(routing.max_tokens, x.shape[1])
 
     def call() -> Tensor:
-        collect(gathered, x, group=group)
-        made = grouped_mm(gathered.index_select(0, tokens), w1.transpose(1, 2), offs=ends)
+        made = grouped_mm(values(gather()).index_select(0, tokens), w1.transpose(1, 2), offs=ends)
         gate, up = made.chunk(2, 1)
         made = grouped_mm(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
         summed = weighted_sum(made, routing.positions, routing.weights)
         scatter(total, summed.to(x.dtype).view(-1, x.shape[1]), group=group)
         return total
 
-    return Candidate(f"{comm}+grouped_mm", "serial", call)
+    lineup.add_call(f"{collectives(lineup.context)}+grouped_mm", "serial", call)

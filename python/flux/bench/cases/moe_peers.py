@@ -1,4 +1,4 @@
-"""The baselines of mixtures of experts: NCCL, torch's grouped GEMM, a one-pass top-k sum, in sequence.
+"""The baselines of mixtures of experts: NCCL, grouped GEMMs, a one-pass top-k sum, in sequence.
 
 The peers know how many rows there are: in a model they would have to ask the GPU, or compute on padding.
 """
@@ -7,43 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import flux
 from flux import peers as packages
-from flux.bench.cases.common import Candidate, Context, collectives, compare, first_wrong, installed
+from flux.bench.cases.common import (
+    Candidate,
+    Context,
+    Lineup,
+    agree,
+    collectives,
+    compare,
+    first_wrong,
+    tried,
+)
+from flux.bench.cases.operands import Operand, Scaled, gathering, moved, values
+from flux.bench.cases.peers import installed
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
 from flux.moe.combine import weighted_sum
-from flux.ops.all_gather import torch_all_gather
 
 grouped_mm: Any = torch._grouped_mm
 Tensor = torch.Tensor
+Move = Callable[[Tensor], Tensor]
 
 
-def route(ids: Tensor, weights: Tensor, experts: int, context: Context) -> Candidate:
+def route(lineup: Lineup, ids: Tensor, weights: Tensor, experts: int) -> None:
     """The minimum that an unfused pipeline needs: all choices, sorted by expert, and the row of each."""
-    group, collect = context.group, torch_all_gather()
-    p = context.world_size
-    choices, factors = (
-        ids.new_empty(p * ids.shape[0], ids.shape[1]),
-        weights.new_empty(p * ids.shape[0], ids.shape[1]),
-    )
+    all_ids, all_weights = (gathering(own, lineup.context) for own in (ids, weights))
 
     def sort() -> None:
-        collect(choices, ids, group=group)
-        collect(factors, weights, group=group)
-        flat = choices.view(-1).long()
+        flat = values(all_ids()).view(-1).long()
+        all_weights()
         order = flat.argsort(stable=True)
         counts = torch.zeros(experts, dtype=torch.long, device=ids.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0)
         positions = torch.empty_like(order)
         positions[order] = torch.arange(order.numel(), device=ids.device)
 
-    return Candidate(f"{collectives(context)}+sort", "serial", sort)
+    lineup.add_call(f"{collectives(lineup.context)}+sort", "serial", sort)
 
 
 def check_routing(routing: flux.moe.Routing, ids: Tensor, context: Context) -> str:
@@ -71,92 +77,146 @@ def check_routing(routing: flux.moe.Routing, ids: Tensor, context: Context) -> s
     return "exact" if torch.equal(there, token.expand_as(chosen)[here]) else "a row holds another token"
 
 
-def layer0(
-    x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context
-) -> tuple[list[Candidate], list[str]]:
-    """The peers of layer 0, and notes on those that cannot run."""
-    comm, collect = collectives(context), torch_all_gather()
-    gathered = x.new_empty(x.shape[0] * context.world_size, x.shape[1])
-    rows = used_rows(routing)
-    permuted = gathered.index_select(0, rows)
-    ends, transposed = routing.offsets[1:], weight.transpose(1, 2)
-    candidates = [
-        Candidate("torch grouped_mm", "gemm", lambda: grouped_mm(permuted, transposed, offs=ends)),
-        Candidate("flux.grouped_gemm", "gemm", lambda: flux.grouped_gemm(permuted, weight, routing.offsets)),
-        Candidate(comm, "comm", lambda: collect(gathered, x, group=context.group)),
-    ]
+class Grouped(NamedTuple):
+    """A grouped GEMM with a layer's weights. in_pipelines: its name where others go before or behind it, ""
+    where it has no such part.
+    """
 
-    def serial() -> Tensor:
-        collect(gathered, x, group=context.group)
-        result: Tensor = grouped_mm(gathered.index_select(0, rows), transposed, offs=ends)
-        return result
+    name: str
+    in_pipelines: str
+    product: Callable[[Operand], Tensor]
 
-    candidates.append(Candidate(f"{comm}+grouped_mm", "serial", serial))
-    if routing.ep_size == context.world_size:
-        parts = Parts.of(routing, context)
 
-        def dispatched(name: str, dispatch: Callable[[Tensor], Tensor]) -> Candidate:
-            def call() -> Tensor:
-                rows = dispatch(x).index_select(0, parts.rows)
-                result: Tensor = grouped_mm(rows, transposed, offs=ends)
-                return result
+def grouped_products(lineup: Lineup, x: Operand, weight: Operand, offsets: Tensor) -> list[Grouped]:
+    """flux's and torch's; of fp8 operands torch's if it gives the same product of these rows, or a note on
+    why it does not.
+    """
+    ends = offsets[1:]
+    if isinstance(x, Tensor) or isinstance(weight, Tensor):
+        assert isinstance(weight, Tensor)
+        wide, transposed = weight, weight.transpose(1, 2)
+        return [
+            Grouped("torch grouped_mm", "grouped_mm", lambda rows: grouped_mm(rows, transposed, offs=ends)),
+            Grouped("flux.grouped_gemm", "", lambda rows: flux.grouped_gemm(values(rows), wide, offsets)),
+        ]
+    weights, of_experts = weight.q, weight.scale
+    experts, columns, _ = weights.shape
 
-            return Candidate(f"{name}+grouped_mm", "peer", call)
+    def by_flux(rows: Operand) -> Tensor:
+        assert isinstance(rows, Scaled)
+        return flux.grouped_gemm(rows.q, weights, offsets, scale_x=rows.scale, scale_w=of_experts)
 
-        candidates.append(dispatched("all-to-all", parts.dispatch))
-        return _with_packages(
-            candidates, lambda name: dispatched(name, parts.opened(name, x, context)[0]), context
+    found = [Grouped("flux.grouped_gemm", "flux.grouped_gemm", by_flux)]
+    if of_experts.dim() == 3 and of_experts.shape[1] != columns:
+        lineup.notes.append("torch._scaled_grouped_mm takes no block scales: it is no peer")
+        return found
+    of_columns = of_experts.reshape(-1, columns if of_experts.dim() == 3 else 1)
+    of_columns = of_columns.expand(experts, columns).contiguous()
+    transposed = weights.transpose(1, 2)
+
+    def by_torch(rows: Operand) -> Tensor:
+        assert isinstance(rows, Scaled)
+        of_rows = rows.scale.reshape(-1)
+        if of_rows.numel() == 1:
+            of_rows = of_rows.expand(rows.q.shape[0]).contiguous()
+        result: Tensor = torch._scaled_grouped_mm(
+            rows.q, transposed, of_rows, of_columns, offs=ends, out_dtype=lineup.context.dtype
         )
-    return candidates, []
-
-
-def layer1(
-    x: Tensor, weight: Tensor, routing: flux.moe.Routing, context: Context
-) -> tuple[list[Candidate], list[str]]:
-    """The peers of layer 1, and notes on those that cannot run."""
-    comm, scatter = collectives(context), reduce_scatter()
-    partial = x.new_zeros(routing.max_tokens * context.world_size, weight.shape[1])
-    total = x.new_empty(routing.max_tokens, weight.shape[1])
-    used = x[: used_rows(routing).numel()]
-    ends, transposed = routing.offsets[1:], weight.transpose(1, 2)
-
-    def product() -> Tensor:
-        result: Tensor = grouped_mm(used, transposed, offs=ends)
         return result
 
-    def serial() -> Tensor:
-        summed = weighted_sum(product(), routing.positions, routing.weights)
-        scatter(total, summed.to(x.dtype).view(partial.shape), group=context.group)
+    def right() -> bool:
+        said = agree({"product": by_torch(x)}, {"product": by_flux(x)})
+        if not said.startswith("agrees"):
+            raise RuntimeError(f"wrong: {said}")
+        return True
+
+    is_right, error = tried(right, lineup.context)
+    if is_right:
+        found.append(Grouped("_scaled_grouped_mm", "_scaled_grouped_mm", by_torch))
+    else:
+        lineup.notes.append(f"torch._scaled_grouped_mm could not run: {error}")
+    return found
+
+
+def layer0(lineup: Lineup, x: Operand, weight: Operand, routing: flux.moe.Routing) -> None:
+    """The peers of layer 0: tokens travel, and are multiplied."""
+    own, rows = x, used_rows(routing)
+    if isinstance(own, Scaled):
+        # NCCL gathers what is contiguous. The scale of a tensor is each rank's own: it goes with every row.
+        scale = own.scale.expand(len(own.q), 1) if own.of_all else own.scale
+        own = Scaled(own.q, scale.contiguous())
+    gather = gathering(own, lineup.context)
+    lineup.add_call(collectives(lineup.context), "comm", gather)
+
+    def serial(each: Grouped) -> Tensor:
+        return each.product(_selected(gather(), rows))
+
+    def dispatched(each: Grouped, parts: Parts, dispatch: Move) -> Tensor:
+        return each.product(_selected(moved(own, dispatch), parts.rows))
+
+    permuted = _selected(gather(), rows)
+    _pipelines(lineup, x, permuted, weight, routing, Parts.BEFORE, serial, dispatched)
+
+
+def layer1(lineup: Lineup, x: Operand, weight: Operand, routing: flux.moe.Routing) -> None:
+    """The peers of layer 1: what is multiplied is summed, and travels."""
+    context, scatter, limit = lineup.context, reduce_scatter(), routing.max_tokens
+    shape = (limit * context.world_size, values(weight).shape[1])
+    partial_sums = torch.zeros(shape, dtype=context.dtype, device=context.device)
+    total = partial_sums.new_empty(limit, shape[1])
+    count = used_rows(routing).numel()
+    used = moved(x, lambda rows: rows[:count])
+    lineup.add_call(collectives(context), "comm", lambda: scatter(total, partial_sums, group=context.group))
+
+    def serial(each: Grouped) -> Tensor:
+        summed = weighted_sum(each.product(used), routing.positions, routing.weights)
+        scatter(total, summed.to(context.dtype).view(shape), group=context.group)
         return total
 
-    candidates = [
-        Candidate("torch grouped_mm", "gemm", product),
-        Candidate("flux.grouped_gemm", "gemm", lambda: flux.grouped_gemm(used, weight, routing.offsets)),
-        Candidate(comm, "comm", lambda: scatter(total, partial, group=context.group)),
-        Candidate(f"grouped_mm+{comm}", "serial", serial),
-    ]
-    if routing.ep_size == context.world_size:
-        parts = Parts.of(routing, context)
+    def combined(each: Grouped, parts: Parts, combine: Move) -> Tensor:
+        summed = weighted_sum(each.product(used), parts.positions, parts.weights)
+        return combine(summed[0].to(context.dtype))
 
-        def combined(name: str, combine: Callable[[Tensor], Tensor]) -> Candidate:
-            def call() -> Tensor:
-                summed = weighted_sum(product(), parts.positions, parts.weights)
-                return combine(summed[0].to(x.dtype))
-
-            return Candidate(f"grouped_mm+{name}", "peer", call)
-
-        candidates.append(combined("all-to-all", parts.combine))
-        return _with_packages(
-            candidates, lambda name: combined(name, parts.opened(name, total, context)[1]), context
-        )
-    return candidates, []
+    _pipelines(lineup, total, used, weight, routing, Parts.BEHIND, serial, combined)
 
 
-def _with_packages(
-    candidates: list[Candidate], make: Callable[[str], Candidate], context: Context
-) -> tuple[list[Candidate], list[str]]:
-    more, notes = installed(packages.EXCHANGES, make, context)
-    return candidates + more, notes
+def _pipelines(
+    lineup: Lineup,
+    like: Operand,
+    rows: Operand,
+    weight: Operand,
+    routing: flux.moe.Routing,
+    side: int,
+    serial: Callable[[Grouped], Tensor],
+    exchanged: Callable[[Grouped, Parts, Move], Tensor],
+) -> None:
+    """Each grouped GEMM alone, with the collective, and with expert parallelism with all-to-alls, of which
+    those of packages take no fp8. like: what travels. rows: of the GEMM. side: of it, where the exchange is.
+    """
+    context = lineup.context
+    parts = Parts.of(routing, context) if routing.ep_size == context.world_size else None
+
+    def name_of(each: Grouped, exchange: str) -> str:
+        return "+".join([exchange, each.in_pipelines][:: -1 if side == Parts.BEHIND else 1])
+
+    def of_package(each: Grouped, parts: Parts, name: str) -> Candidate:
+        move = parts.opened(name, values(like), context)[side]
+        return Candidate(name_of(each, name), "peer", partial(exchanged, each, parts, move))
+
+    for each in grouped_products(lineup, rows, weight, routing.offsets):
+        lineup.add_call(each.name, "gemm", partial(each.product, rows))
+        if not each.in_pipelines:
+            continue
+        lineup.add_call(name_of(each, collectives(context)), "serial", partial(serial, each))
+        if parts is not None:
+            move = (parts.dispatch, parts.combine)[side]
+            lineup.add_call(name_of(each, "all-to-all"), "peer", partial(exchanged, each, parts, move))
+            if isinstance(weight, Tensor):
+                installed(lineup, packages.EXCHANGES, partial(of_package, each, parts))
+
+
+def _selected(x: Operand, rows: Tensor) -> Operand:
+    return moved(x, lambda every: every.index_select(0, rows))
 
 
 @dataclass(frozen=True)
@@ -167,6 +227,11 @@ class Parts:
     input. positions, weights [1, arriving, k]: of the grouped GEMM's rows, for each token that arrived.
     returned [1, tokens, p]: where the partial sums of an own token come back to, -1 for none. ones: as large.
     """
+
+    BEFORE: ClassVar[int] = (
+        0  # the side of the grouped GEMM on which tokens travel: the number of what `opened`
+    )
+    BEHIND: ClassVar[int] = 1  # returns, dispatch and combine
 
     group: Any
     sent: Tensor
@@ -193,18 +258,10 @@ class Parts:
         k = routing.positions.shape[-1]
         positions = routing.positions.reshape(-1, k)[tokens][None].contiguous()
         weights = routing.weights.reshape(-1, k)[tokens][None].contiguous()
-        return cls(
-            group,
-            sent,
-            sizes,
-            rows,
-            positions,
-            weights,
-            returned,
-            torch.ones_like(returned, dtype=torch.float32),
-        )
+        ones = torch.ones_like(returned, dtype=torch.float32)
+        return cls(group, sent, sizes, rows, positions, weights, returned, ones)
 
-    def opened(self, name: str, x: Tensor, context: Context) -> tuple[Callable[[Tensor], Tensor], ...]:
+    def opened(self, name: str, x: Tensor, context: Context) -> tuple[Move, ...]:
         """Dispatch and combine of a package, for rows like those of x, which have given the right results."""
         goes = self.returned[0, : x.shape[0]] >= 0
         dispatch, combine = (packages.EXCHANGES | packages.PAIRED)[name][1](context, goes, x.shape[1])

@@ -14,20 +14,13 @@ from torch import Tensor
 
 import flux
 from flux import peers as packages
-from flux.bench.cases.common import (
-    CALLS,
-    Candidate,
-    Context,
-    Prepared,
-    agree,
-    collectives,
-    compare,
-    explained,
-    random_operands,
-)
-from flux.bench.cases.gemm import library
-from flux.bench.cases.gemm_ar import unfused
-from flux.bench.cases.graphs import Step, graphed, other_all_reduces
+from flux.bench.cases.all_reduce import K
+from flux.bench.cases.common import CALLS, Context, Lineup, agree, collectives, compare
+from flux.bench.cases.libraries import opened
+from flux.bench.cases.operands import random_operands
+from flux.bench.cases.peers import other_all_reduces
+from flux.bench.cases.plans import explained
+from flux.bench.cases.ranks import job_of, unfused
 from flux.bench.model import passed
 from flux.bench.suites import Problem
 from flux.ops import gemm
@@ -35,7 +28,6 @@ from flux.ops.gemm_ar import rms_norm
 from flux.testing import GemmRsCase
 
 _EPS = 1e-6
-_K = 32  # of the products that all_reduce sums in the check
 
 
 def _call(op: str, x: Tensor, weight: Tensor, **options: Any) -> Any:
@@ -50,7 +42,7 @@ def check(problem: Problem, context: Context) -> str:
     rest = {"group": context.group, "norm_weight": norm_weight, "eps": _EPS}
     said = "exact"
     for seed in range(CALLS):
-        size = _K if op == "all_reduce" else k
+        size = K if op == "all_reduce" else k
         case = GemmRsCase(m, n, size, context.world_size, context.dtype, seed=seed)
         x, weight, _ = case.inputs(context.rank, context.device)
         residual = case.residual(context.device)
@@ -66,35 +58,32 @@ def check(problem: Problem, context: Context) -> str:
     return said
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Lineup:
     m, n, k = problem.local(context.tp)
     group, op = context.ranks, problem.op.removesuffix("_norm")
+    planned = problem.op if op == "gemm_ar" else op
     # Some are summed in place repeatedly: anything but zeros would soon overflow.
     product, residual = (torch.zeros(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
     norm_weight = torch.ones(n, dtype=context.dtype, device=context.device)
-    x, weights = random_operands(m, n, k, context) if op == "gemm_ar" else (product.clone(), [residual])
-    rest = {"residual": residual, "norm_weight": norm_weight, "eps": _EPS}
     norm = packages.Norm(residual, norm_weight, _EPS)
+    rest = {"residual": residual, "norm_weight": norm_weight, "eps": _EPS}
+    given = random_operands(problem, context) if op == "gemm_ar" else None
+    x = given.wide_x if given else product.clone()
+    lineup = Lineup(context, given.weights if given else [x], graphs=True)
+    lineup.plan = explained(planned, m, n, k if given else 0, context)
+    lineup.ours(planned, lambda g: lambda w: _call(op, x, w, group=g, **rest))
+    lineup.add(f"flux.{op}+norm", "peer", lambda w: norm.of(_call(op, x, w, group=group, residual=residual)))
+    if given:
+        job = job_of(op, given, problem, context)
+        for each in opened(problem, lineup):
+            each.alone(lineup, "gemm", x, job.product)
+            unfused(lineup, each, job, norm)
+        return lineup
 
-    def candidate(name: str, role: str, step: Step) -> Candidate:
-        return graphed(name, role, step, weights, context)
-
-    def by_torch(_: Tensor) -> None:
+    def by_torch() -> None:
         dist.all_reduce(product, group=group)
         norm.behind(product)
 
-    candidates = [
-        *context.ours(
-            op, lambda name, role, g: candidate(name, role, lambda w: _call(op, x, w, group=g, **rest))
-        ),
-        candidate(
-            f"flux.{op}+norm", "peer", lambda w: norm.of(_call(op, x, w, group=group, residual=residual))
-        ),
-    ]
-    if op == "gemm_ar":
-        candidates.append(candidate(library(context), "gemm", lambda w: torch.mm(x, w.t(), out=product)))
-        others, notes = unfused(x, weights, product, context, norm)
-    else:
-        candidates.append(candidate(collectives(context), "peer", by_torch))
-        others, notes = other_all_reduces(m, n, "", lambda w, partial: None, weights, context, norm)
-    return Prepared(candidates + others, explained(op, m, n, k if op == "gemm_ar" else 0, context), notes)
+    lineup.add_call(collectives(context), "peer", by_torch)
+    other_all_reduces(lineup, m, n, norm=norm)
+    return lineup

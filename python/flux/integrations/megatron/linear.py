@@ -14,7 +14,8 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from flux._log import say_once
-from flux.layers import DeferredGrads, column_linear, row_linear
+from flux.integrations.megatron import fp8
+from flux.layers import DeferredGrads, Fp8, column_linear, row_linear
 from flux.layers.functional import SaveGathered
 from flux.ops import _arguments, autocast
 
@@ -95,14 +96,16 @@ class FluxLinear(torch.nn.Module):
     skip_bias_add: bool
     flux_accumulates: bool
     flux_deferred: DeferredGrads | None
+    flux_fp8: Fp8 | None
 
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
-        refuse_low_precision(type(self).__name__, config)
+        recipe = fp8.recipe_of(type(self).__name__, config, options.get("is_expert", False))
         # Megatron refuses the option without Apex, which flux does not need.
         quiet = copy.copy(config)
         quiet.gradient_accumulation_fusion = False
         super().__init__(*args, config=quiet, **options)
         self.config = config
+        self.flux_fp8 = recipe
         self._delay(getattr(config, "delay_wgrad_compute", False))
         self.flux_accumulates = config.gradient_accumulation_fusion
         self.gradient_accumulation_fusion = (
@@ -111,13 +114,20 @@ class FluxLinear(torch.nn.Module):
 
     def why_never(self) -> str | None:
         """Why all calls run in Megatron's own code, or None. Equal on all ranks."""
-        if self.tp_group.size() == 1:
+        if self.tp_group.size() == 1 and self.flux_fp8 is None:  # Megatron's own code has no fp8
             return "the tensor-parallel group has one rank"
         if getattr(self, "explicit_expert_comm", False):
             return "the token dispatcher communicates for the layers of experts"
         if getattr(self, "gtp_remat_size", 1) > 1:
             return "its weight is split over another group too (generalized tensor parallelism)"
         return None
+
+    def _runs_on_flux(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether this call does; if not, the log says why. Equal on all ranks."""
+        reason = self._why_not(x, weight)
+        if reason is not None:
+            tell(type(self).__name__, reason + (" (not in fp8)" if self._fp8() else ""))
+        return reason is None
 
     def _why_not(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         """Why this call runs in Megatron's own code, or None. Equal on all ranks."""
@@ -128,9 +138,13 @@ class FluxLinear(torch.nn.Module):
             return "activations are offloaded to the CPU"
         if autocast.enabled(x.device):
             return None
-        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        if x.dtype not in (fp8.DTYPES if self._fp8() else DTYPES) or weight.dtype != x.dtype:
             return f"x is {x.dtype} and the weight {weight.dtype}"
         return None
+
+    def _fp8(self) -> Fp8 | None:
+        """How this call multiplies in fp8, or None."""
+        return self.flux_fp8 if fp8.is_on() else None
 
     def _delay(self, is_delayed: bool) -> None:
         """Whether backward_dw computes gradients of the weight."""
@@ -158,14 +172,6 @@ class FluxLinear(torch.nn.Module):
             hook()
 
 
-def refuse_low_precision(name: str, config: Any) -> None:
-    """Raises for fp8 and fp4, in which Megatron's own classes do not compute either: they would silently
-    train in 16 bits.
-    """
-    if config.fp8 or config.fp4:
-        raise ValueError(f"{name}: config.fp8, config.fp4: expected None; leave such specs alone")
-
-
 class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's ColumnParallelLinear with flux.ag_gemm, and flux.gemm_rs backward; without sequence
     parallelism flux.gemm, and flux.gemm_ar backward.
@@ -173,7 +179,7 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
     Arguments, parameters, state and results are those of Megatron's class.
 
     Raises:
-        ValueError: config asks for fp8 or fp4.
+        ValueError: config asks for fp4, or for fp8 with another recipe than tensorwise and blockwise.
 
     Example::
 
@@ -196,9 +202,7 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
         return super().why_never()
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
-        reason = self._why_not(input, weight)
-        if reason is not None:
-            tell(type(self).__name__, reason)
+        if not self._runs_on_flux(input, weight):
             return super()._forward_impl(input, weight, *args, **options)
         return column_linear(
             input,
@@ -209,6 +213,7 @@ class FluxColumnParallelLinear(FluxLinear, ColumnParallelLinear):  # type: ignor
             save_gathered=self.flux_saves_gathered,
             gradient_accumulation_fusion=collects(self, weight),
             deferred=self._deferred_for(weight),
+            fp8=self._fp8(),
         )[0]
 
 
@@ -219,7 +224,7 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
     Arguments, parameters, state and results are those of Megatron's class.
 
     Raises:
-        ValueError: config asks for fp8 or fp4.
+        ValueError: config asks for fp4, or for fp8 with another recipe than tensorwise and blockwise.
 
     Example::
 
@@ -247,9 +252,7 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
         return super().why_never() if self.input_is_parallel else "its input is not split over ranks"
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        reason = self._why_not(input_, self.weight)
-        if reason is not None:
-            tell(type(self).__name__, reason)
+        if not self._runs_on_flux(input_, self.weight):
             result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(input_)
             return result
         output = row_linear(
@@ -259,6 +262,7 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
             sequence_parallel=self.sequence_parallel,
             gradient_accumulation_fusion=collects(self, self.weight),
             deferred=self.flux_deferred,
+            fp8=self._fp8(),
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -266,11 +270,12 @@ class FluxRowParallelLinear(FluxLinear, RowParallelLinear):  # type: ignore[misc
         return (output if self.bias is None else output + self.bias), None
 
 
-def adopt(layer: torch.nn.Module, cls: type[FluxLinear]) -> None:
+def adopt(layer: torch.nn.Module, cls: type[FluxLinear], may_be_fp8: bool = True) -> None:
     """Makes a layer of Megatron's class one of flux's, whose base that class is, in place."""
-    refuse_low_precision(cls.__name__, layer.config)
+    recipe = fp8.recipe_of(cls.__name__, layer.config, getattr(layer, "is_expert", False))
     layer.__class__ = cls
     assert isinstance(layer, FluxLinear)
+    layer.flux_fp8 = recipe if may_be_fp8 else None
     # As stock layers: Megatron calls backward_dw of some of them only, not of the output layer.
     layer._delay(False)
     layer.flux_accumulates = layer.gradient_accumulation_fusion

@@ -54,7 +54,7 @@ def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> d
 
     Raises:
         ValueError: no layer runs on flux afterwards, and `allow_unchanged` is false; or a config asks for
-            fp8 or fp4.
+            fp4, or for fp8 with another recipe than tensorwise and blockwise.
 
     Example::
 
@@ -65,9 +65,13 @@ def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> d
         layer = ColumnParallelLinear(32, 8 * p, config=config, init_method=config.init_method, bias=False)
         assert convert_model(torch.nn.Sequential(layer)) == {"0": None}
     """
+    # Megatron multiplies in fp8 in its numbered layers only, not in the output layer.
+    numbered = {
+        part for module in model.modules() if hasattr(module, "layer_number") for part in module.modules()
+    }
     for module in list(model.modules()):
         if type(module) in _LINEARS:
-            adopt(module, _LINEARS[type(module)])
+            adopt(module, _LINEARS[type(module)], may_be_fp8=module in numbered)
         elif type(module) is MoELayer:
             FluxMoELayer.adopt(module)
     found = coverage(model)

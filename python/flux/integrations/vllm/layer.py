@@ -20,7 +20,7 @@ from flux.integrations.vllm import compiled, eager, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import NEVER, report, setting
-from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, sums
+from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, over_fusion_from, sums
 from flux.ops._scales import Scaling
 from flux.ops.plan import current_device, why_unfused
 
@@ -74,6 +74,10 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if settings.mode != "layer":
             compiled.install()
             compiled.split_range(config, self._flux_from)
+            scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
+            device = current_device()
+            over = over_fusion_from(self.output_size, self.params_dtype, self.tp_size, device, scales)
+            compiled.serve_over_fusion(config, max(over, self._flux_from))
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.
             if sequence is not None:

@@ -22,7 +22,7 @@ import torch
 
 from flux import _invariance
 from flux.integrations.vllm.report import NEVER, setting, tell
-from flux.ops.plan_ar import COMPOSED_FROM_BYTES, MAX_EXCHANGE_BYTES, RAGGED_FROM_BYTES
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES
 
 # Stands for GPUs like those that were measured.
 MEASURED_GPU = torch.device("meta")
@@ -31,6 +31,9 @@ ALIGNMENT = 8
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
+# A sum of so many bytes is bound by the links, of which gemm_rs hides half: on GPUs like those that were
+# measured, and on others.
+_BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
 
@@ -62,11 +65,30 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """Prefill of a model in vLLM that flux made sequence parallel, on `ranks`.
+
+    Attributes:
+        hidden: columns of the residual.
+        speedup: tokens per second / those of vLLM by its defaults, which fuse all-reduces with RMSNorm.
+    """
+
+    ranks: int
+    hidden: int
+    speedup: float
+
+
+@dataclass(frozen=True)
 class Measured:
-    """Measurements, and where they are from."""
+    """Measurements, and where they are from.
+
+    Attributes:
+        prefills: of whole models.
+    """
 
     rows: tuple[Row, ...]
     sums: tuple[Sum, ...]
+    prefills: tuple[Prefill, ...] = ()
     source: str = ""
 
 
@@ -105,7 +127,7 @@ def decide(
 ) -> tuple[int, str]:
     """from_tokens by given measurements. A pure function."""
     # vLLM's GEMMs of fp8 may be faster than flux's by more than flux hides.
-    large = NEVER if scales else -(-COMPOSED_FROM_BYTES // (n * dtype.itemsize))
+    large = NEVER if scales else -(-_BOUND_BY_LINKS // (n * dtype.itemsize))
     known = [row for row in rows if row.ranks == ranks and row.scales == scales]
     if not known and scales:
         return NEVER, f"fp8 with {scales} scales was not measured on {ranks} such GPUs"
@@ -118,6 +140,23 @@ def decide(
             break
         chosen = row.m
     return min(chosen, large), f"{source}, weight {list(shape)}"
+
+
+def over_fusion_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "") -> int:
+    """From how many rows of n on flux runs layers also where vLLM would fuse their all-reduce with residual
+    and RMSNorm: where models are sequence parallel, if one with a residual of up to twice or half as many
+    columns was measured to be faster. Smaller batches were not faster in whole models, though the operators
+    are (docs/design/vllm.md).
+    """
+    sequence = sequence_from(n, dtype, ranks, device)
+    if scales or sequence is None:
+        return NEVER
+    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).prefills
+    near = [
+        each for each in measured if each.ranks == ranks and n <= 2 * each.hidden and each.hidden <= 2 * n
+    ]
+    slowest = min((each.speedup for each in near), default=0.0)
+    return sequence if slowest >= 1 + _NOISE else NEVER
 
 
 def sequence_from(
@@ -151,7 +190,7 @@ def _composed_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device)
     """From how many rows on a sum is bound by the links."""
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
     known = any(row.ranks == ranks for row in measured.rows)
-    nbytes = COMPOSED_FROM_BYTES if known else RAGGED_FROM_BYTES
+    nbytes = _BOUND_BY_LINKS if known else _BOUND_EVERYWHERE
     return -(-nbytes // (n * dtype.itemsize))
 
 
@@ -216,8 +255,10 @@ def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
     shipped = json.loads(SHIPPED.read_text())
     if machine != (shipped["machine"]["arch"], shipped["machine"]["sms"]):
         return Measured((), ())
-    rows, sums = (Row(*row) for row in shipped["rows"]), (Sum(*each) for each in shipped["sums"])
-    return Measured(tuple(rows), tuple(sums), "measured on such GPUs")
+    rows = tuple(Row(*each) for each in shipped["rows"])
+    sums = tuple(Sum(*each) for each in shipped["sums"])
+    prefills = tuple(Prefill(*each) for each in shipped["prefills"])
+    return Measured(rows, sums, prefills, "measured on such GPUs")
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""Products of fp8 operands that torch and installed packages offer."""
+"""Products of a rank that torch and installed packages offer, of operands in 16 bits and in fp8."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flux.bench.cases.common import Context, agree, compare, tried
-from flux.bench.cases.fp8.data import Scaled, exact_case, flux_product, of_rank
+import flux
+from flux.bench.cases.common import Context, Lineup, agree, compare, library, tried
+from flux.bench.cases.operands import Operand, Scaled, exact_case, of_rank
 from flux.bench.model import passed
 from flux.bench.suites import Problem
 
 _SCALES_OF_WEIGHT_ALIGNMENT = 4  # of the scales of a row of blocks, in cuBLAS
-Layout = Callable[[Scaled], Any]
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,14 @@ class Library:
     role: str
     package: str
     kinds: tuple[str, ...]
-    x: Layout
-    weight: Layout
     product: Callable[[Any, Any, Tensor], Tensor]
+    x: Callable[[Any], Any] = lambda x: x
+    weight: Callable[[Any], Any] = lambda weight: weight
+
+    def alone(self, lineup: Lineup, role: str, x: Operand, out: Tensor) -> None:
+        """A candidate of its product."""
+        laid_out, weights = self.x(x), [self.weight(weight) for weight in lineup.weights]
+        lineup.add(self.name, role, lambda weight: self.product(laid_out, weight, out), weights)
 
 
 def _torch_x(x: Scaled) -> Scaled:
@@ -56,16 +61,12 @@ def _torch_weight(weight: Scaled) -> Scaled:
     return Scaled(weight.q.t(), padded[:, :columns].t())
 
 
-def _by_torch(fast: bool, x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
+def _scaled_mm(fast: bool, x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
     scales = {"scale_a": x.scale, "scale_b": weight.scale}
     result: Tensor = torch._scaled_mm(
         x.q, weight.q, **scales, out_dtype=out.dtype, use_fast_accum=fast, out=out
     )
     return result
-
-
-def _as_it_is(operand: Scaled) -> Scaled:
-    return operand
 
 
 def _deep_gemm_x(x: Scaled) -> Scaled:
@@ -85,58 +86,56 @@ def _by_vllm(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
 
 
 def _by_flux(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
-    return flux_product(x, weight, out=out)
+    return flux.gemm(x.q, weight.q, scale_x=x.scale, scale_w=weight.scale, out=out)
+
+
+def _mm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    return torch.mm(x, weight.t(), out=out)
 
 
 _ALL, _WHOLE = ("tensor", "row", "block"), ("tensor", "row")
-OURS = Library("flux.gemm", "peer", "flux", _ALL, _as_it_is, _as_it_is, _by_flux)
+_by_torch, _by_torch_fast = (functools.partial(_scaled_mm, fast) for fast in (False, True))
+OURS = Library("flux.gemm", "peer", "flux", _ALL, _by_flux)
 LIBRARIES = (
-    Library(
-        "_scaled_mm", "peer", "torch", _ALL, _torch_x, _torch_weight, functools.partial(_by_torch, False)
-    ),
-    Library(
-        "_scaled_mm, fast",
-        "fast",
-        "torch",
-        _WHOLE,
-        _torch_x,
-        _torch_weight,
-        functools.partial(_by_torch, True),
-    ),
-    Library("DeepGEMM", "peer", "deep_gemm", ("block",), _deep_gemm_x, _as_it_is, _by_deep_gemm),
-    Library("vLLM CUTLASS", "peer", "vllm", _WHOLE, _torch_x, _torch_weight, _by_vllm),
+    Library("_scaled_mm", "peer", "torch", _ALL, _by_torch, _torch_x, _torch_weight),
+    Library("_scaled_mm, fast", "fast", "torch", _WHOLE, _by_torch_fast, _torch_x, _torch_weight),
+    Library("DeepGEMM", "peer", "deep_gemm", ("block",), _by_deep_gemm, _deep_gemm_x),
+    Library("vLLM CUTLASS", "peer", "vllm", _WHOLE, _by_vllm, _torch_x, _torch_weight),
 )
 
 
-def opened(problem: Problem, m: int, n: int, k: int, context: Context) -> tuple[list[Library], list[str]]:
-    """The libraries that gave the right product of operands of this size, and why others did not. A
-    collective.
+def opened(problem: Problem, lineup: Lineup) -> list[Library]:
+    """Those that multiply the operands of a row: of fp8 ones, those that gave the right product, and notes on
+    the others. A collective.
     """
-    found, notes = [], []
-    for library in LIBRARIES:
-        if problem.scales not in library.kinds:
+    if not problem.scales:
+        return [Library(library(lineup.context), "peer", "torch", (), _mm)]
+    found = []
+    for each in LIBRARIES:
+        if problem.scales not in each.kinds:
             continue
-        if find_spec(library.package) is None:
-            notes.append(f"{library.name} could not run: {library.package} is not installed")
+        if find_spec(each.package) is None:
+            lineup.notes.append(f"{each.name} could not run: {each.package} is not installed")
             continue
-        right, error = tried(functools.partial(_right, library, problem, m, n, k, context), context)
+        right, error = tried(functools.partial(_right, each, problem, lineup.context), lineup.context)
         if right is None:
-            notes.append(f"{library.name} with {problem.scales} scales could not run: {error}")
+            lineup.notes.append(f"{each.name} with {problem.scales} scales could not run: {error}")
         else:
-            found.append(library)
-    return found, notes
+            found.append(each)
+    return found
 
 
-def _right(library: Library, problem: Problem, m: int, n: int, k: int, context: Context) -> Library:
+def _right(each: Library, problem: Problem, context: Context) -> Library:
     """Raises RuntimeError if a library's product is wrong."""
+    m, n, k = problem.local(context.tp)
     case = exact_case(problem, m, n, k, context)
     x, weight = of_rank(case, context.rank, context)
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
-    got = library.product(library.x(x), library.weight(weight), out)
+    got = each.product(each.x(x), each.weight(weight), out)
     want = case.product(context.rank, context.rank, context.device).to(context.dtype)
     said = compare(got, want)
     if said != "exact":
         said = agree({"product": got}, {"product": want})
     if not passed(said):
         raise RuntimeError(f"wrong: {said}")
-    return library
+    return each

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import flux
-from flux.bench.cases.common import Candidate, Context, Prepared, tried
-from flux.bench.cases.fp8.data import QUANTS, Scaled, quantized
+from flux.bench.cases.common import Candidate, Context, Lineup
+from flux.bench.cases.operands import QUANTS, Scaled, quantized
 from flux.bench.suites import Problem
 from flux.ops import quantize
 from flux.testing.scaled_data import dequantized
@@ -32,26 +32,20 @@ def check(problem: Problem, context: Context) -> str:
     return f"{int(wrong.sum())} of {wrong.numel()} values have other bits" if bool(wrong.any()) else "exact"
 
 
-def prepare(problem: Problem, context: Context) -> Prepared:
+def prepare(problem: Problem, context: Context) -> Lineup:
     x, quant = _x(problem, context), QUANTS[problem.scales][0]
     # A copy reads and writes as many bytes as quantisation: two are read and one is written of each element.
     half = torch.empty(x.numel() * 3 // 2, dtype=torch.uint8, device=context.device)
     copy = torch.empty_like(half)
-    candidates = [
-        Candidate("flux", "flux", lambda: flux.quantize(x, quant)),  # type: ignore[arg-type]
-        Candidate("copy", "comm", lambda: copy.copy_(half)),
-        Candidate("torch", "peer", lambda: _by_torch(x, quant)),
-    ]
-    notes = []
+    lineup = Lineup(context)
+    lineup.add_call("flux", "flux", lambda: flux.quantize(x, quant))  # type: ignore[arg-type]
+    lineup.add_call("copy", "comm", lambda: copy.copy_(half))
+    lineup.add_call("torch", "peer", lambda: _by_torch(x, quant))
     if find_spec("vllm") is None:
-        notes.append("vLLM could not run: vllm is not installed")
+        lineup.notes.append("vLLM could not run: vllm is not installed")
     else:
-        found, error = tried(functools.partial(_vllm, x, quant), context)
-        if found is None:
-            notes.append(f"vLLM could not run: {error}")
-        else:
-            candidates.append(Candidate("vLLM", "peer", found))
-    return Prepared(candidates, None, notes)
+        lineup.attempt("vLLM", lambda: Candidate("vLLM", "peer", _vllm(x, quant)))
+    return lineup
 
 
 def _x(problem: Problem, context: Context) -> Tensor:

@@ -1,1 +1,0 @@
-"""The operators with fp8 operands: the same rows, checked with scales in their data, timed beside bf16."""

@@ -1,0 +1,138 @@
+"""Peers of flux's operators: torch's fused ones, all-reduces of symmetric memory, and those of packages."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flux import peers as packages
+from flux.bench.cases.common import Candidate, Context, Lineup, Step, agree, compare, rotating
+from flux.bench.model import passed
+from flux.ops.gemm_ar import rms_norm
+
+_symm_mem: Any = torch.ops.symm_mem
+
+
+def async_tp(lineup: Lineup, fused: Step) -> None:
+    """PyTorch's own fused operator."""
+    group, call = lineup.context.ranks, rotating(lineup.weights, fused)
+
+    def enabled() -> Candidate:
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch enables every group automatically
+            symm_mem.enable_symm_mem_for_group(group.group_name)
+        call()
+        torch.cuda.synchronize(lineup.context.device)
+        return Candidate("async-TP", "peer", call)
+
+    lineup.attempt("async-TP", enabled)
+
+
+def installed(lineup: Lineup, kind: Mapping[str, tuple[str, Any]], make: Callable[[str], Candidate]) -> None:
+    """Candidates of the packages of a kind (flux.peers) that are installed."""
+    for name in packages.here(kind):
+        lineup.attempt(name, functools.partial(make, name))
+
+
+def of_packages(
+    lineup: Lineup,
+    op: str,
+    sizes: tuple[int, int, int],
+    x: Tensor,
+    exact: Callable[[packages.Product], str],
+) -> None:
+    """Installed packages' ways to do `op`. sizes: m, n, k of a rank's GEMM. exact: compares what a peer
+    computes, as `compare` says it.
+    """
+    kind = packages.PRODUCTS.get(op, {})
+
+    def opened(name: str) -> Candidate:
+        call = kind[name][1](lineup.context, *sizes)
+        if (said := exact(call)) != "exact":
+            raise RuntimeError(f"wrong: {said}")
+        return Candidate(name, "peer", rotating(lineup.weights, lambda w: call(x, w)))
+
+    installed(lineup, kind, opened)
+
+
+def _opened(
+    name: str, context: Context, m: int, n: int, norm: packages.Norm | None
+) -> tuple[packages.Reduce, packages.Inside]:
+    """A package's all-reduce that has given the right result. Raises RuntimeError if it has not."""
+    reduce, inside = packages.PEERS[name][1](context, m, n, norm)
+    marks = (torch.arange(m * n, device=context.device).view(m, n) % 5 - 2).to(context.dtype)
+    p = context.world_size
+    got, total = reduce(marks * (context.rank + 1), marks.clone())
+    want = marks * (p * (p + 1) // 2) + (marks if norm else 0)
+    said = compare(got if total is None else total, want)
+    if norm is not None and passed(said):
+        said = agree({"norm": got}, {"norm": rms_norm(want, norm.weight, norm.eps)})
+    if not passed(said):
+        raise RuntimeError(f"wrong: {said}")
+    return reduce, inside
+
+
+def other_all_reduces(
+    lineup: Lineup,
+    m: int,
+    n: int,
+    prefix: str = "",
+    produce: Callable[[Any, Tensor], object] = lambda weight, partial: None,
+    norm: packages.Norm | None = None,
+) -> None:
+    """All-reduces of installed packages, and on GPUs PyTorch's of symmetric memory.
+
+    Args:
+        produce: ``produce(weight, partial)`` writes what is to be summed to `partial` [m, n].
+        norm: what is done with the sum.
+    """
+    context = lineup.context
+
+    def of_package(peer: str) -> Candidate:
+        reduce, inside = _opened(peer, context, m, n, norm)
+        partial = torch.zeros(m, n, dtype=context.dtype, device=context.device)
+        residual = torch.zeros_like(partial)
+
+        def step(weight: Any) -> None:
+            produce(weight, partial)
+            reduce(partial, residual)
+
+        return lineup.made(f"{prefix}{peer}", "peer", step, inside=inside)
+
+    installed(lineup, packages.PEERS, of_package)
+    if not context.cuda:
+        return
+    name = context.ranks.group_name
+    memory: dict[str, Tensor] = {}
+
+    def symmetric() -> Tensor:
+        if not memory:
+            from torch.distributed import _symmetric_memory as symm_mem
+
+            partial = symm_mem.empty(m, n, dtype=context.dtype, device=context.device)
+            symm_mem.rendezvous(partial, name)
+            memory.update(partial=partial.zero_(), total=torch.empty_like(partial))
+        return memory["partial"]
+
+    def one_shot(weight: Any) -> None:
+        partial = symmetric()
+        produce(weight, partial)
+        _symm_mem.one_shot_all_reduce_out(partial, "sum", name, memory["total"])
+        _ = norm and norm.behind(memory["total"])
+
+    def two_shot(weight: Any) -> None:
+        partial = symmetric()
+        produce(weight, partial)
+        _symm_mem.two_shot_all_reduce_(partial, "sum", name)
+        _ = norm and norm.behind(partial)
+
+    for label, step in (("one-shot", one_shot), ("two-shot", two_shot)):
+        make = functools.partial(lineup.made, f"{prefix}{label}", "peer", step)
+        lineup.attempt(f"symm_mem {label}", make)

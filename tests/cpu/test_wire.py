@@ -1,0 +1,317 @@
+"""Sums whose contributions travel as int8 (wire="int8"), between CPU processes: bit for bit those of a model
+that knows only the definition, within the error that the docs state, and exact where nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Answers, by_name, compare, run_scenarios
+
+import flux
+from flux.comm.workspace import Disagreement
+from flux.moe.combine import weighted_sum
+from flux.ops import _wire
+from flux.testing import spawn
+from flux.testing.moe_data import MoeCase
+from flux.testing.scaled_data import ScaledCase
+
+Tensor = torch.Tensor
+INT8: dict[str, Any] = {"wire": "int8"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of each rank, and n: whole groups, parts of one, several rows of one group, and nothing.
+SHAPES: list[tuple[int, ...]] = [(1, 128), (3, 300), (2, 5, 130), (7, 1), (4,), (0, 64), (5, 0)]
+
+
+def every(x: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return parts
+
+
+def model(parts: list[Tensor], rank: int, rounds_own: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum in fp32 of what ranks have for one of them [rows, n]; the exact sum; and by how much they may
+    differ.
+    """
+    total = torch.zeros(parts[0].shape)
+    exact, bound = total.double(), total.double()
+    for source, part in enumerate(parts):
+        wide = part.float()
+        exact += part.double()
+        if source == rank and not rounds_own:
+            total += wide
+            continue
+        for first in range(0, wide.shape[1], 128):
+            group = wide[:, first : first + 128]
+            most = group.abs().max(1, keepdim=True).values.clamp(min=1e-10)
+            step = most / torch.tensor(127.0)
+            total[:, first : first + 128] += (group * (1 / step)).round().clamp(-127, 127) * step
+            bound[:, first : first + 128] += most.double() / 254 * (1 + 2**-20)
+    largest = sum((part.double().abs() for part in parts), torch.zeros_like(exact))
+    return total, exact, bound + 2**-23 * len(parts) * largest
+
+
+def rounded_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    return exact.abs() * {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}[dtype]
+
+
+def data(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """Groups of very different sizes."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-6, 7, shape, generator=g).float())
+    return (torch.randn(shape, generator=g) * sizes).to(dtype)
+
+
+def sums(rank: int, p: int) -> None:
+    for number, (first, *rest) in enumerate(SHAPES):
+        for dtype in DTYPES:
+            x = data((first * p, *rest), 100 * number + rank, dtype)
+            result = flux.reduce_scatter(x, **INT8)
+            n = rest[-1] if rest else first
+            rows = result.numel() // n if n else 0
+            mine = [part.reshape(p, rows, n)[rank] for part in every(x)]
+            total, exact, bound = model(mine, rank)
+            told = f"{(first, *rest)}, {dtype}"
+            expected = total.to(dtype).view(first, *rest)
+            assert compare(result, expected) == "", f"{told}: {compare(result, expected)}"
+            error = (result.double().view(exact.shape) - exact).abs()
+            assert (error <= bound * (1 + 2**-8) + rounded_once(exact, dtype) + 1e-30).all(), told
+            out = torch.full_like(result, 7)
+            assert flux.reduce_scatter(x, **INT8, out=out) is out and torch.equal(out, result)
+
+
+def exact_sums(rank: int, p: int) -> None:
+    """127 of something in each group: the scale is that, and numbers of it travel as they are."""
+    for exponent in (-3, 0, 9):
+        g = torch.Generator().manual_seed(rank)
+        x = torch.randint(-127, 128, (3 * p, 300), generator=g).float()
+        x[:, ::128] = 127.0 * (1 - 2 * (rank % 2))
+        x *= 2.0**exponent
+        expected = sum(part.chunk(p)[rank] for part in every(x))
+        assert torch.equal(flux.reduce_scatter(x, **INT8), expected)  # type: ignore[arg-type]
+        twelve = flux.reduce_scatter(torch.full((2 * p, 7), 12.5), **INT8)
+        assert (twelve == 12.5 * p).all()
+        assert (flux.reduce_scatter(torch.zeros(2 * p, 130), **INT8) == 0).all()
+
+
+def not_finite(rank: int, p: int) -> None:
+    """What is not finite stays so, in its group of 128 only; and so do largest values."""
+    for value in (float("inf"), float("-inf"), float("nan")):
+        x = torch.ones(2 * p, 300)
+        if rank == p - 1:
+            x[:, 140] = value
+        result = flux.reduce_scatter(x, **INT8)
+        assert not result[:, 140].isfinite().any()
+        assert (result[:, :128] == p).all() and (result[:, 256:] == p).all()
+    largest = torch.finfo(torch.float32).max / (2 * p)
+    assert flux.reduce_scatter(torch.full((p, 4), largest), **INT8).isfinite().all()
+
+
+DEFECTS: dict[str, Callable[..., Any]] = {
+    "scales dropped": lambda scale, n: torch.ones(scale.shape[0], n),
+    "scales of another group": lambda scale, n: scale.roll(1, 1).repeat_interleave(128, 1)[:, :n],
+    "scales of another row": lambda scale, n: scale.roll(1, 0).repeat_interleave(128, 1)[:, :n],
+    "scales doubled": lambda scale, n: 2 * scale.repeat_interleave(128, 1)[:, :n],
+    "groups that are too short": lambda scale, n: scale.repeat_interleave(120, 1).repeat(1, 2)[:, :n],
+}
+
+
+def defects(rank: int, p: int) -> None:
+    if p == 1:
+        return  # nothing travels
+    x = data((3 * p, 300), rank, torch.float32)
+    expected = model([part.chunk(p)[rank] for part in every(x)], rank)[0]
+    right = _wire.spread
+    for name, wrong in DEFECTS.items():
+        asked: list[int] = []
+
+        def once(scale: Tensor, n: int, asked: list[int] = asked, wrong: Any = wrong) -> Tensor:
+            asked.append(n)  # the first is that of the sender
+            return right(scale, n) if len(asked) == 1 else wrong(scale, n)
+
+        with mock.patch.object(_wire, "spread", once):
+            assert not torch.equal(flux.reduce_scatter(x, **INT8), expected), name
+        assert len(asked) > 1
+    most = _wire._MOST
+    for name, attribute, value in (("128 steps", "_MOST", most + 1), ("120 steps", "_MOST", 120.0)):
+        with mock.patch.object(_wire, attribute, value):
+            assert not torch.equal(flux.reduce_scatter(x, **INT8), expected), name
+
+
+def what_travels(rank: int, p: int) -> None:
+    if p == 1:
+        return
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        flux.reduce_scatter(torch.ones(5 * p, 1024, dtype=torch.bfloat16), **INT8)
+    _, sent = exchange.call_args.args
+    assert sent.dtype == torch.uint8 and sent.numel() == 5 * p * (1024 + 4 * 8)  # bf16: 2048 for each row
+    assert not [call for call in exchange.mock_calls[1:] if call]
+
+
+def gemm_rs(rank: int, p: int) -> None:
+    for dtype in DTYPES:
+        x, weight = data((4 * p, 2, 40), rank, dtype), data((200, 40), 9 + rank, dtype)
+        bias = data((200,), 3, dtype)
+        expected = flux.reduce_scatter(flux.gemm(x, weight), **INT8)
+        assert torch.equal(flux.gemm_rs(x, weight, **INT8), expected)
+        flipped = flux.gemm_rs(x, weight.t().contiguous(), bias, **INT8, transpose_weight=True)
+        assert torch.equal(flipped, expected + bias)
+        out = torch.empty_like(expected)
+        assert flux.gemm_rs(x, weight, bias, **INT8, out=out) is out and torch.equal(out, expected + bias)
+    case = ScaledCase(4 * p, 130, 256, p, "block", sums=True)
+    q, w, scale_x, scale_w, _ = case.inputs(rank)
+    how: dict[str, Any] = {"scale_x": scale_x, "scale_w": scale_w}
+    expected = flux.reduce_scatter(flux.gemm(q, w, **how), **INT8)
+    assert torch.equal(flux.gemm_rs(q, w, **how, **INT8), expected) and expected.dtype == torch.bfloat16
+
+
+def gradients(rank: int, p: int) -> None:
+    """Those of the sum of what was not rounded."""
+    found = []
+    for how in ({}, INT8):
+        x, weight, bias = (
+            data(shape, seed, torch.float32).requires_grad_()
+            for shape, seed in (((4 * p, 40), rank), ((200, 40), 9 + rank), ((200,), 3))
+        )
+        result = flux.gemm_rs(x, weight, bias, **how)
+        result.backward(data(tuple(result.shape), 20 + rank, torch.float32))
+        found.append([x.grad, weight.grad, bias.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))  # type: ignore[union-attr]
+    x = torch.randn(2 * p, 4, requires_grad=True)
+    flux.reduce_scatter(x, **INT8).sum().backward()
+    assert (x.grad == 1).all()  # type: ignore[union-attr]
+
+
+def expert_layers(rank: int, p: int) -> None:
+    for seed in range(4):
+        tokens = tuple((0 if seed == 1 else 3) + 5 * r for r in range(p))
+        case = MoeCase(tokens, 140, 48, 4 * p, 2, p if seed % 2 else 1, skew="skewed", seed=seed)
+        ids, scores = case.routing(rank)
+        sizes = {"ep_size": case.ep_size, "max_tokens": case.max_tokens}
+        routing = flux.moe.route(ids, scores, case.num_experts, **sizes)
+        x = data((routing.rows.shape[0], 48), rank, torch.float32)
+        weight = data((case.local_experts, 140, 48), 7, torch.float32)
+        products = flux.grouped_gemm(x, weight, routing.offsets)
+        partial = weighted_sum(products, routing.positions, routing.weights)
+        mine = [parts[rank] for parts in every(partial)]
+        result = flux.moe.gemm_gather_rs(x, weight, routing, **INT8)
+        assert result.shape == (tokens[rank], 140)
+        if p == 1:
+            assert torch.equal(result, flux.moe.gemm_gather_rs(x, weight, routing))
+            continue
+        total, exact, bound = model(mine, rank)
+        assert torch.equal(result, total[: len(result)]), f"seed {seed}"
+        error = (result - exact[: len(result)]).abs()
+        assert (error <= bound[: len(result)] + rounded_once(exact[: len(result)], torch.float32)).all()
+        found = []
+        for how in ({}, INT8):
+            leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            flux.moe.gemm_gather_rs(*leaves, routing, **how).sum().backward()
+            found.append([leaf.grad for leaf in leaves])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def batch_invariant(rank: int, p: int) -> None:
+    """A row does not depend on the rank that owns it."""
+    x = data((p, 300), rank, torch.bfloat16)
+    with flux.batch_invariant():
+        rows = [every(flux.reduce_scatter(x.roll(shift, 0).contiguous(), **INT8)) for shift in range(p)]
+    for shift, found in enumerate(rows):
+        for owner, row in enumerate(found):
+            assert torch.equal(row, rows[0][(owner - shift) % p]), shift
+
+
+def torch_sees(rank: int, p: int) -> None:
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    x = torch.randn(2 * p, 130, requires_grad=True)
+    torch.library.opcheck(torch.ops.flux.reduce_scatter.default, (x, name, "int8"))
+    torch.library.opcheck(
+        torch.ops.flux.reduce_scatter_out.default, (x.detach(), name, torch.empty(2, 130), "int8")
+    )
+    weight = torch.randn(32, 130)
+
+    @torch.compile(fullgraph=True)
+    def compiled(x: Tensor, weight: Tensor) -> Tensor:
+        return flux.gemm_rs(x, weight, **INT8) + flux.reduce_scatter(x @ weight.t(), **INT8)
+
+    x = x.detach()
+    expected = flux.gemm_rs(x, weight, **INT8) + flux.reduce_scatter(x @ weight.t(), **INT8)
+    torch.testing.assert_close(compiled(x, weight), expected, rtol=0.02, atol=0.2)
+
+
+def refused(rank: int, p: int) -> None:
+    x, weight = torch.ones(2 * p, 8), torch.ones(4, 8)
+    for call, op in (
+        (lambda **how: flux.reduce_scatter(x, **how), "reduce_scatter"),
+        (lambda **how: flux.gemm_rs(x, weight, **how), "gemm_rs"),
+    ):
+        with pytest.raises(ValueError, match=f"{op}: wire: expected None or 'int8', got 'int4'"):
+            call(wire="int4")
+        with pytest.raises(TypeError, match=f"{op}: wire: expected a string, got int 8"):
+            call(wire=8)
+    with pytest.raises(ValueError, match="reduce_scatter: wire: expected None for sums of torch.float64"):
+        flux.reduce_scatter(x.double(), **INT8)
+    with pytest.raises(ValueError, match="gemm_rs: wire: expected None for sums of torch.float64"):
+        flux.gemm_rs(x.double(), weight.double(), **INT8)
+    with pytest.raises(ValueError, match="gemm_rs: out"):
+        flux.gemm_rs(x, weight, **INT8, out=torch.empty(3, 4))
+    if p > 1:
+        with pytest.raises(ValueError, match="gemm_rs: x: expected dimension 0 divisible"):
+            flux.gemm_rs(torch.ones(2 * p + 1, 8), weight, **INT8)
+        with pytest.raises(Disagreement, match="wire=int8"):
+            flux.reduce_scatter(x, wire="int8" if rank else None)
+        assert (flux.reduce_scatter(x, **INT8) == p).all()  # the group remains usable
+
+
+SCENARIOS = by_name(
+    sums,
+    exact_sums,
+    not_finite,
+    defects,
+    what_travels,
+    gemm_rs,
+    gradients,
+    expert_layers,
+    batch_invariant,
+    torch_sees,
+    refused,
+)
+
+
+def run(rank: int, p: int) -> dict[str, str]:
+    return run_scenarios(SCENARIOS, rank, p)
+
+
+answers = Answers(run, timeout_s=300)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_int8_on_the_wire(world_size: int, scenario: str) -> None:
+    told = answers.of(world_size, scenario)
+    assert told == [""] * world_size, "\n".join(told)
+
+
+def on_nodes(rank: int, p: int) -> None:
+    sums(rank, p)
+    expert_layers(rank, p)
+
+
+def test_on_two_nodes() -> None:
+    assert spawn(on_nodes, 4, backend="gloo", ranks_per_node=2, timeout_s=120) == [None] * 4
+
+
+def test_plans_say_why() -> None:
+    from test_reduce_scatter import plan
+
+    made = _wire.planned(plan())
+    assert not made.fused and "int8" in made.reason and made.slot_bytes == made.exchange_bytes == 0
+    assert replace(made, fused=True) != made
