@@ -153,6 +153,11 @@ def keep_quantised_weights() -> None:
         def __init__(self, config: Any) -> None:
             self.scales = config.w1_scale, config.w2_scale
 
+        def output_is_reduced(self) -> bool:
+            return False
+
+        supports_deferred_moe_finalize = output_is_reduced
+
         def apply(self, x: Any, w13: Any, w2: Any, weights: Any, ids: Any, **others: Any) -> torch.Tensor:
             total = torch.zeros_like(x)
             for expert in range(len(w13)):
