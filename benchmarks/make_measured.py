@@ -3,8 +3,8 @@
     python benchmarks/make_measured.py
 
 Of each problem of gemm_ar the newest measurement counts. The run that compares large sums is added: it is of
-two ranks, and its peer is cuBLAS and NCCL. Against vLLM's fusion of all-reduces with RMSNorm, results of
-GPUs of the same architecture with as many SMs count.
+two ranks, and its peer is cuBLAS and NCCL. Of whole models in vLLM the newest run of each shape counts, on
+GPUs of the same architecture with as many SMs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flux.integrations.vllm.thresholds import SHIPPED, Row, Sum, measured_in
+from flux.integrations.vllm.thresholds import SHIPPED, Prefill, Row, Sum, measured_in
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
@@ -38,11 +38,6 @@ def measured() -> dict[str, Any]:
         # Of shapes with as many bytes the slowest.
         slowest = {(s.ranks, s.nbytes): s for s in sorted(found.sums, key=lambda s: -s.speedup)}
         sums |= slowest
-    over: dict[tuple[int, int, int, int], Row] = {}
-    normed = [json.loads(path.read_text()) for path in RESULTS.glob("*-gemm_ar_norm-*.json")]
-    for results in sorted(normed, key=lambda each: str(each["date"])):
-        if (results["machine"]["arch"], results["machine"]["sms"]) in machines:
-            over |= {(r.ranks, r.n, r.k, r.m): r for r in measured_in(results).over_fusion}
     for shape in json.loads(LARGE.read_text())["shapes"]:
         if shape["m"] > LARGE_FROM:
             row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
@@ -52,9 +47,28 @@ def measured() -> dict[str, Any]:
         [r.ranks, r.n, r.k, r.m, r.speedup, *([r.scales] if r.scales else [])]
         for _, r in sorted(newest.items())
     ]
-    of_norms = [[r.ranks, r.n, r.k, r.m, r.speedup] for _, r in sorted(over.items())]
+    of_models = [[p.ranks, p.hidden, p.speedup] for p in prefills((arch, sms))]
     of_sums = [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())]
-    return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums, "over_fusion": of_norms}
+    return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums, "prefills": of_models}
+
+
+def prefills(machine: tuple[str, int]) -> list[Prefill]:
+    """Of models that flux made sequence parallel where vLLM, by its defaults, fuses."""
+    newest: dict[tuple[Any, ...], Prefill] = {}
+    for results in sorted(
+        (json.loads(path.read_text()) for path in RESULTS.glob("*-vllm-defaults-*.json")),
+        key=lambda each: str(each["date"]),
+    ):
+        model, ranks = results["settings"]["model"], results["settings"]["tp"]
+        rates = {run: data["tokens_per_s"].get("prefill") for run, data in results["runs"].items()}
+        ours = [
+            rate for run, rate in rates.items() if run.startswith("flux") and run.endswith("-graph") and rate
+        ]
+        here = (results["machine"]["arch"], results["machine"]["sms"]) == machine
+        if here and ours and rates.get("stock-graph") and not (model["fp8"] or model["experts"]):
+            speedup = round(min(ours) / rates["stock-graph"], 3)
+            newest[ranks, model["hidden"], model["layers"]] = Prefill(ranks, model["hidden"], speedup)
+    return [newest[key] for key in sorted(newest)]
 
 
 def speedup_of_large(shape: dict[str, float]) -> float:
@@ -65,7 +79,7 @@ def speedup_of_large(shape: dict[str, float]) -> float:
 def text() -> str:
     """The file's contents, a line for each row."""
     data = measured()
-    lists = {name: ",\n    ".join(map(json.dumps, data[name])) for name in ("rows", "sums", "over_fusion")}
+    lists = {name: ",\n    ".join(map(json.dumps, data[name])) for name in ("rows", "sums", "prefills")}
     told = ",\n  ".join(f'"{name}": [\n    {rows}\n  ]' for name, rows in lists.items())
     return f'{{\n  "machine": {json.dumps(data["machine"])},\n  {told}\n}}\n'
 

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from flux.moe.plan import choose_parts
-from flux.ops.plan import PLANNERS, PlanInput, planned
+from flux.ops.plan import PLANNERS, PlanInput, model_of, planned
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS, Fact, Tuning
 from tuning_facts import FILE, machine_of, measured  # noqa: E402
@@ -51,13 +51,17 @@ def chosen(fact: Fact, tuning: Tuning) -> str:
     if fact.op.startswith("moe"):
         where = (fact.op, fact.ranks, fact.dtype, fact.m, fact.n, fact.k)
         return "parts" if choose_parts(tuning, *where) else "fused"
+    return planned(fact.op, problem_of(fact, tuning)).way if fact.op in PLANNERS else "fused"
+
+
+def problem_of(fact: Fact, tuning: Tuning) -> PlanInput:
+    """What a planner of an H200 with these measurements is asked."""
     m, n, k = fact.m, fact.n, fact.k
     if fact.op == "all_gather":
         m, k = fact.ranks, fact.m // fact.ranks
     elif not n:
         m, n = 1, fact.m
-    problem = PlanInput("cuda", m, n, k, _DTYPES[fact.dtype], False, fact.ranks, None, 132, "", tuning)
-    return planned(fact.op, problem).way if fact.op in PLANNERS else "fused"
+    return PlanInput("cuda", m, n, k, _DTYPES[fact.dtype], False, fact.ranks, None, 132, "", tuning)
 
 
 def hold(facts: Iterable[Fact], tuning_for: Callable[[Fact], Tuning]) -> list[Held]:
@@ -80,8 +84,9 @@ def errors(facts: Sequence[Fact], tuning_for: Callable[[Fact], Tuning]) -> list[
     """By how much the estimated ratio of two ways is off, as a factor of 1 or more."""
     found = []
     for fact in facts:
-        estimates = tuning_for(fact).estimates(*fact.problem)
-        us = {each.way: each.us for each in estimates if each.way in fact.us}
+        tuning = tuning_for(fact)
+        model = model_of(fact.op, problem_of(fact, tuning))
+        us = {each.way: each.us for each in tuning.estimates(*fact.problem, model) if each.way in fact.us}
         first, *others = us or [""]
         for way in others:
             off = math.log((us[way] / us[first]) / (fact.us[way] / fact.us[first]))

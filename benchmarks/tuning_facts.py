@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from flux import _native
 from flux.bench import record
 from flux.bench.model import Row
 from flux.tune.facts import facts_of
@@ -27,6 +28,8 @@ from kernel_sources import SOURCES, History  # noqa: E402
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
+FEW_ROWS = RESULTS / "tuning" / "2026-11-23-few-rows-1xH200.json"
+FEW_ROWS_AT = "2026-11-23T03:36"  # of its commit: results of the same day are newer
 FILE = store.SHIPPED / "sm90-132-4.9TBs.json"  # of the machine with most measurements
 # Bits of the bus, by the memory's clock in MHz: HBM3e and HBM3. NVLink-4: 18 links.
 _BUS_BITS, _LINK_GB_PER_S = {3201: 6144, 2619: 5120}, 478.1
@@ -79,6 +82,17 @@ def of_large_sums() -> list[Fact]:
     return facts
 
 
+def of_few_rows() -> list[Fact]:
+    """gemm with the tile that the cost model chooses, and cuBLAS."""
+    facts = []
+    for shape in json.loads(FEW_ROWS.read_text())["shapes"]:
+        where = (shape["m"], shape["n"], shape["k"])
+        chosen = _native.core.select_gemm(*where, False, 132).candidates[0][0]
+        us = {"fused": shape["flux"][chosen], "torch": shape["cublas"]}
+        facts.append(Fact("gemm", 1, 2, *where, us, source=f"tuning/{FEW_ROWS.name}", older=True))
+    return facts
+
+
 def machine_of(result: record.Record) -> Machine:
     about = result.machine
     clocks = about["gpus_idle"][0]
@@ -89,15 +103,14 @@ def machine_of(result: record.Record) -> Machine:
 
 def newest() -> dict[Machine, list[Fact]]:
     """The newest measurement of each problem, by machine."""
+    told = [(str(result.date), machine_of(result), facts) for result, _, _, facts in measured()]
+    most = next(machine for _, machine, _ in told if name_of(machine) == FILE.name)
+    told += [*tuned(), ("", most, of_large_sums()), (FEW_ROWS_AT, most, of_few_rows())]
     of_all: dict[Machine, dict[Any, Fact]] = {}
-    timed = [(str(result.date), machine_of(result), facts) for result, _, _, facts in measured()]
-    for _, here, facts in sorted([*timed, *tuned()], key=lambda each: each[0]):
+    for _, here, facts in sorted(told, key=lambda each: each[0]):
         # flux tune does not ask for the speed of links.
         machine = next((known for known in of_all if known.difference(here) is None), here)
-        if machine not in of_all:
-            first = of_large_sums() if name_of(machine) == FILE.name else []
-            of_all[machine] = {fact.problem: fact for fact in first}
-        found = of_all[machine]
+        found = of_all.setdefault(machine, {})
         for fact in facts:
             # Two parts of a fact may have been measured in rows of two operators.
             found.pop(fact.problem, None)

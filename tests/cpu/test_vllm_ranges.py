@@ -90,6 +90,53 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
     assert reports.report.ranges[128, 256] == told
 
 
+def test_layers_are_kept_where_vllm_would_fuse(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranges that begin where all kinds of layers may be kept. vLLM's fusion applies to 1 to 64."""
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
+    plugin.register()
+    from flux.integrations.vllm import compiled, layer
+
+    config = stand_in.configuration()
+    begins = iter((8, 2, 16))
+    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: next(begins))
+    monkeypatch.setattr(compiled, "_is_measured_kind", [True])
+
+    def given_back(start: int, end: int) -> list[Any]:
+        return [told for told in Pass(vllm)(start, end) if told[0] in ("unshard", "unfuse")]
+
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, WEIGHT)
+        assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)], "flux keeps what begins there"
+        assert given_back(4, 64) == [("unshard", None), ("unfuse", 0)]
+        row_parallel(vllm, WEIGHT)
+        assert given_back(8, 64) == [("unshard", 64), ("unfuse", 64)]
+        row_parallel(vllm, WEIGHT)
+    assert given_back(8, 64) == [("unshard", None), ("unfuse", 0)], "one kind stays vLLM's"
+    assert given_back(16, 64) == [("unshard", 64), ("unfuse", 64)]
+    compiled._is_measured_kind[0] = False
+    assert given_back(16, 64) == [("unshard", None), ("unfuse", 0)], "of such models none was measured"
+    assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 512]
+
+
+def test_vllms_own_sequence_parallelism_comes_first(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "4")
+    plugin.register()
+    from flux.integrations.vllm import compiled, layer
+
+    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 1)
+    monkeypatch.setattr(compiled, "_is_measured_kind", [True])
+    row_parallel(vllm, WEIGHT)
+    ours = Pass(vllm)
+    assert ("unfuse", 64) in ours(8, 64)
+    applies = {"is_applicable_for_range": lambda self, compile_range: True}
+    ours.passes[0].fusions.append(type("SequenceParallelismPass", (), applies)())
+    assert ("unfuse", 0) in ours(8, 64)
+
+
 def test_all_ranges_are_alike_where_calls_must_be_batch_invariant(
     vllm: dict[str, types.ModuleType],
 ) -> None:
@@ -196,17 +243,19 @@ def test_sums_of_layers_that_stay_vllms(
 
 
 @pytest.mark.parametrize(
-    ("setting", "told", "endpoints"),
+    ("setting", "others", "told", "endpoints"),
     [
-        ("9", "Sequence parallel from 9 tokens on", [5, 8, 512]),
-        ("auto", "Not sequence parallel: a reason", [5, 512]),
-        ("off", "", [5, 512]),
+        ("9", 0, "Sequence parallel from 9 tokens on", [5, 8, 512]),
+        ("9", 2, "Sequence parallel from 9 tokens on", [5, 8, 512]),
+        ("auto", 0, "Not sequence parallel: a reason", [5, 512]),
+        ("off", 0, "", [5, 512]),
     ],
 )
 def test_models_become_sequence_parallel_before_they_are_split(
     vllm: dict[str, types.ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     setting: str,
+    others: int,
     told: str,
     endpoints: list[int],
 ) -> None:
@@ -218,10 +267,17 @@ def test_models_become_sequence_parallel_before_they_are_split(
         row_parallel(vllm, WEIGHT)
     model = mock.Mock()
     sharded = Sharded(64, 9) if setting == "9" else Sharded(0, why_not="a reason")
-    with mock.patch("flux.integrations.vllm.compiled.shard", return_value=sharded) as shard:
+    module, counts = "flux.integrations.vllm.compiled", {"linear layers": 64, "other sums": others}
+    with (
+        mock.patch(f"{module}.shard", return_value=sharded) as shard,
+        mock.patch(f"{module}.count_sharded", return_value=counts),
+    ):
         backend = vllm["vllm.compilation.backends"].VllmBackend(config)
         assert backend(model, []) is model
     assert shard.called == (setting != "off")
+    from flux.integrations.vllm import compiled
+
+    assert compiled._is_measured_kind == [setting == "9" and not others]
     assert model.recompile.called == (setting == "9")
     with mock.patch("flux.integrations.vllm.compiled.shard", return_value=Sharded(0, why_not="a reason")):
         vllm["vllm.compilation.backends"].VllmBackend(config)(mock.Mock(), [])  # a draft model

@@ -14,7 +14,18 @@ import torch
 
 from flux.integrations.vllm import thresholds
 from flux.integrations.vllm.report import NEVER
-from flux.integrations.vllm.thresholds import Row, Sum, decide, from_tokens, sequence_from, sums, up_to_bytes
+from flux.integrations.vllm.thresholds import (
+    Measured,
+    Prefill,
+    Row,
+    Sum,
+    decide,
+    from_tokens,
+    over_fusion_from,
+    sequence_from,
+    sums,
+    up_to_bytes,
+)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
@@ -87,6 +98,33 @@ def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sequence_from(4096, BF16, 2, CPU, "block") is None
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "64")
     assert sequence_from(4096, BF16, 2, CPU, "block") == 64
+
+
+@pytest.mark.parametrize(
+    ("prefills", "tokens"),
+    [
+        ([(2, 4096, 1.03), (2, 4096, 1.1)], 1536),
+        ([(2, 2048, 1.1)], 1536),
+        ([(2, 8192, 1.1)], 1536),
+        ([(2, 4096, 1.01), (2, 4096, 1.1)], NEVER),
+        ([(2, 16384, 1.1), (2, 1024, 1.1)], NEVER),
+        ([(4, 4096, 1.1)], NEVER),
+        ([], NEVER),
+    ],
+)
+def test_where_vllm_would_fuse(
+    monkeypatch: pytest.MonkeyPatch, prefills: list[tuple[int, int, float]], tokens: int
+) -> None:
+    """Sequence-parallel batches, if a model of about that size was measured to be faster."""
+    for name in ("SEQUENCE", "TUNING"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    known = tuple(Prefill(*each) for each in prefills)
+    measured = Measured(tuple(rows(1.1)), (), known)
+    monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
+    assert over_fusion_from(4096, BF16, 2, CPU) == tokens
+    assert over_fusion_from(4096, BF16, 2, CPU, "row") == NEVER, "of fp8 no model was measured"
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
+    assert over_fusion_from(4096, BF16, 2, CPU) == NEVER
 
 
 @pytest.mark.parametrize(

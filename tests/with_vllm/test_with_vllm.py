@@ -11,6 +11,7 @@ import math
 import os
 import select
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ from tiny_models import LAYERS
 from flux.integrations.vllm import uses
 
 TOLERANCE = 1e-5
-# Rounding to 8 bits makes of the last bit of a norm much more: two graphs of vLLM differ by up to 0.03.
-QUANTISED_TOLERANCE = 0.05
+# In quantised models a last bit can round one number to another of its 8 bits, which moves what comes behind
+# it in the text: two engines of vLLM differ by up to 0.08 there (docs/design/vllm.md).
+QUANTISED_TOLERANCE = 0.25
 NEW_TOKENS = 6  # vllm_engines.py generates so many
 # Prompts that vLLM puts into one batch: 20 tokens, 33, and 145. Then it decodes, up to three tokens at once.
 BATCHES = ([20], [33], [5, 40, 100])
@@ -56,6 +58,7 @@ class Run:
         model: of tiny_models, or "adapter": "qwen3" with it.
         mode: eager: no compiler. traced: compiled as vLLM does it on CPUs. ranges: as on GPUs.
         few, many: calls of flux in a pass of 20 tokens, and of 33 and more.
+        first_stage: the same in the first of two stages, if it makes other calls.
         later: in each of the passes behind it, of up to 3 tokens.
         told: what the line in vLLM's log contains.
         changes: functions of vllm_workers.
@@ -70,6 +73,7 @@ class Run:
     told: tuple[str, ...] = ()
     ranks: int = 2
     stages: int = 1
+    first_stage: tuple[dict[str, int], dict[str, int]] | None = None
     settings: dict[str, str] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
     later: dict[str, int] = field(default_factory=dict)
@@ -117,6 +121,24 @@ RUNS = (
     Run("4 ranks", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES, ranks=4),
     # Without a compiler, vLLM's workers for CPUs have no buffer for what an earlier stage sends.
     Run("2 stages", "llama", "traced", **_both(plain=SUMS // 2), stages=2),
+    # The first stage gives all rows of its last sum, which has no norm behind it, and of the residual.
+    Run(
+        "2 stages ranges",
+        "llama_of_4",
+        "ranges",
+        _FEW,
+        _SEQUENCE,
+        told=(
+            f"Sequence parallel from {SEQUENCE_FROM} tokens on",
+            f"17 to 32 tokens: flux {SUMS} linear layers, {SUMS - 1} with norm",
+            f"33 to 512 tokens: flux {SUMS - 1} linear layers sequence parallel, flux 1 linear layers",
+        ),
+        stages=2,
+        first_stage=(
+            {"with norm": SUMS - 1, "plain": 1},
+            {"to own rows": SUMS - 1, "from own rows": SUMS - 1, "plain": 1},
+        ),
+    ),
     Run(
         "batch invariant",
         "llama",
@@ -350,7 +372,7 @@ def _calls(first: dict[str, int], later: dict[str, int]) -> dict[str, Any]:
     return {kind: first.get(kind, 0) + (NEW_TOKENS - 1) * later.get(kind, 0) for kind in KINDS}
 
 
-@pytest.mark.parametrize("part", ["layers", "sequence", "eager", "MoE", "worker"])
+@pytest.mark.parametrize("part", ["layers", "sequence", "eager", "fp8", "MoE", "worker"])
 def test_it_has_what_flux_uses(part: str) -> None:
     assert uses.missing(part) is None
 
@@ -358,46 +380,55 @@ def test_it_has_what_flux_uses(part: str) -> None:
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_says_the_same_with_flux(engines: Engines, run: Run) -> None:
     quantised = run.model in tiny_models.QUANTISED
-    without, tolerance = engines.stock(run.model), QUANTISED_TOLERANCE if quantised else TOLERANCE
+    without = engines.stock(run.model)
     with_flux, log = engines.with_flux(run)
     for lengths, batch, stock in zip(BATCHES, with_flux, without, strict=True):
-        counts = run.many if sum(lengths) >= SEQUENCE_FROM else run.few
+        is_many = sum(lengths) >= SEQUENCE_FROM
+        counts = run.many if is_many else run.few
+        first = run.first_stage[is_many] if run.first_stage else counts
         through = ["POSIX shared memory"] if counts else []
-        expected = {**_calls(counts, run.later), "fused through": through}
-        assert batch["ranks"] == [expected] * (run.ranks * run.stages), lengths
+        expected = [
+            {**_calls(stage, run.later), "fused through": through}
+            for stage in [first, counts][-run.stages :]
+            for _ in range(run.ranks)
+        ]
+        assert batch["ranks"] == expected, lengths
         for ours, theirs in zip(batch["said"], stock["said"], strict=True):
             if quantised:
                 _leave_out_what_follows_a_draw(ours, theirs)
             assert ours["tokens"] == theirs["tokens"]
-    assert _apart(with_flux, without) <= tolerance
+    apart = _apart(with_flux, without)
+    assert max(apart) <= (QUANTISED_TOLERANCE if quantised else TOLERANCE)
+    assert statistics.median(apart) <= TOLERANCE
     (line,) = log
     for words in run.told:
         assert words in line
 
 
 def _leave_out_what_follows_a_draw(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Shortens two answers to what they say before the first token for which the one has hardly another
-    probability than the other's; then they go on from different texts.
+    """Shortens two answers to what they say before their first different token; then they go on from
+    different texts. There, each lists the other's token. So _apart compares both tokens' log-probabilities:
+    that allows for leads of both sides that are twice the tolerance together, and no more.
     """
     pairs = zip(ours["tokens"], theirs["tokens"], strict=True)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if at is None:
         return
-    a, b = str(ours["tokens"][at]), str(theirs["tokens"][at])
-    for step in (ours["logprobs"][at], theirs["logprobs"][at]):
-        assert a in step and b in step and abs(step[a] - step[b]) <= QUANTISED_TOLERANCE
+    both = {str(ours["tokens"][at]), str(theirs["tokens"][at])}
     for answer in (ours, theirs):
+        assert both <= answer["logprobs"][at].keys()
         answer["tokens"], answer["logprobs"] = answer["tokens"][:at], answer["logprobs"][: at + 1]
 
 
-def _apart(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """The largest difference of log-probabilities of the same tokens."""
-    apart = [0.0]
+def _apart(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
+    """For each token of the prompts and answers, the largest difference of log-probabilities."""
+    apart = []
     for batches in zip(some, others, strict=True):
         for answers in zip(*(batch["said"] for batch in batches), strict=True):
-            for a, b in zip(*(answer["logprobs"] for answer in answers), strict=True):
+            steps = (answer["of prompt"] + answer["logprobs"] for answer in answers)
+            for a, b in zip(*steps, strict=True):
                 common = a.keys() & b.keys()  # the least probable of those listed may be a draw
                 assert common
-                apart += [abs(a[token] - b[token]) for token in common]
+                apart.append(max(abs(a[token] - b[token]) for token in common))
     assert all(map(math.isfinite, apart))
-    return max(apart)
+    return apart

@@ -14,7 +14,7 @@ HIDDEN = 256
 _MLP = 512
 # Quantised Qwen3, by how.
 QUANTISED = ("int8", "fp8_tensor", "fp8_channel", "fp8_block")
-KINDS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", *QUANTISED, "adapter")
+KINDS = ("llama", "llama_of_4", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", *QUANTISED, "adapter")
 
 
 def make(kind: str, folder: Path) -> None:
@@ -60,8 +60,9 @@ def _model(kind: str) -> Any:
         "max_position_embeddings": 1024,
     }
     experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-    if kind == "llama":
-        config = transformers.LlamaConfig(**common, attention_bias=True, mlp_bias=True)
+    if kind in ("llama", "llama_of_4"):
+        layers = {"num_hidden_layers": 4} if kind == "llama_of_4" else {}
+        config = transformers.LlamaConfig(**{**common, **layers}, attention_bias=True, mlp_bias=True)
         return transformers.LlamaForCausalLM(config)
     if kind in ("qwen3", "int8", "fp8_tensor", "fp8_channel"):
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32))

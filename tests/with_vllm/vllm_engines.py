@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 NEW_TOKENS = 6
+LISTED = 3  # log-probabilities, of the most probable tokens
 # What an engine and its workers import when they are built.
 _PRELOADED = (
     "flux.integrations.vllm",
@@ -95,8 +96,15 @@ def _generate(job: dict[str, Any]) -> list[dict[str, Any]]:
     for name in job["changes"]:
         getattr(vllm_workers, name)()
     llm = LLM(**job["engine"], worker_extension_cls="vllm_workers.FluxCalls")
+    # With adapters, vLLM for CPUs fails if it is asked for those of prompts.
+    of_prompt = None if job["adapter"] else LISTED
     sampling = SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=0, logprobs=3, ignore_eos=True, detokenize=False
+        max_tokens=NEW_TOKENS,
+        temperature=0,
+        logprobs=LISTED,
+        prompt_logprobs=of_prompt,
+        ignore_eos=True,
+        detokenize=False,
     )
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     found = []
@@ -107,15 +115,18 @@ def _generate(job: dict[str, Any]) -> list[dict[str, Any]]:
         said = [
             {
                 "tokens": list(answer.outputs[0].token_ids),
-                "logprobs": [
-                    {token: entry.logprob for token, entry in step.items()}
-                    for step in answer.outputs[0].logprobs
-                ],
+                # Of the first token of a prompt there is none.
+                "of prompt": [_numbers(step) for step in (answer.prompt_logprobs or [])[1:]],
+                "logprobs": [_numbers(step) for step in answer.outputs[0].logprobs],
             }
             for answer in answers
         ]
         found.append({"said": said, "ranks": llm.collective_rpc("flux_calls")})
     return found
+
+
+def _numbers(step: dict[int, Any]) -> dict[int, float]:
+    return {token: entry.logprob for token, entry in step.items()}
 
 
 def _prompts(lengths: list[int], vocabulary: int) -> list[dict[str, list[int]]]:

@@ -26,7 +26,7 @@ from flux.ops._plan import PlanInput as PlanInput
 from flux.ops._scales import BLOCK, FP8, Scaling, check_how
 from flux.tuning import store
 from flux.tuning.facts import WAYS as ALL_WAYS
-from flux.tuning.facts import choose
+from flux.tuning.facts import Model, choose
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
 # Operators without a GEMM: their time depends on the number of elements only.
@@ -157,7 +157,7 @@ def planned(op: str, problem: PlanInput) -> Plan:
     forced = problem.tuning.forced
     if forced is not None:
         return (_by_way(op, problem, forced, "to be measured") if forced != plan.way else plan) or plan
-    estimates = problem.tuning.estimates(*facts_key(op, problem))
+    estimates = problem.tuning.estimates(*facts_key(op, problem), model_of(op, problem))
     if not estimates and op in _LIKE:
         like, other_way = _LIKE[op]
         estimates = tuple(
@@ -197,6 +197,13 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
     if problem.scaling is not None:
         op = f"{op}, {problem.scaling.kind} scales"
     return op, problem.world_size, problem.dtype.itemsize, m, n, k
+
+
+def model_of(op: str, problem: PlanInput) -> Model | None:
+    """The cost model of a problem's other sizes. Of operators with a collective it knows only the product."""
+    if op != "gemm":
+        return None
+    return lambda m, n, k: float(PLANNERS[op](replace(problem, m=m, n=n, k=k)).time_us)
 
 
 def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:

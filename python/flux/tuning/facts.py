@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 # Ways to run an operator. "parts": one after the other by flux's own operators, "composed": gemm_ar as
 # gemm_rs and all_gather, "torch": by torch and its collectives.
 WAYS = ("fused", "composed", "parts", "torch")
 # The smallest gain for which a plan leaves its default, by what an estimate rests on: this problem, others
 # with its weight, others with similar weights (docs/design/plan.md).
-MARGINS = {"measured": 0.02, "between": 0.04, "similar": 0.08}
+MARGINS = {"measured": 0.02, "between": 0.04, "similar": 0.06}
 # Added if a time is the sum of the times of its parts, which were timed alone.
 SUMMED_MARGIN = 0.01
 # Two numbers of rows are neighbours up to this ratio, two weights up to this many doublings of n and of k.
 _MAX_STEP = 4.0
 _MAX_DISTANCE = 1.0
 _SIMILAR = 3
+# What a call takes whatever its size: cuBLAS needs 5.2 us for 1 row of 4096 x 1024, 7.1 for 4096 x 2048.
+_FIXED_US = 3.0
+
+# The time of the fused way by the cost model, of m, n and k: it knows the steps in which tiles fill SMs.
+Model = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True)
@@ -103,20 +108,26 @@ class Tuning:
         told = repr((self.forced, sorted((fact.problem, sorted(fact.us.items())) for fact in self.facts)))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
-    def estimates(self, op: str, ranks: int, dtype: int, m: int, n: int, k: int) -> tuple[Estimate, ...]:
+    def estimates(
+        self, op: str, ranks: int, dtype: int, m: int, n: int, k: int, model: Model | None = None
+    ) -> tuple[Estimate, ...]:
         """Expected times of the ways to run a problem, the fastest first; none without facts near it."""
-        found = _between(self._weights.get((op, ranks, dtype, n, k), ()), m)
-        return tuple(sorted(found or self._similar(op, ranks, dtype, m, n, k), key=lambda each: each.us))
+        found = _between(self._weights.get((op, ranks, dtype, n, k), ()), m, model)
+        found = found or self._similar(op, ranks, dtype, m, n, k, model)
+        return tuple(sorted(found, key=lambda each: each.us))
 
-    def _similar(self, op: str, ranks: int, dtype: int, m: int, n: int, k: int) -> list[Estimate]:
+    def _similar(
+        self, op: str, ranks: int, dtype: int, m: int, n: int, k: int, model: Model | None
+    ) -> list[Estimate]:
         near: list[tuple[float, list[Estimate]]] = []
         for (*kind, other_n, other_k), facts in self._weights.items():
             if kind != [op, ranks, dtype] or not other_n or not n:
                 continue
             distance = abs(math.log2(other_n / n)) + abs(math.log2(max(other_k, 1) / max(k, 1)))
-            if 0 < distance <= _MAX_DISTANCE and (found := _between(facts, m)):
+            if 0 < distance <= _MAX_DISTANCE and (found := _between(facts, m, model)):
                 size = n * max(k, 1) / (other_n * max(other_k, 1))
-                near.append((distance, [_scaled(each, size) for each in found]))
+                bend = _ratio(model, (m, n, k), (m, other_n, other_k))
+                near.append((distance, [_scaled(each, size, bend) for each in found]))
         near = sorted(near, key=lambda each: each[0])[:_SIMILAR]
         if not near:
             return []
@@ -146,18 +157,19 @@ def choose(
     return (best, ours) if best.us < ours.us * (1 - margin) else None
 
 
-def _between(facts: Sequence[Fact], m: int) -> list[Estimate]:
+def _between(facts: Sequence[Fact], m: int, model: Model | None) -> list[Estimate]:
     """Estimates for m rows by the measurements of one weight: of this m, or of a smaller and a larger one."""
     below = max((fact for fact in facts if fact.m <= m), key=lambda fact: fact.m, default=None)
     above = min((fact for fact in facts if fact.m >= m), key=lambda fact: fact.m, default=None)
     if below is None or above is None or above.m > _MAX_STEP * max(below.m, 1):
         return []
-    return list(_interpolated(below, above, m))
+    return list(_interpolated(below, above, m, model))
 
 
-def _interpolated(below: Fact, above: Fact, m: int) -> Iterator[Estimate]:
+def _interpolated(below: Fact, above: Fact, m: int, model: Model | None) -> Iterator[Estimate]:
     exact = below.m == above.m
     share = 0.0 if exact else math.log(m / below.m) / math.log(above.m / below.m)
+    bends = [_ratio(model, (m, fact.n, fact.k), (fact.m, fact.n, fact.k)) for fact in (below, above)]
     least = MARGINS["measured" if exact else "between"]
     where = "measured in" if exact else f"between m = {below.m} and {above.m} of"
     source = f"{where} {below.source}"
@@ -166,12 +178,27 @@ def _interpolated(below: Fact, above: Fact, m: int) -> Iterator[Estimate]:
     for way in below.us.keys() & above.us.keys():
         summed = way in below.summed or way in above.summed
         margin = max(least, below.noise, above.noise) + (SUMMED_MARGIN if summed else 0.0)
-        us = _mean([below.us[way], above.us[way]], [1 - share, share])
+        ends = [below.us[way], above.us[way]]
+        if way == "fused" and not exact:
+            ends = [us * (bend or 1.0) for us, bend in zip(ends, bends, strict=True)]
+        us = _mean(ends, [1 - share, share])
         yield Estimate(way, us, margin, source + (", sum of its parts" if summed else ""))
 
 
-def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(estimate.way, estimate.us * factor, estimate.margin, estimate.source)
+def _scaled(estimate: Estimate, size: float, bend: float | None) -> Estimate:
+    """The time of a weight that is `size` times as large. bend: the ratio of the fused way's by the model."""
+    if estimate.way == "fused" and bend is not None:
+        return replace(estimate, us=estimate.us * bend)
+    fixed = min(_FIXED_US, estimate.us)
+    return replace(estimate, us=fixed + (estimate.us - fixed) * size)
+
+
+def _ratio(model: Model | None, problem: tuple[int, int, int], other: tuple[int, int, int]) -> float | None:
+    """The model's time of a problem over that of another one; None without a model of both."""
+    if model is None or problem == other:
+        return None if model is None else 1.0
+    times = model(*problem), model(*other)
+    return times[0] / times[1] if min(times) > 0 else None
 
 
 def _mean(values: Sequence[float], shares: Sequence[float]) -> float:

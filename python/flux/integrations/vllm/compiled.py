@@ -33,7 +33,7 @@ from flux.integrations.vllm.graph import (
     unfuse,
 )
 from flux.integrations.vllm.report import NEVER, report, setting
-from flux.integrations.vllm.sequence import SCATTERS, count_sharded, shard
+from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
 from flux.integrations.vllm.unshard import unshard
 from flux.ops._scales import Scaling
@@ -49,6 +49,9 @@ _installed: list[str] = []
 _sums: dict[str, SumRule] = {}
 # Of each kind of layer that flux serves, from how many tokens on it does also where vLLM would fuse.
 _over_fusion: set[int] = set()
+# Whether the model that vLLM compiles now is of a kind that was measured against vLLM's fusion: sequence
+# parallel in large batches, with sums of linear layers only.
+_is_measured_kind = [False]
 
 
 class FluxPass(InductorPass):  # type: ignore[misc]
@@ -61,6 +64,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
 
     def __init__(self, others: list[Any]) -> None:
         self.counts: dict[Any, Counter[str]] = {}  # of a range, over its graphs
+        self.over_fusion = max(_over_fusion, default=NEVER) if _is_measured_kind[0] else NEVER
         self.fusions = [o for o in others if any(name in type(o).__name__ for name in _ALL_REDUCE_FUSIONS)]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -69,7 +73,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         # Calls that must be batch invariant are the same in all ranges.
         fusions = [] if _invariance.active() else self.fusions
         names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
-        if start >= max(_over_fusion, default=NEVER):
+        if start >= self.over_fusion:
             names = [name for name in names if _WITH_NORM not in name]
         counts = self.counts.setdefault((start, end), Counter())
         unshard(graph, None if names else end)
@@ -84,7 +88,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {max(_over_fusion, default=NEVER)}"
+        rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {self.over_fusion}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         steps = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
@@ -136,14 +140,17 @@ def _shard_models() -> None:
 
     @functools.wraps(compile_model)
     def compile_sharded(backend: Any, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        kinds: set[str] = set()
         if setting("FLUX_VLLM_SEQUENCE") != 0:
             sharded = shard(graph.graph, sequence_begins)
             if sharded.sums:
                 graph.recompile()
+                kinds = {kind for kind, count in count_sharded(graph.graph).items() if count}
                 split_range(backend.vllm_config, sharded.from_tokens)
                 report.sequence = f"Sequence parallel from {sharded.from_tokens} tokens on"
             else:  # a draft model, too, is a model
                 report.sequence = report.sequence or f"Not sequence parallel: {sharded.why_not}"
+        _is_measured_kind[0] = kinds == {LINEAR}
         return compile_model(backend, graph, example_inputs)
 
     VllmBackend.__call__ = compile_sharded
@@ -179,7 +186,7 @@ def serve_sums(vllm_group: str, rule: SumRule) -> None:
 
 def serve_over_fusion(config: Any, tokens: int) -> None:
     """Lets flux keep a kind of layer from `tokens` tokens on where vLLM would fuse its all-reduce with
-    RMSNorm. In a range all kinds stay vLLM's, or none: vLLM's fusion is a pass over the whole graph.
+    RMSNorm. In a range all kinds stay vLLM's, or none, as in the models that were measured.
     """
     _over_fusion.add(tokens)
     split_range(config, tokens)

@@ -145,15 +145,11 @@ def fused_by_vllm(model: Model, ranks: int) -> int:
 
 def over_fusion(model: Model, ranks: int, device: torch.device) -> int:
     """From how many tokens on flux's layers are flux's also where vLLM would fuse all-reduces."""
-    widths = {"o_proj": model.attention, "down_proj": model.mlp}
-    found = [
-        max(
-            begin,
-            thresholds.over_fusion_from(model.hidden, widths[name] // ranks, ranks, device, _scales(model)),
-        )
-        for name, begin, _ in layers(model, ranks, device)
-    ]
-    return max(found, default=NEVER)
+    begins = [begin for _, begin, _ in layers(model, ranks, device)]
+    if model.experts or sequence_from(model, ranks, device)[0] is None:
+        return NEVER
+    over = thresholds.over_fusion_from(model.hidden, torch.bfloat16, ranks, device, _scales(model))
+    return max(over, *begins)
 
 
 def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, str]]:

@@ -75,7 +75,8 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             compiled.install()
             compiled.split_range(config, self._flux_from)
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
-            over = over_fusion_from(*shape, self.tp_size, current_device(), scales)
+            device = current_device()
+            over = over_fusion_from(self.output_size, self.params_dtype, self.tp_size, device, scales)
             compiled.serve_over_fusion(config, max(over, self._flux_from))
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.

@@ -36,8 +36,9 @@ _ours: Any = torch.ops.flux_vllm
 # Sums that lose, because they need two gathers that no GEMM hides, for each that wins, because it needs none.
 _WINS_PER_LOSS = 4
 # The operators that give own rows, by what they are called in the log.
+LINEAR = "linear layers"
 SCATTERS = {
-    "linear layers": "linear_scatter",
+    LINEAR: "linear_scatter",
     "other sums": "sum_scatter",
     "MoE layers": "norm_experts_scatter",
 }

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,30 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """Prefill of a model in vLLM that flux made sequence parallel, on `ranks`.
+
+    Attributes:
+        hidden: columns of the residual.
+        speedup: tokens per second / those of vLLM by its defaults, which fuse all-reduces with RMSNorm.
+    """
+
+    ranks: int
+    hidden: int
+    speedup: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """Measurements, and where they are from.
 
     Attributes:
-        over_fusion: of gemm_ar with residual and RMSNorm, against a GEMM and what vLLM fuses behind it:
-            FlashInfer's all-reduce with residual and RMSNorm.
+        prefills: of whole models.
     """
 
     rows: tuple[Row, ...]
     sums: tuple[Sum, ...]
-    over_fusion: tuple[Row, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
     source: str = ""
 
 
@@ -120,30 +133,30 @@ def decide(
         return NEVER, f"fp8 with {scales} scales was not measured on {ranks} such GPUs"
     if not known:
         return large, f"no measurement of {ranks} such GPUs: only large sums"
-    shape, chosen = _faster_from(known, n, k)
-    return min(chosen, large), f"{source}, weight {list(shape)}"
-
-
-def _faster_from(known: Collection[Row], n: int, k: int) -> tuple[tuple[int, int], int]:
-    """Of the weight nearest in size: its shape, and from how many rows on flux was faster at every size."""
     shape = min({(row.n, row.k) for row in known}, key=lambda at: _distance(at, (n, k)))
-    chosen = NEVER
+    chosen = large
     for row in sorted((row for row in known if (row.n, row.k) == shape), key=lambda row: -row.m):
         if row.speedup < 1 + _NOISE:
             break
         chosen = row.m
-    return shape, chosen
+    return min(chosen, large), f"{source}, weight {list(shape)}"
 
 
-def over_fusion_from(n: int, k: int, ranks: int, device: torch.device, scales: str = "") -> int:
-    """From how many rows on flux serves a weight [n, k] of each rank also where vLLM would fuse the
-    all-reduce behind it with residual and RMSNorm. Only what was measured against that counts, for weights up
-    to twice or half as large.
+def over_fusion_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "") -> int:
+    """From how many rows of n on flux runs layers also where vLLM would fuse their all-reduce with residual
+    and RMSNorm: where models are sequence parallel, if one with a residual of up to twice or half as many
+    columns was measured to be faster. Smaller batches were not faster in whole models, though the operators
+    are (docs/design/vllm.md).
     """
-    rows = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).over_fusion
-    known = [row for row in rows if row.ranks == ranks and row.scales == scales]
-    near = [row for row in known if _distance((row.n, row.k), (n, k))[0] <= 1]
-    return _faster_from(near, n, k)[1] if near else NEVER
+    sequence = sequence_from(n, dtype, ranks, device)
+    if scales or sequence is None:
+        return NEVER
+    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).prefills
+    near = [
+        each for each in measured if each.ranks == ranks and n <= 2 * each.hidden and each.hidden <= 2 * n
+    ]
+    slowest = min((each.speedup for each in near), default=0.0)
+    return sequence if slowest >= 1 + _NOISE else NEVER
 
 
 def sequence_from(
@@ -216,24 +229,19 @@ def fingerprint() -> str:
 
 def measured_in(results: dict[str, Any]) -> Measured:
     """The measurements in a result file of ``flux bench``."""
-    rows: dict[str, list[Row]] = {"gemm_ar": [], "gemm_ar_norm": []}
-    sums = []
+    rows, sums = [], []
     for row in results["rows"]:
-        if row["op"] not in (*rows, "all_reduce"):
-            continue
-        fused = [t["median_ms"] for name, t in row["times"].items() if "FlashInfer" in name]
         others = [t["median_ms"] for t in row["times"].values() if t["role"] in ("serial", "peer")]
-        others = fused if row["op"] == "gemm_ar_norm" else others
-        if not others or "flux" not in row["times"]:
+        if row["op"] not in ("gemm_ar", "all_reduce") or not others or "flux" not in row["times"]:
             continue
         m, n, k = row["local"]
         speedup = round(min(others) / row["times"]["flux"]["median_ms"], 3)
-        if row["op"] in rows:
+        if row["op"] == "gemm_ar":
             scales = {"tensor": "row"}.get(row.get("scales", ""), row.get("scales", ""))
-            rows[row["op"]].append(Row(row["tp"], n, k, m, speedup, scales))
+            rows.append(Row(row["tp"], n, k, m, speedup, scales))
         else:
             sums.append(Sum(row["tp"], m * n * getattr(torch, row["dtype"]).itemsize, speedup))
-    return Measured(tuple(rows["gemm_ar"]), tuple(sums), tuple(rows["gemm_ar_norm"]))
+    return Measured(tuple(rows), tuple(sums))
 
 
 @functools.cache
@@ -247,9 +255,10 @@ def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
     shipped = json.loads(SHIPPED.read_text())
     if machine != (shipped["machine"]["arch"], shipped["machine"]["sms"]):
         return Measured((), ())
-    rows, over = (tuple(Row(*row) for row in shipped[name]) for name in ("rows", "over_fusion"))
+    rows = tuple(Row(*each) for each in shipped["rows"])
     sums = tuple(Sum(*each) for each in shipped["sums"])
-    return Measured(rows, sums, over, "measured on such GPUs")
+    prefills = tuple(Prefill(*each) for each in shipped["prefills"])
+    return Measured(rows, sums, prefills, "measured on such GPUs")
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:
