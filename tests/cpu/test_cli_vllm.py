@@ -105,7 +105,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
             "o_proj [8192, 4096]",
             "vLLM's own: weights are quantised (fp8, [64, 64])",
         ),
-        (DEEPSEEK, (), "experts", "vLLM's own: weights are quantised"),
+        (DEEPSEEK, (), "experts", "vLLM's own: weights are fp8, and FLUX_VLLM_MIN_TOKENS is not set"),
         (
             {**QWEN_MOE, "moe_intermediate_size": 20},
             (),
@@ -134,6 +134,8 @@ def test_settings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     said = found(tmp_path, QWEN_MOE, "--tp", "4")
     assert said["o_proj [2048, 1024]"] == "flux from 300 tokens on (FLUX_VLLM_MIN_TOKENS)"
     assert said["experts"] == "flux for large batches"
+    assert found(tmp_path, DEEPSEEK, "--tp", "4")["experts"] == "flux for large batches"
+    assert found(tmp_path, DEEPSEEK, "--tp", "32")["experts"].endswith("sizes are not multiples of 128")
     monkeypatch.setenv("FLUX_VLLM", "off")
     assert found(tmp_path, LLAMA)["flux"] == "not used, because FLUX_VLLM is off"
 

@@ -17,6 +17,7 @@ import flux
 from flux.integrations.vllm import eager, rows, sequence
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm.op import linear_all_reduce
+from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
 from flux.ops._scales import Scaling
 from flux.testing import spawn
@@ -35,7 +36,7 @@ def weights(rank: int, quant: str) -> dict[str, torch.Tensor]:
     for i in range(LAYERS):
         for name in ("qkv", "o", "up", "down"):
             made[f"{name}{i}"] = torch.randint(-2, 3, (N, N), generator=own).to(E4M3)
-            shape = (2, 2) if quant == "group128" else (N, 1) if name in ("o", "up") else ()
+            shape = (2, 2) if quant.startswith("group128") else (N, 1) if name in ("o", "up") else ()
             made[f"{name}_scale{i}"] = 2.0 ** torch.randint(-2, 2, shape, generator=own).float()
         for name in ("norm1", "norm2", "bias"):
             made[f"{name}{i}"] = torch.randint(-1, 2, (N,), generator=same).float()
@@ -63,8 +64,10 @@ def quantised(x: Any, w: dict[str, Any], quant: str) -> Any:
         q = torch.empty(x.shape, dtype=E4M3)
         torch.ops.vllm.quantise_here(q, x, w["static"])
         return q, w["static"]
-    scale = w["static"] if quant == "tensor" else None
-    return torch.ops.flux.quantize.default(x, quant, scale, quant != "tensor", E4M3)
+    if quant == "tensor":
+        return torch.ops.flux.quantize.default(x, quant, w["static"], False, E4M3)[0], w["static"]
+    q, scale = torch.ops.flux.quantize.default(x, quant.split()[0], None, True, E4M3)
+    return q, scale.contiguous() if quant == "group128 by rows" else scale
 
 
 def spread(scale: Any, of_rows: int, of_columns: int) -> Any:
@@ -85,11 +88,12 @@ def model(x: Any, w: dict[str, Any], group: str, rank: int, quant: str, with_flu
 
     def column(x: Any, name: str, i: int, bias: Any = None) -> Any:
         weight, scale_w = w[f"{name}{i}"], w[f"{name}_scale{i}"]
-        result = product(*quantised(x, w, quant), weight, scale_w, bias)
+        q, scale = quantised(x, w, quant)
         if not with_flux:
-            return result
-        static = quant != "group128"
-        how = ("tensor" if static else quant, w["static"] if static else None, not static)
+            return product(q, scale, weight, scale_w, bias)
+        static = quant in ("tensor", "written")
+        how = ("tensor" if static else quant.split()[0], w["static"] if static else None, not static)
+        result = product(*ours.quantised_rows.default(q, scale, x, *how), weight, scale_w, bias)
         return ours.scaled_linear.default(result, x, weight, bias, scale_w, *how)
 
     def summed(x: Any, name: str, i: int) -> Any:
@@ -202,7 +206,7 @@ def kinds(graph: fx.Graph) -> list[str]:
 
 def names(graph: fx.Graph) -> dict[str, int]:
     found = [node.target.__name__.partition(".")[0] for node in graph.nodes if node.op == "call_function"]
-    of_interest = ("linear_", "norm_", "gather", "quantize", "mm", "addmm", "all_reduce", "scaled_linear")
+    of_interest = ("linear_", "norm_", "gather", "quanti", "mm", "addmm", "all_reduce", "scaled_linear")
     return {name: found.count(name) for name in sorted({*found}) if name.startswith(of_interest)}
 
 
@@ -216,6 +220,8 @@ def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
     unshard(graph, FROM - 1)
     assert graphs.unfuse(graph, FROM - 1) == 2 * LAYERS
     graphs.drop_products(graph, 1)
+    assert fuse_quantisation(graph) == 0
+    drop_marks(graph)
     graph.eliminate_dead_code()
     graph.lint()
     assert kinds(graph) == kinds(stock)
@@ -233,8 +239,8 @@ def test_in_a_range_of_flux_vllms_products_go(quant: str) -> None:
     assert graphs.fuse_norm(graph, FROM) == 2 * LAYERS
     graph.lint()
     # Those of column-parallel layers stay vLLM's, of row-parallel ones what quantises the rows.
-    columns = {"addmm": LAYERS, "mm": LAYERS}
-    assert names(graph) == {**columns, "linear_all_reduce_norm": 2 * LAYERS, "quantize": 4 * LAYERS}
+    expected = {"addmm": LAYERS, "mm": LAYERS, "linear_all_reduce_norm": 2 * LAYERS, "quantize": 4 * LAYERS}
+    assert names(graph) == {**expected, "quantised_rows": 2 * LAYERS}
     for node in graph.find_nodes(op="call_function", target=ours.linear_all_reduce_norm.default):
         assert [str(graphs.value(scale).dtype) for scale in node.args[7:]] == ["torch.float32"] * 2
     del libraries
@@ -247,6 +253,7 @@ def test_in_sequence_parallel_ranges_too(quant: str) -> None:
     unshard(graph, 512)
     assert names(graph)["norm_gather"] == 2 * LAYERS
     graphs.drop_products(graph, SEQUENCE_FROM)
+    drop_marks(graph)
     graph.lint()
     assert names(graph) == {
         "addmm": 1,  # behind the embedding, whose rows are whole
@@ -255,6 +262,79 @@ def test_in_sequence_parallel_ranges_too(quant: str) -> None:
         "norm_gather_linear": 2 * LAYERS - 1,
         "quantize": 2 * LAYERS + 1,
     }
+    del libraries
+
+
+def with_norms(module: fx.GraphModule, quant: str, group: str, sums: str) -> fx.Graph:
+    """The graph in a range that is not sequence parallel, in which norms are flux's."""
+    graph = lowered(module, quant)
+    unshard(graph)
+    if sums == "other sums":
+        assert graphs.unfuse(graph, FROM - 1) == 2 * LAYERS
+        assert (
+            graphs.fuse_sum_and_norm(graph, 1, 512, {"tp:0": graphs.SumRule(group, 1, 1 << 30)}) == 2 * LAYERS
+        )
+    else:
+        graphs.drop_products(graph, 512)
+        assert graphs.fuse_norm(graph, 512) == 2 * LAYERS
+    return graph
+
+
+def quantises(rank: int, world_size: int, quant: str, sums: str) -> list[str]:
+    """Sums that give quantised rows give the bits that vLLM's quantisation would."""
+    libraries = [define_all_reduce(), define_norm()]
+    group, w, wrong = dist.group.WORLD.group_name, weights(rank, quant), []
+    module = traced(group, rank, quant)
+    stock, fused = (with_norms(module, quant, group, sums) for _ in range(2))
+    drop_marks(stock)
+    # Behind the last sum is the head.
+    if fuse_quantisation(fused) != 2 * LAYERS - 1:
+        wrong.append("not all are quantised")
+    drop_marks(fused)
+    fused.lint()
+    found, name = names(fused), "all_reduce_" if sums == "other sums" else "linear_all_reduce_norm_"
+    if found.get(f"{name}quant") != 2 * LAYERS - 1 or "quantised_rows" in found:
+        wrong.append(str(found))
+    # Of vLLM's quantisations there are those in front of row-parallel layers, and of the embedding.
+    if found["quantize"] != 2 * LAYERS + 1:
+        wrong.append(str(found))
+    values = given(module.graph, torch.randn(9, N, generator=torch.Generator().manual_seed(1)), w)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    results = [fx.GraphModule(module, graph)(*tensors) for graph in (stock, fused)]
+    if not torch.equal(*(result[0] for result in results)):
+        wrong.append("results differ")
+    del libraries
+    return wrong
+
+
+@pytest.mark.parametrize("quant", ["tensor", "token", "group128", "group128 by rows"])
+@pytest.mark.parametrize("sums", ["layers", "other sums"])
+def test_rows_are_quantised_with_the_norm(quant: str, sums: str) -> None:
+    assert spawn(quantises, 2, quant, sums, backend="gloo") == [[]] * 2
+
+
+@pytest.mark.parametrize("case", ["another reader", "another layout", "another type"])
+def test_what_flux_does_not_give(case: str) -> None:
+    libraries = [define_all_reduce(), define_norm()]
+    graph = with_norms(traced("7", 0, "group128"), "group128", "7", "layers")
+    mark = graph.find_nodes(op="call_function", target=ours.quantised_rows.default)[1]
+    if case == "another reader":
+        with graph.inserting_after(mark):
+            other = graph.call_function(torch.ops.aten.neg.default, (mark.args[2],))
+        graph.output_node().args = ((graph.output_node().args[0], other),)
+    elif case == "another layout":
+        with mark.args[1].meta["val"].fake_mode:
+            mark.args[1].meta["val"] = torch.empty_strided((9, 2), (1, 32))
+    else:
+        with mark.args[0].meta["val"].fake_mode:
+            mark.args[0].meta["val"] = torch.empty(9, N, dtype=torch.int8)
+    assert fuse_quantisation(graph) == 2 * LAYERS - 1 - (case != "another reader")
+    drop_marks(graph)
+    graph.lint()
+    nodes = graph.find_nodes(op="call_function", target=ours.linear_all_reduce_norm_quant.default)
+    with_norm = [node for node in nodes if node.args[-1]]
+    assert len(with_norm) == (case == "another reader")
+    assert all(len(node.meta["val"]) == 3 + node.args[-1] for node in nodes)
     del libraries
 
 

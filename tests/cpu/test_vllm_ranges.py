@@ -41,6 +41,8 @@ class Pass:
             "drop_products": None,
             "fuse_norm": 2,
             "count_kept": 4,
+            "fuse_quantisation": 1,
+            "drop_marks": None,
         }
         with contextlib.ExitStack() as stack:
             module = "flux.integrations.vllm.compiled"
@@ -66,6 +68,8 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("drop_products", 65),
         ("fuse_norm", 65),
         ("count_kept",),
+        ("fuse_quantisation",),
+        ("drop_marks",),
     ]
     # Where vLLM fuses, layers are given back from whatever number of tokens on flux begins.
     assert ours(1, 64) == [
@@ -76,18 +80,22 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("drop_products", 1),
         ("fuse_norm", 1),
         ("count_kept",),
+        ("fuse_quantisation",),
+        ("drop_marks",),
     ]
+    once = "flux 4 linear layers, 2 with norm, vLLM 3"
     assert reports.report.ranges == {
-        (1, 64): "flux 4 linear layers, 2 with norm, vLLM 3 (AllReduceFusionPass applies)",
-        (65, 8192): "flux 4 linear layers, 2 with norm, vLLM 3",
+        (1, 64): f"{once} (AllReduceFusionPass applies), quantised behind 1 norms",
+        (65, 8192): f"{once}, quantised behind 1 norms",
     }
     ours(65, 8192)  # another graph of the model
-    assert reports.report.ranges[65, 8192] == "flux 8 linear layers, 4 with norm, vLLM 6"
+    twice = "flux 8 linear layers, 4 with norm, vLLM 6, quantised behind 2 norms"
+    assert reports.report.ranges[65, 8192] == twice
     sharded = Pass(vllm, linear_layers=2, other_sums=0, MoE_layers=1)
     for _ in range(2):
         sharded(128, 256)
-    told = "flux 4 linear layers, 2 MoE layers sequence parallel, flux 8 linear layers, 4 with norm, vLLM 6"
-    assert reports.report.ranges[128, 256] == told
+    told = "flux 4 linear layers, 2 MoE layers sequence parallel"
+    assert reports.report.ranges[128, 256] == f"{told}, {twice}"
 
 
 def test_layers_are_kept_where_vllm_would_fuse(

@@ -35,7 +35,15 @@ NEW_TOKENS = 6  # vllm_engines.py generates so many
 BATCHES = ([20], [33], [5, 40, 100])
 FROM, SEQUENCE_FROM = 17, 33
 LIMIT_S = 600
-KINDS = ("plain", "with norm", "sums with norm", "experts", "to own rows", "from own rows")
+KINDS = (
+    "plain",
+    "with norm",
+    "quantised",
+    "sums with norm",
+    "experts",
+    "to own rows",
+    "from own rows",
+)
 SUMS, MOE, ATTENTION = 2 * LAYERS, LAYERS, LAYERS
 
 
@@ -90,7 +98,15 @@ _TOLD_RANGES = (
     f"17 to 32 tokens: flux {SUMS} linear layers, {SUMS} with norm; ",
     f"33 to 512 tokens: flux {SUMS} linear layers sequence parallel",
 )
-_TOLD_FP8 = (f"row-parallel linear fp8 [256, 256] layers from {FROM} tokens on", *_TOLD_RANGES)
+# The last norm feeds the head.
+_FEW_FP8 = {**_FEW, "quantised": SUMS - 1}
+_TOLD_FP8 = (
+    f"row-parallel linear fp8 [256, 256] layers from {FROM} tokens on",
+    *(
+        told.replace(" with norm;", f" with norm, quantised behind {SUMS - 1} norms;")
+        for told in _TOLD_RANGES
+    ),
+)
 _OTHER_SUMS = (f"17 to 512 tokens: flux {SUMS} other sums with norm", "vLLM's own: ")
 _FEW_EXPERTS = {"with norm": ATTENTION, "experts": MOE, "sums with norm": MOE}
 _MANY_EXPERTS = {"to own rows": ATTENTION, "from own rows": ATTENTION - 1, "experts": MOE}
@@ -159,8 +175,18 @@ RUNS = (
     ),
     Run("int8", "int8", "ranges", **_both(sums_with_norm=SUMS), told=(*_OTHER_SUMS, "are quantised")),
     *(
-        Run(name, name.replace(" ", "_"), "ranges", _FEW, _SEQUENCE, _TOLD_FP8)
+        Run(name, name.replace(" ", "_"), "ranges", _FEW_FP8, _SEQUENCE, _TOLD_FP8)
         for name in ("fp8 tensor", "fp8 channel", "fp8 block")
+    ),
+    # The rows behind experts are quantised for the next layer; those behind attention are for the gate, too.
+    Run(
+        "fp8 experts",
+        "fp8_experts",
+        "ranges",
+        {**_FEW_EXPERTS, "quantised": MOE - 1},
+        _MANY_EXPERTS,
+        told=("2 MoE fp8 layers from 17 tokens on", "sequence parallel"),
+        settings=_EXPERTS,
     ),
     Run("fp8 eager", "fp8_channel", "eager", {"plain": SUMS}, {"to own rows": SUMS}),
     # vLLM does not compile on CPUs with LoRA.

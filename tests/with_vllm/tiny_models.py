@@ -13,7 +13,7 @@ LAYERS = 2
 HIDDEN = 256
 _MLP = 512
 # Quantised Qwen3, by how.
-QUANTISED = ("int8", "fp8_tensor", "fp8_channel", "fp8_block")
+QUANTISED = ("int8", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_experts")
 KINDS = ("llama", "llama_of_4", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", *QUANTISED, "adapter")
 
 
@@ -68,6 +68,9 @@ def _model(kind: str) -> Any:
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32))
     if kind == "fp8_block":  # each rank's heads are a whole number of blocks
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=64))
+    if kind == "fp8_experts":  # each rank's parts of experts, too
+        sizes = {**experts, "moe_intermediate_size": 256}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**common, **sizes, head_dim=64))
     if kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**common, **experts, head_dim=32)
         return transformers.Qwen3MoeForCausalLM(config)
@@ -86,7 +89,8 @@ def _quantise(kind: str, folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in [name for name in tensors if "_proj.weight" in name]:
-        made = _fp8_blocks(tensors[name]) if kind == "fp8_block" else _scaled(kind, tensors[name])
+        in_blocks = kind in ("fp8_block", "fp8_experts")
+        made = _fp8_blocks(tensors[name]) if in_blocks else _scaled(kind, tensors[name])
         tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in made.items()}
     save_file(tensors, path)
     config = json.loads((folder / "config.json").read_text())
@@ -131,11 +135,16 @@ def _compressed(number: str) -> dict[str, Any]:
 
 
 _LARGEST_INPUT = 8.0
+_FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _QUANTISATION = {
     "int8": _compressed("int"),
     "fp8_channel": _compressed("float"),
     "fp8_tensor": {"quant_method": "fp8", "activation_scheme": "static"},
-    "fp8_block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "fp8_block": _FP8_BLOCKS,
+    "fp8_experts": {
+        **_FP8_BLOCKS,
+        "modules_to_not_convert": ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(LAYERS))],
+    },
 }
 
 

@@ -6,11 +6,20 @@ import functools
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-KINDS = ("plain", "with norm", "sums with norm", "experts", "to own rows", "from own rows")
+KINDS = (
+    "plain",
+    "with norm",
+    "quantised",
+    "sums with norm",
+    "experts",
+    "to own rows",
+    "from own rows",
+)
 _calls: Counter[str] = Counter()
 _counted_already: list[bool] = []
 
@@ -34,6 +43,7 @@ class FluxCalls:
 
         def counted_sum(*args: Any) -> Any:
             _calls["sums with norm"] += args[2].norm_weight is not None
+            _calls["quantised"] += bool(args[2].quant)
             return run(*args)
 
         all_reduce._run = counted_sum
@@ -42,6 +52,7 @@ class FluxCalls:
         @functools.wraps(gemm_ar)
         def counted(*args: Any, **kwargs: Any) -> Any:
             _calls["plain" if kwargs.get("norm_weight") is None else "with norm"] += 1
+            _calls["quantised"] += kwargs.get("quant") is not None
             return gemm_ar(*args, **kwargs)
 
         flux.gemm_ar = counted
@@ -102,10 +113,13 @@ def let_flux_choose_experts() -> None:
 def keep_quantised_weights() -> None:
     """Makes vLLM on CPUs compute quantised models as on GPUs: with weights as they are loaded, and results in
     float32, in which vLLM allows no fp8 models. Kernels that use AMX repack weights and give no float32. For
-    fp8 it lacks one for blocks, and the operator that quantises weights again which get one scale.
+    fp8 it lacks those for blocks and experts, and the operator that quantises weights again which get one
+    scale.
     """
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8 as methods
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.platforms import PlatformEnum
 
@@ -115,10 +129,54 @@ def keep_quantised_weights() -> None:
             return True, None
 
         def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:  # noqa: N803
-            rows = A.to(torch.float32) * As.repeat_interleave(128, 1)
-            weight = B.to(torch.float32) * Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            return rows @ weight.t()
+            return product(A, As, B, Bs)
 
+    def product(q: Any, scale: Any, weight: Any, scale_w: Any) -> torch.Tensor:
+        rows = q.to(torch.float32) * scale.repeat_interleave(128, 1)
+        return (
+            rows
+            @ (weight.to(torch.float32) * scale_w.repeat_interleave(128, 0).repeat_interleave(128, 1)).t()
+        )
+
+    class Experts:
+        consumes_expert_mask = False
+
+        @staticmethod
+        def is_monolithic() -> bool:
+            return False
+
+    class ExpertKernel:
+        is_monolithic = can_overlap_shared_experts = False
+        fused_experts = Experts
+        prepare_finalize = SimpleNamespace(topk_indices_dtype=lambda: None)
+
+        def __init__(self, config: Any) -> None:
+            self.scales = config.w1_scale, config.w2_scale
+
+        def output_is_reduced(self) -> bool:
+            return False
+
+        supports_deferred_moe_finalize = output_is_reduced
+
+        def apply(self, x: Any, w13: Any, w2: Any, weights: Any, ids: Any, **others: Any) -> torch.Tensor:
+            total = torch.zeros_like(x)
+            for expert in range(len(w13)):
+                of_w13, of_w2 = (scales[expert] for scales in self.scales)
+                gate, up = product(*quantised(x), w13[expert], of_w13).chunk(2, -1)
+                result = product(*quantised(torch.nn.functional.silu(gate) * up), w2[expert], of_w2)
+                total += result * (weights * (ids == expert)).sum(-1, keepdim=True)
+            return total
+
+    def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = x.unflatten(-1, (-1, 128))
+        scale = (groups.abs().amax(-1) / 448).clamp(min=1 / (448 * 512))
+        return (groups / scale[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scale
+
+    methods.select_fp8_moe_backend = lambda **config: (Fp8MoeBackend.TRITON, Experts)
+    methods.convert_to_fp8_moe_kernel_format = (
+        lambda fp8_backend, layer, w13, w2, w13_scale, w2_scale, **more: (w13, w2, w13_scale, w2_scale)
+    )
+    methods.make_fp8_moe_kernel = lambda moe_quant_config, **config: ExpertKernel(moe_quant_config)
     torch.cpu._is_amx_tile_supported = lambda: False
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Blocks]
     Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
@@ -130,7 +188,7 @@ def save_graphs() -> None:
     it, and in each range, each piece's as the pass gets it, by the range's end (saved_graphs.py).
     """
     import saved_graphs
-    from vllm.distributed import get_tp_group
+    from vllm.distributed import get_pp_group, get_tp_group
 
     from flux.integrations.vllm import compiled
 
@@ -139,7 +197,7 @@ def save_graphs() -> None:
 
     def save(graph: torch.fx.Graph, name: str) -> None:
         counts[name] += 1
-        if get_tp_group().rank_in_group == 0:
+        if get_tp_group().rank_in_group == 0 and get_pp_group().is_first_rank:
             saved_graphs.save(graph, folder / f"{name}-{counts[name]}.json")
 
     def save_and_shard(graph: torch.fx.Graph, *arguments: Any) -> Any:

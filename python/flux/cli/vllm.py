@@ -14,6 +14,7 @@ from flux.integrations import vllm as plugin
 from flux.integrations.vllm import forecast, thresholds
 from flux.integrations.vllm.report import setting, where_from
 from flux.moe.routing import MAX_TOP_K
+from flux.ops._scales import BLOCK
 
 _WANTED = "doctor: --vllm expected a folder with config.json, or a model in the local cache of the hub"
 
@@ -86,10 +87,14 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
 def _against_experts(model: forecast.Model, ranks: int) -> Iterator[tuple[str, bool]]:
     """Why experts stay vLLM's, and whether each reason applies; at last, none."""
     yield "vLLM's own: they are not sharded over ranks", ranks == 1
-    yield "vLLM's own: weights are quantised", bool(model.quantised)
+    in_blocks = model.quantised == "block"
+    yield "vLLM's own: weights are quantised", bool(model.quantised) and not in_blocks
+    forced = setting("FLUX_VLLM_MIN_TOKENS")
+    yield "vLLM's own: weights are fp8, and FLUX_VLLM_MIN_TOKENS is not set", in_blocks and not forced
     yield f"vLLM's own: tokens choose more than {MAX_TOP_K} experts", model.top_k > MAX_TOP_K
-    aligned = model.expert % (ranks * thresholds.ALIGNMENT) == 0 and model.hidden % thresholds.ALIGNMENT == 0
-    yield "vLLM's own: sizes are not multiples of 8", not aligned
+    unit = BLOCK if in_blocks else thresholds.ALIGNMENT
+    aligned = model.expert % (ranks * unit) == 0 and model.hidden % unit == 0
+    yield f"vLLM's own: sizes are not multiples of {unit}", not aligned
     yield "vLLM's own: FLUX_VLLM_MOE is off", setting("FLUX_VLLM_MOE") == "off"
     yield "", True
 

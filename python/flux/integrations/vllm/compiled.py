@@ -32,6 +32,7 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
+from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
@@ -85,13 +86,16 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
+        counts["quantised"] += fuse_quantisation(graph)
+        drop_marks(graph)
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
         rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {self.over_fusion}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
-        steps = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
+        ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
+        steps = (*ours, fuse_quantisation, drop_marks)
         return str(self.hash_source(self, *steps, rules, rank))
 
 
@@ -107,6 +111,7 @@ def _told(counts: Counter[str], fusions: list[str]) -> str:
         (flux, counts["kept"]),
         (vllm, counts["given back"]),
         (sums, counts["sums"]),
+        (f"quantised behind {counts['quantised']} norms", counts["quantised"]),
     )
     return ", ".join(what for what, n in told if n) or f"vLLM all{why}"
 

@@ -4,9 +4,13 @@ expert a part. Needs nothing of vLLM.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import flux
+
+Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 def summed_experts(
@@ -18,6 +22,7 @@ def summed_experts(
     group_name: str,
     rank: int,
     world_size: int,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """For each token the weighted sum of its experts' results, over all ranks. A collective.
 
@@ -31,6 +36,7 @@ def summed_experts(
         w13: [E, 2 * I/p, H], for each expert this rank's gate rows, then its up rows.
         w2: [E, H, I/p].
         group_name, rank, world_size: of torch's process group, this rank in it, and p.
+        scales: of w13 and w2 in fp8, for blocks of 128 by 128. Rows are quantised in front of both GEMMs.
 
     Returns:
         [tokens, H], a fresh tensor.
@@ -44,7 +50,7 @@ def summed_experts(
     own = slice(rank * share, (rank + 1) * share)
     with torch.no_grad():
         # Shares are consecutive like the tokens, so the routing's rows are indices in x.
-        total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name)
+        total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales)
         return flux.all_gather(total, group=group_name)[:tokens]
 
 
@@ -56,6 +62,7 @@ def experts_of_own_rows(
     w2: torch.Tensor,
     group_name: str,
     slices: int = 1,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """summed_experts where each rank has a part of the tokens, all parts equally large. A collective.
 
@@ -63,6 +70,7 @@ def experts_of_own_rows(
         x, topk_ids, topk_weights: of this rank's tokens.
         w13, w2: as of summed_experts; with `slices` [E/p, 2 * I, H] and [E/p, H, I].
         slices: p if ranks have whole experts, the first rank the first ones; else 1.
+        scales: as of summed_experts.
 
     Returns:
         [tokens, H], a fresh tensor.
@@ -71,8 +79,11 @@ def experts_of_own_rows(
         routing = flux.moe.route(
             topk_ids, topk_weights, slices * w13.shape[0], group=group_name, ep_size=slices
         )
-        hidden = flux.moe.ag_scatter_gemm(x, w13, routing, activation="swiglu")
-        return flux.moe.gemm_gather_rs(hidden, w2, routing)
+        first, second = scales or (None, None)
+        rows, how = _quantised(x, first)
+        hidden = flux.moe.ag_scatter_gemm(rows, w13, routing, activation="swiglu", **how)
+        hidden, how = _quantised(hidden, second)
+        return flux.moe.gemm_gather_rs(hidden, w2, routing, **how)
 
 
 def own_experts(
@@ -82,20 +93,21 @@ def own_experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     own_group: str,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """For each token the weighted sum of what this rank's part of the experts gives; the sum over ranks is
     left to the layer. Nothing is exchanged, because every rank knows the experts of all tokens.
 
     Args:
-        x, topk_ids, topk_weights, w13, w2: as of summed_experts; or of some whole experts, with ids among
-            them, and -1 for those that other ranks have.
+        x, topk_ids, topk_weights, w13, w2, scales: as of summed_experts; or of some whole experts, with ids
+            among them, and -1 for those that other ranks have.
         own_group: a process group of this rank alone.
 
     Returns:
         [tokens, H], a fresh tensor.
     """
     with torch.no_grad():
-        return _experts(x, topk_ids, topk_weights, w13, w2, own_group)
+        return _experts(x, topk_ids, topk_weights, w13, w2, own_group, scales)
 
 
 def _experts(
@@ -105,8 +117,20 @@ def _experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     group_name: str,
+    scales: Scales | None,
 ) -> torch.Tensor:
     """The sum over a group of what experts give for this rank's tokens. x: of all ranks."""
     routing = flux.moe.route(topk_ids, topk_weights, w13.shape[0], group=group_name)
-    hidden = flux.grouped_gemm(x, w13, routing.offsets, rows=routing.rows, activation="swiglu")
-    return flux.moe.gemm_gather_rs(hidden, w2, routing)
+    first, second = scales or (None, None)
+    rows, how = _quantised(x, first)
+    hidden = flux.grouped_gemm(rows, w13, routing.offsets, rows=routing.rows, activation="swiglu", **how)
+    hidden, how = _quantised(hidden, second)
+    return flux.moe.gemm_gather_rs(hidden, w2, routing, **how)
+
+
+def _quantised(x: torch.Tensor, scale_w: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Rows for a weight with such scales, and the further arguments of its GEMM."""
+    if scale_w is None:
+        return x, {}
+    q, scale_x = flux.quantize(x, "group128")
+    return q, {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": x.dtype}

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
-from flux.integrations.vllm.op import scaled_linear
+from flux.integrations.vllm.op import quantised_rows, scaled_linear
 from flux.ops._scales import BLOCK, OUT, Scaling
 
 Tensor = torch.Tensor
@@ -40,7 +40,8 @@ class Fp8:
         out_dtype: of the product.
         scale_name: of the layer's attribute that holds the weight's scales, once it is loaded.
         is_transposed: the weight lies there as [K, N].
-        marked: the mark of column-parallel layers is to be in the graph.
+        marked: the marks of column-parallel layers are to be in the graph.
+        powers: scales of rows are powers of two; known of marked layers.
     """
 
     kernel: Any
@@ -51,6 +52,7 @@ class Fp8:
     scale_name: str = ""
     is_transposed: bool = False
     marked: bool = False
+    powers: bool = False
 
     @property
     def scaling(self) -> Scaling:
@@ -75,10 +77,9 @@ class Fp8:
         q, scale = self.quantiser(x, getattr(layer, "input_scale", None), None)
         return q[: x.shape[0]], scale  # without the rows that vLLM pads for some kernels
 
-    def of_mark(self, layer: Any) -> tuple[str, Tensor | None, bool]:
-        """The last arguments of a mark."""
-        powers = self.quant == "group128" and bool(self.quantiser.use_ue8m0)
-        return self.quant, layer.input_scale if self.is_static else None, powers
+    def of_mark(self, static: Tensor | None) -> tuple[str, Tensor | None, bool]:
+        """The last arguments of a mark. static: the scale that the layer has, if it has one."""
+        return self.quant, static if self.is_static else None, self.powers
 
 
 def of_layer(layer: Any) -> Fp8 | str:
@@ -153,7 +154,7 @@ def _watch(method: Any, mark: Any) -> None:
         elif isinstance(layer, ColumnParallelLinear) and isinstance(found := of_layer(layer), Fp8):
             found = loaded(layer, found)
             if isinstance(found, Fp8) and mark(layer, found):
-                layer._flux_fp8 = replace(found, marked=True)
+                layer._flux_fp8 = _marking(found)
 
     @functools.wraps(apply)
     def apply_and_mark(self: Any, layer: Any, x: Any, bias: Tensor | None = None) -> Any:
@@ -164,6 +165,25 @@ def _watch(method: Any, mark: Any) -> None:
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             return product
         weight, scale = found.operands(layer)
-        return scaled_linear(product, x, weight, bias, scale, *found.of_mark(layer))
+        return scaled_linear(
+            product, x, weight, bias, scale, *found.of_mark(getattr(layer, "input_scale", None))
+        )
 
     method.process_weights_after_loading, method.apply = process_and_look, apply_and_mark
+
+
+def _marking(found: Fp8) -> Fp8:
+    """A column-parallel layer that marks its product, and what vLLM's quantisation of its rows gives."""
+    kernel = getattr(found.kernel, "fallback", found.kernel)
+    quantise = kernel.quant_fp8
+    powers = found.quant == "group128" and bool(quantise.use_ue8m0)
+    found = replace(found, marked=True, powers=powers)
+
+    def quantise_and_mark(x: Tensor, static: Tensor | None = None, *more: Any, **options: Any) -> Any:
+        q, scale = quantise(x, static, *more, **options)
+        if not torch.compiler.is_compiling():
+            return q, scale
+        return quantised_rows(q, scale, x, *found.of_mark(static))
+
+    kernel.quant_fp8 = quantise_and_mark
+    return found

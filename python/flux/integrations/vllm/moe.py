@@ -25,6 +25,7 @@ from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import NEVER, report, setting, tell
 from flux.integrations.vllm.thresholds import ALIGNMENT, experts_sum_from
 from flux.moe.routing import MAX_TOP_K
+from flux.ops._scales import BLOCK, Scaling
 from flux.ops.plan import current_device
 
 _NAME = "MoERunner"
@@ -34,6 +35,8 @@ _FROM_TOKENS = 128
 # vLLM's kernels for experts that do not repack the weights (gates first). (The kernel for CPUs
 # repacks them; see _keep_weights.)
 _KERNELS = ("TRITON", "CPU")
+_FP8_METHOD = "Fp8MoEMethod"
+_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 class FluxMoERunner(MoERunner):  # type: ignore[misc]
@@ -59,11 +62,12 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         if self._flux_may_sum and self._flux_slices == 1:
             problem = (moe.hidden_dim, experts.params_dtype, group.world_size, current_device())
             self._flux_sums_from = max(self._flux_from, experts_sum_from(*problem))
-        kind = f"{_KIND}, own part," if self._flux_sums_from == NEVER else _KIND
+        kind = _KIND if type(experts.quant_method) is UnquantizedFusedMoEMethod else f"{_KIND} fp8"
+        kind = f"{kind}, own part," if self._flux_sums_from == NEVER else kind
         report.served[kind, self._flux_from, "FLUX_VLLM_MIN_TOKENS" if forced else "prefill only"] += 1
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
-        self._flux_weights: list[torch.Tensor] = []
+        self._flux_copies: dict[str, torch.Tensor] = {}
         expert_rows.define(moe_runner._moe_forward)
         if current_platform.is_cpu():
             # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
@@ -91,10 +95,11 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             topk_indices_dtype=torch.int32,
             input_ids=others.get("input_ids"),
         )
-        arguments = (hidden_states, ids, weights, *self._weights())
+        arguments, scales = (hidden_states, ids, weights, *self._weights()), self._scales()
         if own_rows:
-            return None, experts_of_own_rows(*arguments, self._flux_group[0], self._flux_slices)
-        return None, summed_experts(*arguments, *self._flux_group)
+            where = (self._flux_group[0], self._flux_slices)
+            return None, experts_of_own_rows(*arguments, *where, scales=scales)
+        return None, summed_experts(*arguments, *self._flux_group, scales=scales)
 
     def _maybe_reduce_final_output(
         self, states: torch.Tensor, trunc_size: int | None, *others: Any
@@ -122,25 +127,44 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
                 return theirs
             here = experts.expert_map
             ids = topk_ids if here is None else here[topk_ids]
-            return own_experts(x, ids, topk_weights, *self._weights(), own_group)
+            return own_experts(x, ids, topk_weights, *self._weights(), own_group, scales=self._scales())
 
         experts.forward_modular = own_part
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        experts = self.routed_experts
-        w13, w2 = self._flux_weights or (experts.w13_weight, experts.w2_weight)
+        w13, w2 = map(self._loaded, _WEIGHTS)
         return w13, w2
+
+    def _scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of fp8 weights."""
+        if not (names := _names_of_scales(self.routed_experts.quant_method)):
+            return None
+        first, second = map(self._loaded, names)
+        return first, second
+
+    def _loaded(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = (
+            self._flux_copies[name] if self._flux_copies else getattr(self.routed_experts, name)
+        )
+        return found
 
     def _keep_weights(self) -> None:
         """Copies the weights before vLLM repacks them for its own kernel."""
         method = self.routed_experts.quant_method
-        process = method.process_weights_after_loading
+        process, names = method.process_weights_after_loading, (*_WEIGHTS, *_names_of_scales(method))
 
         def copy_and_process(experts: Any) -> None:
-            self._flux_weights = [experts.w13_weight.detach().clone(), experts.w2_weight.detach().clone()]
+            self._flux_copies = {name: getattr(experts, name).detach().clone() for name in names}
             process(experts)
 
         method.process_weights_after_loading = copy_and_process
+
+
+def _names_of_scales(method: Any) -> tuple[str, ...]:
+    """What a layer calls the scales of its fp8 weights."""
+    if type(method) is UnquantizedFusedMoEMethod:
+        return ()
+    return tuple(f"{each.removesuffix('weight')}{method.weight_scale_name}" for each in _WEIGHTS)
 
 
 def replace_runner() -> None:
@@ -169,7 +193,7 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
     """
     config, moe, experts = get_current_vllm_config_or_none(), runner.moe_config, runner.routed_experts
     parallel, method = moe.moe_parallel_config, experts.quant_method
-    yield "weights are quantised", type(method) is not UnquantizedFusedMoEMethod
+    yield from _reasons_of_weights(method, moe)
     yield "flux's experts are not batch invariant", _invariance.active()
     yield from layer.common_reasons(config, experts.params_dtype).items()
     yield "experts move between ranks", bool(parallel.enable_eplb)
@@ -192,11 +216,31 @@ def _reasons(runner: MoERunner) -> Iterator[tuple[str, bool]]:
         any(size % ALIGNMENT for size in (moe.hidden_dim, moe.intermediate_size_per_partition)),
     )
     yield "vLLM is told which kernel to use", moe.moe_backend != "auto"
-    kernel = method.unquantized_backend.name
+    is_plain = type(method) is UnquantizedFusedMoEMethod
+    kernel = (method.unquantized_backend if is_plain else method.fp8_backend).name
     yield f"vLLM's kernel is {kernel}", kernel not in _KERNELS
     yield "vLLM's kernel chooses the experts", bool(method.is_monolithic)
-    unfused = layer.unfused_reason(moe.hidden_dim, moe.intermediate_size_per_partition, experts.params_dtype)
+    sizes, dtype = (moe.hidden_dim, moe.intermediate_size_per_partition), experts.params_dtype
+    how = (dtype,) if is_plain else (torch.float8_e4m3fn, "gemm_ar", Scaling("block", dtype))
+    unfused = layer.unfused_reason(*sizes, *how)
     yield f"flux would run unfused: {unfused}", unfused is not None
+
+
+def _reasons_of_weights(method: Any, moe: Any) -> Iterator[tuple[str, bool]]:
+    """What could be in the way of quantised weights. Nothing shows that flux's experts are faster than vLLM's
+    kernels for fp8, so the user has to say from how many tokens on they are to run.
+    """
+    if type(method) is UnquantizedFusedMoEMethod:
+        return
+    name = type(method).__name__
+    yield f"weights are quantised ({name})", name != _FP8_METHOD
+    yield "weights are fp8, and FLUX_VLLM_MIN_TOKENS is not set", not setting("FLUX_VLLM_MIN_TOKENS")
+    blocks = method.block_quant and list(method.weight_block_size) == [BLOCK, BLOCK]
+    refined = getattr(method, "weight_scale_refine", None) is not None
+    yield "weights are fp8 with other scales than for 128 by 128", not blocks or refined
+    yield "vLLM quantises the weights", not method.quant_config.is_checkpoint_fp8_serialized
+    parts = (moe.hidden_dim, moe.intermediate_size_per_partition)
+    yield "weights are fp8, and sizes no multiples of 128", any(size % BLOCK for size in parts)
 
 
 @functools.cache

@@ -32,6 +32,17 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "linear_all_reduce_norm_quant(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
+    " float eps, str group_name, Tensor? scale_x, Tensor? scale_w, str quant, Tensor? quant_scale,"
+    " bool ue8m0, bool return_norm) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "quantised_rows(Tensor q, Tensor scale, Tensor x, str quant, Tensor? quant_scale, bool ue8m0)"
+    " -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "scaled_linear(Tensor product, Tensor x, Tensor weight, Tensor? bias, Tensor scale_w, str quant,"
     " Tensor? quant_scale, bool ue8m0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -127,6 +138,16 @@ def scaled_linear(product: torch.Tensor, *of_layer: Any) -> torch.Tensor:
     return result
 
 
+def quantised_rows(
+    q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's quantisation of x [M, K] gives, and how it does it: as of_layer of scaled_linear ends. The
+    pass takes it out of every graph; until then it tells quantised.py what flux can compute with a norm.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.flux_vllm.quantised_rows.default(q, scale, x, *how)
+    return result
+
+
 def all_reduce_below(x: torch.Tensor, min_tokens: int, vllm_group: str) -> torch.Tensor:
     """Sum over ranks of x [tokens, N] by vLLM, if there are fewer than `min_tokens`; from there on flux has
     summed x already, and it is returned.
@@ -160,13 +181,44 @@ def _run_norm(
     scale_w: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
+    result: tuple[torch.Tensor, torch.Tensor] = _with_norm(
+        x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w
+    )
+    return result
+
+
+def _with_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    group_name: str,
+    scale_x: torch.Tensor | None,
+    scale_w: torch.Tensor | None,
+    **quant: Any,
+) -> Any:
     weight, bias, scale_w = plain(weight), plain_if_any(bias), plain_if_any(scale_w)
-    how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+    how: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps, **quant}
     if scale_x is not None:
         how |= {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": residual.dtype}
     with torch.no_grad():
-        result: tuple[torch.Tensor, torch.Tensor] = flux.gemm_ar(x, weight, bias, group=group_name, **how)
-    return result
+        return flux.gemm_ar(x, weight, bias, group=group_name, **how)
+
+
+def _run_norm_quant(*arguments: Any) -> list[torch.Tensor]:
+    """linear_all_reduce_norm, quantised as in flux.gemm_ar: returns what that does."""
+    *of_sum, quant, quant_scale, ue8m0, return_norm = arguments
+    how = {"quant": quant, "quant_scale": plain_if_any(quant_scale), "ue8m0": ue8m0}
+    return list(_with_norm(*of_sum, **how, return_norm=return_norm))
+
+
+def _fake_norm_quant(*arguments: Any) -> list[torch.Tensor]:
+    residual, (quant, quant_scale, ue8m0, return_norm) = arguments[3], arguments[-4:]
+    q, scale = torch.ops.flux.quantize.default(residual, quant, quant_scale, ue8m0, torch.float8_e4m3fn)
+    norms = [torch.empty_like(residual)] if return_norm else []
+    return [q, scale, torch.empty_like(residual), *norms]
 
 
 def _fake_norm(
@@ -186,11 +238,21 @@ _library.impl("linear_all_reduce", _run, "CompositeExplicitAutograd")
 _library.impl("linear_all_reduce_norm", _run_norm, "CompositeExplicitAutograd")
 # An operator must not return its argument.
 _library.impl("scaled_linear", lambda product, *of_layer: product.clone(), "CompositeExplicitAutograd")
+_library.impl("linear_all_reduce_norm_quant", _run_norm_quant, "CompositeExplicitAutograd")
+_library.impl(
+    "quantised_rows", lambda q, scale, x, *how: (q.clone(), scale.clone()), "CompositeExplicitAutograd"
+)
 _library.impl("all_reduce_below", _run_below, "CompositeExplicitAutograd")
 _torch_library.register_fake("flux_vllm::linear_all_reduce", _fake, lib=_library)
 _torch_library.register_fake("flux_vllm::linear_all_reduce_norm", _fake_norm, lib=_library)
 _torch_library.register_fake(
     "flux_vllm::scaled_linear", lambda product, *of_layer: torch.empty_like(product), lib=_library
+)
+_torch_library.register_fake("flux_vllm::linear_all_reduce_norm_quant", _fake_norm_quant, lib=_library)
+_torch_library.register_fake(
+    "flux_vllm::quantised_rows",
+    lambda q, scale, x, *how: (torch.empty_like(q), torch.empty_like(scale)),
+    lib=_library,
 )
 _torch_library.register_fake(
     "flux_vllm::all_reduce_below", lambda x, min_tokens, vllm_group: torch.empty_like(x), lib=_library
