@@ -184,8 +184,7 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                 std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
                 std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
                 std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
-                std::optional<Tensor> quant_scale, std::optional<Tensor> parts,
-                std::optional<Tensor> ahead) {
+                std::optional<Tensor> quant_scale, std::optional<Tensor> parts, std::optional<Tensor> ahead) {
   enqueue(x,
           {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(residual),
            address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w),

@@ -18,8 +18,9 @@ struct Extras {
   float eps;
   void* sum_out;
   gemm::Quantized quantized = {};  // of the norm, to e4m3; per tensor, token or group
-  const void* ahead = nullptr;     // what the stream's next kernel reads first; fetched where one launch does it all
-  int64_t ahead_bytes = 0;         // of which kMostAhead count
+  const void* ahead =
+      nullptr;              // what the stream's next kernel reads first; fetched where one launch does it all
+  int64_t ahead_bytes = 0;  // of which kMostAhead count
 };
 
 // args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given.

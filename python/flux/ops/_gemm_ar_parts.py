@@ -105,8 +105,11 @@ def fused_cuda(
     repeated: tuple[known.Recipe, Tensor] | None = None,
     ahead: Tensor | None = None,
 ) -> Made | None:
-    """Launches the kernel. repeated: recipe (flux.comm.known) and result of a call that is to be known. ahead:
-    what the stream's next kernel reads first; the kernel fetches the beginning into the L2.
+    """Launches the kernel.
+
+    Args:
+        repeated: recipe (flux.comm.known) and result of a call that is to be known.
+        ahead: what the stream's next kernel reads first; this one fetches the beginning into the L2.
     """
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
@@ -139,7 +142,9 @@ def fused_cuda(
         recipe, out = repeated
         wrote, wrote_sum, by_quant = end.remembered(recipe, out, made, out_argument=8, quant_scale=after + 1)
         scaled = [10, 11] if of_scales else [known.ABSENT] * 2
-        workspace.remember(recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant, known.ABSENT]])
+        workspace.remember(
+            recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant, known.ABSENT]]
+        )
     if target is not total:
         total.copy_(target)
     return made

@@ -314,7 +314,7 @@ def _call(
     scales: Scales | None = None,
     ahead: Tensor | None = None,
 ) -> Any:
-    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher. ahead: of _gemm_ar_parts."""
+    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher. ahead: of fused_cuda."""
     if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
         end = end.checked("gemm_ar", n, x, scales)
@@ -345,8 +345,9 @@ def with_norm_and_ahead(
     group: GroupLike,
     ahead: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """gemm_ar with a norm, whose kernel also fetches the beginning of `ahead` into the L2 while ranks wait for
-    each other: the weight that the stream's next kernel reads. For CUDA graphs; the results are the same.
+    """gemm_ar with a norm, whose kernel also fetches the beginning of `ahead` into the L2 while ranks wait
+    for each other: the weight that the stream's next kernel reads. The results are the same. For CUDA graphs,
+    because such a call is not repeated by C++ (flux.comm.known).
     """
     pg = resolve_group(group, "gemm_ar")
     arguments = (x, weight, bias, False, residual, End(norm_weight, eps), pg)
