@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from fp8_layouts import LAYOUTS
+from int8_model import data, model
 
 import flux
 from flux.ops._end import QUANTS
@@ -252,8 +253,22 @@ def moe(call: Case) -> str:
     return told or differs("layer 1", result, case.layer1(call.rank))
 
 
+def int8_wire(call: Case) -> str:
+    """Sums whose contributions travel as int8, bit for bit."""
+    dtype, columns = call.dice.choice(OUT), call.size(700)
+    inner = (call.size(3), columns) if call.dice.random() < 0.3 else (columns,)
+    shape = (call.p * call.size(40), *inner)
+    # Every rank knows what the others have.
+    whole = [data(shape, 10 * call.number + rank, dtype) for rank in range(call.p)]
+    mine = [each.chunk(call.p)[call.rank].reshape(-1, columns) for each in whole]
+    expected = model(mine, call.rank)[0].to(dtype)
+    out = call.out(shape[0] // call.p, *inner, dtype=dtype)
+    result = run(flux.reduce_scatter, whole[call.rank], wire="int8", **out)
+    return differs("sum", result.reshape(-1, columns), expected)
+
+
 OPS: dict[str, Callable[[Case], str]] = {
-    f.__name__: f for f in (gemm, gemm_rs, ag_gemm, gemm_ar, all_reduce, grouped_gemm, moe)
+    f.__name__: f for f in (gemm, gemm_rs, ag_gemm, gemm_ar, all_reduce, grouped_gemm, moe, int8_wire)
 }
 
 

@@ -246,7 +246,7 @@ def test_layers_are_drawn_by_model_and_layout(tmp_path: Path, drawn: list[Any]) 
     rows = [layer_row("moe_layer1", *group, m) for group in groups for m in (512, 2048, 8192)]
     plot.plot(make_record([*rows, make_row()]), tmp_path / "p.svg")
     axes = drawn[0].get_axes()
-    times = [axis for axis in axes if axis.get_title(loc="left").startswith("moe_layer1  ·  4 ranks")]
+    times = [axis for axis in axes if axis.get_title(loc="left").startswith("moe_layer1 · 4 ranks")]
     # 48 rows in two strips, bars of flux and of the unfused pipeline; groups are not torn apart.
     bars = [[len(c) for c in axis.containers] for axis in times]
     assert bars == [[39, 39], [9, 9]]

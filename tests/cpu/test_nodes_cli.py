@@ -66,7 +66,7 @@ def test_bench_rows_say_that_they_are_emulated(tmp_path: Path) -> None:
         (["verify", "--nodes", "3", "--world", "4"], "--world expected a multiple of --nodes 3, got 4"),
         (
             ["bench", "gemm", "--nodes", "2"],
-            "--nodes expected with gemm_rs, ag_gemm, gemm_ar, all_reduce, got gemm",
+            "--nodes expected with gemm_rs, ag_gemm, gemm_ar, gemm_ar_norm, all_reduce, got gemm",
         ),
         (["bench", "moe", "--nodes", "2"], "got moe"),
         (["doctor", "--links", "x.json"], "--links expected with --nodes"),

@@ -19,6 +19,8 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 
 from flux.integrations.vllm import ahead, sequence
 from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm.graph import value
+from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
 from flux.ops._scales import Scaling
 from flux.testing import spawn
@@ -34,6 +36,7 @@ OURS = (
     "linear_scatter",
     "norm_gather_linear",
     "linear_all_reduce_norm",
+    "linear_all_reduce_norm_quant",
     "linear_all_reduce",
     "scaled_linear",
 )
@@ -63,6 +66,8 @@ def in_a_process(rank: int, world_size: int, version: str, name: str) -> None:
     "check",
     [
         "dense_models_become_sequence_parallel",
+        "a_stage_gives_all_rows",
+        "layers_with_biases_in_each_range",
         "experts_get_and_give_own_rows",
         "sums_of_other_experts_give_own_rows",
         "large_batches_stay_sequence_parallel",
@@ -100,6 +105,12 @@ def counts(found: list[fx.Graph], *names: str) -> list[int]:
     return [count(found, name) for name in names]
 
 
+def calls(found: list[fx.Graph], name: str) -> list[fx.Node]:
+    """Calls of one of flux's operators."""
+    target = getattr(torch.ops.flux_vllm, name).default
+    return [node for graph in found for node in graph.find_nodes(op="call_function", target=target)]
+
+
 def sharded(load: Load, model: str, sums: int = 2 * LAYERS) -> list[fx.Graph]:
     """A whole model, after flux has made it sequence parallel."""
     (graph,) = load(model, "model")
@@ -133,9 +144,17 @@ def fp8_models_become_sequence_parallel(load: Load) -> None:
 def fp8_layers_in_each_range(load: Load) -> None:
     for model in FP8:
         product = "matmul" if model == "fp8_block" else "_scaled_mm"
+        # Behind the last norm is the head. Some graphs are older than marks of quantised rows.
+        marked = count(load(model, "model"), "quantised_rows")
+        assert marked in (0, 2 * LAYERS) and (marked or model != "fp8_channel")
+        last = 1 if marked else 2 * LAYERS
+        quantised = {
+            "linear_all_reduce_norm_quant": 2 * LAYERS - last,
+            "linear_all_reduce_norm": last,
+        }
         ranges = (
             (SEQUENCE_FROM, 512, {"linear_scatter": 2 * LAYERS, "norm_gather_linear": 2 * LAYERS - 1}, 1),
-            (FROM, SEQUENCE_FROM - 1, {"linear_all_reduce_norm": 2 * LAYERS}, 2 * LAYERS),
+            (FROM, SEQUENCE_FROM - 1, quantised, 2 * LAYERS),
             (1, FROM - 1, {"all_reduce": 2 * LAYERS, "fused_add_rms_norm": 2 * LAYERS}, 4 * LAYERS),
         )
         for start, end, ours, products in ranges:
@@ -144,7 +163,11 @@ def fp8_layers_in_each_range(load: Load) -> None:
             for piece in pieces:
                 graphs.drop_products(piece, start)
                 graphs.fuse_norm(piece, start)
+                fuse_quantisation(piece)
+                drop_marks(piece)
                 piece.lint()
+            assert not any(node.args[-1] for node in calls(pieces, "linear_all_reduce_norm_quant"))
+            assert count(pieces, "quantised_rows") == 0
             assert given_back == (2 * LAYERS if start == 1 else 0)
             sums = {**dict.fromkeys(OURS, 0), **ours}
             sums["all_reduce"] = sums.get("all_reduce", 0) + 1  # that of the embedding
@@ -157,6 +180,62 @@ def fp8_layers_in_each_range(load: Load) -> None:
 def dense_models_become_sequence_parallel(load: Load) -> None:
     found = counts(sharded(load, "qwen3"), "linear_scatter", "norm_gather_linear", "norm_gather")
     assert found == [2 * LAYERS, 2 * LAYERS - 1, 1]
+
+
+def a_stage_gives_all_rows(load: Load) -> None:
+    """The last sum of a pipeline's first stage has no norm behind it; the next stage gets the residual."""
+    (graph,) = load("first_stage", "model")
+    sums = 2 * LAYERS - 1
+    assert counts([graph], "linear_all_reduce", "fused_add_rms_norm") == [sums + 1, sums]
+    assert sequence.shard(graph, lambda *layer: SEQUENCE_FROM) == sequence.Sharded(sums, SEQUENCE_FROM)
+    graph.lint()
+    found = counts([graph], "linear_scatter", "norm_gather_linear", "norm_gather", "linear_all_reduce")
+    assert found == [sums, sums, 0, 1]
+    (output,) = graph.find_nodes(op="output")
+    (given,) = graph.find_nodes(op="call_function", target=torch.ops.flux_vllm.gather.default)
+    assert list(given.users) == [output]
+    pieces = settled(load, "first_stage", SEQUENCE_FROM, 512)
+    assert counts(pieces, "linear_scatter", "gather", "linear_all_reduce") == [sums, 1, 1]
+    pieces = settled(load, "first_stage", FROM, SEQUENCE_FROM - 1)
+    assert counts(pieces, "linear_scatter", "gather", "linear_all_reduce") == [0, 0, sums + 1]
+    assert sum(graphs.fuse_norm(piece, FROM) for piece in pieces) == sums
+
+
+def layers_with_biases_in_each_range(load: Load) -> None:
+    """Biases of row-parallel layers are added once: by flux's operator, or behind vLLM's all-reduce. The last
+    sum of a stage has no norm behind it.
+    """
+    targets = ("linear_scatter", "norm_gather_linear", "linear_all_reduce_norm", "linear_all_reduce")
+    ours = [getattr(torch.ops.flux_vllm, name).default for name in targets]
+    place = dict(zip(ours, (2, 4, 2, 2), strict=True))
+    sums = 2 * LAYERS - 1
+    for start, end, counted in (
+        (SEQUENCE_FROM, 512, [sums, sums, 0, 1]),
+        (FROM, SEQUENCE_FROM - 1, [0, 0, sums, 1]),
+        (1, FROM - 1, [0, 0, 0, 0]),
+    ):
+        pieces = settled(load, "first_stage", start, end)
+        for piece in pieces:
+            graphs.unfuse(piece, end)
+            graphs.fuse_norm(piece, start)
+            piece.lint()
+        assert counts(pieces, *targets) == counted, start
+        for node in (node for piece in pieces for node in piece.nodes if node.target in ours):
+            bias = node.args[place[node.target]]
+            assert isinstance(bias, fx.Node) and value(bias).dim() == 1, (start, node)
+        if start == 1:
+            found = [node for piece in pieces for node in piece.nodes if is_sum_of_a_layer(node)]
+            assert len(found) == sums + 1
+            assert all(user.target is torch.ops.aten.add.Tensor for node in found for user in node.users)
+            biases = [user.args[1] for node in found for user in node.users]
+            assert all(isinstance(bias, fx.Node) and value(bias).shape == (256,) for bias in biases)
+
+
+def is_sum_of_a_layer(node: fx.Node) -> bool:
+    """vLLM also sums the embedding, which no matrix product gives."""
+    if node.target is not torch.ops.vllm.all_reduce.default:
+        return False
+    return isinstance(node.args[0], fx.Node) and node.args[0].target is torch.ops.aten.mm.default
 
 
 def experts_get_and_give_own_rows(load: Load) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Answers, by_name, compare, run_scenarios
+from int8_model import data, model
 
 import flux
 from flux.comm.workspace import Disagreement
@@ -35,37 +36,8 @@ def every(x: Tensor) -> list[Tensor]:
     return parts
 
 
-def model(parts: list[Tensor], rank: int, rounds_own: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum in fp32 of what ranks have for one of them [rows, n]; the exact sum; and by how much they may
-    differ.
-    """
-    total = torch.zeros(parts[0].shape)
-    exact, bound = total.double(), total.double()
-    for source, part in enumerate(parts):
-        wide = part.float()
-        exact += part.double()
-        if source == rank and not rounds_own:
-            total += wide
-            continue
-        for first in range(0, wide.shape[1], 128):
-            group = wide[:, first : first + 128]
-            most = group.abs().max(1, keepdim=True).values.clamp(min=1e-10)
-            step = most / torch.tensor(127.0)
-            total[:, first : first + 128] += (group * (1 / step)).round().clamp(-127, 127) * step
-            bound[:, first : first + 128] += most.double() / 254 * (1 + 2**-20)
-    largest = sum((part.double().abs() for part in parts), torch.zeros_like(exact))
-    return total, exact, bound + 2**-23 * len(parts) * largest
-
-
 def rounded_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.abs() * {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}[dtype]
-
-
-def data(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """Groups of very different sizes."""
-    g = torch.Generator().manual_seed(seed)
-    sizes = torch.exp2(torch.randint(-6, 7, shape, generator=g).float())
-    return (torch.randn(shape, generator=g) * sizes).to(dtype)
 
 
 def sums(rank: int, p: int) -> None:
@@ -224,6 +196,8 @@ def batch_invariant(rank: int, p: int) -> None:
     x = data((p, 300), rank, torch.bfloat16)
     with flux.batch_invariant():
         rows = [every(flux.reduce_scatter(x.roll(shift, 0).contiguous(), **INT8)) for shift in range(p)]
+    mine = model([part.chunk(p)[rank] for part in every(x)], rank, rounds_own=p > 1)[0]
+    assert torch.equal(rows[0][rank], mine.to(x.dtype))
     for shift, found in enumerate(rows):
         for owner, row in enumerate(found):
             assert torch.equal(row, rows[0][(owner - shift) % p]), shift

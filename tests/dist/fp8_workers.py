@@ -10,6 +10,7 @@ import torch
 from ar_workers import differs, not_everywhere
 
 import flux
+from flux.ops import _wire
 from flux.ops._end import QUANTS
 from flux.testing import ScaledCase
 from flux.testing.scaled_data import exact_product
@@ -141,3 +142,42 @@ def graphs(rank: int, world_size: int) -> list[str]:
         told += differs(f"eager {number}", flux.all_gather(plain)[:64], torch.full_like(plain, 1.0))
     flux.check()
     return told
+
+
+def int8_between_ranks(rank: int, world_size: int) -> list[str]:
+    """Sums with wire="int8" have the bits of rounding on the CPU: eager, replayed, and of products."""
+    told: list[str] = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, n in ((1, 128), (64, 300), (130, 1032)):
+            whole = [sent_by(source, (rows * world_size, n), dtype) for source in range(world_size)]
+            expected = int8_sum([each.chunk(world_size)[rank] for each in whole], rank).to(dtype).cuda()
+            x = whole[rank].cuda()
+            for _ in range(CALLS):
+                told += differs(f"{rows} x {n}, {dtype}", flux.reduce_scatter(x, wire="int8"), expected)
+    x, weight = sent_by(rank, (64 * world_size, 256), torch.bfloat16).cuda(), torch.eye(256).bfloat16().cuda()
+    expected = flux.reduce_scatter(x, wire="int8")
+    told += differs("gemm_rs", flux.gemm_rs(x, weight, wire="int8"), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = flux.reduce_scatter(x, wire="int8")
+    for factor in (2, 4, 8):
+        x *= 2
+        graph.replay()
+        told += differs(f"replay times {factor}", replayed, expected * factor)
+    flux.check()
+    return told
+
+
+def sent_by(rank: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Groups of very different sizes."""
+    g = torch.Generator().manual_seed(rank)
+    sizes = torch.exp2(torch.randint(-6, 7, shape, generator=g).float())
+    return (torch.randn(shape, generator=g) * sizes).to(dtype)
+
+
+def int8_sum(parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """The sum over ranks of what each has for one of them, on the CPU."""
+    total = torch.zeros(parts[0].shape)
+    for source, part in enumerate(parts):
+        total += part if source == rank else _wire.dequantised(*_wire.quantised(part))
+    return total

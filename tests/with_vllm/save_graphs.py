@@ -24,6 +24,7 @@ from test_with_vllm import Engines, Run  # noqa: E402
 
 # Of tiny_models, and whether flux serves experts.
 MODELS = {
+    "first_stage": ("llama_of_4", "off"),
     "qwen3": ("qwen3", "off"),
     "qwen3_moe": ("qwen3_moe", "auto"),
     "mixtral": ("mixtral", "auto"),
@@ -50,7 +51,10 @@ def main(path: Path, names: list[str]) -> None:
                     model, experts = MODELS[name]
                     settings = {"FLUX_VLLM_MOE": experts}
                     changes = ("save_graphs", *(["let_flux_choose_experts"] if experts == "auto" else []))
-                    run = Run(name, model, "ranges", {}, {}, settings=settings, changes=changes)
+                    stages = 2 if name == "first_stage" else 1
+                    run = Run(
+                        name, model, "ranges", {}, {}, stages=stages, settings=settings, changes=changes
+                    )
                     engines.with_flux(run)
                     _archive(archive, name, folder)
         finally:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from rich.text import Text
 
-from flux.bench.model import OTHERS, Derived, Row
-from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
+from flux.bench.model import Derived, Row
+from flux.bench.plot import TALLEST, base_of, colours_of
+from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS
 from flux.bench.record import Record
-from flux.bench.report import filled, footer, heading, notes, title_of
+from flux.bench.report import filled, footer, heading, notes, table_title
 
 _HEIGHT, _BAR, _LEFT = 190, 10, 44  # pixels: of a plot, of a bar's width, of the scale beside it
-_TALLEST = 3.0  # bars above it are cut, so that one slow peer does not flatten the rest
 _STYLE = f"""
 body {{ font: 14px/1.45 system-ui, sans-serif; color: {INK}; background: #fff; margin: 2rem auto;
-  max-width: 1200px; padding: 0 1rem; }}
+  max-width: 1400px; padding: 0 1rem; }}
 h1 {{ font-size: 1.5rem; margin-bottom: 0; }} h2 {{ font-size: 1.1rem; margin: 2.2rem 0 .4rem; }}
 .faint {{ color: {FAINT}; }} .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }}
@@ -62,7 +62,7 @@ def page(record: Record) -> str:
 
 def _section(record: Record, op: str) -> Iterator[str]:
     rows, derived, columns = filled(record, op)
-    yield f"<h2>{escape(title_of(record, rows))}</h2>"
+    yield f"<h2>{escape(table_title(record, op))}</h2>"
     yield f'<p class="faint">{escape(footer(record, op)[0].plain).replace(chr(10), "<br>")}</p>'
     drawn = [(row, d) for row, d in zip(rows, derived, strict=True) if "flux" in row.times]
     if drawn:
@@ -97,20 +97,15 @@ def _samples(row: Row) -> str:
 
 def _plots(drawn: list[tuple[Row, Derived]]) -> Iterator[str]:
     """Each candidate's time over the floor, without one over the best peer, and flux's speed-up."""
-    others = {name for row, _ in drawn for name, timing in row.times.items() if timing.role in OTHERS}
-    colours = {"flux": FLUX} | {
-        name: [*PEERS, LOSS][min(i, len(PEERS))] for i, name in enumerate(sorted(others))
-    }
+    colours = colours_of([row for row, _ in drawn])
     keys = "".join(
         f'<span class="key" style="background:{c}"></span>{escape(name)}' for name, c in colours.items()
     )
-    base = "floor" if any(d.floor for _, d in drawn) else "best peer"
-    yield f"<p>Time over {base}, lower is better: {keys}</p>"
+    yield f"<p>Time over {base_of([d for _, d in drawn])}, lower is better: {keys}</p>"
     times, speeds = [], []
     for row, d in drawn:
-        unit = d.floor or d.peer or d.flux or 1.0
         had = [name for name in colours if name in row.times]
-        times.append([(row.times[n].median / unit, colours[n], f"{n}: {_samples(row)}") for n in had])
+        times.append([(row.times[n].median / d.unit, colours[n], f"{n}: {_samples(row)}") for n in had])
         speed = 1.0 if d.speedup is None else d.speedup
         said = f"{speed:.3f} times as fast as {d.peer_name}\n{_samples(row)}"
         speeds.append([(speed, FLUX if speed >= 1 else LOSS, said)])
@@ -122,7 +117,7 @@ def _plots(drawn: list[tuple[Row, Derived]]) -> Iterator[str]:
 
 def _bars(groups: list[list[tuple[float, str, str]]], labels: list[tuple[str, str]], most: int) -> str:
     """Bars of (height, colour, text on hover) in groups, and a line at 1. labels: name and M of a group."""
-    top = min(max(value for group in groups for value, _, _ in group), _TALLEST) * 1.08
+    top = min(max(value for group in groups for value, _, _ in group), TALLEST) * 1.08
     step = _BAR * most + 14
     width, parts = _LEFT + step * len(groups), []
     for tick in (0.5 * i for i in range(int(2 * top) + 1)):

@@ -168,6 +168,11 @@ class Derived:
     over_floor: float | None
     tflops: float | None
 
+    @property
+    def unit(self) -> float:
+        """The unit of a row's times in pictures: its floor, or without one its best peer."""
+        return self.floor or self.peer or self.flux or 1.0
+
 
 _FORCED = " CTAs"
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench import plot_ctas
-from flux.bench.model import Derived, Row, derive, forced_times
+from flux.bench.model import OTHERS, Derived, Row, forced_times
 from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS, PEERS
 from flux.bench.record import Record
+from flux.bench.report import heading, title_of
 
 _MOST_ROWS = 40  # side by side
-_TALLEST = 3.0  # bars above it are cut and carry their value, so that one slow peer doesn't flatten the rest
+TALLEST = 3.0  # bars above it are cut and carry their value, so that one slow peer doesn't flatten the rest
 
 
 def require_matplotlib() -> Any:
@@ -67,13 +68,13 @@ def plot(record: Record, path: str | Path) -> Path:
         parts = figure.subfigures(len(strips), 1, height_ratios=heights, squeeze=False)
         for (part,), rows in zip(parts, strips, strict=True):
             if _is_sweep(rows[0]):
-                plot_ctas.draw(part, rows, _title(record, rows[0]))
+                plot_ctas.draw(part, rows, title_of(record, rows[0]))
                 continue
-            derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
+            derived = [record.derived(row) for row in rows]
             times, speedups = part.subplots(2, 1, height_ratios=[3.0, 1.5])
             _times(times, record, rows, derived)
             _speedups(speedups, rows, derived)
-        figure.supxlabel(_caption(record), fontsize=7.5, color=FAINT)
+        figure.supxlabel(heading(record).plain, fontsize=7.5, color=FAINT)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, facecolor="white")
@@ -104,60 +105,46 @@ def _size(rows: list[Row]) -> tuple[float, float]:
     return min(max(7.0, 0.62 * len(rows) + 1.5), 26.0), 5.4
 
 
-def _caption(record: Record) -> str:
-    machine = record.machine
-    if record.device == "cuda":
-        where = f"{machine.get('gpu_count')}× {machine.get('gpu')}, CUDA {machine.get('cuda')}"
-        where += f", NCCL {machine.get('nccl')}"
-    else:
-        where = str(machine.get("cpu"))
-    what = f"flux {record.version} ({record.commit}) · {record.date[:10]}"
-    return f"{where}, torch {machine.get('torch')} · {what}"
+def base_of(derived: list[Derived]) -> str:
+    """What times are drawn over (Derived.unit)."""
+    return "floor" if any(d.floor for d in derived) else "best peer"
 
 
-def _title(record: Record, row: Row) -> str:
-    return f"{row.op}  ·  {record.ranks(row)}  ·  {row.dtype}"
-
-
-def _unit(d: Derived) -> float:
-    """The unit of a row's times: its floor, or if there is none (plain GEMM, CPU) its best peer."""
-    return d.floor or d.peer or d.flux or 1.0
+def colours_of(rows: list[Row]) -> dict[str, str]:
+    """By the name of flux and of the others that do the same job, in the order of bars."""
+    names = {name for row in rows for name, timing in row.times.items() if timing.role in OTHERS}
+    some = [*PEERS, *[LOSS] * len(names)]
+    return {"flux": FLUX, **dict(zip(sorted(names), some, strict=False))}
 
 
 def _times(axis: Any, record: Record, rows: list[Row], derived: list[Derived]) -> None:
     """Grouped bars: each candidate's time over the floor. The floor itself is the line at 1."""
-    names = ["flux"] + sorted(
-        {n for r in rows for n, t in r.times.items() if t.role in ("serial", "peer", "parts")}
-    )
-    colours = dict(zip(names, [FLUX, *PEERS], strict=False))
+    colours, base = colours_of(rows), base_of(derived)
+    names = list(colours)
     tallest = max(
-        r.times[n].median / _unit(d)
-        for r, d in zip(rows, derived, strict=True)
-        for n in names
-        if n in r.times
+        r.times[n].median / d.unit for r, d in zip(rows, derived, strict=True) for n in names if n in r.times
     )
-    axis.set_ylim(0, _TALLEST * 1.08 if tallest > _TALLEST else tallest * 1.1)
+    axis.set_ylim(0, TALLEST * 1.08 if tallest > TALLEST else tallest * 1.1)
     bar = 0.8 / len(names)
     for j, name in enumerate(names):
         at = [i + (j - (len(names) - 1) / 2) * bar for i, r in enumerate(rows) if name in r.times]
         pairs = [(r, d) for r, d in zip(rows, derived, strict=True) if name in r.times]
-        heights = [r.times[name].median / _unit(d) for r, d in pairs]
-        axis.bar(at, heights, width=bar * 0.94, color=colours.get(name, LOSS), label=name, zorder=3)
+        heights = [r.times[name].median / d.unit for r, d in pairs]
+        axis.bar(at, heights, width=bar * 0.94, color=colours[name], label=name, zorder=3)
         for x, height in zip(at, heights, strict=True):
-            if height > _TALLEST:
+            if height > TALLEST:
                 value = f"{height:.1f}"
-                axis.text(x, _TALLEST, value, ha="center", va="bottom", color="white", fontsize=7, zorder=6)
+                axis.text(x, TALLEST, value, ha="center", va="bottom", color="white", fontsize=7, zorder=6)
         if name == "flux":
             for x, (row, _) in zip(at, pairs, strict=True):
                 label = f" {row.times[name].median:.3g} ms"
                 style = {"rotation": 90, "ha": "center", "va": "bottom", "color": "white", "fontsize": 6.5}
                 axis.text(x, 0, label, zorder=4, **style)
-    base = "floor" if any(d.floor for d in derived) else "best peer"
     axis.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
     axis.text(len(rows) - 0.45, 1.0, base, va="center", ha="left", fontsize=8)
     axis.set_ylabel(f"time / {base}  (lower is better)")
     axis.grid(axis="y", color=GRID, zorder=0)
-    axis.set_title(_title(record, rows[0]), loc="left", fontsize=12, fontweight="bold", pad=12)
+    axis.set_title(title_of(record, rows[0]), loc="left", fontsize=12, fontweight="bold", pad=12)
     axis.legend(
         frameon=False, ncols=len(names), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1
     )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, Row, Timing, derive
+from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, Derived, Row, Timing, derive
 
 SCHEMA = 1
 
@@ -41,6 +41,10 @@ class Record:
         """A floor is a statement about GPU links: there is none on CPUs."""
         return self.device == "cuda"
 
+    def derived(self, row: Row) -> Derived:
+        """The columns of a row."""
+        return derive(row, self.link_gb_per_s, with_floor=self.with_floor)
+
     def ranks(self, row: Row) -> str:
         """How many ranks a row ran on, as titles say it."""
         nodes = self.settings.get("nodes", 1)
@@ -69,7 +73,7 @@ def row_to_json(row: Row, record: Record) -> dict[str, Any]:
         for name, t in row.times.items()
     }
     # Only for readers of the file: --show computes the derived columns again from the samples.
-    data["derived"] = asdict(derive(row, record.link_gb_per_s, with_floor=record.with_floor))
+    data["derived"] = asdict(record.derived(row))
     return data
 
 

@@ -16,10 +16,10 @@ from rich.text import Text
 from flux.bench.model import (
     Bar,
     Derived,
+    OverBest,
     Row,
     Summary,
     bar_over_16_bits,
-    derive,
     geomean,
     over_best,
     summarise,
@@ -151,172 +151,143 @@ def _size(row: Row) -> str:
     return f"{row.local[1]} × {row.local[2]}"
 
 
-_HEAD = [
-    Column("model", lambda r, d, b: r.name, "left"),
-    Column("M", lambda r, d, b: str(r.m)),
-    Column("N × K", lambda r, d, b: _size(r), spare=3),
-]
-_GPU_COLLECTIVE = [
-    *_HEAD,
-    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("GEMM", lambda r, d, b: _ms(d.gemm), spare=2),
-    Column("comm", lambda r, d, b: _ms(d.comm), spare=6),
-    Column("serial", lambda r, d, b: _ms(d.serial), spare=5),
-    Column("best peer", _peer, "left"),
-    Column("speed-up", _speedup),
-    Column("E_overlap", lambda r, d, b: _ratio(d.e_overlap), spare=4),
-    Column("floor", lambda r, d, b: _ms(d.floor), spare=7),
-    Column("t/floor", _over_floor),
-    Column("host µs", _host, spare=8),
-    Column("plan", _plan, "left", spare=9),
-    Column("check", _check, "left", spare=1),
-]
-_GPU_GEMM = [
-    Column("model", lambda r, d, b: f"{r.model} ({r.pattern})", "left"),
-    *_HEAD[1:],
-    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("cuBLAS", lambda r, d, b: _ms(d.peer)),
-    Column("speed-up", lambda r, d, b: _judged(d.speedup, d.speedup is not None and d.speedup >= b.row, 3)),
-    Column("TFLOP/s", lambda r, d, b: _ratio(d.tflops, 0)),
-    Column(
-        "cuBLAS TFLOP/s", lambda r, d, b: _ratio(d.tflops / d.speedup if d.tflops and d.speedup else None, 0)
-    ),
-    Column("host µs", _host, spare=8),
-    Column("plan", _plan, "left", spare=9),
-    Column("check", _check, "left", spare=1),
-]
-_TOKENS = [
-    *_HEAD[:2],
-    Column("ms", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("stock ms", lambda r, d, b: _ms(d.peer)),
-    Column("tokens/s", lambda r, d, b: Text(_rate(r.m, d.flux), style="bold")),
-    Column("stock tokens/s", lambda r, d, b: _rate(r.m, d.peer)),
-    Column("speed-up", _speedup),
-    Column("check", _check, "left", spare=1),
-]
-_CTAS = [
-    *_HEAD,
-    Column("CTAs", lambda r, d, b: str((r.plan or {}).get("communication_ctas", "–"))),
-    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("best CTAs", lambda r, d, b: "–" if (o := over_best(r)) is None else str(o.best_ctas)),
-    Column("best", lambda r, d, b: "–" if (o := over_best(r)) is None else _ms(o.best)),
-    Column("flux/best", _over_best),
-    Column("unfused", _peer, "left"),
-    Column("speed-up", _speedup),
-    Column("check", _check, "left", spare=1),
-]
+def _of_best(cell: Callable[[OverBest], str]) -> Callable[[Row, Derived, Bar], str]:
+    return lambda r, d, b: "–" if (found := over_best(r)) is None else cell(found)
+
+
+_MODEL = Column("model", lambda r, d, b: r.name, "left")
+_PATTERN = Column("model", lambda r, d, b: f"{r.name} ({r.pattern})", "left")
+_M = Column("M", lambda r, d, b: str(r.m))
+_N_K = Column("N × K", lambda r, d, b: _size(r), spare=3)
+_K = Column("K", lambda r, d, b: str(r.local[2]))
+_FLUX = Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold"))
+_GEMM = Column("GEMM", lambda r, d, b: _ms(d.gemm), spare=2)
+_COMM = Column("comm", lambda r, d, b: _ms(d.comm), spare=6)
+_SERIAL = Column("serial", lambda r, d, b: _ms(d.serial), spare=5)
+_PEER = Column("best peer", _peer, "left")
+_PEER_MS = Column("cuBLAS", lambda r, d, b: _ms(d.peer))
+_SPEEDUP = Column("speed-up", _speedup)
+_SPEEDUP_3 = Column("speed-up", lambda r, d, b: _judged(d.speedup, (d.speedup or 0) >= b.row, 3))
+_E_OVERLAP = Column("E_overlap", lambda r, d, b: _ratio(d.e_overlap), spare=4)
+_FLOOR = Column("floor", lambda r, d, b: _ms(d.floor), spare=7)
+_OVER_FLOOR = Column("t/floor", _over_floor)
+_RATE = Column("TFLOP/s", lambda r, d, b: _ratio(d.tflops, 0))
+_PEER_RATE = Column(
+    "cuBLAS TFLOP/s", lambda r, d, b: _ratio(d.tflops / d.speedup if d.tflops and d.speedup else None, 0)
+)
 _OVER_16_BITS = Column("over bf16", lambda r, d, b: _over_16_bits(r))
-_GPU_FP8_GEMM = [
-    Column("model", lambda r, d, b: f"{r.name} ({r.pattern})", "left"),
-    *_HEAD[1:],
-    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("TFLOP/s", lambda r, d, b: _ratio(d.tflops, 0)),
-    _OVER_16_BITS,
-    Column("best peer", _peer, "left"),
-    Column("speed-up", _speedup),
-    Column("fast sums", lambda r, d, b: _fast(r), "left", spare=4),
-    *_GPU_GEMM[-3:],
+_FAST = Column("fast sums", lambda r, d, b: _fast(r), "left", spare=4)
+_COPY = Column("copy", _COMM.cell)
+_OF_COPY = Column("of copy's speed", lambda r, d, b: _ratio(d.comm / d.flux if d.comm and d.flux else None))
+_TOKENS = Column("tokens/s", lambda r, d, b: Text(_rate(r.m, d.flux), style="bold"))
+_STOCK_TOKENS = Column("stock tokens/s", lambda r, d, b: _rate(r.m, d.peer))
+_CTAS = Column("CTAs", lambda r, d, b: str((r.plan or {}).get("communication_ctas", "–")))
+_BEST_CTAS = Column("best CTAs", _of_best(lambda found: str(found.best_ctas)))
+_BEST_OF_CTAS = Column("best", _of_best(lambda found: _ms(found.best)))
+_CHECK = Column("check", _check, "left", spare=1)
+
+_HEAD = [_MODEL, _M, _N_K, _FLUX]
+_TAIL = [Column("host µs", _host, spare=8), Column("plan", _plan, "left", spare=9), _CHECK]
+_GPU_COLLECTIVE = [*_HEAD, _GEMM, _COMM, _SERIAL, _PEER, _SPEEDUP, _E_OVERLAP, _FLOOR, _OVER_FLOOR]
+_GPU_GEMM = [_PATTERN, _M, _N_K, _FLUX, _PEER_MS, _SPEEDUP_3, _RATE, _PEER_RATE, *_TAIL]
+_GPU_FP8_GEMM = [_PATTERN, _M, _N_K, _FLUX, _RATE, _OVER_16_BITS, _PEER, _SPEEDUP, _FAST, *_TAIL]
+_GPU_QUANTIZE = [_MODEL, _M, _K, _FLUX, _COPY, _OF_COPY, _PEER, _SPEEDUP, *_TAIL]
+_OF_MODELS = [
+    *(_MODEL, _M, Column("ms", _FLUX.cell), Column("stock ms", _PEER_MS.cell)),
+    *(_TOKENS, _STOCK_TOKENS, _SPEEDUP, _CHECK),
 ]
-_GPU_QUANTIZE = [
-    *_HEAD[:2],
-    Column("K", lambda r, d, b: str(r.local[2])),
-    Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("copy", lambda r, d, b: _ms(d.comm)),
-    Column("of copy's speed", lambda r, d, b: _ratio(d.comm / d.flux if d.comm and d.flux else None)),
-    Column("best peer", _peer, "left"),
-    Column("speed-up", _speedup),
-    *_GPU_GEMM[-3:],
+_OF_CTAS = [
+    *(_MODEL, _M, _N_K, _CTAS, _FLUX, _BEST_CTAS, _BEST_OF_CTAS, Column("flux/best", _over_best)),
+    *(Column("unfused", _peer, "left"), _SPEEDUP, _CHECK),
 ]
 _CPU = [
-    *_HEAD,
-    Column("fused", lambda r, d, b: Text(_ms(d.flux), style="bold")),
-    Column("unfused", lambda r, d, b: _ms(d.peer)),
-    Column("speed-up", lambda r, d, b: _ratio(d.speedup)),
-    Column("GEMM", lambda r, d, b: _ms(d.gemm), spare=2),
-    Column("comm", lambda r, d, b: _ms(d.comm)),
-    Column("check", _check, "left", spare=1),
+    *(_MODEL, _M, _N_K, Column("fused", _FLUX.cell), Column("unfused", _PEER_MS.cell)),
+    *(Column("speed-up", lambda r, d, b: _ratio(d.speedup)), _GEMM, Column("comm", _COMM.cell), _CHECK),
 ]
 
 
-def sweep_table(record: Record, op: str) -> tuple[Table, Text]:
-    """The plan's choice against the best tile shape, and the error of the cost model."""
-    out = Table(
-        title=f"{op} · every tile shape · ms", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
-    )
-    for title, left in (
-        ("model", True),
-        ("M", False),
-        ("N × K", False),
-        ("plan", True),
-        ("plan ms", False),
-        ("expected", False),
-        ("best", True),
-        ("best ms", False),
-        ("expected", False),
-        ("plan/best", False),
-        ("next best", True),
-    ):
-        out.add_column(title, justify="left" if left else "right", no_wrap=True)
-    ratios, errors = [], []
-    for row in (row for row in record.rows if row.op == op and "plan" in row.times):
-        plan = row.plan or {}
-        guesses = {name: time_us / 1e3 for name, time_us in plan.get("candidates", [])}
-        mine = row.times["plan"].median
+@dataclass(frozen=True)
+class Swept:
+    """A row of a sweep: the plan's milliseconds, all choices by theirs, and what the cost model expected."""
+
+    plan: float
+    ranked: list[tuple[float, str]]
+    expected: dict[str, float]
+
+    @classmethod
+    def of(cls, row: Row) -> Swept:
         ranked = sorted((t.median, name) for name, t in row.times.items() if t.role == "config")
-        best, name = ranked[0]
-        ratios.append(mine / best)
-        errors += [guesses[n] / t for t, n in ranked if guesses.get(n)]
-        out.add_row(
-            f"{row.model} ({row.pattern})" if op == "gemm" else row.model,
-            str(row.m),
-            _size(row),
-            str(plan.get("config", "–")),
-            _ms(mine),
-            _ms(plan["time_us"] / 1e3 if plan.get("time_us") else None),
-            name,
-            _ms(best),
-            _ms(guesses.get(name)),
-            _judged(mine / best, mine <= _NEAR_BEST * best, 3),
-            ", ".join(f"{n} {t:.3f}" for t, n in ranked[1:4]),
-        )
-    lines = []
-    if ratios:
+        guesses = (row.plan or {}).get("candidates", [])
+        return cls(row.times["plan"].median, ranked, {name: us / 1e3 for name, us in guesses})
+
+    @property
+    def over_best(self) -> float:
+        return self.plan / self.ranked[0][0]
+
+
+def _next_best(row: Row) -> str:
+    return ", ".join(f"{name} {ms:.3f}" for ms, name in Swept.of(row).ranked[1:4])
+
+
+_SWEEP = [
+    Column("model", lambda r, d, b: f"{r.model} ({r.pattern})" if r.op == "gemm" else r.model, "left"),
+    _M,
+    Column("N × K", _N_K.cell),
+    Column("plan", lambda r, d, b: str((r.plan or {}).get("config", "–")), "left"),
+    Column("plan ms", lambda r, d, b: _ms(Swept.of(r).plan)),
+    Column("expected", lambda r, d, b: _ms((r.plan or {}).get("time_us", 0) / 1e3 or None)),
+    Column("best", lambda r, d, b: Swept.of(r).ranked[0][1], "left"),
+    Column("best ms", lambda r, d, b: _ms(Swept.of(r).ranked[0][0])),
+    Column("expected", lambda r, d, b: _ms((s := Swept.of(r)).expected.get(s.ranked[0][1]))),
+    Column("plan/best", lambda r, d, b: _judged(o := Swept.of(r).over_best, o <= _NEAR_BEST, 3)),
+    Column("next best", lambda r, d, b: _next_best(r), "left"),
+]
+
+
+def _sweep_footer(rows: list[Row]) -> Text:
+    """The plan's choice against the best tile shape, and the error of the cost model."""
+    swept, lines = [Swept.of(row) for row in rows], []
+    if swept:
+        ratios = [each.over_best for each in swept]
         lines.append(f"plan over best: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
-    if errors:
-        spread = f"min {min(errors):.2f}, max {max(errors):.2f}"
+    if errors := [
+        each.expected[name] / ms for each in swept for ms, name in each.ranked if each.expected.get(name)
+    ]:
         lines.append(
-            f"cost model over measured, {len(errors)} choices: geomean {geomean(errors):.3f}, {spread}"
+            f"cost model over measured, {len(errors)} choices: geomean {geomean(errors):.3f}, "
+            f"min {min(errors):.2f}, max {max(errors):.2f}"
         )
-    return out, Text("\n".join(lines) or "nothing measured")
+    return Text("\n".join(lines) or "nothing measured")
 
 
 def _columns(record: Record, op: str) -> list[Column]:
+    if record.settings.get("all_configs"):
+        return _SWEEP
     if op.startswith("e2e"):
-        return _TOKENS
+        return _OF_MODELS
     if op == "moe_ctas":
-        return _CTAS
+        return _OF_CTAS
     if record.device == "cpu":
         return _CPU
     if op == "quantize":
         return _GPU_QUANTIZE
-    if any(row.scales for row in record.rows if row.op == op):
-        at = len(_GPU_COLLECTIVE) - 3
-        return (
-            _GPU_FP8_GEMM if op == "gemm" else [*_GPU_COLLECTIVE[:at], _OVER_16_BITS, *_GPU_COLLECTIVE[at:]]
-        )
-    return _GPU_GEMM if op == "gemm" else _GPU_COLLECTIVE
+    scaled = any(row.scales for row in record.rows if row.op == op)
+    if op == "gemm":
+        return _GPU_FP8_GEMM if scaled else _GPU_GEMM
+    return [*_GPU_COLLECTIVE, *([_OVER_16_BITS] if scaled else []), *_TAIL]
 
 
 def bar_of(rows: list[Row]) -> Bar:
     """The bar of the rows of one op."""
-    return BARS.get(rows[0].kind, Bar(row=1.0))
+    return BARS.get(rows[0].kind if rows else "", Bar(row=1.0))
 
 
 def filled(record: Record, op: str) -> tuple[list[Row], list[Derived], list[Filled]]:
     """The rows of one op, what is derived of them, and all columns of their table."""
     rows = [row for row in record.rows if row.op == op]
-    bar = bar_of(rows)
-    derived = [derive(row, record.link_gb_per_s, with_floor=record.with_floor) for row in rows]
+    if record.settings.get("all_configs"):
+        rows = [row for row in rows if "plan" in row.times]
+    bar, derived = bar_of(rows), [record.derived(row) for row in rows]
     columns = [
         (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
         for column in _columns(record, op)
@@ -324,17 +295,23 @@ def filled(record: Record, op: str) -> tuple[list[Row], list[Derived], list[Fill
     return rows, derived, columns
 
 
-def title_of(record: Record, rows: list[Row]) -> str:
+def title_of(record: Record, row: Row) -> str:
+    """What rows like this one are of, and on how many ranks."""
+    return f"{row.op} · {record.ranks(row)} · {row.dtype}"
+
+
+def table_title(record: Record, op: str) -> str:
     """The title of the table of an op's rows."""
-    title = f"{rows[0].op} · {record.ranks(rows[0])} · {rows[0].dtype}"
-    return title + f" · ms per call, median of {record.settings.get('rounds')} rounds"
+    if record.settings.get("all_configs"):
+        return f"{op} · every tile shape · ms"
+    row = next(row for row in record.rows if row.op == op)
+    return f"{title_of(record, row)} · ms per call, median of {record.settings.get('rounds')} rounds"
 
 
 def table(record: Record, op: str, width: int = _WIDE) -> Table:
     """All rows of one op, in the columns that fit into ``width`` characters."""
     rows, _, columns = filled(record, op)
-    title = title_of(record, rows)
-    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    out = Table(title=table_title(record, op), title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for column, _ in _fit(columns, width):
         out.add_column(column.title, justify=column.justify, no_wrap=True)  # type: ignore[arg-type]
     previous = None
@@ -372,7 +349,9 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
     """Geometric means, the worst row, and how many rows are under the bar."""
     rows = [row for row in record.rows if row.op == op]
     bar = bar_of(rows)
-    s = summarise(rows, [derive(r, record.link_gb_per_s, with_floor=record.with_floor) for r in rows], bar)
+    s = summarise(rows, [record.derived(row) for row in rows], bar)
+    if record.settings.get("all_configs"):
+        return _sweep_footer([row for row in rows if "plan" in row.times]), s
     lines = []
     if s.geomean_speedup is not None:
         line = (
@@ -451,9 +430,6 @@ def render(record: Record, width: int = _WIDE) -> RenderableType:
     """The whole result: heading, a table and its footer for each op, notes."""
     parts: list[RenderableType] = [heading(record)]
     for op in record.ops():
-        if record.settings.get("all_configs"):
-            parts += [*sweep_table(record, op), Text("")]
-            continue
         parts += [table(record, op, width), footer(record, op)[0], Text("")]
     parts += [Text(f"· {line}", style="dim") for line in notes(record)]
     if not record.complete:

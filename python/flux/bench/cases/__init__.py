@@ -6,18 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flux.bench.cases import (
-    all_reduce,
-    e2e,
-    gemm,
-    layer,
-    moe,
-    moe_ctas,
-    moe_mlp,
-    norms,
-    quantize,
-    ranks,
-)
+from flux.bench.cases import all_reduce, e2e, gemm, layer, moe, moe_ctas, moe_mlp, norms, quantize, ranks
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem, Request
 

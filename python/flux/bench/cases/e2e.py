@@ -19,33 +19,18 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.cases.common import Candidate, Context, Lineup, agree, capturable
+from flux.bench.cases.layer import MODELS as BLOCKS
 from flux.bench.cases.plans import explained
 from flux.bench.suites import Problem, Request
 
-_VOCABULARY = 32768
 _M = {"e2e_prefill": (2048, 8192), "e2e_decode": (16, 64)}
 _CPU_M = {"e2e_prefill": (32,), "e2e_decode": (4,)}
 _CONTEXT = 1024  # tokens of a sequence that is decoded; on CPUs fewer
 _CPU_CONTEXT = 16
 _SEED = 20
-_HEAD = 128  # features of an attention head
-_CPU_HEAD = 16
 
 
-@dataclass(frozen=True)
-class Model:
-    hidden: int
-    ffn: int
-    key_values: int
-    head: int = _HEAD
-    vocabulary: int = _VOCABULARY
-
-
-MODELS = {
-    "llama-3-8b": Model(4096, 14336, 1024),
-    "llama-3-70b": Model(8192, 28672, 1024),
-    "tiny": Model(128, 256, 64, _CPU_HEAD, 256),
-}
+MODELS = {name: model for name, model in BLOCKS.items() if model.ffn}  # without experts
 
 
 @dataclass(frozen=True)

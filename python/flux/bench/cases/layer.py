@@ -19,6 +19,7 @@ from torch import nn
 from flux.bench.cases import ranks
 from flux.bench.cases.common import Context, Lineup, agree, library
 from flux.bench.cases.layer_stock import megatron_layers, torch_layers
+from flux.bench.cases.operands import normal
 from flux.bench.suites import Problem, Request
 from flux.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -33,19 +34,22 @@ Tensor = torch.Tensor
 @dataclass(frozen=True)
 class Model:
     """key_values: features of the keys, and as many of the values. ffn: of the MLP, 0 for a model whose MLP
-    is a mixture of experts, which `bench moe` measures.
+    is a mixture of experts, which `bench moe` measures. head: features of an attention head. vocabulary: of
+    whole models (e2e), a small one.
     """
 
     hidden: int
     key_values: int
     ffn: int
+    head: int = 128
+    vocabulary: int = 32768
 
 
 MODELS = {
     "llama-3-8b": Model(4096, 1024, 14336),
     "llama-3-70b": Model(8192, 1024, 28672),
     "mixtral-8x7b": Model(4096, 1024, 0),
-    "tiny": Model(128, 64, 256),
+    "tiny": Model(128, 64, 256, 16, 256),
 }
 
 
@@ -131,33 +135,26 @@ class _Pair:
 
     @classmethod
     def of(cls, problem: Problem, context: Context) -> _Pair:
-        shape, p = MODELS[problem.model], context.world_size
-        options: dict[str, Any] = {"device": context.device, "dtype": context.dtype}
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator, **options).mul_(0.1)
-
-        generator = torch.Generator(context.device).manual_seed(1234 + context.rank)
+        shape, p, draw = MODELS[problem.model], context.world_size, normal(context)
         if importlib.util.find_spec("megatron") is not None:
             stock_makes, our_makes = megatron_layers(context)
             name = _MEGATRON
         else:
             stock_makes = torch_layers(context)
-            options["group"] = context.group
+            how: dict[str, Any] = {"device": context.device, "dtype": context.dtype, "group": context.group}
             our_makes = (
-                lambda k, n: ColumnParallelLinear(k, n, bias=False, **options),
-                lambda k, n: RowParallelLinear(k, n, bias=False, **options),
+                lambda k, n: ColumnParallelLinear(k, n, bias=False, **how),
+                lambda k, n: RowParallelLinear(k, n, bias=False, **how),
             )
-            del options["group"]
             name = "torch layers"
         stock, ours = Block(shape, *stock_makes), Block(shape, *our_makes)
         for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
-            theirs.data.copy_(normal(*theirs.shape))
+            theirs.data.copy_(draw(*theirs.shape))
             mine.data = theirs.data
-        x = normal(problem.m // p, 1, shape.hidden).requires_grad_()
-        attended = normal(problem.m, 1, shape.hidden // p).requires_grad_()
+        x = draw(problem.m // p, 1, shape.hidden).requires_grad_()
+        attended = draw(problem.m, 1, shape.hidden // p).requires_grad_()
         with torch.no_grad():
-            grads = [normal(*y.shape) for y in stock(x, attended)]
+            grads = [draw(*y.shape) for y in stock(x, attended)]
         return cls(ours, stock, name, (x, attended), grads)
 
     def run(self, block: Block, training: bool) -> list[Tensor]:

@@ -12,15 +12,9 @@ from torch import Tensor
 import flux
 from flux import peers as packages
 from flux.bench.cases import moe
-from flux.bench.cases.common import (
-    Candidate,
-    Context,
-    Lineup,
-    agree,
-    collectives,
-)
+from flux.bench.cases.common import Candidate, Context, Lineup, agree, collectives
 from flux.bench.cases.moe_peers import Parts, grouped_mm, used_rows
-from flux.bench.cases.operands import gathering, values
+from flux.bench.cases.operands import gathering, normal, values
 from flux.bench.cases.peers import installed
 from flux.bench.model import in_way
 from flux.bench.suites import Problem, Request
@@ -64,17 +58,9 @@ def check(problem: Problem, context: Context) -> str:
     assert isinstance(problem, moe.MoeProblem)
     columns = min(_CHECK_COLUMNS, problem.n // 2, problem.k)
     ids, weights = moe.choices(problem, context)
-    same, own = (torch.Generator(context.device).manual_seed(seed) for seed in (7, 70 + context.rank))
-
-    def normal(generator: torch.Generator, *shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, device=context.device, dtype=context.dtype)
-        return made.mul_(0.3)
-
-    x = normal(own, ids.shape[0], columns)
-    whole = (
-        normal(same, problem.experts, 2 * columns, columns),
-        normal(same, problem.experts, columns, columns),
-    )
+    same, own = (normal(context, 0.3, seed) for seed in (7, 70 + context.rank))
+    x = own(ids.shape[0], columns)
+    whole = same(problem.experts, 2 * columns, columns), same(problem.experts, columns, columns)
     got = _call(x, *_of_rank(*whole, problem, context), ids, weights, problem, context)
     want = reference.moe_mlp(x, ids, weights, *whole, _ACTIVATION)
     flux.check(context.group)
