@@ -376,6 +376,7 @@ struct ExchangeOutput {
   }
   FLUX_DEVICE static void end(const Params& p, const SharesBox& box) {
     box.put(draw_shares(p.symm));
+    p.ahead.fetch();
     end_exchange(p.symm, sync::begin_call(p.symm).epoch);
   }
 };

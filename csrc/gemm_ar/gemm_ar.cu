@@ -127,7 +127,12 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   const runtime::Exchange exchange = checked_exchange(args.m(), args.n(), symm, mode);
   FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
   const gemm::Finish finish = finish_of(args.bias, extras, args.out, num_sms);
-  multiply_and_sum(args, {symm, exchange, finish, runtime::kGemmAr}, num_sms, stream);
+  gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr};
+  if (extras.ahead != nullptr && reinterpret_cast<uintptr_t>(extras.ahead) % 16 == 0) {
+    params.ahead = {static_cast<const char*>(extras.ahead),
+                    static_cast<uint32_t>(std::min(extras.ahead_bytes, kMostAhead) / 16 * 16)};
+  }
+  multiply_and_sum(args, params, num_sms, stream);
   quantize_rest(args.out, args.dtype, extras.quantized, num_sms, stream);
 }
 

@@ -46,6 +46,9 @@ def operator(rank: int, world_size: int) -> list[str]:
         answers.append("the next residual differs")
     torch.testing.assert_close(normalised, torch.nn.functional.rms_norm(expected, (24,), norm_weight, 1e-5))
     torch.library.opcheck(torch.ops.flux_vllm.linear_all_reduce_norm.default, arguments)
+    ahead = torch.ops.flux_vllm.linear_all_reduce_norm(*arguments, ahead=torch.ones(40, 24))
+    if not (torch.equal(ahead[0], normalised) and torch.equal(ahead[1], total)):
+        answers.append("a weight that is fetched ahead changes the result")
     del library
     return answers
 

@@ -103,8 +103,14 @@ def fused_cuda(
     end: End,
     scales: Scales | None,
     repeated: tuple[known.Recipe, Tensor] | None = None,
+    ahead: Tensor | None = None,
 ) -> Made | None:
-    """Launches the kernel. repeated: recipe (flux.comm.known) and result of a call that is to be known."""
+    """Launches the kernel.
+
+    Args:
+        repeated: recipe (flux.comm.known) and result of a call that is to be known.
+        ahead: what the stream's next kernel reads first; this one fetches the beginning into the L2.
+    """
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
     if plan.batch_invariant:  # how many CTAs share a row of the kernel's norm depends on the number of rows
@@ -116,7 +122,7 @@ def fused_cuda(
     first, second = (target, None) if made is None else (made.normalised, target)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
     extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
-    how = _scales.for_kernel(x, scales) | end.for_kernel(made)
+    how = _scales.for_kernel(x, scales) | end.for_kernel(made) | ({} if ahead is None else {"ahead": ahead})
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
@@ -129,13 +135,16 @@ def fused_cuda(
     read = (*operands[:3], *extras, *of_scales)
     if (
         repeated is not None
+        and ahead is None
         and repeats
         and in_place(read, (*repeated[0].given[2:7], *repeated[0].given[10 : 10 + len(of_scales)]))
     ):
         recipe, out = repeated
         wrote, wrote_sum, by_quant = end.remembered(recipe, out, made, out_argument=8, quant_scale=after + 1)
         scaled = [10, 11] if of_scales else [known.ABSENT] * 2
-        workspace.remember(recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant]])
+        workspace.remember(
+            recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant, known.ABSENT]]
+        )
     if target is not total:
         total.copy_(target)
     return made

@@ -127,11 +127,11 @@ _QUANTISED = (
     "Tensor? quant_scale=None, Tensor(e!)? parts=None"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
-# residual_out the sum.
+# residual_out the sum. ahead: what the stream's next kernel reads first (csrc/gemm_ar/gemm_ar.h).
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, "
-    f"{_FP8}, {_QUANTISED}) -> ()"
+    f"{_FP8}, {_QUANTISED}, Tensor? ahead=None) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(

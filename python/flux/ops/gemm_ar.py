@@ -312,8 +312,9 @@ def _call(
     group: ProcessGroup,
     out: Tensor | None = None,
     scales: Scales | None = None,
+    ahead: Tensor | None = None,
 ) -> Any:
-    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher."""
+    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher. ahead: of fused_cuda."""
     if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
         end = end.checked("gemm_ar", n, x, scales)
@@ -326,12 +327,31 @@ def _call(
         if added is not None:
             torch.add(product, added, out=total)
         return end.of(out)
-    if (calls := known.of_groups.get(group)) is not None:
+    if ahead is None and (calls := known.of_groups.get(group)) is not None:
         done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
         if done is not None:
             return done
-    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales)
+    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales, ahead)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
+
+
+def with_norm_and_ahead(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    group: GroupLike,
+    ahead: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """gemm_ar with a norm, whose kernel also fetches the beginning of `ahead` into the L2 while ranks wait
+    for each other: the weight that the stream's next kernel reads. The results are the same. For CUDA graphs,
+    because such a call is not repeated by C++ (flux.comm.known).
+    """
+    pg = resolve_group(group, "gemm_ar")
+    arguments = (x, weight, bias, False, residual, End(norm_weight, eps), pg)
+    return cast("tuple[Tensor, Tensor]", _call(*arguments, ahead=ahead))
 
 
 def _given(
@@ -360,6 +380,7 @@ def _among_ranks(
     group: ProcessGroup,
     out: Tensor | None,
     scales: Scales | None = None,
+    ahead: Tensor | None = None,
 ) -> Any:
     workspace = registry.find(group, x.device)
     op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
@@ -419,7 +440,8 @@ def _among_ranks(
                 parts.unfused(x, weight, bias, transpose_weight, residual, group, total, scales)
             elif isinstance(workspace, CudaWorkspace):
                 tensors = (x, weight, bias, residual, total)
-                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, (recipe, out))
+                repeated = (recipe, out)
+                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated, ahead)
             elif isinstance(workspace, CpuWorkspace):
                 parts.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
             else:

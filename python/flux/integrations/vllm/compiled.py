@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 import flux
 from flux import _invariance
 from flux.integrations.vllm import uses
+from flux.integrations.vllm.ahead import fetch_ahead
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
@@ -88,14 +89,16 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
         counts["quantised"] += fuse_quantisation(graph)
         drop_marks(graph)
+        counts["ahead"] += fetch_ahead(graph) if setting("FLUX_VLLM_PREFETCH") == "on" else 0
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
         rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {self.over_fusion}"
+        rules += f" {setting('FLUX_VLLM_PREFETCH')}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
-        steps = (*ours, fuse_quantisation, drop_marks)
+        steps = (*ours, fuse_quantisation, drop_marks, fetch_ahead)
         return str(self.hash_source(self, *steps, rules, rank))
 
 
@@ -111,6 +114,7 @@ def _told(counts: Counter[str], fusions: list[str]) -> str:
         (flux, counts["kept"]),
         (vllm, counts["given back"]),
         (sums, counts["sums"]),
+        (f"{counts['ahead']} weights fetched ahead", counts["ahead"]),
         (f"quantised behind {counts['quantised']} norms", counts["quantised"]),
     )
     return ", ".join(what for what, n in told if n) or f"vLLM all{why}"

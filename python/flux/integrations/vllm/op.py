@@ -15,6 +15,7 @@ import flux
 from flux import _invariance
 from flux.ops._library import PLAIN_TENSORS
 from flux.ops._scales import Scaling, is_by_block
+from flux.ops.gemm_ar import with_norm_and_ahead
 from flux.ops.plan import why_unfused
 
 _torch_library: Any = torch.library  # not typed
@@ -28,7 +29,7 @@ _library.define(
 )
 _library.define(
     "linear_all_reduce_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
-    f" float eps, str group_name, {_SCALES}) -> (Tensor, Tensor)",
+    f" float eps, str group_name, {_SCALES}, Tensor? ahead=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -179,8 +180,15 @@ def _run_norm(
     group_name: str,
     scale_x: torch.Tensor | None = None,
     scale_w: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
+    """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum. ahead: the weight
+    that is read next.
+    """
+    if ahead is not None:
+        of_sum = (x, plain(weight), plain_if_any(bias), residual, norm_weight, eps, group_name)
+        with torch.no_grad():
+            return with_norm_and_ahead(*of_sum, plain(ahead))
     result: tuple[torch.Tensor, torch.Tensor] = _with_norm(
         x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w
     )

@@ -224,7 +224,7 @@ def fingerprint() -> str:
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
     limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')} {_invariance.active()}"
-    return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{limits} {setting('FLUX_VLLM_PREFETCH')} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def measured_in(results: dict[str, Any]) -> Measured:
