@@ -44,8 +44,7 @@ def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row,
         result = record.from_json(data)
         tuned = result.settings.get("tuning", "off") != "off"
         for row in result.rows:
-            op = row.op if row.op in SOURCES else "gemm"
-            older = not history.has(result.commit) or history.changed(op, result.commit) > 0
+            older = _is_older(history, row.op, result.commit)
             facts = [replace(fact, source=path.name, older=older) for fact in facts_of(row, tuned)]
             yield result, path.name, row, facts
     history.close()
@@ -57,16 +56,8 @@ def tuned(results: Path = RESULTS) -> Iterator[tuple[str, Machine, list[Fact]]]:
     for path in sorted((results / "tuning").glob("*-tune-*.json")):
         machine, facts = store.read(path)
         about = json.loads(path.read_text())
-        commit = about["commit"]
-        known = history.has(commit)
-        told = [
-            replace(
-                fact,
-                source=f"tuning/{path.name}",
-                older=not known or history.changed(fact.op if fact.op in SOURCES else "gemm", commit) > 0,
-            )
-            for fact in facts
-        ]
+        source, commit = f"tuning/{path.name}", about["commit"]
+        told = [replace(f, source=source, older=_is_older(history, f.op, commit)) for f in facts]
         yield about["date"], machine, told
     history.close()
 
@@ -80,6 +71,11 @@ def of_large_sums() -> list[Fact]:
         where = (shape["m"], shape["n"], shape["k"])
         facts.append(Fact("gemm_ar", 2, 2, *where, us, source=f"tuning/{LARGE.name}", older=True))
     return facts
+
+
+def _is_older(history: History, op: str, commit: str) -> bool:
+    """Whether an operator's kernels have changed since a commit, or nobody knows the commit."""
+    return not history.has(commit) or history.changed(op if op in SOURCES else "gemm", commit) > 0
 
 
 def of_few_rows() -> list[Fact]:
