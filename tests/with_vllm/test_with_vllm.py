@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import tiny_models
 from tiny_models import LAYERS
+from vllm_workers import KINDS
 
 from flux.integrations.vllm import uses
 
@@ -35,15 +36,6 @@ NEW_TOKENS = 6  # vllm_engines.py generates so many
 BATCHES = ([20], [33], [5, 40, 100])
 FROM, SEQUENCE_FROM = 17, 33
 LIMIT_S = 600
-KINDS = (
-    "plain",
-    "with norm",
-    "quantised",
-    "sums with norm",
-    "experts",
-    "to own rows",
-    "from own rows",
-)
 SUMS, MOE, ATTENTION = 2 * LAYERS, LAYERS, LAYERS
 
 
