@@ -52,6 +52,11 @@ struct SwapAbBlock {
 };
 constexpr SwapAbBlock kSingleBlock = {0.097, 0.0009, 0.175};
 constexpr SwapAbBlock kTwoBlocks = {0.0834, 0.0011, 0.056};
+// The tile of 192 rows has too few stages to hide loads behind math: a k-block takes the sum of both. Fitted to five
+// weights with 130 to 192 rows (docs/design/cost-model.md#the-tile-of-192-rows).
+constexpr int kFewStages = 5;
+constexpr double kFewStagesUs = 0.204;
+constexpr double kFewStagesL2BytesPerUs = 25.7e6;
 constexpr double kTwoBlocksMemory = 1.015;  // factor of the memory time: two k-blocks a stage, lowest tile
 constexpr double kPairMemory = 1.16;        // factor of the memory time: a pair shares the weight
 constexpr double kL2BytesPerUs = 11.3e6;    // to all SMs
@@ -214,7 +219,7 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   const int k_blocks = ceil_div(swap_ab_stage_blocks(tile, p.k), split) * tile.k_blocks;
   const int rows_bytes = std::min(p.m, tile.rows) * kBlockBytes;
   const double l2_bytes = static_cast<double>(kSwapAbWeightBytes) / sharers + rows_bytes;
-  const double l2_us = std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs;
+  double l2_us = std::min(tiles, clusters) * cluster_size * l2_bytes / kL2BytesPerUs;
   double end_us = kSwapAbTileUs;
   if (split > 1) end_us += kMeetRowUs * tile.rows;
   if (cluster_size > 2) end_us += kWideUs * std::log2(cluster_size / 2);
@@ -225,7 +230,11 @@ double swap_ab_time_us(const Problem& p, const SwapAbConfig& tile, int split, in
   if (tile.k_blocks > 1 && tile.rows == kSwapAbConfigs[0].rows) weight_us *= kTwoBlocksMemory;
   // Loads continue while a tile ends, but not for as long as combining partial tiles three times takes.
   const int ends = split > 1 && tile.rows > 2 * swap_ab_meeting_rows(tile) ? rounds : 1;
-  const double block_us = block.us + (block.row_us + (tile.is_fp8 ? kPromoteRowUs : 0.0)) * tile.rows;
+  double block_us = block.us + (block.row_us + (tile.is_fp8 ? kPromoteRowUs : 0.0)) * tile.rows;
+  if (tile.stages * tile.k_blocks <= kFewStages) {
+    block_us = kFewStagesUs + l2_us * kL2BytesPerUs / kFewStagesL2BytesPerUs;
+    l2_us = 0.0;
+  }
   const double math_us = rounds * (k_blocks * block_us + end_us);
   const double load_us = std::max(static_cast<double>(rounds) * k_blocks * l2_us, weight_us) + ends * end_us;
   const double time_us = kSwapAbLaunchUs + std::max(math_us, load_us);

@@ -303,6 +303,20 @@ def test_tiles_for_few_rows_are_those_that_were_measured_to_be_the_best() -> Non
     assert math.prod(against_cublas) ** (1 / len(losses)) > 1.02
 
 
+def test_the_time_of_the_tile_of_192_rows_is_that_which_was_measured() -> None:
+    rows = json.loads((TUNING / "2026-11-23-ragged-rows-1xH200.json").read_text())["tile of 192 rows"]
+    off: dict[int, list[float]] = {}
+    for row in rows:
+        times = dict(core.select_gemm(row["m"], row["n"], row["k"], False, 132).candidates)
+        for split, name in ((1, "64x192"), (2, "64x192 split 2")):
+            if name in row:
+                over = math.log(row[name] / times[f"swap-ab 64x192x5 split {split}"])
+                off.setdefault(row["m"], []).append(over)
+    assert sorted(off) == [130, 144, 160, 176, 192] and {len(each) for each in off.values()} == {10}
+    assert math.sqrt(sum(over**2 for each in off.values() for over in each) / 50) < 0.045
+    assert all(abs(sum(each)) / 10 < 0.025 for each in off.values()), "for few and for many of its rows"
+
+
 def test_selection_prefers_a_model_and_names_its_candidates() -> None:
     for world_size in (1, 2, 4):
         for transpose_weight in (False, True):

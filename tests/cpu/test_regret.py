@@ -50,19 +50,10 @@ def test_the_plan_is_near_the_fastest_way_that_was_measured(regret: Any, facts: 
 
 
 # What nothing near it tells by 10 %, and why: docs/design/plan.md, "What neighbours do not tell".
-UNTOLD = {
-    "without_rows": {
-        ("gemm", 512, 2560, 8192),
-        ("gemm", 160, 8192, 4096),
-        ("gemm", 128, 6144, 4096),
-        ("gemm_ar", 160, 8192, 14336),
-        ("all_gather", 16777216, 0, 0),
-    },
-    "without_weight": {("gemm", 160, 8192, 4096), ("gemm", 128, 6144, 4096)},
-}
+UNTOLD = {("gemm", 128, 6144, 4096)}
 
 
-@pytest.mark.parametrize("leave_out", list(UNTOLD))
+@pytest.mark.parametrize("leave_out", ["without_rows", "without_weight"])
 def test_interpolation_does_no_harm(regret: Any, facts: tuple[Fact, ...], leave_out: str) -> None:
     """Left out, a row is chosen within the bar by what is near it, but for those of UNTOLD."""
     tuning_for = getattr(regret, leave_out)(facts)
@@ -70,13 +61,13 @@ def test_interpolation_does_no_harm(regret: Any, facts: tuple[Fact, ...], leave_
     held, usual = regret.hold(some, tuning_for), regret.hold(some, lambda fact: NO_FACTS)
     assert len(held) > 100
     means = [regret.geomean([each.regret for each in these]) for these in (held, usual)]
-    assert means[0] <= 1.0105 < means[1]
+    assert means[0] <= 1.009 < 1.016 < means[1]
     over = {
         (row.op, row.m, row.n, row.k) for row in (each.fact for each in held if each.regret > regret.WORST)
     }
-    assert over == UNTOLD[leave_out]
+    assert over == UNTOLD and max(each.regret for each in held) < 1.105
     harm = [mine.regret / theirs.regret for mine, theirs in zip(held, usual, strict=True)]
-    assert max(harm) <= 1.04 and sum(each > 1 for each in harm) <= 3
+    assert max(harm) <= 1.05 and sum(each > 1 for each in harm) <= 3
     assert regret.geomean(regret.errors(some, tuning_for)) < 1.05
 
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import registry
-from flux.ops.plan import Plan, PlanInput, facts_key, planned, workspace_plan
+from flux.ops.plan import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
 from flux.tuning import machine, store
-from flux.tuning.facts import Fact, Tuning, choose
+from flux.tuning.facts import Fact, Modelled, Tuning, choose
 from flux.tuning.machine import Machine
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ FACTS = Tuning(
         (16, 4096, 2048, {"fused": 10.0, "parts": 20.0}, "measured in a.json"),
         (32, 4096, 2048, {"fused": 20.0, "parts": 20.0}, "between m = 16 and 64 of a.json"),
         # Twice the weight, but for 3 us that any call takes.
-        (64, 8192, 2048, {"fused": 77.0, "parts": 37.0, "torch": 157.0}, "like 1 similar weights, measured"),
+        (64, 8192, 2048, {"fused": 77.0, "parts": 37.0, "torch": 157.0}, "like 1 similar weight, measured"),
         (15, 4096, 2048, {}, ""),
         (65, 4096, 2048, {}, ""),
         (64, 16384, 2048, {}, ""),
@@ -63,8 +63,8 @@ def test_estimates(m: int, n: int, k: int, us: dict[str, float], words: str) -> 
 def test_the_cost_model_bends_estimates_of_the_fused_way() -> None:
     """It knows in which steps tiles fill SMs. Here: one time up to 16 rows, and four times that above."""
 
-    def model(m: int, n: int, k: int) -> float:
-        return (1.0 if m <= 16 else 4.0) * n / 4096
+    def model(m: int, n: int, k: int) -> Modelled:
+        return Modelled((1.0 if m <= 16 else 4.0) * n / 4096)
 
     def us(m: int, n: int) -> dict[str, float]:
         found = FACTS.estimates("gemm_ar", 2, 2, m, n, 2048, model)
@@ -75,8 +75,78 @@ def test_the_cost_model_bends_estimates_of_the_fused_way() -> None:
     assert us(16, 4096) == {"fused": 10.0, "parts": 20.0}
     assert us(64, 8192) == {"fused": 80.0, "parts": 37.0, "torch": 157.0}
     # A model without a time for a problem is none.
-    none = FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048, lambda m, n, k: 0.0)
+    none = FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048, lambda m, n, k: Modelled(0.0))
     assert none == FACTS.estimates("gemm_ar", 2, 2, 32, 4096, 2048)
+
+
+def test_other_rows_and_similar_weights_count_by_their_distance() -> None:
+    # 16 and 64 rows are one doubling from 32, and so is the weight that was measured for 32: here 19 us.
+    known = Tuning((*FACTS.facts, fact(32, n=8192, fused=35.0)))
+    found = {each.way: each for each in known.estimates("gemm_ar", 2, 2, 32, 4096, 2048)}
+    assert found["fused"].us == pytest.approx((20.0 * 19.0) ** 0.5) and found["parts"].us == pytest.approx(
+        20.0
+    )
+    assert found["fused"].source == "between m = 16 and 64 of a.json; 1 similar weight"
+    # 30 rows are nearer to 32 than to 16 and 64 for both.
+    nearer = Tuning((*FACTS.facts, fact(30, fused=1.0), fact(32, n=8192, fused=35.0)))
+    (fused,) = (each for each in nearer.estimates("gemm_ar", 2, 2, 32, 4096, 2048) if each.way == "fused")
+    assert fused.us < found["fused"].us
+    # A measurement of the problem decides alone.
+    (fused,) = known.estimates("gemm_ar", 2, 2, 32, 8192, 2048)
+    assert (fused.us, fused.margin) == (pytest.approx(35.0), 0.02)
+    # Errors of both kinds are independent.
+    between = Tuning((fact(16, n=8192, fused=10.0), fact(64, n=8192, fused=40.0)))
+    (fused,) = between.estimates("gemm_ar", 2, 2, 32, 4096, 2048)
+    assert fused.margin == pytest.approx((0.04**2 + 0.05**2) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("m", "times", "us"),
+    [
+        (300, {100: 10.0, 200: 18.0, 400: 60.0, 800: 100.0}, 50.0),  # the line through 400 and 800
+        (300, {100: 10.0, 200: 18.0, 400: 63.0}, 48.0),  # 3 us, and a rate
+        (300, {200: 18.0, 400: 60.0, 800: 60.0}, 60.0),
+        (300, {200: 18.0, 400: 60.0, 800: 180.0}, 45.0),  # no less than its share
+        (150, {100: 10.0, 200: 40.0, 400: 60.0}, 20.0),  # by SMs
+    ],
+)
+def test_times_are_not_interpolated_between_carriers(m: int, times: dict[int, float], us: float) -> None:
+    """SMs send up to 250 elements, copy engines more. Both continue with their own rates."""
+
+    def model(m: int, n: int, k: int) -> Modelled:
+        return Modelled(0.0, "SMs" if m <= 250 else "copy engines")
+
+    facts = tuple(
+        Fact("all_gather", 4, 2, m, 0, 0, {"fused": us, "torch": 1.0 * m}) for m, us in times.items()
+    )
+    found = {each.way: each.us for each in Tuning(facts).estimates("all_gather", 4, 2, m, 0, 0, model)}
+    low, high = max(each for each in times if each <= m), min(each for each in times if each >= m)
+    assert found["torch"] == pytest.approx(m)
+    if model(low, 0, 0) != model(high, 0, 0):
+        assert found["fused"] == pytest.approx(us)
+    else:
+        assert times[low] < found["fused"] < times[high]
+
+
+def test_a_product_that_was_measured_alone_bends_its_sum() -> None:
+    product = {16: 8.0, 32: 16.0, 64: 16.0}
+    alone = tuple(Fact("gemm", 1, 2, m, 4096, 2048, {"fused": us}) for m, us in product.items())
+    known = Tuning((fact(16, fused=10.0, parts=15.0), fact(64, fused=20.0, parts=20.0), *alone))
+    for op, way in (("gemm_ar", "parts"), ("gemm_ar_norm", "parts")):
+        facts_of_op = tuple(replace(each, op=op) if each.op == "gemm_ar" else each for each in known.facts)
+        plan = planned(op, replace(gpu(), m=32, tuning=Tuning(facts_of_op)))
+        told = {way: us for way, us, _ in plan.estimates}
+        assert plan.way == way and told["fused"] == pytest.approx(20.0), told
+    without = planned("gemm_ar", replace(gpu(), m=32, tuning=Tuning(known.facts[:2])))
+    assert without.way == "fused" and {way: us for way, us, _ in without.estimates}["fused"] < 15.0
+
+
+def test_what_sends_a_gather_is_the_plans() -> None:
+    problem = replace(gpu(), m=4, k=2**22, world_size=4)
+    model = model_of("all_gather", problem)
+    assert model is not None and model_of("ag_gemm", problem) is None
+    small, large = model(2**22, 0, 0).carrier, model(2**27, 0, 0).carrier
+    assert (small, "copy engines" in large) == ("links", True)
 
 
 def test_a_way_must_gain_more_than_the_margin() -> None:

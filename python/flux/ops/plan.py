@@ -26,7 +26,7 @@ from flux.ops._plan import PlanInput as PlanInput
 from flux.ops._scales import BLOCK, FP8, Scaling, check_how
 from flux.tuning import store
 from flux.tuning.facts import WAYS as ALL_WAYS
-from flux.tuning.facts import Model, choose
+from flux.tuning.facts import Model, Modelled, choose
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
 # Operators without a GEMM: their time depends on the number of elements only.
@@ -200,10 +200,25 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
 
 
 def model_of(op: str, problem: PlanInput) -> Model | None:
-    """The cost model of a problem's other sizes. Of operators with a collective it knows only the product."""
-    if op != "gemm":
+    """What is known of a problem's fused way for other sizes.
+
+    gemm has the cost model's time, and a product that is summed over ranks the measured time of the product
+    alone. A gather has its carrier. ag_gemm has neither, because product and gather hide each other.
+    """
+    if op == "gemm":
+        return lambda m, n, k: Modelled(PLANNERS[op](replace(problem, m=m, n=n, k=k)).time_us)
+    if op == "all_gather":
+        p = problem.world_size
+        return lambda m, n, k: Modelled(0.0, PLANNERS[op](replace(problem, m=p, k=m // p)).transport)
+    if not _PARTS.get(op, "").startswith("gemm"):
         return None
-    return lambda m, n, k: float(PLANNERS[op](replace(problem, m=m, n=n, k=k)).time_us)
+
+    def product(m: int, n: int, k: int) -> Modelled:
+        alone = replace(problem, m=m, n=n, k=k, world_size=1)
+        fact = problem.tuning.measured(*facts_key("gemm", alone))
+        return Modelled(fact.us.get("fused", 0.0) if fact else 0.0)
+
+    return product
 
 
 def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:

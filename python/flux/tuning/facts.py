@@ -9,24 +9,39 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 # Ways to run an operator. "parts": one after the other by flux's own operators, "composed": gemm_ar as
 # gemm_rs and all_gather, "torch": by torch and its collectives.
 WAYS = ("fused", "composed", "parts", "torch")
 # The smallest gain for which a plan leaves its default, by what an estimate rests on: this problem, others
-# with its weight, others with similar weights (docs/design/plan.md).
-MARGINS = {"measured": 0.02, "between": 0.04, "similar": 0.06}
+# with its weight, others with similar weights (docs/design/plan.md). Errors of the last two are independent.
+MARGINS = {"measured": 0.02, "between": 0.04, "similar": 0.05}
 # Added if a time is the sum of the times of its parts, which were timed alone.
 SUMMED_MARGIN = 0.01
-# Two numbers of rows are neighbours up to this ratio, two weights up to this many doublings of n and of k.
+# Two numbers of rows are neighbours up to this ratio, weights are similar up to this many doublings of n and
+# k together.
 _MAX_STEP = 4.0
 _MAX_DISTANCE = 1.0
 _SIMILAR = 3
 # What a call takes whatever its size: cuBLAS needs 5.2 us for 1 row of 4096 x 1024, 7.1 for 4096 x 2048.
 _FIXED_US = 3.0
 
-# The time of the fused way by the cost model, of m, n and k: it knows the steps in which tiles fill SMs.
-Model = Callable[[int, int, int], float]
+
+class Modelled(NamedTuple):
+    """What is known of the fused way without measurements.
+
+    Attributes:
+        us: its time by the cost model, which knows the steps in which tiles fill SMs; 0 if there is no model.
+        carrier: what sends its data. Times are only interpolated between problems with the same carrier.
+    """
+
+    us: float
+    carrier: str = ""
+
+
+# Of m, n and k.
+Model = Callable[[int, int, int], Modelled]
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,13 @@ class Estimate:
     source: str
 
 
+class _Near(NamedTuple):
+    """Estimates for a problem by one weight's measurements, and how far these are from it, in doublings."""
+
+    distance: float
+    estimates: list[Estimate]
+
+
 @dataclass(frozen=True)
 class Tuning:
     """The facts that decide on a device. Ranks of a group have equal ones.
@@ -111,35 +133,28 @@ class Tuning:
     def estimates(
         self, op: str, ranks: int, dtype: int, m: int, n: int, k: int, model: Model | None = None
     ) -> tuple[Estimate, ...]:
-        """Expected times of the ways to run a problem, the fastest first; none without facts near it."""
-        found = _between(self._weights.get((op, ranks, dtype, n, k), ()), m, model)
-        found = found or self._similar(op, ranks, dtype, m, n, k, model)
-        return tuple(sorted(found, key=lambda each: each.us))
+        """Expected times of the ways to run a problem, the fastest first; none without facts near it.
 
-    def _similar(
-        self, op: str, ranks: int, dtype: int, m: int, n: int, k: int, model: Model | None
-    ) -> list[Estimate]:
-        near: list[tuple[float, list[Estimate]]] = []
-        for (*kind, other_n, other_k), facts in self._weights.items():
-            if kind != [op, ranks, dtype] or not other_n or not n:
-                continue
-            distance = abs(math.log2(other_n / n)) + abs(math.log2(max(other_k, 1) / max(k, 1)))
-            if 0 < distance <= _MAX_DISTANCE and (found := _between(facts, m, model)):
-                size = n * max(k, 1) / (other_n * max(other_k, 1))
-                bend = _ratio(model, (m, n, k), (m, other_n, other_k))
-                near.append((distance, [_scaled(each, size, bend) for each in found]))
-        near = sorted(near, key=lambda each: each[0])[:_SIMILAR]
-        if not near:
-            return []
-        shares = [1 / distance for distance, _ in near]
-        common = set.intersection(*({each.way for each in found} for _, found in near))
-        merged = []
-        for way in sorted(common):
-            each = [next(e for e in found if e.way == way) for _, found in near]
-            us = _mean([e.us for e in each], shares)
-            margin = MARGINS["similar"] + max(e.margin for e in each) - MARGINS["measured"]
-            merged.append(Estimate(way, us, margin, f"like {len(near)} similar weights, {each[0].source}"))
-        return merged
+        A measurement of the problem itself decides alone. Otherwise other rows of its weight and similar
+        weights count, each by its distance.
+        """
+        own = _near(self._weights.get((op, ranks, dtype, n, k), ()), m, n, k, model)
+        if own is not None and own.distance == 0:
+            return tuple(sorted(own.estimates, key=lambda each: each.us))
+        found = (
+            _near(facts, m, n, k, model)
+            for (*kind, other_n, other_k), facts in self._weights.items()
+            if kind == [op, ranks, dtype] and other_n and n and (other_n, other_k) != (n, k)
+        )
+        similar = sorted((near for near in found if near is not None), key=lambda near: near.distance)[
+            :_SIMILAR
+        ]
+        return tuple(sorted(_merged(own, similar), key=lambda each: each.us))
+
+    def measured(self, op: str, ranks: int, dtype: int, m: int, n: int, k: int) -> Fact | None:
+        """The measurement of a problem, or None."""
+        weight = self._weights.get((op, ranks, dtype, n, k), ())
+        return next((fact for fact in weight if fact.m == m), None)
 
 
 NO_FACTS = Tuning()
@@ -157,32 +172,93 @@ def choose(
     return (best, ours) if best.us < ours.us * (1 - margin) else None
 
 
-def _between(facts: Sequence[Fact], m: int, model: Model | None) -> list[Estimate]:
-    """Estimates for m rows by the measurements of one weight: of this m, or of a smaller and a larger one."""
+def _near(facts: Sequence[Fact], m: int, n: int, k: int, model: Model | None) -> _Near | None:
+    """What the measurements of one weight tell about another one, or the same, with m rows."""
     below = max((fact for fact in facts if fact.m <= m), key=lambda fact: fact.m, default=None)
     above = min((fact for fact in facts if fact.m >= m), key=lambda fact: fact.m, default=None)
     if below is None or above is None or above.m > _MAX_STEP * max(below.m, 1):
-        return []
-    return list(_interpolated(below, above, m, model))
+        return None
+    distance = _doublings(below.n, n) + _doublings(below.k, k)
+    if distance > _MAX_DISTANCE:
+        return None
+    found = _of_weight(facts, (below, above), m, model)
+    if distance:
+        size = n * max(k, 1) / (below.n * max(below.k, 1))
+        ratio = _ratio(model, (m, n, k), (m, below.n, below.k))
+        found = [_scaled(each, size, ratio) for each in found]
+    return _Near(distance + min(_doublings(below.m, m), _doublings(above.m, m)), found)
 
 
-def _interpolated(below: Fact, above: Fact, m: int, model: Model | None) -> Iterator[Estimate]:
-    exact = below.m == above.m
-    share = 0.0 if exact else math.log(m / below.m) / math.log(above.m / below.m)
-    bends = [_ratio(model, (m, fact.n, fact.k), (fact.m, fact.n, fact.k)) for fact in (below, above)]
+def _doublings(size: int, other: int) -> float:
+    return abs(math.log2(max(size, 1) / max(other, 1)))
+
+
+def _merged(own: _Near | None, similar: Sequence[_Near]) -> Iterator[Estimate]:
+    """The means of what the own weight and similar ones tell."""
+    near = [*([own] if own else []), *similar]
+    if not near:
+        return
+    tables = [(1 / distance, {each.way: each for each in found}) for distance, found in near]
+    for way in sorted(tables[0][1]):
+        told = [(share, table[way]) for share, table in tables if way in table]
+        if own is None and len(told) < len(tables):
+            continue
+        us = _mean([each.us for _, each in told], [share for share, _ in told])
+        like = f"{len(similar)} similar weight{'s' if len(similar) > 1 else ''}"
+        first = told[0][1]
+        if own is not None:
+            source = f"{first.source}; {like}" if similar else first.source
+            yield replace(first, us=us, source=source)
+        else:
+            margin = math.hypot(MARGINS["similar"], max(each.margin for _, each in told))
+            yield Estimate(way, us, margin, f"like {like}, {first.source}")
+
+
+def _of_weight(facts: Sequence[Fact], ends: tuple[Fact, Fact], m: int, model: Model | None) -> list[Estimate]:
+    """Estimates for m rows by two measurements of one weight: of fewer and more rows, or twice of m."""
+    exact = ends[0].m == ends[1].m
     least = MARGINS["measured" if exact else "between"]
-    where = "measured in" if exact else f"between m = {below.m} and {above.m} of"
-    source = f"{where} {below.source}"
-    if below.older or above.older:
+    where = "measured in" if exact else f"between m = {ends[0].m} and {ends[1].m} of"
+    source = f"{where} {ends[0].source}"
+    if any(fact.older for fact in ends):
         source += ", older kernel"
-    for way in below.us.keys() & above.us.keys():
-        summed = way in below.summed or way in above.summed
-        margin = max(least, below.noise, above.noise) + (SUMMED_MARGIN if summed else 0.0)
-        ends = [below.us[way], above.us[way]]
-        if way == "fused" and not exact:
-            ends = [us * (bend or 1.0) for us, bend in zip(ends, bends, strict=True)]
-        us = _mean(ends, [1 - share, share])
-        yield Estimate(way, us, margin, source + (", sum of its parts" if summed else ""))
+    found = []
+    for way in ends[0].us.keys() & ends[1].us.keys():
+        summed = any(way in fact.summed for fact in ends)
+        margin = max(least, *(fact.noise for fact in ends)) + (SUMMED_MARGIN if summed else 0.0)
+        us = ends[0].us[way] if exact else _interpolated(facts, ends, m, way, model)
+        found.append(Estimate(way, us, margin, source + (", sum of its parts" if summed else "")))
+    return found
+
+
+def _interpolated(
+    facts: Sequence[Fact], ends: tuple[Fact, Fact], m: int, way: str, model: Model | None
+) -> float:
+    """The time for a number of rows between two of one weight."""
+    below, above = ends
+    share = math.log(m / below.m) / math.log(above.m / below.m)
+    times = [fact.us[way] for fact in ends]
+    if way != "fused" or model is None:
+        return _mean(times, [1 - share, share])
+    n, k = below.n, below.k
+    carriers = [model(fact.m, n, k).carrier for fact in ends]
+    if carriers[0] != carriers[1]:
+        carrier = model(m, n, k).carrier
+        alike = [fact for fact in facts if way in fact.us and model(fact.m, n, k).carrier == carrier]
+        return _continued(sorted(alike, key=lambda fact: abs(math.log(fact.m / m))), m)
+    ratios = [_ratio(model, (m, n, k), (fact.m, n, k)) or 1.0 for fact in ends]
+    return _mean([us * ratio for us, ratio in zip(times, ratios, strict=True)], [1 - share, share])
+
+
+def _continued(facts: Sequence[Fact], m: int) -> float:
+    """The fused way's time beyond the sizes of facts, the nearest first: what a call takes, and a rate."""
+    near = facts[0]
+    us, size = near.us["fused"], m / near.m
+    if len(facts) > 1:
+        rate = (facts[1].us["fused"] - us) / (facts[1].m - near.m)
+    else:
+        rate = max(us - _FIXED_US, 0.0) / near.m
+    return min(max(us + rate * (m - near.m), us * min(size, 1.0)), us * max(size, 1.0))
 
 
 def _scaled(estimate: Estimate, size: float, bend: float | None) -> Estimate:
@@ -197,7 +273,7 @@ def _ratio(model: Model | None, problem: tuple[int, int, int], other: tuple[int,
     """The model's time of a problem over that of another one; None without a model of both."""
     if model is None or problem == other:
         return None if model is None else 1.0
-    times = model(*problem), model(*other)
+    times = model(*problem).us, model(*other).us
     return times[0] / times[1] if min(times) > 0 else None
 
 
