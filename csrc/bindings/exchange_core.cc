@@ -64,6 +64,11 @@ int64_t result(const Exchange& self, int row, int column) {
   return self.result(row, column);
 }
 
+int64_t int8_scatter_bytes(int rows, int n, int world_size) {
+  check_matrix(rows, n, world_size);
+  return runtime::Int8Scatter{rows, n, world_size}.bytes();
+}
+
 }  // namespace
 
 void bind_exchange(py::module_& m) {
@@ -93,6 +98,8 @@ void bind_exchange(py::module_& m) {
   m.def("exchange", &exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"));
   m.def("row_exchange", &row_exchange, py::arg("m"), py::arg("n"), py::arg("world_size"), py::arg("mode"),
         "Of the same matrix as one row, of which two-shot owners get whole rows of the matrix.");
+  m.def("int8_scatter_bytes", &int8_scatter_bytes, py::arg("rows"), py::arg("n"), py::arg("world_size"),
+        "Of the exchange area of a rank that sums `rows` rows whose contributions travel as int8.");
   m.def("all_reduce_mode", &all_reduce_mode, py::arg("m"), py::arg("n"), py::arg("world_size"),
         "One-shot or two-shot, whichever should be done sooner.");
 }

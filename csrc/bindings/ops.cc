@@ -235,6 +235,20 @@ void all_reduce_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, i
           });
 }
 
+// x: what this rank has for each, [world_size, rows, n], of which each [rows, n] is contiguous.
+void reduce_scatter_int8_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t num_sms, bool rounds_own) {
+  const auto& symm = symm_buffer_at(symm_buffer);
+  FLUX_CHECK(x.dim() == 3 && x.size(0) == symm.world_size && x.stride(2) == 1, x.dim());
+  FLUX_CHECK(x.size(1) == out.size(0) && x.size(2) == out.size(1), x.size(1), out.size(0));
+  FLUX_CHECK(x.stride(1) == x.size(2) && dtype_of(x) == dtype_of(out), x.stride(1));
+  enqueue(x, {address_of(x), address_of(out)}, 0,
+          [owner_stride = x.stride(0), out = matrix(out), dtype = dtype_of(x), &symm,
+           num_sms = static_cast<int>(num_sms), rounds_own](Addresses a, uint32_t, cudaStream_t stream) {
+            gemm_ar::reduce_scatter_int8(a[0], owner_stride, at(a[1], out), dtype, symm, num_sms, rounds_own,
+                                         stream);
+          });
+}
+
 void all_gather_op(Tensor x, Tensor out, int64_t symm_buffer, int64_t copy_epoch, int64_t chunk_rows,
                    bool begun) {
   enqueue(
@@ -344,6 +358,7 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_ag_gemm", TORCH_BOX(&flux::bindings::ag_gemm_op));
   m.impl("_gemm_ar", TORCH_BOX(&flux::bindings::gemm_ar_op));
   m.impl("_all_reduce", TORCH_BOX(&flux::bindings::all_reduce_op));
+  m.impl("_reduce_scatter_int8", TORCH_BOX(&flux::bindings::reduce_scatter_int8_op));
   m.impl("_all_gather", TORCH_BOX(&flux::bindings::all_gather_op));
   m.impl("_begin_all_gather", TORCH_BOX(&flux::bindings::begin_all_gather_op));
   m.impl("_collect", TORCH_BOX(&flux::bindings::collect_op));

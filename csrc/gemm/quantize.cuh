@@ -36,11 +36,14 @@ FLUX_DEVICE float largest_over_lanes(float value) {
   return value;
 }
 
-// The scale of a group whose largest absolute value is `largest`.
-FLUX_DEVICE float scale_of(float largest, bool e5m2, bool ue8m0) {
+// The scale of a group whose largest absolute value is `largest`, for a type whose largest number is `most`.
+FLUX_DEVICE float scale_to(float most, float largest) {
   constexpr float kLeast = 1e-10f;  // no scale is zero or denormal
+  return (largest < kLeast ? kLeast : largest) / most;
+}
+FLUX_DEVICE float scale_of(float largest, bool e5m2, bool ue8m0) {
   constexpr uint32_t kMantissa = 0x7FFFFF, kInfinity = 0x7F800000;
-  const float scale = (largest < kLeast ? kLeast : largest) / (e5m2 ? 57344.0f : 448.0f);
+  const float scale = scale_to(e5m2 ? 57344.0f : 448.0f, largest);
   const uint32_t bits = __float_as_uint(scale);
   return ue8m0 && bits < kInfinity ? __uint_as_float((bits + kMantissa) & ~kMantissa) : scale;
 }

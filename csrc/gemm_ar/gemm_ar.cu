@@ -157,6 +157,7 @@ void prepare() {
   prepare_tiles();
   prepare_fp8();
   prepare_sum();
+  prepare_int8();
 }
 
 }  // namespace flux::gemm_ar

@@ -34,6 +34,14 @@ void all_reduce(const runtime::Matrix& x, const runtime::Matrix& out, runtime::D
                 const Extras& extras, const runtime::SymmBuffer& symm, int num_sms,
                 runtime::Exchange::Mode mode, cudaStream_t stream);
 
+// out [rows, n] = sum over ranks of what each has for this one, [rows, n] at x + rank * owner_stride elements. What ranks
+// send each other is rounded to int8, as flux.ops._wire does it; `rounds_own`: so is what a rank has for itself. `dtype`:
+// of x and out, in 16 bits or fp32; n is a multiple of 8. num_sms: as of all_reduce, the same on all ranks.
+void reduce_scatter_int8(const void* x, int64_t owner_stride, const runtime::Matrix& out,
+                         runtime::DType dtype, const runtime::SymmBuffer& symm, int num_sms, bool rounds_own,
+                         cudaStream_t stream);
+void prepare_int8();
+
 // Loads every kernel of this folder.
 void prepare();
 

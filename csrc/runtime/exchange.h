@@ -104,4 +104,31 @@ inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
                                                          : Exchange::Mode::kTwoShot;
 }
 
+// A scatter whose contributions travel as int8: every rank has `rows` rows of n elements for each owner. 128 elements of
+// a row are a group with one scale; four groups, as many as a warp quantises at once, are a unit of 16-byte vectors of
+// numbers and one of scales. An exchange area contains one slot for the units of each rank, its own included. No word of
+// them is kAbsent: numbers travel as bytes of q + 127, and scales have no sign.
+struct Int8Scatter {
+  int rows, n;
+  int world_size;
+
+  static constexpr int kGroup = 128;
+  static constexpr int kUnitGroups = 4;
+
+  FLUX_HD int groups_of_row() const { return (n + kGroup - 1) / kGroup; }
+  FLUX_HD int groups() const { return rows * groups_of_row(); }
+  FLUX_HD int units() const { return (groups() + kUnitGroups - 1) / kUnitGroups; }
+  // Bytes from the start of the owner's exchange area.
+  FLUX_HD int64_t numbers(int source, int unit) const {
+    return source * slot_bytes() + static_cast<int64_t>(unit) * kUnitGroups * kGroup;
+  }
+  FLUX_HD int64_t scales(int source, int unit) const {
+    return numbers(source, units()) + static_cast<int64_t>(unit) * kUnitGroups * sizeof(float);
+  }
+  FLUX_HD int64_t slot_bytes() const {
+    return static_cast<int64_t>(units()) * kUnitGroups * (kGroup + sizeof(float));
+  }
+  FLUX_HD int64_t bytes() const { return world_size * slot_bytes(); }
+};
+
 }  // namespace flux::runtime

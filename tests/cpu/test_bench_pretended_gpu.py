@@ -22,14 +22,14 @@ from flux.testing import spawn
 # By operator and scales: the candidates beside flux and flux in parts.
 WANTED = {
     ("gemm", ""): {"cuBLAS"},
-    ("gemm_rs", ""): {"cuBLAS", "NCCL", "cuBLAS+NCCL", "flux.gemm", "async-TP"},
+    ("gemm_rs", ""): {"cuBLAS", "NCCL", "cuBLAS+NCCL", "flux.gemm", "async-TP", "flux, int8"},
     ("ag_gemm", ""): {"cuBLAS", "NCCL", "NCCL+cuBLAS", "flux.gemm", "flux.all_gather", "async-TP"},
     ("gemm_ar", ""): {"cuBLAS", "flux.gemm", "NCCL", "flux.all_reduce"}
     | {f"cuBLAS+{name}" for name in ("NCCL", "one-shot", "two-shot")},
     ("gemm_ar_norm", ""): {"cuBLAS", "flux.gemm_ar+norm"}
     | {f"cuBLAS+{name}" for name in ("NCCL", "one-shot", "two-shot")},
     ("all_reduce", ""): {"NCCL", "one-shot", "two-shot"},
-    ("gemm_rs", "row"): {"flux, bf16", "flux, fast", "NCCL", "async-TP"}
+    ("gemm_rs", "row"): {"flux, bf16", "flux, fast", "flux, int8", "NCCL", "async-TP"}
     | {part for name in ("flux.gemm", "_scaled_mm") for part in (name, f"{name}+NCCL")},
     ("ag_gemm", "row"): {"flux, bf16", "flux, fast", "NCCL", "async-TP"}
     | {part for name in ("flux.gemm", "_scaled_mm") for part in (name, f"NCCL+{name}")},

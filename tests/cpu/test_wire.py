@@ -5,7 +5,7 @@ that knows only the definition, within the error that the docs state, and exact 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,12 @@ from cases import Answers, by_name, compare, run_scenarios
 from int8_model import data, model
 
 import flux
+from flux._native import core
+from flux.comm.cuda import CudaWorkspace
 from flux.comm.workspace import Disagreement
 from flux.moe.combine import weighted_sum
 from flux.ops import _wire
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, exchange_room
 from flux.testing import spawn
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_data import ScaledCase
@@ -283,9 +286,71 @@ def test_on_two_nodes() -> None:
     assert spawn(on_nodes, 4, backend="gloo", ranks_per_node=2, timeout_s=120) == [None] * 4
 
 
-def test_plans_say_why() -> None:
+def gpu_workspace(monkeypatch: pytest.MonkeyPatch, p: int = 4) -> Any:
+    workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    facts = {"enter": lambda plan: nullcontext((77, 0)), "num_sms": 114, "world_size": p, "why_not": None}
+    for name, value in facts.items():
+        monkeypatch.setattr(workspace, name, value, raising=False)
+    return workspace
+
+
+def test_plans_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_reduce_scatter import plan
 
-    made = _wire.planned(plan())
-    assert not made.fused and "int8" in made.reason and made.slot_bytes == made.exchange_bytes == 0
-    assert replace(made, fused=True) != made
+    workspace = gpu_workspace(monkeypatch)
+    for rows, n, words in (
+        (0, 64, "empty"),
+        (5, 60, "60 elements are no whole number"),
+        (1, 1 << 27, "more than an exchange holds"),
+    ):
+        made = _wire.planned(plan(), workspace, rows, n)
+        assert not made.fused and words in made.reason and "int8" in made.reason
+        assert made.slot_bytes == made.exchange_bytes == 0
+    monkeypatch.setattr(workspace, "why_not", "no links", raising=False)
+    assert "no links" in _wire.planned(plan(), workspace, 4, 128).reason
+    assert not _wire.planned(plan(), object(), 4, 128).fused  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_the_kernel_has_room(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_reduce_scatter import plan
+
+    workspace = gpu_workspace(monkeypatch, p)
+    for rows, n in ((1, 8), (3, 136), (4096, 8192), (65536, 7168), (7, 12345 * 8)):
+        made, most = _wire.planned(plan(), workspace, rows, n), _wire.rows_at_once(n, p)
+        assert made.fused and made.exchange_bytes <= MAX_EXCHANGE_BYTES
+        area = core.int8_scatter_bytes(min(rows, most), n, p)
+        assert area <= made.exchange_bytes < area + 4096
+        # A byte for each element of whole groups, and four for their scales.
+        groups = min(rows, most) * -(-n // 128)
+        assert area == p * -(-groups // 4) * 4 * (128 + 4)
+        # One row more would not fit.
+        assert core.int8_scatter_bytes(most + 1, n, p) > MAX_EXCHANGE_BYTES
+        # What flux.reserve makes room for suffices.
+        room = exchange_room("cuda", rows * p, n, p, torch.bfloat16)
+        assert n % 128 or made.exchange_bytes <= room["exchange_bytes"]
+
+
+def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_reduce_scatter import plan
+
+    workspace = gpu_workspace(monkeypatch, 2)
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(x: Tensor, out: Tensor, *rest: Any) -> None:
+        assert x.shape == (2, *out.shape) and x.stride() == (5 * 16, 16, 1)
+        told.append(rest)
+        out.copy_(x.sum(0))
+
+    monkeypatch.setattr(_wire, "_kernel", kernel)
+    monkeypatch.setattr(_wire, "rows_at_once", lambda n, p: 2)
+    made = _wire.planned(plan(), workspace, 5, 16)
+    x = torch.arange(2.0 * 5 * 16).view(2, 5, 16)
+    out = torch.zeros(5, 16)
+    _wire.sum_into(out, x, workspace, made)
+    assert torch.equal(out, x.sum(0)) and told == [(77, 114, False)] * 3
+    with flux.batch_invariant():
+        # A result that a kernel cannot write where it shall lie.
+        shifted = torch.zeros(81)[1:].view(5, 16)
+        _wire.sum_into(shifted, x, workspace, made)
+    assert torch.equal(shifted, out) and told[3:] == [(77, 114, True)] * 3

@@ -11,10 +11,12 @@ import torch
 
 import flux
 from flux._native import core
+from flux.ops import _wire
 from flux.ops import gemm as products
 from flux.ops.gemm_ar import rms_norm
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
+from flux.testing.emulate_int8 import EmulatedInt8Ranks
 
 DTYPES = [torch.bfloat16, torch.float16]
 ONE_SHOT, TWO_SHOT = 0, 1
@@ -240,6 +242,33 @@ def test_reduce_scatter(world_size: int, dtype: torch.dtype) -> None:
             assert torch.equal(summed[rank], case.expected_sum("cuda"))
             for results in scattered:
                 assert torch.equal(results[rank], case.expected(rank, "cuda")), f"rank {rank} of {case}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_reduce_scatter_as_int8(world_size: int, dtype: torch.dtype) -> None:
+    """The bits of flux.ops._wire, which the CPU tests compare with a model. Sums of 16 bits between them."""
+    ranks = EmulatedInt8Ranks(world_size)
+    for number, (rows, n) in enumerate([(1, 8), (3, 1000), (130, 2048), (1, 8)]):
+        g = torch.Generator().manual_seed(number)
+        shape = (world_size, rows, n)
+        sizes = [torch.exp2(torch.randint(-6, 7, shape, generator=g).float()) for _ in range(world_size)]
+        wholes = [(torch.randn(shape, generator=g) * size).to(dtype) for size in sizes]
+        xs = [whole.cuda() for whole in wholes]
+        torch.cuda.synchronize()
+        found = [ranks.reduce_scatter_int8(xs, rounds_own=call == 1, join=False) for call in range(3)]
+        if dtype != torch.float32:
+            ranks.reduce_scatter([x.view(-1, n) for x in xs], join=False)
+        found.append(ranks.reduce_scatter_int8(xs, join=False))
+        ranks.check()
+        travelled = [_wire.dequantised(*_wire.quantised(x.view(-1, n))).view(shape) for x in wholes]
+        for call, results in enumerate(found):
+            for rank, result in enumerate(results):
+                total = torch.zeros(rows, n)
+                for source in range(world_size):
+                    whole = source == rank and call != 1
+                    total += (wholes if whole else travelled)[source][rank]
+                assert torch.equal(result.cpu(), total.to(dtype)), f"call {call}, rank {rank}, {rows} x {n}"
 
 
 def test_a_rank_that_never_comes_to_a_scatter_is_named() -> None:

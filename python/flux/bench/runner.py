@@ -196,7 +196,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
         each = settings.world // settings.nodes
         row.notes.append(f"emulated: {settings.nodes} nodes x {each} on one machine, whose links are others")
     if not row.ok:
-        roles -= {"flux", "config"}
+        roles -= {"flux", "config", "int8"}
     if settings.alone:
         roles &= {"flux", "config", "gemm"}
     candidates = [c for c in lineup.candidates if c.role in roles]

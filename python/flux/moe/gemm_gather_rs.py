@@ -18,6 +18,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import process_group, reduce_scatter
 from flux.comm.nodes.workspace import NodesWorkspace
+from flux.comm.workspace import Workspace
 from flux.moe import reference, two_level
 from flux.moe.combine import weighted_sum
 from flux.moe.known_layers import ARRAYS, WEIGHTS, known_layer, layer_recipe, scale_operands
@@ -194,9 +195,10 @@ def _over_wire(
 
     def among_ranks() -> torch.Tensor:
         workspace = registry.get(group, x.device, _OP)
-        plan = _wire.planned(plan_of(workspace, _OP, weight, routing, x.dtype, scales))
+        plan = plan_of(workspace, _OP, weight, routing, x.dtype, scales)
+        plan = _wire.planned(plan, workspace, routing.max_tokens, weight.shape[1])
         with workspace.calling(plan, {**same_routing(routing), **_wire.same(wire)}):
-            return in_parts(x, weight, routing, scales, wire)
+            return in_parts(x, weight, routing, scales, (workspace, plan))
 
     return registry.in_turn(group, x.device, among_ranks)
 
@@ -254,9 +256,13 @@ def in_parts(
     weight: torch.Tensor,
     routing: Routing,
     scales: Scales | None = None,
-    wire: str | None = None,
+    wire: tuple[Workspace, MoePlan] | None = None,
 ) -> torch.Tensor:
-    """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU."""
+    """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU.
+
+    Args:
+        wire: the workspace and the plan of sums that travel as int8.
+    """
     group, dtype = process_group(routing.group_name), _scales.result_dtype(x, scales)
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:
@@ -267,7 +273,9 @@ def in_parts(
     if group.size() == 1:
         return partial[0, : routing.num_tokens].to(dtype, copy=True)
     if wire is not None:
-        return _wire.sum_of(partial, group)[: routing.num_tokens].to(dtype)
+        total = partial.new_empty(limit, n)
+        _wire.sum_into(total, partial, *wire)
+        return total[: routing.num_tokens].to(dtype, copy=True)
     # On CPU, gloo is slow in any dtype, so summing in fp32 costs nothing.
     partial = partial.to(dtype) if x.is_cuda else partial
     total = partial.new_empty(limit, n)

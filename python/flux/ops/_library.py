@@ -138,6 +138,10 @@ library.define(
     "_all_reduce(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, int mode, Tensor? residual=None, "
     f"Tensor? norm_weight=None, float eps=0.0, Tensor(b!)? residual_out=None, {_QUANTISED}) -> ()"
 )
+# Of x [ranks, rows, n], whose contributions travel as int8. rounds_own: so does what a rank has for itself.
+library.define(
+    "_reduce_scatter_int8(Tensor x, Tensor(a!) out, int symm_buffer, int num_sms, bool rounds_own) -> ()"
+)
 # Gathering kernels: copy engines signal every chunk_rows rows. reuse: multiply the rows that the previous
 # launch has gathered by another weight. _collect copies these rows to a tensor of the user.
 library.define(

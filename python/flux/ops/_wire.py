@@ -1,7 +1,8 @@
 """Contributions to sums over ranks that travel as int8 with one scale for each 128 elements of a row: about
 half the bytes of 16 bits.
 
-Each rank quantises what it has for the others, one all-to-all exchanges it, and each rank sums what arrives.
+Each rank quantises what it has for the others, sends it, and sums what arrives: on GPUs in one kernel
+(csrc/gemm_ar/int8_sum.cuh), elsewhere with torch and one all-to-all. Both have the same bits.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux import _invariance
-from flux.comm.workspace import Same
+from flux import _invariance, _native
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.workspace import Same, Workspace, round_up
 from flux.ops import _check, _scales, quantize
 from flux.ops._records import Records
+from flux.ops._tensors import readable, writable
+from flux.ops.plan_ar import MAX_EXCHANGE_BYTES, VECTOR
 
 Tensor = torch.Tensor
 WIRES = ("int8",)
@@ -39,10 +43,39 @@ def same(wire: str | None) -> Same:
     return {} if wire is None else {"wire": wire}
 
 
-def planned(plan: _AnyPlan) -> _AnyPlan:
-    """The plan of a call with the same operands whose contributions travel as int8."""
-    none: dict[str, Any] = {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": 0}
-    return replace(plan, fused=False, reason="contributions travel as int8: there is no kernel", **none)
+def planned(plan: _AnyPlan, workspace: Workspace, rows: int, n: int) -> _AnyPlan:
+    """The plan of a call with the same operands whose contributions, [rows, n] for each rank, travel as
+    int8.
+    """
+    facts: dict[str, Any] = {"signal_bytes": 0, "slot_bytes": 0, "exchange_bytes": 0}
+    why_not = _why_not(workspace, rows, n)
+    if why_not is None:
+        most = rows_at_once(n, workspace.world_size)
+        area = _native.core.int8_scatter_bytes(min(rows, most), n, workspace.world_size)
+        facts["exchange_bytes"] = round_up(area)
+    reason = "contributions travel as int8"
+    return replace(plan, fused=why_not is None, reason=f"{reason}: {why_not}" if why_not else reason, **facts)
+
+
+def _why_not(workspace: Workspace, rows: int, n: int) -> str | None:
+    """Why the kernel does not sum rows of n elements, or None."""
+    if not isinstance(workspace, CudaWorkspace):
+        return "no kernel for CPUs and several nodes"
+    if workspace.why_not is not None:
+        return workspace.why_not
+    if rows * n == 0:
+        return "the problem is empty"
+    if n % VECTOR:
+        return f"rows of {n} elements are no whole number of 16-byte vectors"
+    if rows_at_once(n, workspace.world_size) == 0:
+        return f"a row of {n} elements is more than an exchange holds"
+    return None
+
+
+def rows_at_once(n: int, world_size: int) -> int:
+    """The most rows of n elements that ranks exchange in one launch."""
+    of_groups: int = _native.core.int8_scatter_bytes(1, VECTOR, world_size)  # of up to four
+    return MAX_EXCHANGE_BYTES // of_groups * 4 // -(-n // _scales.BLOCK)
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +99,29 @@ def dequantised(q: Tensor, scale: Tensor) -> Tensor:
     return q.to(torch.float32) * spread(scale, q.shape[1])
 
 
+def sum_into(out: Tensor, parts: Tensor, workspace: Workspace, plan: Any) -> None:
+    """Writes the sum over ranks of their parts [p, rows, n] for this one to `out` [rows, n], contiguous. The
+    plan is that of `planned`.
+    """
+    if not plan.fused:
+        out.copy_(sum_of(parts, workspace.group))
+        return
+    assert isinstance(workspace, CudaWorkspace)
+    parts = readable(parts)
+    target = writable(out)
+    most = rows_at_once(parts.shape[2], workspace.world_size)
+    for first in range(0, parts.shape[1], most):
+        rows = slice(first, first + most)
+        with workspace.enter(plan) as (symm_buffer, _):
+            _kernel(parts[:, rows], target[rows], symm_buffer, workspace.num_sms, _invariance.active())
+    if target is not out:
+        out.copy_(target)
+
+
 def sum_of(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks of their parts [p, rows, n] for this one, [rows, n] in fp32, in rank order. The own
-    part does not travel, and is not rounded, unless a row must not depend on the rank that owns it.
+    """The sum over ranks of their parts [p, rows, n] for this one with torch, [rows, n] in fp32, in rank
+    order. The own part does not travel, and is not rounded, unless a row must not depend on the rank that
+    owns it.
     """
     p, rows, n = parts.shape
     total = parts.new_zeros(rows, n, dtype=torch.float32)
@@ -85,3 +138,6 @@ def sum_of(parts: Tensor, group: ProcessGroup) -> Tensor:
         else:
             total += dequantised(form.rows(packed), form.scales(packed))
     return total
+
+
+_kernel: Any = torch.ops.flux._reduce_scatter_int8.default

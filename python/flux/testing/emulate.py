@@ -62,9 +62,9 @@ class _Workspaces:
         """Grows the workspaces for a call that signals; new memory starts at epoch 0."""
         self._grow(round_up(4 * layout.num_signals), round_up(layout.slot_bytes), 0)
 
-    def reserve_exchange(self, exchange: Any) -> None:
+    def reserve_exchange(self, nbytes: int) -> None:
         """Grows the workspaces for a call whose ranks exchange vectors."""
-        self._grow(0, 0, round_up(exchange.bytes))
+        self._grow(0, 0, round_up(nbytes))
 
     def _grow(self, signal_bytes: int, slot_bytes: int, exchange_bytes: int) -> None:
         have = (self._signal_bytes, self._slot_bytes, self._exchange_bytes)
@@ -293,7 +293,7 @@ class EmulatedRanks:
         """
         m, n = xs[0].shape[0], weights[0].shape[1 if transpose_weight else 0]
         # In two launches, rows may be distributed over ranks, rounded up to a multiple of the ranks.
-        self._stored.reserve_exchange(self._exchange(round_up(m, self.world_size), n, mode))
+        self._stored.reserve_exchange(self._exchange(round_up(m, self.world_size), n, mode).bytes)
         end = end or End(norm_weight, 1e-6)
         sums = self._empty(xs[0], m, n, scales)
         made = [end.in_kernel("gemm_ar", total) for total in sums]
@@ -359,7 +359,7 @@ class EmulatedRanks:
         """The sum of all `xs` [m, n], of which every rank gets `rows` rows."""
         m, n = xs[0].shape
         whole = m if end.norm_weight is None else -(-m // self.world_size) * self.world_size
-        self._stored.reserve_exchange(self._exchange(whole, n, mode))
+        self._stored.reserve_exchange(self._exchange(whole, n, mode).bytes)
         sums = self._empty(xs[0], rows, n)
         made = [end.in_kernel("all_reduce", total) for total in sums]
 

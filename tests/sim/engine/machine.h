@@ -46,7 +46,7 @@ struct MachineConfig {
   // Of the CTAs that each device but this one could hold, another kernel takes the place of so many until it is done.
   int occupied = 0, occupied_until = 0;
   // Names of kernels that rely on CTAs beginning in the order of their numbers. Those of all others begin in any order.
-  std::vector<std::string> ordered = {"sum_over_ranks", "sum_and_norm"};
+  std::vector<std::string> ordered = {"sum_over_ranks", "sum_and_norm", "sum_int8_over_ranks"};
   bool reports_races = true;  // false: the case breaks the rules of the operators
   Policy policy;
 };

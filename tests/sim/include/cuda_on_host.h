@@ -156,4 +156,8 @@ inline uint32_t atomicExch(uint32_t* address, uint32_t value, FLUX_SIM_HERE) {
 inline uint32_t atomicCAS(uint32_t* address, uint32_t expected, uint32_t value, FLUX_SIM_HERE) {
   return sim::atomic(address, [&](uint32_t old) { return old == expected ? value : old; }, where);
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline int __float2int_rn(float value) {
+  return value == value ? static_cast<int>(std::nearbyint(value)) : 0;
+}
 inline void* __cvta_shared_to_generic(uint32_t address) { return sim::shared_pointer(address); }

@@ -242,6 +242,8 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     wide, note = random_inputs(problem, context)
     x, weight, routing = inputs = _quantized(wide, problem.scales)
     lineup.add_call("flux", "flux", call_of(op, inputs))
+    if context.cuda and op == "moe_layer1":
+        lineup.add_call("flux, int8", "int8", call_of(op, inputs, wire="int8"))
     scales = None
     if isinstance(x, Scaled) and isinstance(weight, Scaled):
         lineup.add_call(IN_16_BITS, "peer", call_of(op, wide))

@@ -116,6 +116,8 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     lineup = Lineup(context, given.weights, graphs=op == "gemm_ar")
     lineup.plan = explained(op, m, n, k, context, scales or None)
     lineup.ours(op, lambda g: step_of(by_flux, job.x, group=g, out=job.out))
+    if context.cuda and op == "gemm_rs":
+        lineup.add("flux, int8", "int8", step_of(by_flux, job.x, group=group, out=job.out, wire="int8"))
     lineup.add_call(collectives(context), "comm", job.alone)
     for each in opened(problem, lineup):
         if each.role == "peer":
