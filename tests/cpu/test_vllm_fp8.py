@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor import config as inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear
 from vllm_stand_in import define_all_reduce, define_norm, exact_norm
@@ -193,11 +196,28 @@ def test_it_computes_the_same(quant: str, world_size: int) -> None:
 def lowered(module: fx.GraphModule, quant: str) -> fx.Graph:
     """The graph in aten's operators, in which vLLM's passes see it."""
     values = given(module.graph, torch.zeros(9, N), weights(0, quant))
+    if quant == "written":
+        return functional(module, values)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     sizes = [value for value in values if not isinstance(value, torch.Tensor)]
     made = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
     made.graph.eliminate_dead_code()
     return made.graph
+
+
+def functional(module: fx.GraphModule, values: list[Any]) -> fx.Graph:
+    """As Inductor makes it: a kernel that writes to its arguments is one of `auto_functionalized`. vLLM turns
+    off the second form of that.
+    """
+    found: list[fx.Graph] = []
+
+    def keep(graph: fx.GraphModule, _: Any) -> Any:
+        found.append(graph.graph)
+        return graph.forward
+
+    with torch.no_grad(), inductor.patch(enable_auto_functionalized_v2=False):
+        aot_module_simplified(module, values, fw_compiler=keep)
+    return found[0]
 
 
 def kinds(graph: fx.Graph) -> list[str]:
@@ -210,11 +230,13 @@ def names(graph: fx.Graph) -> dict[str, int]:
     return {name: found.count(name) for name in sorted({*found}) if name.startswith(of_interest)}
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("quant", [*QUANTS, "written"])
 @pytest.mark.parametrize("with_sequence", [False, True])
 def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
-    """Below the first batch of flux, nothing of flux is left, and nothing of vLLM's is lost."""
-    libraries = [define_all_reduce(), define_norm()]
+    """Below the first batch of flux, nothing of flux is left, and nothing of vLLM's is lost. With "written",
+    neither is a quantisation whose result is what it has written to.
+    """
+    libraries = [define_all_reduce(), define_norm(), define_quantisation()]
     stock = lowered(traced("7", 0, quant, False), quant)
     graph = lowered(rewritten("7", 0, quant) if with_sequence else traced("7", 0, quant), quant)
     unshard(graph, FROM - 1)
@@ -225,6 +247,10 @@ def test_small_batches_are_vllms(quant: str, with_sequence: bool) -> None:
     graph.eliminate_dead_code()
     graph.lint()
     assert kinds(graph) == kinds(stock)
+    if quant == "written":
+        # Each of vLLM's products reads what its own quantisation has written.
+        written = graph.find_nodes(op="call_function", target=auto_functionalized)
+        assert len(written) == 4 * LAYERS and all(node.users for node in written)
     del libraries
 
 
@@ -282,7 +308,7 @@ def with_norms(module: fx.GraphModule, quant: str, group: str, sums: str) -> fx.
 
 def quantises(rank: int, world_size: int, quant: str, sums: str) -> list[str]:
     """Sums that give quantised rows give the bits that vLLM's quantisation would."""
-    libraries = [define_all_reduce(), define_norm()]
+    libraries = [define_all_reduce(), define_norm(), define_quantisation()]
     group, w, wrong = dist.group.WORLD.group_name, weights(rank, quant), []
     module = traced(group, rank, quant)
     stock, fused = (with_norms(module, quant, group, sums) for _ in range(2))
@@ -296,10 +322,11 @@ def quantises(rank: int, world_size: int, quant: str, sums: str) -> list[str]:
     if found.get(f"{name}quant") != 2 * LAYERS - 1 or "quantised_rows" in found:
         wrong.append(str(found))
     # Of vLLM's quantisations there are those in front of row-parallel layers, and of the embedding.
-    if found["quantize"] != 2 * LAYERS + 1:
-        wrong.append(str(found))
+    by = "auto_functionalized" if quant == "written" else "quantize"
+    if sum(kind.startswith((by, f"flux.{by}")) for kind in kinds(fused)) != 2 * LAYERS + 1:
+        wrong.append(str(kinds(fused)))
     values = given(module.graph, torch.randn(9, N, generator=torch.Generator().manual_seed(1)), w)
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors = [value for value in values if quant == "written" or isinstance(value, torch.Tensor)]
     results = [fx.GraphModule(module, graph)(*tensors) for graph in (stock, fused)]
     if not torch.equal(*(result[0] for result in results)):
         wrong.append("results differ")
@@ -307,7 +334,7 @@ def quantises(rank: int, world_size: int, quant: str, sums: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("quant", ["tensor", "token", "group128", "group128 by rows"])
+@pytest.mark.parametrize("quant", ["tensor", "token", "group128", "group128 by rows", "written"])
 @pytest.mark.parametrize("sums", ["layers", "other sums"])
 def test_rows_are_quantised_with_the_norm(quant: str, sums: str) -> None:
     assert spawn(quantises, 2, quant, sums, backend="gloo") == [[]] * 2
