@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from test_bench_record import make_record
 from typer.testing import CliRunner
 
-from flux.bench import html, record
+from flux.bench import html, plot, record
 from flux.cli import app
 
 _VOID = {"meta", "line", "br"}
@@ -69,6 +71,37 @@ def test_a_page_has_rows_samples_and_where_they_are_from() -> None:
         assert told in text
     assert "<b>" not in text and "cut off" not in text
     assert "This run was cut off" in html.page(make_record(complete=False))
+
+
+def test_labels_do_not_overlap_and_lie_within_their_picture() -> None:
+    """Seen in a browser: names of models ran into each other, and beyond the picture."""
+    result = make_record()
+    for row in result.rows:
+        row.model = "a model with a name of forty letters, so"
+    picture = html.page(result).split("<svg")[1].split("</svg>")[0]
+    found = re.search(r'width="(\d+)" height="(\d+)"', picture)
+    labels = re.findall(r'translate\((\d+) (\d+)\) rotate\(45\)">([^<]+)<', picture)
+    assert found is not None and len(labels) == 3
+    lefts = [int(left) for left, _, _ in labels]
+    assert (
+        min(right - left for left, right in itertools.pairwise(lefts)) >= 14
+    )  # a line's height at 45 degrees
+    for left, top, text in labels:  # a letter of 10 pixels is 6 wide
+        reach = 6 * 0.71 * len(text)
+        assert int(left) + reach < int(found[1]) and int(top) + reach < int(found[2])
+
+
+def test_each_peer_has_a_colour_and_both_modes_have_their_own() -> None:
+    result = make_record()
+    timing = result.rows[0].times["cuBLAS+NCCL"]
+    result.rows[0].times |= {f"peer {i}": timing for i in range(8)}
+    colours = list(plot.colours_of(result.rows).values())
+    assert len(colours) == 10 == len(set(colours))
+    text = html.page(result)
+    light, dark = text.split("prefers-color-scheme: dark")
+    names = set(re.findall(r"(--[a-z]+): #", light))
+    assert names == set(re.findall(r"(--[a-z]+): #", dark.split("</style>")[0])) and len(names) == 8
+    assert not re.findall(r"<(?:text|line|td|th)[^>]*#", text)
 
 
 def test_wrong_rows_are_loud_and_have_no_bars() -> None:

@@ -14,17 +14,29 @@ from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS
 from flux.bench.record import Record
 from flux.bench.report import filled, footer, heading, notes, table_title
 
-_HEIGHT, _BAR, _LEFT = 190, 10, 44  # pixels: of a plot, of a bar's width, of the scale beside it
+# Pixels: a plot's height, a bar's width, the scale beside it; and what a letter of a slanting label needs.
+_HEIGHT, _BAR, _LEFT, _LETTER = 190, 10, 44, 4.6
 _STYLE = f"""
-body {{ font: 14px/1.45 system-ui, sans-serif; color: {INK}; background: #fff; margin: 2rem auto;
+:root {{ color-scheme: light dark; --ink: {INK}; --faint: {FAINT}; --grid: {GRID}; --edge: {EDGE};
+  --paper: #fff; --hover: #f6f8fa; --good: #1a7f37; --bad: #c0392b; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e3e8ef; --faint: #9aa5b5; --grid: #2c3542; --edge: #566273;
+    --paper: #12171f; --hover: #1b222d; --good: #4cc26b; --bad: #ff8373; }}
+  rect, .key {{ filter: brightness(1.25); }} }}
+body {{ font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
   max-width: 1400px; padding: 0 1rem; }}
 h1 {{ font-size: 1.5rem; margin-bottom: 0; }} h2 {{ font-size: 1.1rem; margin: 2.2rem 0 .4rem; }}
-.faint {{ color: {FAINT}; }} .wide {{ overflow-x: auto; }}
+.faint, .dim {{ color: var(--faint); }} .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }}
-th, td {{ padding: .22rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid {GRID}; }}
-th {{ border-bottom: 1px solid {EDGE}; }} .left {{ text-align: left; }} tr:hover td {{ background: #f6f8fa; }}
-.green {{ color: #1a7f37; }} .red, .yellow {{ color: #c0392b; font-weight: 600; }} .dim {{ color: {FAINT}; }}
-svg text {{ font-size: 10px; fill: {INK}; }} svg rect:hover {{ opacity: .7; }}
+th, td {{ padding: .22rem .6rem; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--grid); }}
+th {{ border-bottom: 1px solid var(--edge); }} .left {{ text-align: left; }}
+th:first-child, td:first-child {{ position: sticky; left: 0; background: var(--paper); }}
+tr:hover td {{ background: var(--hover); }}
+.green {{ color: var(--good); }} .red, .yellow {{ color: var(--bad); font-weight: 600; }}
+svg text {{ font-size: 10px; fill: var(--ink); }} svg rect:hover {{ opacity: .7; }}
+line {{ stroke: var(--grid); }} line.one {{ stroke: var(--ink); }}
+.named {{ white-space: nowrap; }}
 .key {{ display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }}
 """
 
@@ -99,7 +111,8 @@ def _plots(drawn: list[tuple[Row, Derived]]) -> Iterator[str]:
     """Each candidate's time over the floor, without one over the best peer, and flux's speed-up."""
     colours = colours_of([row for row, _ in drawn])
     keys = "".join(
-        f'<span class="key" style="background:{c}"></span>{escape(name)}' for name, c in colours.items()
+        f'<span class="named"><span class="key" style="background:{c}"></span>{escape(name)}</span> '
+        for name, c in colours.items()
     )
     yield f"<p>Time over {base_of([d for _, d in drawn])}, lower is better: {keys}</p>"
     times, speeds = [], []
@@ -109,30 +122,29 @@ def _plots(drawn: list[tuple[Row, Derived]]) -> Iterator[str]:
         speed = 1.0 if d.speedup is None else d.speedup
         said = f"{speed:.3f} times as fast as {d.peer_name}\n{_samples(row)}"
         speeds.append([(speed, FLUX if speed >= 1 else LOSS, said)])
-    labels = [(row.name, str(row.m)) for row, _ in drawn]
+    labels = [f"{row.name}, {row.m}" for row, _ in drawn]
     yield _bars(times, labels, len(colours))
     yield "<p>Speed-up over the best peer, higher is better</p>"
     yield _bars(speeds, labels, 2)
 
 
-def _bars(groups: list[list[tuple[float, str, str]]], labels: list[tuple[str, str]], most: int) -> str:
-    """Bars of (height, colour, text on hover) in groups, and a line at 1. labels: name and M of a group."""
+def _bars(groups: list[list[tuple[float, str, str]]], labels: list[str], most: int) -> str:
+    """Bars of (height, colour, text on hover) in groups, their slanting labels, and a line at 1."""
     top = min(max(value for group in groups for value, _, _ in group), TALLEST) * 1.08
     step = _BAR * most + 14
     width, parts = _LEFT + step * len(groups), []
     for tick in (0.5 * i for i in range(int(2 * top) + 1)):
         y = _HEIGHT * (1 - tick / top)
-        colour = INK if tick == 1 else GRID
-        parts.append(f'<line x1="{_LEFT}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}"/>')
+        kind = ' class="one"' if tick == 1 else ""
+        parts.append(f'<line x1="{_LEFT}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}"{kind}/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{tick:g}</text>')
-    for i, (group, (name, m)) in enumerate(zip(groups, labels, strict=True)):
+    for i, (group, label) in enumerate(zip(groups, labels, strict=True)):
         left = _LEFT + i * step + 7
         for j, (value, colour, said) in enumerate(group):
             height = _HEIGHT * min(value, top) / top
             at = f'x="{left + j * _BAR}" y="{_HEIGHT - height:.1f}" width="{_BAR - 1}" height="{height:.1f}"'
             parts.append(f'<rect {at} fill="{colour}"><title>{escape(said)}</title></rect>')
-        parts.append(f'<text x="{left}" y="{_HEIGHT + 13}">{escape(m)}</text>')
-        if i == 0 or labels[i - 1][0] != name:
-            parts.append(f'<text x="{left}" y="{_HEIGHT + 27}" font-weight="600">{escape(name)}</text>')
-    size = f'width="{width + 120}" height="{_HEIGHT + 34}"'
+        parts.append(f'<text transform="translate({left} {_HEIGHT + 12}) rotate(45)">{escape(label)}</text>')
+    reach = _LETTER * max(map(len, labels))
+    size = f'width="{width + reach:.0f}" height="{_HEIGHT + 20 + reach:.0f}"'
     return f'<div class="wide"><svg {size} role="img">{"".join(parts)}</svg></div>'

@@ -8,7 +8,7 @@ from flux.bench.model import Row, derive, forced_times, over_best
 
 # The colours of all pictures of results.
 FLUX = "#e4572e"
-PEERS = ["#3d5a80", "#7a9cc6", "#98c1d9", "#b9c0c9"]
+PEERS = ["#3d5a80", "#7a9cc6", "#98c1d9", "#b9c0c9", "#2a9d8f", "#8a6fb3", "#b08d57", "#6a994e", "#c77d9b"]
 INK = "#22303c"
 FAINT = "#6b7785"
 LOSS = "#9aa3ad"
