@@ -55,8 +55,8 @@ def python_calls(call: Callable[[], object]) -> int:
     return count - 1  # the call itself
 
 
-def cases(parts: Any) -> dict[str, Callable[[], object]]:
-    """A call of each operator. parts: the group of those that run as several operators."""
+def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
+    """A call of each operator. parts, composed: the groups of those that run as several operators."""
     import torch
 
     import flux
@@ -87,6 +87,9 @@ def cases(parts: Any) -> dict[str, Callable[[], object]]:
         "ag_gemm, in parts": lambda: flux.ag_gemm(x, weight, group=parts),
         "ag_gemm, in parts, copy engines": lambda: flux.ag_gemm(wide, narrow, group=parts),
         "gemm_ar, in parts": lambda: flux.gemm_ar(x, weight, group=parts),
+        "gemm_ar, in parts, bias": lambda: flux.gemm_ar(x, weight, norm_weight, group=parts),
+        "gemm_ar, composed": lambda: flux.gemm_ar(x, weight, group=composed),
+        "gemm_ar, composed, copy engines": lambda: flux.gemm_ar(many, short, group=composed),
         "gemm_ar": lambda: flux.gemm_ar(x, weight),
         "gemm_ar, norm": lambda: flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight),
         "all_reduce": lambda: flux.all_reduce(residual),
@@ -209,10 +212,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of operators")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from host.machine import in_parts, start
+    from host.machine import by_way, start
 
     group = start(options.kernels, ROOT / "build/host_cost")
-    parts = in_parts()
+    parts, composed = by_way("parts"), by_way("composed")
     import torch
 
     head = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
@@ -222,10 +225,11 @@ def main() -> None:
         f"{'us':26}{'total':>8}{'Python':>8}{'C++':>8}{'tensors':>9}{'first':>8}   calls of Python functions"
     )
     with torch.no_grad():
-        for name, call in cases(parts).items():
+        for name, call in cases(parts, composed).items():
             if options.only and name not in options.only:
                 continue
-            row = measure(name, call, parts if "in parts" in name else group)
+            of = parts if "in parts" in name else composed if "composed" in name else group
+            row = measure(name, call, of)
             rows.append({"case": name, **row})
             figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us")]
             print(

@@ -73,8 +73,8 @@ def start(kernels: Path, into: Path) -> Any:
     return _workspace(dist.group.WORLD)
 
 
-def in_parts() -> Any:
-    """A group of the same ranks, whose calls all run as several operators."""
+def by_way(way: str) -> Any:
+    """A group of the same ranks, whose calls all run in one way (flux.tuning.facts.WAYS)."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +82,7 @@ def in_parts() -> Any:
     from flux.tuning.facts import Tuning
 
     group = _workspace(dist.new_group([0, 1]))
-    registry.get(group, torch.device("cuda", 0), "bench").tuning = Tuning(forced="parts")
+    registry.get(group, torch.device("cuda", 0), "bench").tuning = Tuning(forced=way)
     return group
 
 

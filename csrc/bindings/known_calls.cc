@@ -239,20 +239,26 @@ struct Fresh {
   py::object shape, strides, dtype;
 };
 
-// Operands of launches, and results: the number of an argument, or -1 - the number of a fresh tensor, or kAbsent.
+// Operands, and results of calls: the number of an argument, or -1 - the number of a fresh tensor, or kAbsent.
+struct KnownLaunch {
+  void* handle;
+  std::vector<int> operands;
+  uint32_t copy_call;  // the number, from 1, of the call by copy engines that it belongs to, or 0
+};
+
 struct KnownCall {
   std::vector<int64_t> words;
   std::vector<Fresh> fresh;
-  std::vector<std::pair<void*, std::vector<int>>> launches;
+  std::vector<KnownLaunch> launches;
   std::vector<int> results;
-  bool one_result, by_copy_engine;
+  bool one_result;
   const LaunchTable* table;
   std::mutex running;  // a launch keeps what it has encoded, so two threads may not run it at once
 
   KnownCall() = default;
   KnownCall(const KnownCall&) = delete;
   ~KnownCall() {
-    for (const auto& launch : launches) table->drop(launch.first);
+    for (const auto& [handle, operands, copy_call] : launches) table->drop(handle);
   }
 };
 
@@ -297,10 +303,7 @@ class KnownCalls {
       if (PyErr_Occurred()) return nullptr;
       Py_RETURN_NONE;
     }
-    const auto result = [&](int i) {
-      PyObject* const object = i < 0 ? fresh[-1 - i].ptr() : arguments.objects[i];
-      return Py_NewRef(object);
-    };
+    const auto result = [&](int i) { return Py_NewRef(i < 0 ? fresh[-1 - i].ptr() : arguments.objects[i]); };
     if (known->one_result) return result(known->results[0]);
     PyObject* const all = PyTuple_New(static_cast<Py_ssize_t>(known->results.size()));
     for (size_t i = 0; all != nullptr && i < known->results.size(); ++i) {
@@ -312,22 +315,22 @@ class KnownCalls {
   // Makes a call known. Takes over the launches.
   bool remember(const py::tuple& given,
                 const std::vector<std::tuple<py::tuple, py::object, int, py::object>>& fresh,
-                const std::vector<std::pair<uint64_t, std::vector<int>>>& launches, std::vector<int> results,
-                bool one_result, bool by_copy_engine) {
+                const std::vector<std::tuple<uint64_t, std::vector<int>, uint32_t>>& launches,
+                std::vector<int> results, bool one_result) {
     if (torch_ == nullptr || table_ == nullptr || paused) return false;
     auto known = std::make_shared<KnownCall>();
     known->table = table_;
-    for (const auto& [handle, operands] : launches) {
-      known->launches.emplace_back(reinterpret_cast<void*>(handle), operands);
+    for (const auto& [handle, operands, copy_call] : launches) {
+      known->launches.push_back({reinterpret_cast<void*>(handle), operands, copy_call});
     }
     Arguments arguments;
     const Py_ssize_t count = static_cast<Py_ssize_t>(given.size());
     if (!arguments.read(*torch_, PySequence_Fast_ITEMS(given.ptr()), count)) return false;
     const int num_fresh = static_cast<int>(fresh.size());
     check_range("len(fresh)", num_fresh, 0, kMaxArguments);
-    for (const auto& launch : known->launches) {
-      check_range("len(operands)", static_cast<int64_t>(launch.second.size()), 0, kMaxArguments);
-      for (const int operand : launch.second) {
+    for (const KnownLaunch& launch : known->launches) {
+      check_range("len(operands)", static_cast<int64_t>(launch.operands.size()), 0, kMaxArguments);
+      for (const int operand : launch.operands) {
         if (operand != kAbsent) check_range("operand", operand, -num_fresh, count - 1);
       }
     }
@@ -339,7 +342,6 @@ class KnownCalls {
     }
     known->results = std::move(results);
     known->one_result = one_result;
-    known->by_copy_engine = by_copy_engine;
     known->words.assign(arguments.words, arguments.words + arguments.num_words);
     if (calls_.size() >= kMaxCalls) calls_.clear();
     calls_.emplace(arguments.hash(), std::move(known));
@@ -407,14 +409,15 @@ class KnownCalls {
     if (!table_->ready(device, &stream)) return false;
     if (order_ != nullptr && !order_->follows_itself(stream)) return false;
     if (turn_ != nullptr) turn_->open();
-    const uint32_t epoch = known.by_copy_engine ? ++copy_epoch : 0;
+    const uint32_t before = copy_epoch;
+    for (const KnownLaunch& each : known.launches) copy_epoch = std::max(copy_epoch, before + each.copy_call);
     const char* error = nullptr;
     {
       py::gil_scoped_release release;  // a launch waits if the device's queue is full
-      for (const auto& [handle, operands] : known.launches) {
+      for (const auto& [handle, operands, copy_call] : known.launches) {
         void* addresses[kMaxArguments] = {};  // null: optional tensors after the last operand
         for (size_t i = 0; i < operands.size(); ++i) addresses[i] = address(operands[i]);
-        error = table_->run(handle, addresses, epoch, stream);
+        error = table_->run(handle, addresses, copy_call == 0 ? 0 : before + copy_call, stream);
         if (error != nullptr) break;
       }
     }
@@ -462,19 +465,19 @@ void bind_known_calls(py::module_& m) {
            py::arg("exchange_api"), py::arg("types"), py::arg("dtype"), py::arg("states"),
            py::arg("grad_enabled"), py::arg("profiler_enabled"),
            "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. states: "
-           "functions that return "
-           "something true if calls must go through torch's dispatcher.");
+           "functions that return something true if calls must go through torch's dispatcher.");
   py::class_<KnownCalls> type(m, "KnownCalls",
                               "Calls on a workspace that are made again without Python in between.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t>(), py::keep_alive<1, 2>(),
            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::arg("torch"), py::arg("table"),
            py::arg("turn"), py::arg("order"), py::arg("addr"))
       .def("remember", &KnownCalls::remember, py::arg("given"), py::arg("fresh"), py::arg("launches"),
-           py::arg("results"), py::arg("one_result"), py::arg("by_copy_engine"),
+           py::arg("results"), py::arg("one_result"),
            "Makes a call known. fresh: (shape, strides or None, argument it is like, dtype or None) of "
-           "tensors to allocate. "
-           "launches: (handle, operands), taken over. Operands and results are numbers of arguments, or -1 - "
-           "number of a fresh tensor. Returns whether the call can be known.")
+           "tensors to allocate. launches: (handle, operands, number of their call by copy engines or 0), "
+           "taken "
+           "over. Operands and results are numbers of arguments, or -1 - number of a fresh tensor. Returns "
+           "whether the call can be known.")
       .def(
           "knows",
           [](const KnownCalls& self, const py::args& given) {
@@ -487,8 +490,7 @@ void bind_known_calls(py::module_& m) {
       .def_readwrite("copy_epoch", &KnownCalls::copy_epoch)
       .def_readwrite("paused", &KnownCalls::paused, "Whether all calls take the long way for now.");
   add_call<true>(type, "call",
-                 "call(*args)\n--\n\nThe results of a known call, or None: then the call is to be made in "
-                 "another way.");
+                 "call(*args)\n--\n\nThe results of a known call, or None: then make it in another way.");
   add_call<false>(type, "call_below",
                   "call_below(*args)\n--\n\nAs call, below torch's dispatcher and autograd.");
 }

@@ -254,7 +254,7 @@ class Sub(torch.Tensor):
 def test_what_torch_must_see_is_left_to_torch(machine: Machine, workspace: CudaWorkspace) -> None:
     x, weight = tensor(8, 64), tensor(16, 64)
     number = known.operator()
-    workspace.known.remember((number, x, weight), [((4,), None, 1, None)], [], [-1], True, False)
+    workspace.known.remember((number, x, weight), [((4,), None, 1, None)], [], [-1], True)
 
     def is_known(x: Any = x, weight: Any = weight) -> bool:
         return workspace.known.call(number, x, weight) is not None
@@ -465,7 +465,7 @@ def test_launches_are_freed_and_the_number_of_calls_is_limited(
     assert sorted(machine.dropped) == list(range(1, 10))
     number = known.operator()
     for i in range(1025):
-        workspace.known.remember((number, i), [], [], [1], True, False)
+        workspace.known.remember((number, i), [], [], [1], True)
     assert len(workspace.known) == 1
 
 

@@ -10,6 +10,7 @@ from repeated import CALLS, WITH_OUT, Machine, arguments, roles, tensor, told
 
 import flux
 from flux.comm.cuda import CudaWorkspace
+from flux.ops.plan import workspace_plan
 from flux.tuning.facts import Tuning
 
 pytest_plugins = ("repeated",)  # fixtures
@@ -31,6 +32,10 @@ PARTS = {
         "gemm": ["result 1", "weight", None, "result 0"],
     },
     "gemm_ar": {"gemm": ["x", "weight", None, "scratch"], "all_reduce": ["scratch", "result 0"]},
+    "gemm_ar bias": {
+        "gemm": ["x", "weight", "bias", "scratch"],
+        "all_reduce": ["scratch", "result 0", "residual"],
+    },
     "gemm_ar residual": {
         "gemm": ["x", "weight", None, "scratch"],
         "all_reduce": ["scratch", "result 0", "residual"],
@@ -42,6 +47,7 @@ PARTS = {
 }
 MORE = {
     "ag_gemm gathered": {"return_gathered": True},
+    "gemm_ar bias": {"bias": tensor(16), "residual": tensor(8, 16)},
     "gemm_ar residual": {"residual": tensor(8, 16)},
     "gemm_ar norm": {"residual": tensor(8, 16), "norm_weight": tensor(16), "eps": 1e-5},
 }
@@ -78,7 +84,6 @@ def test_parts_are_repeated_only_if_they_are_all_of_the_call(machine: Machine, i
     both = tensor(64, 64)
     for call in (
         lambda: flux.gemm_rs(x, weight, bias),  # torch adds the bias
-        lambda: flux.gemm_ar(x, weight, bias, residual=tensor(8, 16)),
         lambda: flux.gemm_rs(odd, weight),
         lambda: flux.ag_gemm(odd, weight),
         lambda: flux.ag_gemm(both, both),  # which of the two a kernel reads
@@ -87,3 +92,80 @@ def test_parts_are_repeated_only_if_they_are_all_of_the_call(machine: Machine, i
             machine.dispatched.clear()
             call()
             assert len(machine.dispatched) == 2 and not machine.repeated
+
+
+def test_one_rank_adds_the_bias(
+    machine: Machine, in_parts: None, monkeypatch: pytest.MonkeyPatch, workspace: CudaWorkspace
+) -> None:
+    monkeypatch.setattr(type(workspace.group), "rank", lambda self: 1)
+    flux.gemm_ar(tensor(8, 64), tensor(16, 64), tensor(16))
+    (_, operands), _ = machine.dispatched
+    assert operands[2] is None
+
+
+COMPOSED = {
+    "gemm_ar": {"gemm_rs": ["x", "weight", None, "scratch"], "all_gather": ["scratch", "result 0"]},
+    "gemm_ar bias": {"gemm_rs": ["x", "weight", "bias", "scratch"], "all_gather": ["scratch", "result 0"]},
+}
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("op", COMPOSED)
+def test_a_composed_call_is_repeated_as_a_whole(
+    op: str, with_out: bool, machine: Machine, workspace: CudaWorkspace
+) -> None:
+    workspace.tuning = Tuning(forced="composed")
+    given = arguments("gemm_ar") | ({"bias": tensor(16)} if "bias" in op else {})
+    if with_out:
+        given["out"] = flux.gemm_ar(**given)
+    flux.gemm_rs(given["x"], given["weight"], given.get("bias"))  # a part that is known by itself already
+    machine.dispatched.clear()
+    flux.gemm_ar(**given)
+    for _ in range(2):
+        given = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        machine.repeated.clear()
+        result = flux.gemm_ar(**given)
+        assert len(machine.dispatched) == 2, "Python has launched once"
+        named = roles({name: value for name, value in given.items() if name != "out"}, result)
+        assert [name.split("::_")[1] for name, _, _ in machine.repeated] == list(COMPOSED[op])
+        for (_, addresses, _), expected in zip(machine.repeated, COMPOSED[op].values(), strict=True):
+            assert told(named, addresses)[: len(expected)] == expected
+        (_, first, _), (_, second, _) = machine.repeated
+        assert first[3] == second[0], "the gather reads what the sum wrote"
+
+
+def test_each_part_by_copy_engines_has_an_epoch_of_its_own(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    workspace.tuning, rows = Tuning(forced="composed"), 16384
+    x, weight = tensor(rows, 512), tensor(4096, 512)
+    plans = workspace_plan(workspace, "gemm_rs", rows, 4096, 512, x.dtype, False)
+    assert plans.copied, "large enough for copy engines"
+    flux.gemm_ar(x, weight)
+    begun, counted = [epoch for *_, epoch in machine.repeated], workspace.known.copy_epoch
+    assert begun == [] and counted == 2
+    for _ in range(2):
+        machine.repeated.clear()
+        flux.gemm_ar(x, weight)
+        assert [epoch for *_, epoch in machine.repeated] == [counted + 1, counted + 2]
+        counted = workspace.known.copy_epoch
+    flux.gemm_rs(x, weight)
+    assert workspace.known.copy_epoch == counted + 1
+
+
+@pytest.mark.parametrize("how", ["rows that ranks do not divide", "residual", "norm"])
+def test_composed_calls_of_which_torch_does_a_part_are_not_a_whole(
+    how: str, machine: Machine, workspace: CudaWorkspace
+) -> None:
+    workspace.tuning = Tuning(forced="composed")
+    rows = 9 if how.startswith("rows") else 8
+    more = {"residual": {"residual": tensor(8, 16)}, "norm": {"norm_weight": tensor(16)}}.get(how, {})
+    x, weight = tensor(rows, 64), tensor(16, 64)
+    for _ in range(3):
+        machine.repeated.clear()
+        flux.gemm_ar(x, weight, **more)
+    assert [name for name, *_ in machine.repeated][:2] == ["flux::_gemm_rs", "flux::_all_gather"]
+    calls = len(workspace.known)
+    workspace.known.clear()
+    flux.gemm_ar(x, weight, **more)
+    assert len(workspace.known) == calls == (3 if how.startswith("rows") else 2), "parts are known alone"

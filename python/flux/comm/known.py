@@ -36,11 +36,15 @@ Operands: TypeAlias = Sequence[Sequence[int]]
 
 
 class Part(NamedTuple):
-    """Launches of a call that consists of others, or of one of these, whose operands are tensors."""
+    """Launches of a call that consists of others, or of one of these, whose operands are tensors.
+
+    Attributes:
+        copy_calls: for each launch the number, from 1, of the call by copy engines that it belongs to, or 0.
+    """
 
     launch: Launch
     operands: Sequence[Sequence[Any]]
-    by_copy_engine: bool
+    copy_calls: Sequence[int]
 
 
 def operator() -> int:
@@ -65,6 +69,7 @@ class Recipe:
         self.results: list[int] = []
         self._made: list[torch.Tensor] = []
         self._parts: list[Part] = []
+        self._theirs: list[torch.Tensor] = []  # made by parts
 
     def allocates(self, tensor: torch.Tensor, like: int) -> int:
         """The operand for a tensor that the call allocates on the device of argument number `like`."""
@@ -81,29 +86,38 @@ class Recipe:
         self.results.append(argument if given and argument is not None else self.allocates(tensor, like))
         return self.results[-1]
 
-    def add(self, part: Recipe, launch: Launch, operands: Operands, by_copy_engine: bool) -> None:
+    def add(self, part: Recipe, launch: Launch, operands: Operands, copy_calls: Sequence[int]) -> None:
         """Adds a call within this one; arguments as those of `remember`."""
         tensors = [[part._tensor(operand) for operand in of_kernel] for of_kernel in operands]
-        self._parts.append(Part(launch, tensors, by_copy_engine))
+        self._parts.append(Part(launch, tensors, copy_calls))
+        self._theirs += part._made
 
     def whole(self, count: int) -> Part | None:
         """The launches of the `count` calls within this one, with operands of this one. None if they cannot
         be repeated: not all of them could be known, or one has an operand that this recipe does not name.
         """
         given = {i: each for i, each in enumerate(self.given) if isinstance(each, torch.Tensor)}
+        like, own = next(iter(given)), {each.data_ptr() for each in (*given.values(), *self._made)}
+        for each in self._theirs:
+            if each.data_ptr() not in own:
+                own.add(each.data_ptr())
+                self.allocates(each, like)
         given |= {-1 - i: each for i, each in enumerate(self._made)}
         numbers = {tensor.data_ptr(): number for number, tensor in given.items()}
         tensors = [each for part in self._parts for of_kernel in part.operands for each in of_kernel]
         known = all(tensor is None or tensor.data_ptr() in numbers for tensor in tensors)
-        by_copy_engines = sum(part.by_copy_engine for part in self._parts)  # which count one epoch of a call
-        if len(self._parts) != count or len(numbers) != len(given) or not known or by_copy_engines > 1:
+        if len(self._parts) != count or len(numbers) != len(given) or not known:
             return None
         operands = [
             [ABSENT if tensor is None else numbers[tensor.data_ptr()] for tensor in of_kernel]
             for part in self._parts
             for of_kernel in part.operands
         ]
-        return Part(lambda: [part.launch() for part in self._parts], operands, by_copy_engines > 0)
+        copy_calls: list[int] = []
+        for part in self._parts:
+            before = max(copy_calls, default=0)
+            copy_calls += [before + number if number else 0 for number in part.copy_calls]
+        return Part(lambda: [part.launch() for part in self._parts], operands, copy_calls)
 
     def _tensor(self, operand: int) -> torch.Tensor | None:
         if operand == ABSENT:
@@ -159,7 +173,7 @@ def keep(launch: Callable[[], object]) -> list[int]:
 
 
 def remember(
-    calls: Any, recipe: Recipe, launch: Launch, operands: Operands, by_copy_engine: bool = False
+    calls: Any, recipe: Recipe, launch: Launch, operands: Operands, copy_calls: Sequence[int] = ()
 ) -> None:
     """Makes a call known that was made. It returns one result, or a tuple of several.
 
@@ -168,17 +182,18 @@ def remember(
         launch: enqueues the kernels of the call once more.
         operands: for each kernel all tensors that its operator takes, in the order of its arguments. Kernels
             must read and write them in place, without copies.
-        by_copy_engine: the host counts the calls.
+        copy_calls: as in `Part`; none: no copy engine, whose calls the host counts.
     """
+    copy_calls = copy_calls or [0] * len(operands)
     if recipe.within is not None:
-        recipe.within.add(recipe, launch, operands, by_copy_engine)
+        recipe.within.add(recipe, launch, operands, copy_calls)
         return
     if calls.knows(*recipe.given):
         return
     handles = keep(launch)
-    launches = list(zip(handles, operands, strict=True))
+    launches = list(zip(handles, operands, copy_calls, strict=True))
     one = len(recipe.results) == 1
-    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, by_copy_engine)
+    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one)
 
 
 # Of the first device of each group that has a workspace there.

@@ -84,12 +84,14 @@ def composed(
     total: Tensor,
     same: Same,
     scales: Scales | None,
+    recipe: known.Recipe | None,
 ) -> None:
-    shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales)
+    """total = gemm_rs, then all_gather. recipe: of the call (flux.comm.known) if it is these two alone."""
+    shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales, within=recipe)
     if residual is not None:
         rows = shard.shape[0]
         shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
-    gather.call(shard, group, total)
+    gather.call(shard, group, total, within=recipe)
 
 
 def fused_cuda(

@@ -284,9 +284,10 @@ def sum_of(
     group: ProcessGroup,
     out: Tensor,
     recipe: known.Recipe | None = None,
+    also: Same = NOTHING,
 ) -> Made | None:
     """Writes the sum of all ranks' x, plus residual, to `out`. Returns as _run. recipe: of the call, if it is
-    to be known (flux.comm.known).
+    to be known (flux.comm.known). also: as in gemm_rs.call.
     """
     workspace = registry.get(group, x.device, "all_reduce")
     if end.norm_weight is None:
@@ -296,9 +297,9 @@ def sum_of(
         rows, columns = _check.rows_to_norm("all_reduce", x)
         plan = workspace_plan(workspace, "all_reduce_norm", rows, columns, 0, x.dtype, False)
     _invariant.require(plan)
-    same: Same = NOTHING
+    same = also
     if residual is not None or end.norm_weight is not None:
-        same = {"residual": residual, **end.same()}
+        same = {**also, "residual": residual, **end.same()}
     with workspace.calling(plan, same) as epoch:
         if not plan.fused:
             unfused(x, residual, group, out)

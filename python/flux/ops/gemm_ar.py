@@ -415,11 +415,10 @@ def _among_ranks(
             _among_ranks(*call, _scales.of_slice(scales, m, some))
     elif plan.way == "parts":
         product = torch.empty_like(total)
-        plain.run(x, weight, None, transpose_weight, product, scales, recipe)
-        if bias is not None:  # an all_reduce adds one tensor
-            residual = bias.expand(m, n) if residual is None else residual + bias
+        once = bias if group.rank() == 0 else None  # the sum has it once
+        plain.run(x, weight, once, transpose_weight, product, scales, recipe)
         of_sum = reduce.recipe_of(product, residual, end, total, recipe)
-        made = reduce.sum_of(product, residual, end, group, total, of_sum)
+        made = reduce.sum_of(product, residual, end, group, total, of_sum, {"bias": bias})
         if isinstance(workspace, CudaWorkspace):
             end.remembered(recipe, out, made, out_argument=8, quant_scale=0)
             recipe.allocates(product, like=2)
@@ -430,7 +429,12 @@ def _among_ranks(
         added = (None, None) if residual is None else (residual[head], residual[tail])
         operands = (weight, bias, transpose_weight)
         theirs = _scales.of_slice(scales, m, head)
-        parts.composed(x[head], *operands, added[0], group, total[head], same, theirs)
+        alone = residual is None and dealt == m and end.norm_weight is None
+        two = recipe if alone and isinstance(workspace, CudaWorkspace) else None
+        parts.composed(x[head], *operands, added[0], group, total[head], same, theirs, two)
+        if alone and isinstance(workspace, CudaWorkspace):
+            end.remembered(recipe, out, made, out_argument=8, quant_scale=0)
+            workspace.remember_parts(recipe, 2)
         if dealt < m:
             theirs = _scales.of_slice(scales, m, tail)
             _among_ranks(x[tail], *operands, added[1], ends.NONE, group, total[tail], theirs)

@@ -220,23 +220,25 @@ def call(
     out: torch.Tensor | None = None,
     also: Same = NOTHING,
     scales: Scales | None = None,
+    within: known.Recipe | None = None,
 ) -> torch.Tensor:
     """gemm_rs without gradients and without torch's dispatcher.
 
     Args:
         also: further facts that ranks compare, if the call is a part of another operator.
+        within: of that operator's call, if it is to be known (flux.comm.known).
     """
     if group.size() == 1:
         shape, *_ = _check.gemm_args("gemm_rs", x, weight, bias, transpose_weight, 1, scales=scales)
         out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
         plain.run(x, weight, bias, transpose_weight, out, scales)
         return out
-    if (calls := known.of_groups.get(group)) is not None:
+    if within is None and (calls := known.of_groups.get(group)) is not None:
         given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
         done = calls.call_below(*given)
         if done is not None:
             return cast(torch.Tensor, done)
-    arguments = (x, weight, bias, transpose_weight, group, out, also, scales)
+    arguments = (x, weight, bias, transpose_weight, group, out, also, scales, within)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
 
@@ -249,6 +251,7 @@ def _among_ranks(
     out: torch.Tensor | None,
     also: Same,
     scales: Scales | None,
+    within: known.Recipe | None,
 ) -> torch.Tensor:
     workspace = registry.find(group, x.device)
     facts = _check.facts("gemm_rs", x, weight, bias, transpose_weight, scales)
@@ -260,7 +263,7 @@ def _among_ranks(
             "gemm_rs", x, weight, bias, transpose_weight, group.size(), scales=scales
         )
     given = (_OP, _invariance.active(), x, weight, bias, out, transpose_weight, *(scales or ()))
-    recipe = known.Recipe(*given)
+    recipe = known.Recipe(*given, within=within)
     out = _check.output("gemm_rs", out, shape, x, weight, bias, scales=scales)
     recipe.returns(out, like=2, argument=5)
     if workspace is None:
