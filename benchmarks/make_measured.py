@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flux.integrations.vllm.thresholds import SHIPPED, Prefill, Row, Sum, measured_in
+from flux.integrations.vllm.thresholds import SHIPPED, Decode, Prefill, Row, Sum, measured_in
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
@@ -47,27 +47,38 @@ def measured() -> dict[str, Any]:
         [r.ranks, r.n, r.k, r.m, r.speedup, *([r.scales] if r.scales else [])]
         for _, r in sorted(newest.items())
     ]
-    of_models = [[p.ranks, p.hidden, p.speedup] for p in prefills((arch, sms))]
-    of_sums = [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())]
-    return {"machine": {"arch": arch, "sms": sms}, "rows": rows, "sums": of_sums, "prefills": of_models}
+    models = of_models((arch, sms))
+    return {
+        "machine": {"arch": arch, "sms": sms},
+        "rows": rows,
+        "sums": [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())],
+        "prefills": [[p.ranks, p.hidden, p.speedup] for p in models if isinstance(p, Prefill)],
+        "decodes": [[d.ranks, d.hidden, d.tokens, d.speedup] for d in models if isinstance(d, Decode)],
+    }
 
 
-def prefills(machine: tuple[str, int]) -> list[Prefill]:
+def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
     """Of models that flux made sequence parallel where vLLM, by its defaults, fuses."""
-    newest: dict[tuple[Any, ...], Prefill] = {}
+    newest: dict[tuple[Any, ...], Prefill | Decode] = {}
     for results in sorted(
         (json.loads(path.read_text()) for path in RESULTS.glob("*-vllm-defaults-*.json")),
         key=lambda each: str(each["date"]),
     ):
         model, ranks = results["settings"]["model"], results["settings"]["tp"]
-        rates = {run: data["tokens_per_s"].get("prefill") for run, data in results["runs"].items()}
-        ours = [
-            rate for run, rate in rates.items() if run.startswith("flux") and run.endswith("-graph") and rate
-        ]
         here = (results["machine"]["arch"], results["machine"]["sms"]) == machine
-        if here and ours and rates.get("stock-graph") and not (model["fp8"] or model["experts"]):
-            speedup = round(min(ours) / rates["stock-graph"], 3)
-            newest[ranks, model["hidden"], model["layers"]] = Prefill(ranks, model["hidden"], speedup)
+        if not here or model["fp8"] or model["experts"] or "stock-graph" not in results["runs"]:
+            continue
+        ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
+        for metric, stock in results["runs"]["stock-graph"]["tokens_per_s"].items():
+            rates = [r for run in ours if (r := results["runs"][run]["tokens_per_s"].get(metric))]
+            what, _, tokens = metric.partition(" ")
+            if not rates or what not in ("prefill", "decode"):
+                continue
+            speedup, hidden = round(min(rates) / stock, 3), model["hidden"]
+            shape = (ranks, hidden, model["layers"], int(tokens or 0))
+            newest[what, *shape] = (
+                Decode(ranks, hidden, int(tokens), speedup) if tokens else Prefill(ranks, hidden, speedup)
+            )
     return [newest[key] for key in sorted(newest)]
 
 
@@ -79,7 +90,9 @@ def speedup_of_large(shape: dict[str, float]) -> float:
 def text() -> str:
     """The file's contents, a line for each row."""
     data = measured()
-    lists = {name: ",\n    ".join(map(json.dumps, data[name])) for name in ("rows", "sums", "prefills")}
+    lists = {
+        name: ",\n    ".join(map(json.dumps, data[name])) for name in ("rows", "sums", "prefills", "decodes")
+    }
     told = ",\n  ".join(f'"{name}": [\n    {rows}\n  ]' for name, rows in lists.items())
     return f'{{\n  "machine": {json.dumps(data["machine"])},\n  {told}\n}}\n'
 

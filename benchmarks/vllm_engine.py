@@ -139,7 +139,6 @@ class Settings:
             "PYTHONPATH": os.pathsep.join(paths),
             "FLUX_VLLM": "auto" if with_flux else "off",
             "FLUX_VLLM_MOE": "auto" if with_flux and self.model.experts else "off",
-            "FLUX_VLLM_PREFETCH": "on" if "-ahead-" in run else "off",
             "FLUX_VLLM_MIN_TOKENS": "auto" if self.min_tokens is None else str(self.min_tokens),
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),

@@ -5,9 +5,9 @@
 
 The model has the shape of a known one (--model), but fewer layers, a smaller vocabulary and seeded random
 weights. A run is a vLLM engine of its own, named
-(stock|flux)[-nccl][-unfused][-ahead]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are
+(stock|flux)[-nccl][-unfused]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are
 experts; -nccl without vLLM's custom all-reduce; -unfused without its fusion of the all-reduce with RMSNorm,
-which flux leaves alone by default; -ahead with FLUX_VLLM_PREFETCH=on; graph compiled and in CUDA graphs. All
+which flux leaves alone by default; graph compiled and in CUDA graphs. All
 engines start at the same time and stay up, but work one at a time: samples are taken in rounds whose order
 rotates. Of every metric the median counts.
 
@@ -374,8 +374,8 @@ def print_tables(record: dict[str, Any]) -> None:
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     def run(name: str) -> str:
-        if not re.fullmatch(r"(stock|flux)(-nccl)?(-unfused)?(-ahead)?-(graph|eager)", name):
-            expected = "(stock|flux)[-nccl][-unfused][-ahead]-(graph|eager)"
+        if not re.fullmatch(r"(stock|flux)(-nccl)?(-unfused)?-(graph|eager)", name):
+            expected = "(stock|flux)[-nccl][-unfused]-(graph|eager)"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
         return name
 

@@ -214,9 +214,10 @@ gemm::Choice select(gemm::Problem problem, int config, int operand_bytes, bool b
 }
 
 gemm::Choice select_gemm(int m, int n, int k, bool transpose_weight, int num_sms, int config,
-                         int operand_bytes, bool block_scales, bool fast) {
-  return select({.m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms}, config,
-                operand_bytes, block_scales, fast);
+                         int operand_bytes, bool block_scales, bool fast, bool swiglu) {
+  return select(
+      {.m = m, .n = n, .k = k, .transpose_weight = transpose_weight, .num_sms = num_sms, .swiglu = swiglu},
+      config, operand_bytes, block_scales, fast);
 }
 
 gemm::Choice select_gemm_ar(int m, int n, int k, bool transpose_weight, int num_sms, int config,
@@ -391,9 +392,10 @@ void bind_selection(py::module_& m) {
       .def_readonly("candidates", &gemm::Choice::candidates);
 #define FLUX_OPERANDS py::arg("operand_bytes") = 2, py::arg("block_scales") = false, py::arg("fast") = false
   m.def("select_gemm", &select_gemm, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("transpose_weight"),
-        py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS,
+        py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS, py::arg("swiglu") = false,
         "Tile shape, cluster and raster for x[m, k] * weight. config: -1, or a packed choice; its parts may "
-        "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`.");
+        "be 0. operand_bytes 1: fp8, with block scales or not, summed in the tensor cores if `fast`. swiglu: "
+        "half of the n columns are a gate.");
   m.def("select_gemm_ar", &select_gemm_ar, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("transpose_weight"), py::arg("num_sms"), py::arg("config") = -1, FLUX_OPERANDS,
         "The same for GEMM+AllReduce; k is this rank's part.");

@@ -76,14 +76,15 @@ runtime::Matrix at(void* address, runtime::Matrix matrix) {
 
 void gemm_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
              int64_t config, int64_t num_sms, std::optional<Tensor> scale_x, std::optional<Tensor> scale_w,
-             bool fast) {
+             bool fast, bool weight_is_constant, bool swiglu) {
+  gemm::GemmArgs args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                                  scales_of(x, scale_x, scale_w, fast));
+  args.weight_is_constant = weight_is_constant;
+  args.swiglu = swiglu;
   enqueue(x,
           {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(scale_x),
            address_of(scale_w)},
-          0,
-          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                            scales_of(x, scale_x, scale_w, fast))](
-              Addresses a, uint32_t, cudaStream_t stream) { gemm::gemm(at(a, a + 4, args), stream); });
+          0, [args](Addresses a, uint32_t, cudaStream_t stream) { gemm::gemm(at(a, a + 4, args), stream); });
 }
 
 void gemm_rs_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, bool transpose_weight,
@@ -184,30 +185,25 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                 std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
                 std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
                 std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
-                std::optional<Tensor> quant_scale, std::optional<Tensor> parts, std::optional<Tensor> ahead) {
+                std::optional<Tensor> quant_scale, std::optional<Tensor> parts, bool weight_is_constant) {
+  gemm::GemmArgs args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                                  scales_of(x, scale_x, scale_w, fast));
+  args.weight_is_constant = weight_is_constant;
   enqueue(x,
           {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(residual),
            address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w),
-           address_of(q), address_of(q_scale), address_of(quant_scale), address_of(parts), address_of(ahead)},
+           address_of(q), address_of(q_scale), address_of(quant_scale), address_of(parts)},
           0,
-          [args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                            scales_of(x, scale_x, scale_w, fast)),
-           &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
+          [args, &symm = symm_buffer_at(symm_buffer), mode = static_cast<runtime::Exchange::Mode>(mode),
            eps = static_cast<float>(eps),
-           to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out),
-           ahead_bytes = ahead ? ahead->numel() * ahead->element_size() : 0](Addresses a, uint32_t,
-                                                                             cudaStream_t stream) {
+           to = quantized_norm(q, q_scale, granularity, ue8m0, quant_scale, parts, out)](
+              Addresses a, uint32_t, cudaStream_t stream) {
             const gemm::Quantized written = at(a + 9, to);
             copy_given_scale(written, stream);
-            gemm_ar::gemm_ar(at(a, a + 7, args),
-                             {.residual = a[4],
-                              .norm_weight = a[5],
-                              .eps = eps,
-                              .sum_out = a[6],
-                              .quantized = written,
-                              .ahead = a[13],
-                              .ahead_bytes = ahead_bytes},
-                             symm, mode, stream);
+            gemm_ar::gemm_ar(
+                at(a, a + 7, args),
+                {.residual = a[4], .norm_weight = a[5], .eps = eps, .sum_out = a[6], .quantized = written},
+                symm, mode, stream);
           });
 }
 

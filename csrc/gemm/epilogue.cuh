@@ -107,6 +107,8 @@ FLUX_DEVICE void widen(const uint4& v, float (&f)[kVector]) {
   }
 }
 
+FLUX_DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 template <class Element>
 FLUX_DEVICE uint4 round(const float (&f)[kVector]) {
   return {Pair<Element>::round(f[0], f[1]), Pair<Element>::round(f[2], f[3]),

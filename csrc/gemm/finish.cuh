@@ -25,20 +25,6 @@ struct Finish {
 
 using runtime::Exchange;
 
-// What the stream's next kernel reads first, 16-byte aligned. This GPU's memory is idle while ranks wait for each other,
-// so CTAs fetch it into the L2 once they have loaded all of their own operands.
-struct Ahead {
-  const char* data = nullptr;
-  uint32_t bytes = 0;  // a multiple of 16
-
-  FLUX_DEVICE void fetch() const {
-    constexpr uint32_t kPiece = 16 << 10;
-    for (uint32_t at = blockIdx.x * kPiece; at < bytes; at += gridDim.x * kPiece) {
-      ptx::prefetch_l2(data + at, min(bytes - at, kPiece));
-    }
-  }
-};
-
 struct ExchangeParams {
   runtime::SymmBuffer symm;
   Exchange exchange;
@@ -46,7 +32,6 @@ struct ExchangeParams {
   uint32_t op;
   int rows_at_once = 1;  // ranks send this many evenly spaced rows at a time; sums follow the same order
   int row_parts = 1;     // behind tiles: CTAs that share a row for its norm
-  Ahead ahead = {};
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {

@@ -7,6 +7,7 @@ namespace flux::gemm {
 void gemm(const GemmArgs& args, cudaStream_t stream) {
   const int num_sms = runtime::usable_sms(args.num_sms);
   const Choice choice = select(problem_of(args, num_sms), args.config);
+  FLUX_CHECK(!args.swiglu || choice.swaps_ab(), args.m(), choice.config);
   if (args.is_fp8()) {
     gemm_fp8(args, choice, num_sms, stream);
     return;

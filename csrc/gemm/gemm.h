@@ -33,9 +33,14 @@ struct GemmArgs {
   int config;            // pack_choice(...); -1: the cost model chooses
   int num_sms;           // 0: all
   Scales scales = {};    // given if and only if the operands are fp8
+  // No kernel before this one writes the weight, so swap-AB tiles begin to load it before those have ended.
+  bool weight_is_constant = false;
+  // The weight has rows of a gate, and then as many others: out = silu(gate) * others. Of 16-bit operands, by swap-AB
+  // tiles that do not split K, without bias.
+  bool swiglu = false;
 
   int m() const { return static_cast<int>(x.rows); }
-  int n() const { return static_cast<int>(out.columns); }
+  int n() const { return static_cast<int>(out.columns) * (swiglu ? 2 : 1); }
   int k() const { return static_cast<int>(x.columns); }
   bool is_fp8() const { return scales.weight != nullptr; }
   runtime::DType x_dtype() const { return is_fp8() ? scales.x_dtype : dtype; }
@@ -50,6 +55,7 @@ inline Problem problem_of(const GemmArgs& args, int num_sms) {
           .k = args.k(),
           .transpose_weight = args.transpose_weight,
           .num_sms = num_sms,
+          .swiglu = args.swiglu,
           .operand_bytes = args.is_fp8() ? 1 : 2,
           .promotes = args.is_fp8() && (s.blocks || !s.fast || s.x_dtype == runtime::DType::kE5M2)};
 }

@@ -49,9 +49,9 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   SwapAbParamsFor<kFp8, Output> params;
   const int sharers = choice.sharers, cluster_size = choice.split * sharers;
   FLUX_CHECK(sharers == 1 || (sharers == 2 && choice.split == 1), sharers, choice.split);
-  params.weight = args.transpose_weight
-                      ? make_tensor_map(args.weight, args.dtype, 64, block_k / sharers)
-                      : make_tensor_map(args.weight, args.weight_dtype(), block_k, kSwapAbN / sharers);
+  params.weight = args.transpose_weight ? make_tensor_map(args.weight, args.dtype, 64, block_k / sharers)
+                                        : make_tensor_map(args.weight, args.weight_dtype(), block_k,
+                                                          args.swiglu ? kSwapAbN / 2 : kSwapAbN / sharers);
   const int last_rows = args.m() % tile.rows;
   params.last_x = make_tensor_map(args.x, args.x_dtype(), block_k, last_rows > 0 ? last_rows : tile.rows);
   const bool alike = last_rows == 0 || args.m() < tile.rows;  // the common case: one tensor map fewer
@@ -60,6 +60,11 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
   params.n = args.n();
   params.stage_blocks = swap_ab_stage_blocks(tile, args.k());
   params.shares_weight = sharers > 1;
+  params.weight_is_constant = args.weight_is_constant;
+  params.gate_rows = args.swiglu ? args.n() / 2 : 0;
+  FLUX_CHECK(!args.swiglu || (Output::kGates && !kFp8 && !args.transpose_weight && choice.split == 1 &&
+                              args.bias == nullptr),
+             choice.split);
   params.output = output;
   if constexpr (kFp8) {
     params.scales = scale_params(args, tile.rows);

@@ -261,7 +261,7 @@ void consider_swap_ab(const Problem& p, Choice& best) {
       if (enough == 0) enough = tile.rows;
       if (tile.rows > enough) break;
       const int max_split = std::min({kMaxSplit, p.num_sms, swap_ab_stage_blocks(tile, p.k)});
-      for (int split = 1; split <= max_split; split *= 2) consider(tile, split, 1);
+      for (int split = 1; split <= (p.swiglu ? 1 : max_split); split *= 2) consider(tile, split, 1);
     } else if (p.m <= 2 * tile.rows && p.num_sms >= 2 && tile.in_pairs) {
       // Only pairs: two CTAs that each load the whole weight take a quarter longer for a k-block.
       consider(tile, 1, 2);
@@ -298,8 +298,9 @@ Choice selected(const Problem& p, int packed_choice) {
   const bool swap_ab = !fixed && p.world_size == 1 && p.m <= kMaxSwapAbRows;
   if (swap_ab) {
     consider_swap_ab(p, best);
-    if (p.m <= kAlwaysSwapAbRows) return sorted(best);
+    if (p.m <= kAlwaysSwapAbRows || p.swiglu) return sorted(best);
   }
+  if (p.swiglu && !fixed) return best;
   for (const TileConfig& tile : kTileConfigs) {
     if ((fixed && tile.id != fixed_config) || !serves(p, tile)) continue;
     if (p.transpose_weight && !supports_transposed_weight(tile)) continue;

@@ -17,6 +17,7 @@ struct Problem {
   int num_sms;
   bool gathers = false;      // rows of x travel instead of tiles; results stay local
   bool all_reduced = false;  // results are summed over ranks, in the same launch if the tile allows it
+  bool swiglu = false;       // columns gate others (GemmArgs::swiglu)
   // fp8 operands have one byte. With block scales, or if they may not be fast, sums are promoted (tile_config.h).
   int operand_bytes = 2;
   bool promotes = false;

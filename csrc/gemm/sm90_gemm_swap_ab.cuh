@@ -14,6 +14,7 @@
 //   struct Params
 //   begin(params) -> Call
 //   kStoresFloats                                     whether fp8 kernels can also store fp32 results
+//   kGates                                            whether columns can gate others
 //   bias(params)                                      bias to add to the product, or null
 //   store(params, call, row, column, v)               stores eight columns of a row of the local product
 //   finish<Element>(params, call, box, spare)         called by both warpgroups after all tiles
@@ -43,6 +44,8 @@ struct SwapAbParams {
   int m, n;
   int stage_blocks;    // K in stages; at least one stage for each part of a split
   bool shares_weight;  // no split K: a pair of CTAs with adjacent tiles of rows; each loads half the weight
+  bool weight_is_constant;
+  int gate_rows;  // of the weight, each multiplied by as many that follow them (GemmArgs::swiglu); or 0
   typename Output::Params output;
 };
 
@@ -60,10 +63,36 @@ struct SwapAbKernel {
   using Params = SwapAbParamsFor<kSwapAbConfigs[kConfig].is_fp8, Output>;
 };
 
+// Loads the halves of a tile whose columns are a gate and what it gates. A pair of CTAs loads one each, for both.
+FLUX_DEVICE void load_gate_and_gated(const CUtensorMap& weight, int gate_rows, uint32_t dst, uint32_t full,
+                                     int k, int row, int cta, bool shared) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t to = dst + half * (kSwapAbWeightBytes / 2);
+    if (!shared) {
+      ptx::tma_load_2d(&weight, to, full, k, row + half * gate_rows);
+    } else if (half == cta) {
+      ptx::tma_load_2d_multicast(&weight, to, full, k, row + half * gate_rows, 0b11);
+    }
+  }
+}
+
+template <class Element>
+FLUX_DEVICE uint4 gated(const uint4& gates, const uint4& values) {
+  float gate[kVector], value[kVector];
+  widen<Element>(gates, gate);
+  widen<Element>(values, value);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) value[i] *= silu(gate[i]);
+  return round<Element>(value);
+}
+
 template <class Element, Major kMajorW, int kConfig, class Output>
 __global__ void __launch_bounds__(kSwapAbThreads, 1)
     sm90_gemm_swap_ab(const __grid_constant__ typename SwapAbKernel<kConfig, Output>::Params params) {
   constexpr SwapAbConfig kTile = kSwapAbConfigs[kConfig];
+  constexpr bool kIsFp8 = kTile.is_fp8;
+  constexpr bool kGates = Output::kGates && kMajorW == Major::K && !kIsFp8;
   constexpr int kRows = kTile.rows;
   constexpr int kRowsBytes = swap_ab_rows_bytes(kTile);
   constexpr int kStageBytes = swap_ab_stage_bytes(kTile);
@@ -105,7 +134,6 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   // Barriers must be initialised before another CTA arrives on them.
   if (cluster_size > 1) ptx::cluster_sync_relaxed();
   __syncthreads();
-  ptx::wait_for_earlier_kernels();
 
   const int m_tiles = ceil_div(params.m, kRows * sharers);
   const int num_tiles = m_tiles * ceil_div(params.n, kSwapAbN);
@@ -114,35 +142,63 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const int first_block = params.stage_blocks * part / split;
   const int num_blocks = params.stage_blocks * (part + 1) / split - first_block;
 
-  if (warp == kSwapAbBothThreads / 32) {
+  const bool is_loader = warp == kSwapAbBothThreads / 32;
+  // The second CTA of a pair may have no rows.
+  const auto rows_of = [&](int tile) { return max(min(params.m - row_of(tile), kRows), 0); };
+  const auto first_k = [&](int block, int i) {
+    return ((first_block + block) * kTile.k_blocks + i) * kTile.block_k();
+  };
+  // Begins a stage, whose rows of x follow.
+  const auto load_weight = [&](int stage, int tile, int block) {
+    int block_bytes = kSwapAbWeightBytes + rows_of(tile) * kBlockBytes;
+    if constexpr (kIsFp8) {
+      if (params.scales.blocks) block_bytes += kRows * 4;  // also if there are no rows
+    }
+    ptx::mbarrier_arrive_expect_tx(full(stage), kTile.k_blocks * block_bytes);
+    const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
+    const int column = tile / m_tiles * kSwapAbN;
+#pragma unroll
+    for (int i = 0; i < kTile.k_blocks; ++i) {
+      const uint32_t dst = stages + stage * kStageBytes + i * kSwapAbWeightBytes;
+      if (kGates && params.gate_rows > 0) {
+        load_gate_and_gated(params.weight, params.gate_rows, dst, full(stage), first_k(block, i), column / 2,
+                            cta, sharers > 1);
+      } else {
+        load_b<kMajorW, kSwapAbN>(weight, dst, full(stage), first_k(block, i), column, cta, sharers > 1);
+      }
+    }
+  };
+  const int loaded = params.weight_is_constant ? min(num_blocks, kTile.stages) : 0;
+  if (is_loader && ptx::elect_one()) {
+#pragma unroll 1
+    for (int stage = 0; stage < loaded; ++stage) load_weight(stage, first_tile, stage);
+  }
+  ptx::wait_for_earlier_kernels();
+
+  if (is_loader) {
     if (ptx::elect_one()) {
       // Tiles in the same columns are consecutive, so later tiles find the weight in the L2.
-      const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
-        const int column = tile / m_tiles * kSwapAbN, row = row_of(tile);
-        // The second CTA of a pair may have no rows.
-        const int rows = max(min(params.m - row, kRows), 0);
+        const int row = row_of(tile), rows = rows_of(tile);
         const CUtensorMap* const x = rows < kRows ? &params.last_x : &params.x;
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
           const uint32_t bar = full(ring.index);
-          ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-          int block_bytes = kSwapAbWeightBytes + rows * kBlockBytes;
-          if constexpr (kTile.is_fp8) {
-            if (params.scales.blocks) block_bytes += kRows * 4;  // also if there are no rows
+          if (tile != first_tile || block >= loaded) {
+            ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
+            load_weight(ring.index, tile, block);
           }
-          ptx::mbarrier_arrive_expect_tx(bar, kTile.k_blocks * block_bytes);
 #pragma unroll
           for (int i = 0; i < kTile.k_blocks; ++i) {
-            const int k_block = (first_block + block) * kTile.k_blocks + i, k = k_block * kTile.block_k();
+            const int k = first_k(block, i);
             const uint32_t dst = stages + ring.index * kStageBytes;
-            load_b<kMajorW, kSwapAbN>(weight, dst + i * kSwapAbWeightBytes, bar, k, column, cta, sharers > 1);
             const uint32_t x_dst = dst + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes;
             if (rows > 0) ptx::tma_load_2d(x, x_dst, bar, k, row);
             if constexpr (kTile.is_fp8) {
               const uint32_t to = scales + (ring.index * kTile.k_blocks + i) * kScaleBytes;
-              if (params.scales.blocks) ptx::tma_load_2d(&params.scales.x_blocks, to, bar, row, k_block);
+              if (params.scales.blocks)
+                ptx::tma_load_2d(&params.scales.x_blocks, to, bar, row, k / kTile.block_k());
             }
           }
         }
@@ -247,6 +303,19 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         }
         both_warpgroups();
         if (!gives) continue;
+        if (kGates && params.gate_rows > 0) {
+          constexpr int kGated = kVectors / 2;
+#pragma unroll 1
+          for (int i = giver; i < min(params.m - first_row, kRows) * kGated; i += givers) {
+            const int row = i / kGated, column = i % kGated * kVector, out_column = first_column / 2 + column;
+            if (out_column >= params.gate_rows) continue;
+            const uint32_t gates = staged + row * kRowBytes + column * kResultBytes;
+            Output::store(params.output, call, first_row + row, out_column,
+                          gated<Element>(ptx::load_shared_v4(gates),
+                                         ptx::load_shared_v4(gates + kSwapAbN / 2 * kResultBytes)));
+          }
+          continue;
+        }
         const int vectors = min(params.m - first_row, kRows) * kVectors;
 #pragma unroll 1
         for (int i = giver; i < vectors; i += givers) {
@@ -339,7 +408,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
 // Stores the product locally: plain GEMM.
 struct LocalOutput {
-  static constexpr bool kStoresFloats = true;
+  static constexpr bool kStoresFloats = true, kGates = true;
   struct Params {
     void* out;
     const void* bias;
@@ -361,7 +430,7 @@ struct LocalOutput {
 
 // Sums the products of all ranks: GEMM+AllReduce.
 struct ExchangeOutput {
-  static constexpr bool kStoresFloats = false;
+  static constexpr bool kStoresFloats = false, kGates = false;
   using Params = ExchangeParams;
   using Call = sync::Call;
   FLUX_DEVICE static Call begin(const Params& p) { return begin_exchange(p.symm); }
@@ -376,7 +445,6 @@ struct ExchangeOutput {
   }
   FLUX_DEVICE static void end(const Params& p, const SharesBox& box) {
     box.put(draw_shares(p.symm));
-    p.ahead.fetch();
     end_exchange(p.symm, sync::begin_call(p.symm).epoch);
   }
 };

@@ -20,10 +20,7 @@ struct ExchangeStore : gemm::FixedTiles<gemm::ExchangeParams, sync::Call> {
 
   FLUX_DEVICE static Call begin(const Params& p) { return gemm::begin_exchange(p.symm); }
   FLUX_DEVICE static gemm::Shares draw_shares(const Params& p) { return gemm::draw_shares(p.symm); }
-  FLUX_DEVICE static void end(const Params& p, const Call& call) {
-    p.ahead.fetch();
-    gemm::end_exchange(p.symm, call.epoch);
-  }
+  FLUX_DEVICE static void end(const Params& p, const Call& call) { gemm::end_exchange(p.symm, call.epoch); }
 
   // Stages the half tile in the slabs, which hold all of it, so that adjacent threads send adjacent vectors.
   template <class Element, class Smem, int kSums>

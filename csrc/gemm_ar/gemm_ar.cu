@@ -128,10 +128,6 @@ void gemm_ar(const gemm::GemmArgs& args, const Extras& extras, const runtime::Sy
   FLUX_CHECK(args.out.row_stride == args.n(), args.out.row_stride, args.n());
   const gemm::Finish finish = finish_of(args.bias, extras, args.out, num_sms);
   gemm::ExchangeParams params = {symm, exchange, finish, runtime::kGemmAr};
-  if (extras.ahead != nullptr && reinterpret_cast<uintptr_t>(extras.ahead) % 16 == 0) {
-    params.ahead = {static_cast<const char*>(extras.ahead),
-                    static_cast<uint32_t>(std::min(extras.ahead_bytes, kMostAhead) / 16 * 16)};
-  }
   multiply_and_sum(args, params, num_sms, stream);
   quantize_rest(args.out, args.dtype, extras.quantized, num_sms, stream);
 }

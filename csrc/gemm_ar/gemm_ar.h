@@ -8,9 +8,6 @@
 
 namespace flux::gemm_ar {
 
-// A wait for a peer takes 3 to 5 us, in which HBM delivers that much.
-constexpr int64_t kMostAhead = 8 << 20;
-
 // Optional steps after the sum, besides adding args.bias; null: skipped. Rows have n elements, 16-byte aligned.
 struct Extras {
   const void* residual;     // [m, n], added to the sum
@@ -18,9 +15,6 @@ struct Extras {
   float eps;
   void* sum_out;
   gemm::Quantized quantized = {};  // of the norm, to e4m3; per tensor, token or group
-  const void* ahead =
-      nullptr;              // what the stream's next kernel reads first; fetched where one launch does it all
-  int64_t ahead_bytes = 0;  // of which kMostAhead count
 };
 
 // args.out [m, n] = sum over ranks of x * weight^T, then bias, residual, RMSNorm and quantisation as given.

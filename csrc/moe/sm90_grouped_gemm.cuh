@@ -105,7 +105,6 @@ constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
   return gemm::smem_bytes(c) + JobQueue::kBytes + 8;
 }
 
-FLUX_DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 FLUX_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 template <int kAccumulators>
@@ -113,10 +112,10 @@ FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {
   if (activation == Activation::kSwiglu) {
     // The first half of the tile's columns is the gate, the second half is the gated input.
 #pragma unroll
-    for (int i = 0; i < kAccumulators / 2; ++i) d[i] = silu(d[i]) * d[i + kAccumulators / 2];
+    for (int i = 0; i < kAccumulators / 2; ++i) d[i] = gemm::silu(d[i]) * d[i + kAccumulators / 2];
   } else if (activation == Activation::kSilu) {
 #pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) d[i] = silu(d[i]);
+    for (int i = 0; i < kAccumulators; ++i) d[i] = gemm::silu(d[i]);
   } else if (activation == Activation::kGelu) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) d[i] = gelu(d[i]);

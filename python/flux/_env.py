@@ -181,13 +181,6 @@ VARIABLES: tuple[Variable, ...] = (
         _positive_auto_or_off,
     ),
     Variable(
-        "FLUX_VLLM_PREFETCH",
-        "off",
-        "Whether kernels of the vLLM plugin fetch the next layer's weight while ranks wait: off, or on.",
-        "run",
-        _one_of("off", "on"),
-    ),
-    Variable(
         "FLUX_VLLM_MOE",
         "off",
         "Experts of MoE layers in vLLM: off (vLLM runs them), auto (flux runs the layers that it supports).",

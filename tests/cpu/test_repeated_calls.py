@@ -32,7 +32,7 @@ from flux.comm import cuda, known, registry
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
 from flux.ops import gemm as plain
-from flux.ops import gemm_ar, gemm_rs, grouped_gemm
+from flux.ops import gemm_rs, grouped_gemm
 
 pytest_plugins = ("repeated",)  # fixtures
 
@@ -200,21 +200,6 @@ def test_another_call_is_not_taken_for_a_known_one(machine: Machine, workspace: 
         for expected in (PYTHON, CPP):
             call = lambda eps=eps: flux.all_reduce(x, residual=residual, norm_weight=norm_weight, eps=eps)  # noqa: E731
             assert count(machine, call) == expected
-
-
-def test_a_weight_to_fetch_ahead_reaches_the_kernel(machine: Machine, workspace: CudaWorkspace) -> None:
-    """Such calls are captured in CUDA graphs, so they need not be known; and they are no other call's."""
-    x, weight, residual, norm_weight, ahead = (
-        tensor(*shape) for shape in ((8, 64), (64, 64), (8, 64), (64,), (128, 64))
-    )
-    of_norm = {"residual": residual, "norm_weight": norm_weight, "eps": 1e-5}
-    assert count(machine, lambda: flux.gemm_ar(x, weight, **of_norm)) == PYTHON
-    for _ in range(2):
-        arguments = (x, weight, None, residual, norm_weight, 1e-5, dist.group.WORLD, ahead)
-        assert count(machine, lambda arguments=arguments: gemm_ar.with_norm_and_ahead(*arguments)) == PYTHON
-        assert machine.dispatched[-1][1][-1] is ahead
-        assert count(machine, lambda: flux.gemm_ar(x, weight, **of_norm)) == CPP
-    assert machine.repeated[-1][1][-1] is None, "the repeated call fetches nothing"
 
 
 def test_what_kernels_cannot_take_in_place_goes_through_python(

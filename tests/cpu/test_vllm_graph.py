@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import operator as operator_module
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from vllm_stand_in import define_all_reduce, define_norm
 
 import flux
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import op
+from flux.integrations.vllm.products import serve_products
 from flux.testing import spawn
 
 
@@ -46,9 +50,8 @@ def operator(rank: int, world_size: int) -> list[str]:
         answers.append("the next residual differs")
     torch.testing.assert_close(normalised, torch.nn.functional.rms_norm(expected, (24,), norm_weight, 1e-5))
     torch.library.opcheck(torch.ops.flux_vllm.linear_all_reduce_norm.default, arguments)
-    ahead = torch.ops.flux_vllm.linear_all_reduce_norm(*arguments, ahead=torch.ones(40, 24))
-    if not (torch.equal(ahead[0], normalised) and torch.equal(ahead[1], total)):
-        answers.append("a weight that is fetched ahead changes the result")
+    for swiglu in (False, True):
+        torch.library.opcheck(torch.ops.flux_vllm.linear_behind_norm.default, (x, weight, swiglu))
     del library
     return answers
 
@@ -186,3 +189,45 @@ def sums_as_vllm_makes_them(rank: int, world_size: int) -> list[str]:
 
 def test_sums_as_vllm_makes_them() -> None:
     assert spawn(sums_as_vllm_makes_them, 2, backend="gloo") == [[]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case", ["swiglu", "product is used", "gate is used", "halves swapped", "transposed"]
+)
+def test_products_behind_norms(dtype: torch.dtype, case: str) -> None:
+    """As they are in graphs behind inductor's decompositions; in 16 bits these compute in fp32."""
+
+    def layer(norm: torch.Tensor, weight: torch.Tensor) -> Any:
+        if case == "transposed":
+            return norm @ weight
+        product = torch.ops.aten.mm(norm, torch.ops.aten.permute(weight, [1, 0]))
+        gate, others = (torch.ops.aten.slice(product, 1, at, at + 16) for at in (0, 16))
+        if case == "halves swapped":
+            gate, others = others, gate
+        silu = torch.nn.functional.silu(gate)
+        return silu * others, {"product is used": product, "gate is used": silu}.get(case, norm)
+
+    k = 32 if case == "transposed" else 24
+    norm, weight = torch.randn(5, k).to(dtype), torch.randn(32, k).to(dtype)
+    traced = make_fx(layer, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(norm, weight)
+    graph = traced.graph
+    given, *_ = [node for node in graph.nodes if node.op == "placeholder"]
+    (first,) = [n for n in graph.nodes if n.target is torch.ops.aten.mm.default]
+    with graph.inserting_before(first):  # the norm is flux's
+        rest = (given, given, None, given, given, 1e-5, "g")
+        sums = graph.call_function(torch.ops.flux_vllm.linear_all_reduce_norm.default, rest)
+        of_flux = graph.call_function(operator_module.getitem, (sums, 0))
+        of_flux.meta["val"] = given.meta["val"]
+    first.update_arg(0, of_flux)
+    found = {"swiglu": (1, 1), "transposed": (0, 0)}.get(case, (1, 0))
+    assert serve_products(graph) == found
+    graph.lint()
+    of_flux.replace_all_uses_with(given)
+    graph.eliminate_dead_code()
+    result = torch.fx.GraphModule(traced, graph)(norm, weight)
+    expected = layer(norm, weight)
+    if case == "transposed":
+        torch.testing.assert_close(result, expected)
+    else:
+        torch.testing.assert_close(result[0], expected[0], rtol=2e-2, atol=1e-1)

@@ -43,6 +43,7 @@ class Pass:
             "count_kept": 4,
             "fuse_quantisation": 1,
             "drop_marks": None,
+            "serve_products": (3, 1),
         }
         with contextlib.ExitStack() as stack:
             module = "flux.integrations.vllm.compiled"
@@ -82,10 +83,12 @@ def test_ranges_of_token_counts(vllm: dict[str, types.ModuleType], monkeypatch: 
         ("count_kept",),
         ("fuse_quantisation",),
         ("drop_marks",),
+        ("serve_products",),
     ]
     once = "flux 4 linear layers, 2 with norm, vLLM 3"
     assert reports.report.ranges == {
-        (1, 64): f"{once} (AllReduceFusionPass applies), quantised behind 1 norms",
+        (1, 64): f"{once} (AllReduceFusionPass applies), 3 products behind them, 1 with SwiGLU, "
+        "quantised behind 1 norms",
         (65, 8192): f"{once}, quantised behind 1 norms",
     }
     ours(65, 8192)  # another graph of the model
@@ -109,6 +112,7 @@ def test_layers_are_kept_where_vllm_would_fuse(
     config = stand_in.configuration()
     begins = iter((8, 2, 16))
     monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: next(begins))
+    monkeypatch.setattr(layer, "over_fusion_up_to", lambda *problem: 7)
     monkeypatch.setattr(compiled, "_is_measured_kind", [True])
 
     def given_back(start: int, end: int) -> list[Any]:
@@ -125,7 +129,38 @@ def test_layers_are_kept_where_vllm_would_fuse(
     assert given_back(16, 64) == [("unshard", 64), ("unfuse", 64)]
     compiled._is_measured_kind[0] = False
     assert given_back(16, 64) == [("unshard", None), ("unfuse", 0)], "of such models none was measured"
-    assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 512]
+    assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 128, 512]
+
+
+def test_few_tokens_are_kept_where_vllm_would_fuse(
+    vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranges that end where all kinds of layers may be kept, if flux serves one token, too."""
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "1")
+    plugin.register()
+    from flux.integrations.vllm import compiled, layer
+
+    config = stand_in.configuration(fuses=True)
+    ends = iter((6, 20, 0))
+    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 32)
+    monkeypatch.setattr(layer, "over_fusion_up_to", lambda *problem: next(ends))
+    monkeypatch.setattr(compiled, "_is_measured_kind", [True])
+
+    def unfused(start: int, end: int) -> int:
+        (found,) = [told[1] for told in Pass(vllm)(start, end) if told[0] == "unfuse"]
+        return int(found)
+
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, WEIGHT)
+        assert [unfused(1, 6), unfused(1, 7), unfused(7, 31), unfused(32, 64)] == [6, 0, 0, 64]
+        row_parallel(vllm, WEIGHT)
+        assert [unfused(1, 6), unfused(1, 20)] == [6, 0], "one kind stays vLLM's"
+        compiled._is_measured_kind[0] = False
+        assert unfused(1, 6) == 0, "of such models none was measured"
+        compiled._is_measured_kind[0] = True
+        row_parallel(vllm, WEIGHT)
+    assert unfused(1, 6) == 0
+    assert config.compilation_config.compile_ranges_endpoints == [6, 20, 31, 512], "none for few tokens"
 
 
 def test_vllms_own_sequence_parallelism_comes_first(
@@ -244,7 +279,7 @@ def test_sums_of_layers_that_stay_vllms(
     endpoints = config.compilation_config.compile_ranges_endpoints
     if case in ("quantised", "served"):
         assert compiled._sums == {"tp:0": SumRule("7", 3, nbytes)}
-        assert endpoints == ([2, 8, 100, 512] if case == "served" else [2, 100, 512])
+        assert endpoints == ([2, 8, 100, 128, 512] if case == "served" else [2, 100, 512])
         assert len(Pass(vllm).passes) == 3
     else:
         assert compiled._sums == {} and endpoints == [512]
@@ -253,10 +288,10 @@ def test_sums_of_layers_that_stay_vllms(
 @pytest.mark.parametrize(
     ("setting", "others", "told", "endpoints"),
     [
-        ("9", 0, "Sequence parallel from 9 tokens on", [5, 8, 512]),
-        ("9", 2, "Sequence parallel from 9 tokens on", [5, 8, 512]),
-        ("auto", 0, "Not sequence parallel: a reason", [5, 512]),
-        ("off", 0, "", [5, 512]),
+        ("9", 0, "Sequence parallel from 9 tokens on", [5, 8, 128, 512]),
+        ("9", 2, "Sequence parallel from 9 tokens on", [5, 8, 128, 512]),
+        ("auto", 0, "Not sequence parallel: a reason", [5, 128, 512]),
+        ("off", 0, "", [5, 128, 512]),
     ],
 )
 def test_models_become_sequence_parallel_before_they_are_split(

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 
-from flux.integrations.vllm import ahead, sequence
 from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm import sequence
 from flux.integrations.vllm.graph import value
+from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
 from flux.ops._scales import Scaling
@@ -283,21 +284,26 @@ def large_batches_stay_sequence_parallel(load: Load) -> None:
         assert {kind: n for kind in found[0] if (n := sum(each[kind] for each in found))} == kinds, model
 
 
-def weights_are_fetched_ahead(pieces: list[fx.Graph]) -> None:
-    """Those of gate_up and of the next layer's qkv; behind the last norm is the head, in no graph."""
-    assert sum(map(ahead.fetch_ahead, pieces)) == 2 * LAYERS - 1
+def products_behind_norms_are_served(pieces: list[fx.Graph]) -> None:
+    """Those of gate_up, with SwiGLU, and of the next layer's qkv. The head is in no graph."""
+    found = [serve_products(piece) for piece in pieces]
+    assert [sum(each) for each in zip(*found, strict=True)] == [2 * LAYERS - 1, LAYERS]
+    assert count(pieces, "linear_behind_norm") == 2 * LAYERS - 1
+    assert (
+        sum(len(piece.find_nodes(op="call_function", target=torch.ops.aten.exp.default)) for piece in pieces)
+        == 0
+    )
     for piece in pieces:
         piece.lint()
         for node in piece.find_nodes(
-            op="call_function", target=torch.ops.flux_vllm.linear_all_reduce_norm.default
+            op="call_function", target=torch.ops.flux_vllm.linear_behind_norm.default
         ):
-            weight = graphs.argument_of(node, "ahead")
-            if weight is None:
-                continue
-            (transposed,) = [user for user in weight.users if user is not node]
-            (product,) = transposed.users
-            assert product.target is torch.ops.aten.mm.default and product > node
-            assert product.args[0].args[0] is node, "the norm's own product"
+            x, weight, swiglu = node.args
+            assert x.args[0].target is torch.ops.flux_vllm.linear_all_reduce_norm.default and x.args[1] == 0
+            columns = weight.meta["val"].shape[0] // (2 if swiglu else 1)
+            assert list(node.meta["val"].shape[1:]) == [columns]
+            (user,) = node.users
+            assert (user.target is torch.ops.flux_vllm.linear_all_reduce_norm.default) == swiglu
 
 
 def smaller_batches_are_sums_with_norm(load: Load) -> None:
@@ -306,7 +312,7 @@ def smaller_batches_are_sums_with_norm(load: Load) -> None:
     assert sum(graphs.unfuse(piece, SEQUENCE_FROM - 1) for piece in pieces) == 0
     assert sum(graphs.fuse_norm(piece, FROM) for piece in pieces) == 2 * LAYERS
     assert counts(pieces, "linear_all_reduce_norm", "fused_add_rms_norm") == [2 * LAYERS, 0]
-    weights_are_fetched_ahead(pieces)
+    products_behind_norms_are_served(pieces)
     for model in ("qwen3_moe", "mixtral", "qwen2_moe", "vllms_experts"):
         pieces = settled(load, model, FROM, SEQUENCE_FROM - 1)
         # That of the embedding is one more.

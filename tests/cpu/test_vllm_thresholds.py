@@ -15,6 +15,7 @@ import torch
 from flux.integrations.vllm import thresholds
 from flux.integrations.vllm.report import NEVER
 from flux.integrations.vllm.thresholds import (
+    Decode,
     Measured,
     Prefill,
     Row,
@@ -22,6 +23,7 @@ from flux.integrations.vllm.thresholds import (
     decide,
     from_tokens,
     over_fusion_from,
+    over_fusion_up_to,
     sequence_from,
     sums,
     up_to_bytes,
@@ -125,6 +127,31 @@ def test_where_vllm_would_fuse(
     assert over_fusion_from(4096, BF16, 2, CPU, "row") == NEVER, "of fp8 no model was measured"
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
     assert over_fusion_from(4096, BF16, 2, CPU) == NEVER
+
+
+@pytest.mark.parametrize(
+    ("decodes", "tokens"),
+    [
+        ([(2, 4096, 1, 1.05), (2, 4096, 64, 1.1)], 64),
+        ([(2, 4096, 64, 1.1), (2, 4096, 1, 1.01)], 0),
+        ([(2, 4096, 1, 1.05), (2, 4096, 16, 1.01), (2, 4096, 64, 1.1)], 1),
+        ([(2, 4096, 16, 1.05), (2, 2048, 16, 0.9)], 0),
+        ([(2, 4096, 16, 1.05), (2, 16384, 16, 0.9), (2, 1024, 16, 0.9), (4, 4096, 16, 0.9)], 16),
+        ([(4, 4096, 16, 1.05)], 0),
+        ([], 0),
+    ],
+)
+def test_up_to_how_many_tokens_where_vllm_would_fuse(
+    monkeypatch: pytest.MonkeyPatch, decodes: list[tuple[int, int, int, float]], tokens: int
+) -> None:
+    for name in ("SEQUENCE", "TUNING"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    measured = Measured(tuple(rows(1.1)), (), (), tuple(Decode(*each) for each in decodes))
+    monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
+    assert over_fusion_up_to(4096, BF16, 2, CPU) == tokens
+    assert over_fusion_up_to(4096, BF16, 2, CPU, "row") == 0, "of fp8 no model was measured"
+    monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
+    assert over_fusion_up_to(4096, BF16, 2, CPU) == 0
 
 
 @pytest.mark.parametrize(

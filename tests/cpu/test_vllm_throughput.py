@@ -164,8 +164,6 @@ def test_by_default_flux_may_leave_all_to_vllm(benchmark: Any, tmp_path: Path) -
     )
     environment = settings.environment("flux-graph")
     assert environment["FLUX_VLLM_MIN_TOKENS"] == "auto"
-    assert environment["FLUX_VLLM_PREFETCH"] == "off"
-    assert settings.environment("flux-unfused-ahead-graph")["FLUX_VLLM_PREFETCH"] == "on"
     assert "VLLM_ALLREDUCE_USE_FLASHINFER" not in environment
 
 

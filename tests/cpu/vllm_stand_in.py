@@ -93,12 +93,19 @@ CompilationMode = enum.Enum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3})
 
 
 def configuration(
-    use_ubatching: bool = False, linear_backend: str = "auto", mode: str = "VLLM_COMPILE", lora: Any = None
+    use_ubatching: bool = False,
+    linear_backend: str = "auto",
+    mode: str = "VLLM_COMPILE",
+    lora: Any = None,
+    fuses: bool = False,
 ) -> Any:
+    passes = mock.Mock(fuse_allreduce_rms=fuses, enable_sp=False)
     return mock.Mock(
         parallel_config=mock.Mock(use_ubatching=use_ubatching),
         kernel_config=mock.Mock(linear_backend=linear_backend),
-        compilation_config=mock.Mock(mode=CompilationMode[mode], compile_ranges_endpoints=[512]),
+        compilation_config=mock.Mock(
+            mode=CompilationMode[mode], compile_ranges_endpoints=[512], pass_config=passes
+        ),
         lora_config=lora,
     )
 

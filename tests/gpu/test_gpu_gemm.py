@@ -11,6 +11,7 @@ import torch
 
 import flux
 from flux._native import core
+from flux.ops import gemm
 from flux.testing import GemmRsCase, tolerance
 
 CLUSTERS = (1, 2, 3)
@@ -258,3 +259,29 @@ def test_a_stream_of_its_own() -> None:
         expected = case.expected(0, "cuda")
     stream.synchronize()
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 16, 17, 33, 64, 65, 128, 150, 192])
+def test_products_in_the_graph_of_a_model_that_serves(m: int, dtype: torch.dtype) -> None:
+    """Behind each other, so that each begins to load its weight before the one in front of it has ended."""
+    k, inner = 1032, 520  # no multiples of a tile
+    x = torch.randint(-2, 3, (m, k), device="cuda").to(dtype)
+    shapes = ((2 * inner, k), (k, inner))
+    w1, w2 = (torch.randint(-1, 2, shape, device="cuda").to(dtype) / 16 for shape in shapes)
+    gemm.serving(gemm.serving(x, w1, swiglu=True), w2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = [gemm.serving(x, w1, swiglu=True)]
+        for _ in range(4):
+            hidden.append(gemm.serving(gemm.serving(hidden[-1], w2), w1, swiglu=True))
+        product = gemm.serving(x, w1)
+    graph.replay()
+    graph.replay()
+    assert torch.equal(product, (x.float() @ w1.float().t()).to(dtype)), "sums of 16ths are exact"
+    for number, got in enumerate(hidden):
+        given = x if number == 0 else (hidden[number - 1].float() @ w2.float().t()).to(dtype)
+        gate, others = (given.float() @ w1.float().t()).to(dtype).float().chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * others
+        torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())

@@ -241,11 +241,6 @@ FLUX_DEVICE void fence_proxy_async_smem() { asm volatile("fence.proxy.async.shar
 // Orders ordinary accesses and bulk copies of global memory, in both directions.
 FLUX_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Fetches global memory into the L2. Address and size are multiples of 16 bytes.
-FLUX_DEVICE void prefetch_l2(const void* address, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
 FLUX_DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -69,10 +69,11 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
         reason = next(why for why, applies in _against_experts(model, ranks) if applies)
         yield Finding(section, "experts", reason or "flux for large batches", "info" if reason else "ok")
     yield _norms(section, model, ranks, device)
-    fused = forecast.fused_by_vllm(model, ranks)
-    fused = min(fused, forecast.over_fusion(model, ranks, device) - 1)
-    if fused:
-        yield Finding(section, "vLLM's fusion", f"compiled batches of up to {fused} tokens stay vLLM's")
+    few, many = forecast.over_fusion(model, ranks, device)
+    fused = min(forecast.fused_by_vllm(model, ranks), many - 1)
+    if fused > few:
+        which = f"of up to {fused}" if few == 0 else f"of {few + 1} to {fused}"
+        yield Finding(section, "vLLM's fusion", f"compiled batches {which} tokens stay vLLM's")
     first, why = forecast.sequence_from(model, ranks, device)
     if first is not None and fused >= forecast.MOST_TOKENS:
         first, why = None, f"vLLM fuses sums of up to {fused} tokens"

@@ -105,13 +105,13 @@ def fused_cuda(
     end: End,
     scales: Scales | None,
     repeated: tuple[known.Recipe, Tensor] | None = None,
-    ahead: Tensor | None = None,
+    weight_is_constant: bool = False,
 ) -> Made | None:
     """Launches the kernel.
 
     Args:
         repeated: recipe (flux.comm.known) and result of a call that is to be known.
-        ahead: what the stream's next kernel reads first; this one fetches the beginning into the L2.
+        weight_is_constant: as of the kernel.
     """
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
@@ -124,7 +124,9 @@ def fused_cuda(
     first, second = (target, None) if made is None else (made.normalised, target)
     operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
     extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
-    how = _scales.for_kernel(x, scales) | end.for_kernel(made) | ({} if ahead is None else {"ahead": ahead})
+    how = _scales.for_kernel(x, scales) | end.for_kernel(made)
+    if weight_is_constant:
+        how["weight_is_constant"] = True
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
@@ -137,16 +139,14 @@ def fused_cuda(
     read = (*operands[:3], *extras, *of_scales)
     if (
         repeated is not None
-        and ahead is None
+        and not weight_is_constant
         and repeats
         and in_place(read, (*repeated[0].given[2:7], *repeated[0].given[10 : 10 + len(of_scales)]))
     ):
         recipe, out = repeated
         wrote, wrote_sum, by_quant = end.remembered(recipe, out, made, out_argument=8, quant_scale=after + 1)
         scaled = [10, 11] if of_scales else [known.ABSENT] * 2
-        workspace.remember(
-            recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant, known.ABSENT]]
-        )
+        workspace.remember(recipe, enqueue, [[2, 3, 4, wrote, 5, 6, wrote_sum, *scaled, *by_quant]])
     if target is not total:
         total.copy_(target)
     return made

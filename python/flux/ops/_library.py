@@ -108,7 +108,11 @@ library.define(
 _FP8 = "Tensor? scale_x=None, Tensor? scale_w=None, bool fast=False"
 # config < 0: the cost model chooses. num_sms 0: all SMs. copy_epoch 0: the SMs of the launch send, and the
 # device counts the epochs; otherwise copy engines send, and this is the epoch, which the host counts.
-library.define(f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_FP8}) -> ()")
+# weight_is_constant, swiglu: as in csrc/gemm/gemm.h.
+library.define(
+    f"_gemm({_X}, Tensor(a!) out, bool transpose_weight, int config, int num_sms, {_FP8}, "
+    "bool weight_is_constant=False, bool swiglu=False) -> ()"
+)
 library.define(
     f"_gemm_rs({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     f"int copy_epoch, int chunks, Tensor? staging, bool rounds_own=False, {_FP8}) -> ()"
@@ -127,11 +131,11 @@ _QUANTISED = (
     "Tensor? quant_scale=None, Tensor(e!)? parts=None"
 )
 # mode (csrc/runtime/exchange.h): 0 one-shot, 1 two-shot. With norm_weight, `out` is the normalised sum, and
-# residual_out the sum. ahead: what the stream's next kernel reads first (csrc/gemm_ar/gemm_ar.h).
+# residual_out the sum.
 library.define(
     f"_gemm_ar({_X}, Tensor(a!) out, bool transpose_weight, int symm_buffer, int config, int num_sms, "
     "int mode, Tensor? residual, Tensor? norm_weight, float eps, Tensor(b!)? residual_out, "
-    f"{_FP8}, {_QUANTISED}, Tensor? ahead=None) -> ()"
+    f"{_FP8}, {_QUANTISED}, bool weight_is_constant=False) -> ()"
 )
 # With scatter (mode 2), `out` is this rank's shard of the rows. Otherwise as _gemm_ar.
 library.define(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from flux import _invariance
+from flux import _invariance, _native
 from flux.comm import cuda, known
 from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library, may_skip_dispatch, needs_grad
@@ -25,6 +25,7 @@ from flux.tuning import store
 _plans: dict[tuple[Any, ...], Plan] = {}
 _OP = known.operator()
 _left_free = 0  # SMs, by leaving_free
+_ALIGNED = 8  # elements in 16 bytes
 
 
 def gemm(
@@ -230,11 +231,13 @@ def launch(
     k: int,
     scales: Scales | None = None,
     recipe: known.Recipe | None = None,
+    reading: dict[str, Any] | None = None,
 ) -> None:
     """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them.
 
     Args:
         recipe: of the call, if it is to be known (flux.comm.known).
+        reading: `ahead` and `weight_is_constant` of the kernel.
     """
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
@@ -255,7 +258,9 @@ def launch(
     operands = (aligned(x2), aligned(weight), readable_if_any(bias), target)
     num_sms = _sms(x.device) - _left_free if _left_free else 0
     scaled = _scales.for_kernel(x, scales)
-    enqueue = functools.partial(_kernel, *operands, transpose_weight, plan.choice, num_sms, **scaled)
+    enqueue = functools.partial(
+        _kernel, *operands, transpose_weight, plan.choice, num_sms, **scaled, **(reading or {})
+    )
     enqueue()
     of_scales = _scales.tensors(scales)
     if recipe is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *recipe.given[7:9])):
@@ -263,6 +268,53 @@ def launch(
         known.remember(known.without_group(), recipe, enqueue, [used])
     if target is not out2:
         out2.copy_(target)
+
+
+def serving(x: torch.Tensor, weight: torch.Tensor, *, swiglu: bool = False) -> torch.Tensor:
+    """x · weightᵀ of few rows, in a model that only serves. In a CUDA graph, the kernel begins to load the
+    weight before those in front of it have ended.
+
+    Args:
+        x: [..., K].
+        weight: [N, K], contiguous.
+        swiglu: the first half of the result's columns is a gate: returns silu(gate) * others, [..., N / 2].
+    """
+    shape, m, n, k = _check.gemm_args("gemm", x, weight, None, False)
+    reading = {"weight_is_constant": in_graph(x)}
+    if swiglu:
+        choice = _gating_choice(m, n, k, x) if x.is_cuda else -1
+        if choice < 0:
+            gate, others = serving(x, weight).chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate) * others
+        out = _check.output("gemm", None, [*shape[:-1], n // 2], x)
+        operands = (aligned(x.reshape(m, k)), aligned(weight), None, out.view(m, n // 2))
+        _kernel(*operands, False, choice, 0, swiglu=True, **reading)
+        return out
+    out = _check.output("gemm", None, shape, x)
+    if x.is_cuda:
+        launch(x, weight, None, False, out, m, n, k, reading=reading)
+    else:
+        out.copy_(reference(x, weight))
+    return out
+
+
+def in_graph(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph of a model that only serves is captured: none of its kernels writes a weight."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _gating_choice(m: int, n: int, k: int, x: torch.Tensor) -> int:
+    """Packed choice of a tile that has columns of a gate and of what it gates; -1: there is none."""
+    sizes = n % (2 * _ALIGNED) == k % _ALIGNED == 0
+    if not sizes or x.dtype not in (torch.bfloat16, torch.float16) or cuda.why_not(x.device):
+        return -1
+    return _gating(m, n, k, _sms(x.device))
+
+
+@functools.cache
+def _gating(m: int, n: int, k: int, num_sms: int) -> int:
+    found = _native.core.select_gemm(m, n, k, False, num_sms, swiglu=True)
+    return int(found.packed) if found.split > 0 else -1
 
 
 @contextmanager

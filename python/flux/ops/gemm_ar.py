@@ -312,9 +312,11 @@ def _call(
     group: ProcessGroup,
     out: Tensor | None = None,
     scales: Scales | None = None,
-    ahead: Tensor | None = None,
+    weight_is_constant: bool = False,
 ) -> Any:
-    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher. ahead: of fused_cuda."""
+    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher. weight_is_constant: of the
+    kernel.
+    """
     if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
         end = end.checked("gemm_ar", n, x, scales)
@@ -327,15 +329,15 @@ def _call(
         if added is not None:
             torch.add(product, added, out=total)
         return end.of(out)
-    if ahead is None and (calls := known.of_groups.get(group)) is not None:
+    if not weight_is_constant and (calls := known.of_groups.get(group)) is not None:
         done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
         if done is not None:
             return done
-    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales, ahead)
+    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales, weight_is_constant)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
 
-def with_norm_and_ahead(
+def serving(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -343,15 +345,13 @@ def with_norm_and_ahead(
     norm_weight: Tensor,
     eps: float,
     group: GroupLike,
-    ahead: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """gemm_ar with a norm, whose kernel also fetches the beginning of `ahead` into the L2 while ranks wait
-    for each other: the weight that the stream's next kernel reads. The results are the same. For CUDA graphs,
-    because such a call is not repeated by C++ (flux.comm.known).
+    """gemm_ar with a norm, in a CUDA graph of a model that only serves: the kernel begins to load the weight
+    before those in front of it have ended.
     """
     pg = resolve_group(group, "gemm_ar")
     arguments = (x, weight, bias, False, residual, End(norm_weight, eps), pg)
-    return cast("tuple[Tensor, Tensor]", _call(*arguments, ahead=ahead))
+    return cast("tuple[Tensor, Tensor]", _call(*arguments, weight_is_constant=True))
 
 
 def _given(
@@ -380,7 +380,7 @@ def _among_ranks(
     group: ProcessGroup,
     out: Tensor | None,
     scales: Scales | None = None,
-    ahead: Tensor | None = None,
+    weight_is_constant: bool = False,
 ) -> Any:
     workspace = registry.find(group, x.device)
     op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
@@ -445,7 +445,7 @@ def _among_ranks(
             elif isinstance(workspace, CudaWorkspace):
                 tensors = (x, weight, bias, residual, total)
                 repeated = (recipe, out)
-                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated, ahead)
+                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated, weight_is_constant)
             elif isinstance(workspace, CpuWorkspace):
                 parts.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
             else:

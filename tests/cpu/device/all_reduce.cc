@@ -76,7 +76,7 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
 // What CTAs do that have computed a product: they send it, and then all sum, whoever has computed what.
 void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* product,
                      const flux::gemm::SpareMemory& memory) {
-  const auto& [symm, exchange, finish, op, rows_at_once, row_parts, ahead] = params.exchange;
+  const auto& [symm, exchange, finish, op, rows_at_once, row_parts] = params.exchange;
   const flux::sync::Call call = flux::gemm_ar::begin_sum(symm);
   const int thread = static_cast<int>(threadIdx.x), row_vectors = exchange.n / 8;
   const int share = static_cast<int>(blockIdx.x);

@@ -3,6 +3,7 @@
 
 #include "case.h"
 #include "cuda_runtime_api.h"
+#include "experts.h"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "runtime/tensor_map.h"
@@ -22,19 +23,21 @@ struct Shape {
 // Runs two calls behind each other on one stream, and compares both. The second multiplies other rows, or the result of
 // the first.
 void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config, int num_sms, int resident,
-         const std::string& name) {
+         const std::string& name, bool swiglu = false) {
   const auto dtype = static_cast<DType>(random.below(2));
-  const bool with_bias = random.below(2) == 0;
+  const bool with_bias = random.below(2) == 0 && !swiglu;
   sim::MachineConfig machine;
   machine.resident = resident;
   machine.policy = sim::policy_of(seed);
   sim::reset_machine(machine);
-  const bool chained = random.below(3) == 0 && shape.n >= shape.least_k;
+  const bool chained = random.below(3) == 0 && shape.n >= shape.least_k && !swiglu;
+  const bool weight_is_constant = random.below(2) == 0;
   if (chained) shape.k = shape.n;
   cases::describe(name + (chained ? ", chained, " : ", ") + std::to_string(shape.m) + " x " +
                   std::to_string(shape.n) + " x " + std::to_string(shape.k) +
                   (transposed ? ", [K, N]" : ", [N, K]") + (dtype == DType::kBFloat16 ? ", bf16" : ", fp16") +
-                  (with_bias ? ", bias" : "") + ", " + std::to_string(num_sms) + " SMs, " +
+                  (with_bias ? ", bias" : "") + (swiglu ? ", SwiGLU" : "") +
+                  (weight_is_constant ? ", constant weight, " : ", ") + std::to_string(num_sms) + " SMs, " +
                   std::to_string(resident) + " resident");
 
   Values weight(0, "weight", transposed ? shape.k : shape.n, transposed ? shape.n : shape.k,
@@ -51,15 +54,17 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
       xs.emplace_back(0, "x", shape.m, shape.k, random.below(2) * 8);
       xs.back().fill(random, dtype);
     }
-    outs.emplace_back(0, "out", shape.m, shape.n, random.below(2) * 8);
-    const flux::gemm::GemmArgs args = {xs.back().matrix(),
-                                       weight.matrix(),
-                                       transposed,
-                                       outs.back().matrix(),
-                                       with_bias ? bias.data : nullptr,
-                                       dtype,
-                                       config,
-                                       num_sms};
+    outs.emplace_back(0, "out", shape.m, swiglu ? shape.n / 2 : shape.n, swiglu ? 0 : random.below(2) * 8);
+    flux::gemm::GemmArgs args = {xs.back().matrix(),
+                                 weight.matrix(),
+                                 transposed,
+                                 outs.back().matrix(),
+                                 with_bias ? bias.data : nullptr,
+                                 dtype,
+                                 config,
+                                 num_sms};
+    args.weight_is_constant = weight_is_constant;
+    args.swiglu = swiglu;
     // As calls that are repeated: the second one takes the tensor maps of the first, with other addresses.
     const flux::runtime::KeptTensorMaps::Scope scope(maps);
     flux::gemm::gemm(args, nullptr);
@@ -70,7 +75,17 @@ void run(uint64_t seed, Random& random, Shape shape, bool transposed, int config
     for (size_t i = 0; with_bias && i < expected.size(); ++i) {
       expected[i] += bias.values[i % static_cast<size_t>(shape.n)];
     }
-    expect(outs[static_cast<size_t>(call)], expected, dtype, call == 0 ? "out" : "second out");
+    const std::string out_name = call == 0 ? "out" : "second out";
+    if (swiglu) {  // of rounded products, as behind a GEMM
+      for (int& sum : expected) {
+        const uint16_t rounded = cases::rounded(static_cast<float>(sum), dtype);
+        sum = static_cast<int>(cases::widened(rounded, dtype));
+      }
+      cases::expect_rows(outs[static_cast<size_t>(call)],
+                         cases::activated(expected, shape.n, cases::Activation::kSwiglu), dtype, out_name);
+      continue;
+    }
+    expect(outs[static_cast<size_t>(call)], expected, dtype, out_name.c_str());
     if (!chained || call > 0) continue;
     for (const int value : expected) {
       const float rounded = cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype);
@@ -120,15 +135,17 @@ void swap_ab(uint64_t seed) {
   const int config = random.below(cases::k16BitSwapAbTiles);
   const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
   const int sharers = random.below(4) == 0 ? 2 : 1, split = sharers == 2 ? 1 : 1 << random.below(4);
-  const bool transposed = random.below(2) == 0;
+  const bool swiglu = split == 1 && random.below(2) == 0;
+  const bool transposed = !swiglu && random.below(2) == 0;
   const int stage_k = 64 * tile.k_blocks;
-  const Shape shape = {random.between(1, tile.rows * 2), extent(random, 64, 3),
+  const int n = extent(random, 64, 3);
+  const Shape shape = {random.between(1, tile.rows * 2), swiglu ? std::max(16, n / 16 * 16) : n,
                        stage_k * (split - 1) + extent(random, stage_k, 4), stage_k * (split - 1) + 8};
   const int num_sms = std::max(split * sharers, random.one_of({2, 4, 8}));
   const int resident = std::max(split * sharers, random.one_of({1, 2, 8}));
   const int packed = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + config, split, sharers);
   run(seed, random, shape, transposed, packed, num_sms, resident,
-      flux::gemm::swap_ab_name(flux::gemm::kFirstSwapAb + config, split, sharers));
+      flux::gemm::swap_ab_name(flux::gemm::kFirstSwapAb + config, split, sharers), swiglu);
 }
 
 }  // namespace

@@ -276,7 +276,6 @@ void gemm_ar(uint64_t seed) {
   int n = 64 * random.between(1, many ? 1 : 3) - 8 * random.below(3);
   int k = 64 * random.between(1, many ? 2 : 4) - 8 * random.below(4);
   int m = random.between(1, many ? 8 : 40), config = -1, size = 1;
-  bool in_launch = true;
   // Rows of several warps, and several rows for each CTA.
   if (norms && !wide && !many && random.below(3) == 0)
     n = 8 * random.between(33, 80), k = 8 * random.between(1, 8);
@@ -293,7 +292,6 @@ void gemm_ar(uint64_t seed) {
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
     const int id = widest ? 3 : random.one_of({5, 9, 3});
-    in_launch = id != 3;
     Cluster cluster = id == 3 ? Cluster::kPairN : random.one_of({Cluster::kNone, Cluster::kPairM});
     if (id != 3 && k > 128 && random.below(3) == 0)
       cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
@@ -303,7 +301,6 @@ void gemm_ar(uint64_t seed) {
   }
   const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
-  sim::take_prefetched();
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
                   (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
@@ -320,9 +317,6 @@ void gemm_ar(uint64_t seed) {
       sums(static_cast<size_t>(world_size));
   std::vector<QuantizedValues> quantised;
   Values residual(0, "residual", m, n), weight(0, "norm weight", 1, n), bias(0, "bias", 1, n);
-  // More and less than one piece for each CTA; the last bytes are no whole vector.
-  const Values ahead(0, "weight of the next kernel", 1, ends.between(1, many ? 1000 : 120000));
-  const int64_t ahead_bytes = ahead.columns * int64_t{2};
   residual.fill(random, dtype, 8);
   weight.fill(random, dtype);
   bias.fill(random, dtype);
@@ -332,27 +326,22 @@ void gemm_ar(uint64_t seed) {
     for (int call = 0; call < kCalls; ++call) {
       Values& out = outs[static_cast<size_t>(rank)].emplace_back(rank, "out", m, n);
       Values& sum = sums[static_cast<size_t>(rank)].emplace_back(rank, "sum", m, n);
-      const flux::gemm::GemmArgs args = {product.xs[static_cast<size_t>(call)].matrix(),
-                                         product.weight.matrix(),
-                                         transposed,
-                                         out.matrix(),
-                                         bias.data,
-                                         dtype,
-                                         config,
-                                         num_sms};
+      flux::gemm::GemmArgs args = {product.xs[static_cast<size_t>(call)].matrix(),
+                                   product.weight.matrix(),
+                                   transposed,
+                                   out.matrix(),
+                                   bias.data,
+                                   dtype,
+                                   config,
+                                   num_sms};
+      args.weight_is_constant = ends.below(2) == 0;
       flux::gemm_ar::Extras extras = {adds ? residual.data : nullptr, norms ? weight.data : nullptr, kEps,
                                       norms ? sum.data : nullptr};
       if (quantises) extras.quantized = quantised.emplace_back(ends, rank, m, n, m, /*end=*/true).to;
-      extras.ahead = ahead.data, extras.ahead_bytes = ahead_bytes;
       flux::gemm_ar::gemm_ar(args, extras, ranks.symm[static_cast<size_t>(rank)], mode, nullptr);
     }
   }
   cudaDeviceSynchronize();
-  const int64_t expected_ahead = in_launch ? int64_t{world_size} * kCalls * (ahead_bytes / 16 * 16) : 0;
-  const int64_t fetched = sim::take_prefetched();
-  if (fetched != expected_ahead) {
-    sim::report("fetched " + std::to_string(fetched) + " bytes ahead, not " + std::to_string(expected_ahead));
-  }
   ranks.expect_no_timeout();
   ranks.expect_rest(kCalls);
   for (int call = 0; call < kCalls; ++call) {

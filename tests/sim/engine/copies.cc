@@ -297,15 +297,6 @@ void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Wher
   });
 }
 
-void prefetch_l2(const void* address, uint32_t bytes, const Where& where) {
-  maybe_preempt();
-  aligned(reinterpret_cast<uintptr_t>(address) | bytes, 16, "prefetch", where);
-  check_global(address, static_cast<int>(bytes), "prefetch", where);
-  machine.prefetched += bytes;
-}
-
-int64_t take_prefetched() { return std::exchange(machine.prefetched, 0); }
-
 void copy_async_commit() {
   Fiber& fiber = self();
   open_group(fiber.open_copies)->number = fiber.copies;

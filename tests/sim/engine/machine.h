@@ -210,7 +210,6 @@ struct Machine {
   int turns_to_freeze = 0;
   uint64_t now_ns = 1000000;
   int64_t cycles = 0;
-  int64_t prefetched = 0;  // bytes
   int idle_jumps = 0;
   Fiber* running = nullptr;
   Cta* mapped = nullptr;

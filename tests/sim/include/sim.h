@@ -58,9 +58,6 @@ void bulk_commit();
 void bulk_wait(int pending, bool reads_only, const Where& where);
 void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where);
 void copy_async(uint32_t dst, const void* src, int bytes, bool valid, const Where& where);
-void prefetch_l2(const void* address, uint32_t bytes, const Where& where);
-// Bytes that were fetched so since the last call.
-int64_t take_prefetched();
 void copy_async_commit();
 void copy_async_wait(int pending, const Where& where);
 void fence_proxy(const Where& where);

@@ -23,7 +23,6 @@ from vllm.config import VllmConfig
 import flux
 from flux import _invariance
 from flux.integrations.vllm import uses
-from flux.integrations.vllm.ahead import fetch_ahead
 from flux.integrations.vllm.graph import (
     SumRule,
     count_kept,
@@ -33,6 +32,7 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
+from flux.integrations.vllm.products import FEW_TOKENS, serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
@@ -49,8 +49,8 @@ _ALL_REDUCE_FUSIONS = (_WITH_NORM, "SequenceParallelism")
 _installed: list[str] = []
 # By vLLM's name of the group.
 _sums: dict[str, SumRule] = {}
-# Of each kind of layer that flux serves, from how many tokens on it does also where vLLM would fuse.
-_over_fusion: set[int] = set()
+# Of each kind of layer that flux serves, up to and from how many tokens it does also where vLLM would fuse.
+_over_fusion: set[tuple[int, int]] = set()
 # Whether the model that vLLM compiles now is of a kind that was measured against vLLM's fusion: sequence
 # parallel in large batches, with sums of linear layers only.
 _is_measured_kind = [False]
@@ -66,7 +66,9 @@ class FluxPass(InductorPass):  # type: ignore[misc]
 
     def __init__(self, others: list[Any]) -> None:
         self.counts: dict[Any, Counter[str]] = {}  # of a range, over its graphs
-        self.over_fusion = max(_over_fusion, default=NEVER) if _is_measured_kind[0] else NEVER
+        measured = _over_fusion if _is_measured_kind[0] else set()
+        self.few_over_fusion = min((few for few, _ in measured), default=0)
+        self.over_fusion = max((many for _, many in measured), default=NEVER)
         self.fusions = [o for o in others if any(name in type(o).__name__ for name in _ALL_REDUCE_FUSIONS)]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -75,7 +77,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         # Calls that must be batch invariant are the same in all ranges.
         fusions = [] if _invariance.active() else self.fusions
         names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
-        if start >= self.over_fusion:
+        if end <= self.few_over_fusion or start >= self.over_fusion:
             names = [name for name in names if _WITH_NORM not in name]
         counts = self.counts.setdefault((start, end), Counter())
         unshard(graph, None if names else end)
@@ -89,16 +91,19 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
         counts["quantised"] += fuse_quantisation(graph)
         drop_marks(graph)
-        counts["ahead"] += fetch_ahead(graph) if setting("FLUX_VLLM_PREFETCH") == "on" else 0
+        if end <= FEW_TOKENS and not _invariance.active():
+            served, gated = serve_products(graph)
+            counts["products"] += served
+            counts["gated"] += gated
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {self.over_fusion}"
-        rules += f" {setting('FLUX_VLLM_PREFETCH')}"
+        rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {self.few_over_fusion}"
+        rules += f" {self.over_fusion}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
-        steps = (*ours, fuse_quantisation, drop_marks, fetch_ahead)
+        steps = (*ours, fuse_quantisation, drop_marks, serve_products)
         return str(self.hash_source(self, *steps, rules, rank))
 
 
@@ -114,7 +119,7 @@ def _told(counts: Counter[str], fusions: list[str]) -> str:
         (flux, counts["kept"]),
         (vllm, counts["given back"]),
         (sums, counts["sums"]),
-        (f"{counts['ahead']} weights fetched ahead", counts["ahead"]),
+        (f"{counts['products']} products behind them, {counts['gated']} with SwiGLU", counts["products"]),
         (f"quantised behind {counts['quantised']} norms", counts["quantised"]),
     )
     return ", ".join(what for what, n in told if n) or f"vLLM all{why}"
@@ -193,12 +198,13 @@ def serve_sums(vllm_group: str, rule: SumRule) -> None:
     _sums[vllm_group] = rule
 
 
-def serve_over_fusion(config: Any, tokens: int) -> None:
-    """Lets flux keep a kind of layer from `tokens` tokens on where vLLM would fuse its all-reduce with
-    RMSNorm. In a range all kinds stay vLLM's, or none, as in the models that were measured.
+def serve_over_fusion(config: Any, few: int, many: int) -> None:
+    """Lets flux keep a kind of layer up to `few` tokens and from `many` on where vLLM would fuse its
+    all-reduce with RMSNorm. In a range all kinds stay vLLM's, or none, as in the models that were measured.
     """
-    _over_fusion.add(tokens)
-    split_range(config, tokens)
+    _over_fusion.add((few, many))
+    split_range(config, few + 1)
+    split_range(config, many)
 
 
 def split_range(config: Any, tokens: int) -> None:

@@ -143,26 +143,27 @@ def fused_by_vllm(model: Model, ranks: int) -> int:
     return FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
 
 
-def over_fusion(model: Model, ranks: int, device: torch.device) -> int:
-    """From how many tokens on flux's layers are flux's also where vLLM would fuse all-reduces."""
+def over_fusion(model: Model, ranks: int, device: torch.device) -> tuple[int, int]:
+    """Up to and from how many tokens on flux's layers are flux's also where vLLM would fuse all-reduces."""
     begins = [begin for _, begin, _ in layers(model, ranks, device)]
     if model.experts or sequence_from(model, ranks, device)[0] is None:
-        return NEVER
-    over = thresholds.over_fusion_from(model.hidden, torch.bfloat16, ranks, device, _scales(model))
-    return max(over, *begins)
+        return 0, NEVER
+    kind = (model.hidden, torch.bfloat16, ranks, device, _scales(model))
+    few = thresholds.over_fusion_up_to(*kind) if max(begins, default=NEVER) <= 1 else 0
+    return few, max(thresholds.over_fusion_from(*kind), *begins)
 
 
 def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, str]]:
     """What runs between the layers of a compiled model, and from how many tokens on, in ascending order."""
-    vllm, over = fused_by_vllm(model, ranks), over_fusion(model, ranks, device)
+    vllm, (few, over) = fused_by_vllm(model, ranks), over_fusion(model, ranks, device)
     begins = [begin for _, begin, _ in layers(model, ranks, device)]
     sequence, _ = sequence_from(model, ranks, device)
     first, nbytes = thresholds.sums(ranks, device) if ranks > 1 else (1, 0)
     sums = range(first, nbytes // (model.hidden * 2) + 1)
-    edges = {1, vllm + 1, over, *begins, sums.start, sums.stop, *([sequence] if sequence else [])}
+    edges = {1, few + 1, vllm + 1, over, *begins, sums.start, sums.stop, *([sequence] if sequence else [])}
     found: list[tuple[int, str]] = []
     for start in sorted(edge for edge in edges if edge <= MOST_TOKENS):
-        told = "vLLM" if start <= vllm and start < over else _at(model, start, begins, sequence, sums)
+        told = "vLLM" if few < start <= vllm and start < over else _at(model, start, begins, sequence, sums)
         if not found or found[-1][1] != told:
             found.append((start, told))
     return found

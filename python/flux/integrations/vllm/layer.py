@@ -19,8 +19,15 @@ from flux import _invariance
 from flux.integrations.vllm import compiled, eager, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
+from flux.integrations.vllm.products import FEW_TOKENS
 from flux.integrations.vllm.report import NEVER, report, setting
-from flux.integrations.vllm.thresholds import ALIGNMENT, from_tokens, over_fusion_from, sums
+from flux.integrations.vllm.thresholds import (
+    ALIGNMENT,
+    from_tokens,
+    over_fusion_from,
+    over_fusion_up_to,
+    sums,
+)
 from flux.ops._scales import Scaling
 from flux.ops.plan import current_device, why_unfused
 
@@ -74,10 +81,13 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if settings.mode != "layer":
             compiled.install()
             compiled.split_range(config, self._flux_from)
+            if self._flux_from <= FEW_TOKENS and not (_invariance.active() or _fuses_sums(config)):
+                compiled.split_range(config, FEW_TOKENS + 1)
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
             device = current_device()
-            over = over_fusion_from(self.output_size, self.params_dtype, self.tp_size, device, scales)
-            compiled.serve_over_fusion(config, max(over, self._flux_from))
+            kind = (self.output_size, self.params_dtype, self.tp_size, device, scales)
+            few = over_fusion_up_to(*kind) if self._flux_from <= 1 else 0
+            compiled.serve_over_fusion(config, few, max(over_fusion_from(*kind), self._flux_from))
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.
             if sequence is not None:
@@ -303,3 +313,9 @@ def _chosen_gemm(config: Any) -> bool:
     """Whether the user has chosen a GEMM for linear layers; older versions of vLLM have no such setting."""
     kernels = getattr(config, "kernel_config", None)
     return getattr(kernels, "linear_backend", "auto") != "auto"
+
+
+def _fuses_sums(config: Any) -> bool:
+    """Whether vLLM fuses all-reduces with RMSNorm."""
+    passes = None if config is None else getattr(config.compilation_config, "pass_config", None)
+    return bool(getattr(passes, "fuse_allreduce_rms", False))

@@ -13,9 +13,9 @@ import torch
 
 import flux
 from flux import _invariance
+from flux.ops import gemm, gemm_ar
 from flux.ops._library import PLAIN_TENSORS
 from flux.ops._scales import Scaling, is_by_block
-from flux.ops.gemm_ar import with_norm_and_ahead
 from flux.ops.plan import why_unfused
 
 _torch_library: Any = torch.library  # not typed
@@ -29,13 +29,17 @@ _library.define(
 )
 _library.define(
     "linear_all_reduce_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
-    f" float eps, str group_name, {_SCALES}, Tensor? ahead=None) -> (Tensor, Tensor)",
+    f" float eps, str group_name, {_SCALES}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "linear_all_reduce_norm_quant(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight,"
     " float eps, str group_name, Tensor? scale_x, Tensor? scale_w, str quant, Tensor? quant_scale,"
     " bool ue8m0, bool return_norm) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "linear_behind_norm(Tensor x, Tensor weight, bool swiglu) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -180,19 +184,22 @@ def _run_norm(
     group_name: str,
     scale_x: torch.Tensor | None = None,
     scale_w: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum. ahead: the weight
-    that is read next.
-    """
-    if ahead is not None:
+    """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
+    if scale_x is None and gemm.in_graph(x):
         of_sum = (x, plain(weight), plain_if_any(bias), residual, norm_weight, eps, group_name)
         with torch.no_grad():
-            return with_norm_and_ahead(*of_sum, plain(ahead))
+            return gemm_ar.serving(*of_sum)
     result: tuple[torch.Tensor, torch.Tensor] = _with_norm(
         x, weight, bias, residual, norm_weight, eps, group_name, scale_x, scale_w
     )
     return result
+
+
+def _run_behind_norm(x: torch.Tensor, weight: torch.Tensor, swiglu: bool) -> torch.Tensor:
+    """x [tokens, K] · weightᵀ; with `swiglu`, silu of the first half of its columns times the second."""
+    with torch.no_grad():
+        return gemm.serving(x, plain(weight), swiglu=swiglu)
 
 
 def _with_norm(
@@ -243,6 +250,7 @@ def _fake_norm(
 
 
 _library.impl("linear_all_reduce", _run, "CompositeExplicitAutograd")
+_library.impl("linear_behind_norm", _run_behind_norm, "CompositeExplicitAutograd")
 _library.impl("linear_all_reduce_norm", _run_norm, "CompositeExplicitAutograd")
 # An operator must not return its argument.
 _library.impl("scaled_linear", lambda product, *of_layer: product.clone(), "CompositeExplicitAutograd")
@@ -253,6 +261,11 @@ _library.impl(
 _library.impl("all_reduce_below", _run_below, "CompositeExplicitAutograd")
 _torch_library.register_fake("flux_vllm::linear_all_reduce", _fake, lib=_library)
 _torch_library.register_fake("flux_vllm::linear_all_reduce_norm", _fake_norm, lib=_library)
+_torch_library.register_fake(
+    "flux_vllm::linear_behind_norm",
+    lambda x, weight, swiglu: x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1)),
+    lib=_library,
+)
 _torch_library.register_fake(
     "flux_vllm::scaled_linear", lambda product, *of_layer: torch.empty_like(product), lib=_library
 )

@@ -79,16 +79,27 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Decode:
+    """Decoding of `tokens` sequences in vLLM; otherwise as Prefill."""
+
+    ranks: int
+    hidden: int
+    tokens: int
+    speedup: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """Measurements, and where they are from.
 
     Attributes:
-        prefills: of whole models.
+        prefills: of whole models, as are decodes.
     """
 
     rows: tuple[Row, ...]
     sums: tuple[Sum, ...]
     prefills: tuple[Prefill, ...] = ()
+    decodes: tuple[Decode, ...] = ()
     source: str = ""
 
 
@@ -145,18 +156,34 @@ def decide(
 def over_fusion_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "") -> int:
     """From how many rows of n on flux runs layers also where vLLM would fuse their all-reduce with residual
     and RMSNorm: where models are sequence parallel, if one with a residual of up to twice or half as many
-    columns was measured to be faster. Smaller batches were not faster in whole models, though the operators
-    are (docs/design/vllm.md).
+    columns was measured to be faster.
     """
     sequence = sequence_from(n, dtype, ranks, device)
     if scales or sequence is None:
         return NEVER
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).prefills
-    near = [
-        each for each in measured if each.ranks == ranks and n <= 2 * each.hidden and each.hidden <= 2 * n
-    ]
-    slowest = min((each.speedup for each in near), default=0.0)
+    slowest = min((each.speedup for each in measured if _is_near(each, n, ranks)), default=0.0)
     return sequence if slowest >= 1 + _NOISE else NEVER
+
+
+def over_fusion_up_to(n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "") -> int:
+    """Up to how many rows of n flux runs layers also where vLLM would fuse their all-reduce with residual and
+    RMSNorm: as many as models like those of over_fusion_from were measured to decode faster, and with fewer.
+    0: none.
+    """
+    if scales or sequence_from(n, dtype, ranks, device) is None:
+        return 0
+    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).decodes
+    found = 0
+    for each in sorted((d for d in measured if _is_near(d, n, ranks)), key=lambda d: (d.tokens, d.speedup)):
+        if each.speedup < 1 + _NOISE:
+            return min(found, each.tokens - 1)
+        found = each.tokens
+    return found
+
+
+def _is_near(model: Prefill | Decode, n: int, ranks: int) -> bool:
+    return model.ranks == ranks and n <= 2 * model.hidden and model.hidden <= 2 * n
 
 
 def sequence_from(
@@ -224,7 +251,7 @@ def fingerprint() -> str:
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
     limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')} {_invariance.active()}"
-    return f"{limits} {setting('FLUX_VLLM_PREFETCH')} {hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def measured_in(results: dict[str, Any]) -> Measured:
@@ -258,7 +285,8 @@ def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
     rows = tuple(Row(*each) for each in shipped["rows"])
     sums = tuple(Sum(*each) for each in shipped["sums"])
     prefills = tuple(Prefill(*each) for each in shipped["prefills"])
-    return Measured(rows, sums, prefills, "measured on such GPUs")
+    decodes = tuple(Decode(*each) for each in shipped["decodes"])
+    return Measured(rows, sums, prefills, decodes, "measured on such GPUs")
 
 
 def _machine(device: torch.device) -> tuple[str, int] | None:

@@ -71,9 +71,6 @@ inline void mbarrier_wait(uint32_t bar, uint32_t phase, FLUX_SIM_HERE) {
 // --- TMA and bulk copies ---
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
-inline void prefetch_l2(const void* address, uint32_t bytes, FLUX_SIM_HERE) {
-  sim::prefetch_l2(address, bytes, where);
-}
 inline void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y, FLUX_SIM_HERE) {
   sim::tma_load(map, dst, bar, x, y, 0, where);
 }

@@ -1,0 +1,260 @@
+"""Times a decoder layer with few tokens between GPUs, where other kernels stand between those of flux.
+
+    python benchmarks/decode_layer.py [--m 1 16 64 128 256] [--json FILE]
+
+The layer has Llama-3-8B's shape. In place of attention, a kernel reads as many bytes of keys and values. A
+CUDA graph has several layers with weights of their own, so no weight is in the L2. Arms:
+
+- "FlashInfer", "vLLM": cuBLAS, and all-reduce, residual and RMSNorm of that package, where it is installed;
+- "flux": gemm_ar with residual and norm, the other two products by cuBLAS;
+- "gemm": these two by flux.gemm, too;
+- "early": and kernels of flux begin to load weights before the kernel before them has ended;
+- "gated": and the product with gate and up projection multiplies them, too.
+
+The file has microseconds a layer, for each number of tokens and arm: the median of rounds with a drawn order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+import flux
+from flux import peers
+from flux.ops import gemm, gemm_ar
+
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128
+CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
+LAYERS, REPLAYS, ROUNDS = 16, 10, 9
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """As flux.peers wants them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: Any = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of a rank, and its keys and values."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm: Tensor
+
+    @staticmethod
+    def made(ranks: Ranks) -> Layer:
+        def weight(n: int, k: int) -> Tensor:
+            return torch.randn(n, k, device=ranks.device).to(ranks.dtype) * k**-0.5
+
+        p = ranks.world_size
+        qkv = weight((HEADS + 2 * KV_HEADS) * HEAD // p, HIDDEN)
+        o, gate_up, down = (
+            weight(HIDDEN, HEADS * HEAD // p),
+            weight(2 * FFN // p, HIDDEN),
+            weight(HIDDEN, FFN // p),
+        )
+        return Layer(qkv, o, gate_up, down, torch.ones(HIDDEN, device=ranks.device, dtype=ranks.dtype))
+
+
+@torch.compile(dynamic=False)
+def activated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@torch.compile(dynamic=False)
+def rotated(qkv: Tensor) -> Tensor:
+    return qkv * 0.5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """summed: of x, weight, residual and the norm's weight: the norm and the sum. inside: what its graph is
+    captured in.
+    """
+
+    summed: Callable[..., tuple[Tensor, Tensor]]
+    product: Callable[[Tensor, Tensor], Tensor]
+    hidden: Callable[[Tensor, Tensor], Tensor] | None = None
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def run(self, layers: list[Layer], x: Tensor, residual: Tensor, kv: Tensor) -> Tensor:
+        """The tokens' normalised activations after all layers."""
+        for layer in layers:
+            qkv = rotated(self.product(x, layer.qkv))
+            attention = kv.sum(0).add_(qkv[:, : kv.shape[-1]])
+            x, residual = self.summed(attention, layer.o, residual, layer.norm)
+            if self.hidden is None:
+                hidden = activated(self.product(x, layer.gate_up))
+            else:
+                hidden = self.hidden(x, layer.gate_up)
+            x, residual = self.summed(hidden, layer.down, residual, layer.norm)
+        return x
+
+
+def arms(ranks: Ranks, m: int) -> dict[str, Arm]:
+    group, cublas = ranks.group, torch.nn.functional.linear
+
+    def by_flux(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
+        return flux.gemm_ar(x, weight, group=group, residual=residual, norm_weight=norm, eps=EPS)
+
+    def early(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
+        return gemm_ar.of_constant_weight(x, weight, None, residual, norm, EPS, group)
+
+    found = {}
+    for name in peers.here():
+        residual = torch.zeros(m, HIDDEN, device=ranks.device, dtype=ranks.dtype)
+        norm = peers.Norm(residual, torch.ones(HIDDEN, device=ranks.device, dtype=ranks.dtype), EPS)
+        reduce, inside = peers.PEERS[name][1](ranks, m, HIDDEN, norm)
+
+        def by_package(
+            x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, reduce: Any = reduce
+        ) -> Any:
+            return reduce(cublas(x, weight), residual)
+
+        found[name] = Arm(by_package, cublas, inside=inside)
+    found |= {"flux": Arm(by_flux, cublas), "gemm": Arm(by_flux, flux.gemm)}
+    found["early"] = Arm(early, gemm.of_constant_weight)
+    if gemm.gating_choice(m, 2 * FFN // ranks.world_size, HIDDEN, 132) >= 0:
+        gates = functools.partial(gemm.of_constant_weight, swiglu=True)
+        found["gated"] = Arm(early, gemm.of_constant_weight, gates)
+    return found
+
+
+def profiled(graph: torch.cuda.CUDAGraph) -> list[str]:
+    """A line for each kernel of a layer: microseconds after the one before it ended, and how long it ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = sorted(
+        (e for e in prof.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start
+    )
+    events = events[-(len(events) // 3) :]
+    kernels = len(events) // LAYERS
+    lines = []
+    for position in range(kernels):
+        here = range(len(events) - kernels * (LAYERS - 1) + position, len(events), kernels)
+        gaps = [events[i].time_range.start - events[i - 1].time_range.end for i in here]
+        times = [events[i].time_range.elapsed_us() for i in here]
+        lines.append(
+            f"  {statistics.mean(gaps):6.2f} {statistics.mean(times):6.2f} {events[here[0]].name[:70]}"
+        )
+    return lines
+
+
+def measured(ranks: Ranks, layers: list[Layer], m: int, profile: bool) -> dict[str, Any]:
+    torch.manual_seed(m)
+    x, residual = (torch.randn(m, HIDDEN, device=ranks.device).to(ranks.dtype) for _ in "12")
+    width = HEADS * HEAD // ranks.world_size
+    kv = torch.randn(CONTEXT, m, width, device=ranks.device).to(ranks.dtype) / CONTEXT
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    results: dict[str, Tensor] = {}
+    found = arms(ranks, m)  # kept, because graphs use memory of packages
+    for name, arm in found.items():
+        for _ in range(3):
+            arm.run(layers, x, residual.clone(), kv)
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with arm.inside(), torch.cuda.graph(graphs[name]):
+            results[name] = arm.run(layers, x, residual.clone(), kv)
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for number in range(ROUNDS + 1):
+        for name in random.Random(number).sample(sorted(graphs), len(graphs)):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
+            graphs[name].replay()
+            torch.cuda.synchronize()
+            dist.barrier()
+            begin.record()
+            for _ in range(REPLAYS):
+                graphs[name].replay()
+            end.record()
+            end.synchronize()
+            took = torch.tensor(begin.elapsed_time(end) * 1e3 / REPLAYS / LAYERS, device=ranks.device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if number:
+                samples[name].append(round(took.item(), 3))
+    if profile:
+        for name, graph in graphs.items():
+            dist.barrier()
+            lines = profiled(graph)
+            if ranks.rank == 0:
+                print(f"M = {m}, {name}:", *lines, sep="\n", flush=True)
+    want = results["flux"].float()
+    apart = {name: ((got.float() - want).norm() / want.norm()).item() for name, got in results.items()}
+    wrong = {name: value for name, value in apart.items() if not value < 0.1}
+    if wrong:
+        raise RuntimeError(f"m = {m}: these results are apart from flux's by {wrong}")
+    return {name: {"us": statistics.median(times), "samples_us": times} for name, times in samples.items()}
+
+
+def work(rank: int, world: int, rendezvous: str, tokens: list[int], profile: bool, file: Path | None) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world, device_id=device)
+    ranks = Ranks(rank, world, device, dist.group.WORLD)
+    torch.manual_seed(rank)
+    rows: dict[int, Any] = {}
+    with torch.no_grad():
+        layers = [Layer.made(ranks) for _ in range(LAYERS)]
+        for m in tokens:
+            rows[m] = measured(ranks, layers, m, profile)
+            if rank:
+                continue
+            print(f"M = {m}: " + ", ".join(f"{k} {v['us']:.1f}" for k, v in rows[m].items()), flush=True)
+            if file is not None:
+                what = "microseconds a decoder layer of Llama-3-8B's shape, benchmarks/decode_layer.py"
+                versions = {"torch": torch.__version__, **peers.versions()}
+                head = {"what": what, "commit": os.environ.get("FLUX_COMMIT", ""), "tp": world}
+                head |= {"gpu": torch.cuda.get_device_name(), "packages": versions}
+                file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    dist.barrier()
+    os._exit(0)  # a package's memory may outlive the group that made it
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
+    parser.add_argument("--profile", action="store_true", help="print when kernels run")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    world = torch.cuda.device_count()
+    if world < 2:
+        parser.error(f"it needs 2 GPUs, and sees {world}")
+    with tempfile.TemporaryDirectory() as folder:
+        given = (world, f"file://{folder}/ranks", options.m, options.profile, options.json)
+        spawn(work, given, nprocs=world)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
