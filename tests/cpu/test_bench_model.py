@@ -117,7 +117,7 @@ def test_bad_suites_are_refused(text: str, message: str) -> None:
 
 
 def test_unknown_suite_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="one of cpu, decode, default or a .toml file, got 'tiny'"):
+    with pytest.raises(ValueError, match="one of cpu, decode, default, served or a .toml file, got 'tiny'"):
         suites.load("tiny")
 
 

@@ -72,7 +72,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench --timeout inf", "bench: --timeout expected a number from 1 to 1000000, got 'inf'"),
         ("bench --link 0", "bench: --link expected a number from 1 to 1000000, got '0'"),
         ("bench --dtype int8", "bench: --dtype expected to be bf16, fp16, fp32 or fp8, got 'int8'"),
-        ("bench --suite nope", "bench: --suite expected to be one of cpu, decode, default|got 'nope'"),
+        ("bench --suite nope", "bench: --suite expected to be one of cpu, decode, default, served|'nope'"),
         ("bench --suite nope.toml", "bench: --suite nope.toml: suite file not found"),
         ("bench --cpu --model nope", "bench: --model expected to be one of tiny-mlp|got 'nope'"),
         ("bench moe --model nope", "bench: --model expected to be one of mixtral-8x7b|got 'nope'"),
