@@ -250,6 +250,24 @@ def test_fp8_problems_get_fp8_tiles_that_promote_unless_they_may_be_fast(
     assert 256 in wide
 
 
+def test_tiles_on_trial_are_listed_last_and_only_chosen_by_name() -> None:
+    on_trial = [tile for tile in FP8_TILES.values() if tile.is_on_trial]
+    assert on_trial
+    for m, n, k in ((256, 8192, 14336), (512, 4096, 7168), (2048, 8192, 14336)):
+        choice = core.select_gemm(m, n, k, False, 132, operand_bytes=1)
+        names = [name for name, _ in choice.candidates]
+        marks = [any(name.startswith(tile.name) for tile in on_trial) for name in names]
+        assert not FP8_TILES[choice.config].is_on_trial
+        assert marks == sorted(marks) and sum(marks) > len(on_trial)
+        assert names[0].startswith(choice.name)
+        for tile in on_trial:
+            assert core.select_gemm(m, n, k, False, 132, tile.id, operand_bytes=1).config == tile.id
+            with pytest.raises(ValueError, match="config"):
+                core.select_gemm_ar(m, n, k, False, 132, tile.id, operand_bytes=1)
+            with pytest.raises(ValueError, match="config"):
+                core.select_ag_gemm(m, n, k, False, 2, 132, tile.id, operand_bytes=1)
+
+
 def test_tiles_serve_only_their_operands() -> None:
     for tile in core.tile_configs(1):
         with pytest.raises(ValueError, match="config"):

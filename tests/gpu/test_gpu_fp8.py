@@ -30,7 +30,8 @@ SHAPES = [(1, 8, 16), (127, 200, 400), (128, 64, 128), (129, 264, 528), (300, 10
 SUMS = [(1, 8, 16), (1, 4096, 256), (5, 136, 144), (16, 1024, 512), (64, 520, 384), (130, 264, 528)]
 ALONE, PAIR_M, PAIR_N, SPLIT = 1, 2, 3, 4  # clusters
 # Of tiles of 256 columns, one has room to send, and the other more stages.
-TILES = core.tile_configs(1)
+ALL_TILES = core.tile_configs(1)
+TILES = [tile for tile in ALL_TILES if not tile.is_on_trial]
 SENDING = [tile for tile in TILES if tile.block_n >= 128 and (tile.block_n, tile.stages) != (256, 4)]
 KEEPING = [tile for tile in TILES if (tile.block_n, tile.stages) != (256, 3)]
 CHOSEN = -1
@@ -81,6 +82,26 @@ def test_gemm_is_exact(quant: str, m: int, n: int, k: int) -> None:
     cuda = [tensor.cuda() for tensor in (x, weight, scale_x, scale_w)]
     out = flux.gemm(*cuda[:2], scale_x=cuda[2], scale_w=cuda[3], out_dtype=torch.float32)
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemm_in_every_tile_is_exact(kind: str, tile: core.TileConfig) -> None:
+    if not tile.promotes and kind == "block":
+        pytest.skip("tiles without promotion have no scales of blocks")
+    if (tile.block_n, tile.stages) == (256, 3):
+        pytest.skip("only tiles that are sent need slabs for a whole tile")
+    for number, (m, n, k) in enumerate([(1, 8, 256), (129, 264, 640), (300, 1032, 4352)]):
+        x_dtype = E5M2 if tile.promotes and number == 1 else E4M3
+        case = ScaledCase(m, n, k, 1, kind, x_dtype, torch.bfloat16, bias=number == 2, seed=number)
+        xs, weights, scales, bias = operands(case, "promoted" if tile.promotes else "fast")
+        expected = case.product(0, 0).cuda()
+        kwargs = {"scale_x": scales[0].x, "scale_w": scales[0].w, "fast": not tile.promotes}
+        for cluster in (ALONE, PAIR_M, PAIR_N, *([SPLIT] if tile.supports_split else [])):
+            out = torch.empty(m, n, dtype=case.out_dtype, device="cuda")
+            config = tile.id | cluster << 8 | 4 << 16
+            torch.ops.flux._gemm(xs[0], weights[0], bias, out, False, config, 0, **kwargs)
+            assert torch.equal(out.double(), expected), (case, cluster)
 
 
 class Operands(NamedTuple):

@@ -194,7 +194,7 @@ void gemm_ar(uint64_t seed) {
     config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);
   } else {
     // Tiles that sum in the launch, and tiles that need a second one.
-    const int id = draw_tile(random, flux::gemm::supports_keeping);
+    const int id = draw_tile(random, flux::gemm::supports_gathering);
     const TileConfig& tile = flux::gemm::kTileConfigs[id];
     promotes = tile.promotes();
     Cluster cluster =
@@ -270,7 +270,7 @@ void ag_gemm(uint64_t seed) {
   Random random(seed);
   const int world_size = random.one_of({2, 2, 2, 3, 3, 4, 8});
   const bool many = world_size > 4;  // ranks: everything else is small
-  const int config = draw_tile(random, flux::gemm::supports_keeping);
+  const int config = draw_tile(random, flux::gemm::supports_gathering);
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
   const Cluster cluster = random.one_of({Cluster::kNone, Cluster::kPairM, Cluster::kPairN});
   const int size = cluster == Cluster::kNone ? 1 : 2;

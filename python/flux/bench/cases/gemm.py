@@ -55,21 +55,30 @@ def _begun(problem: Problem, context: Context) -> tuple[Operands, Lineup]:
     return given, Lineup(context, given.weights, graphs=bool(problem.scales) and problem.m <= DECODE_M)
 
 
+def _add_others(problem: Problem, given: Operands, lineup: Lineup) -> None:
+    """The libraries, and with fp8 operands also products in 16 bits."""
+    context, (m, n, _) = lineup.context, problem.local(lineup.context.tp)
+    out = torch.empty(m, n, dtype=context.dtype, device=context.device)
+    for each in opened(problem, lineup):
+        each.alone(lineup, each.role, given.x, out)
+    if isinstance(given.x, Tensor):
+        return
+    wide, weights = given.wide_x, given.wide_weights
+    lineup.add(f"{library(context)}, bf16", "peer", lambda w: torch.mm(wide, w.t(), out=out), weights)
+    lineup.add(IN_16_BITS, "peer", step_of(flux.gemm, wide, out=out), weights)
+
+
 def prepare(problem: Problem, context: Context) -> Lineup:
     m, n, k = sizes = problem.local(context.tp)
     given, lineup = _begun(problem, context)
-    ours, theirs = (torch.empty(m, n, dtype=context.dtype, device=context.device) for _ in range(2))
+    ours = torch.empty(m, n, dtype=context.dtype, device=context.device)
     lineup.add("flux", "flux", step_of(flux.gemm, given.x, out=ours))
-    for each in opened(problem, lineup):
-        each.alone(lineup, each.role, given.x, theirs)
+    _add_others(problem, given, lineup)
     if isinstance(given.x, Tensor):
         of_packages(lineup, "gemm", sizes, given.x, partial(_exact, problem, context))
         if context.cuda:
             lineup.plan = plan_dict(flux.explain("gemm", m, n, k, dtype=context.dtype))
         return lineup
-    wide, weights = given.wide_x, given.wide_weights
-    lineup.add(f"{library(context)}, bf16", "peer", lambda w: torch.mm(wide, w.t(), out=theirs), weights)
-    lineup.add(IN_16_BITS, "peer", step_of(flux.gemm, wide, out=theirs), weights)
     if problem.scales != "block":
         lineup.add("flux, fast", "fast", step_of(flux.gemm, given.x, out=ours, accumulate="fast"))
     lineup.plan = explained("gemm", m, n, k, context, problem.scales)
@@ -77,9 +86,10 @@ def prepare(problem: Problem, context: Context) -> Lineup:
 
 
 def sweep(problem: Problem, context: Context) -> Lineup:
-    """The kernel with every tile shape and cluster, against what the plan chose."""
+    """The kernel with every tile shape and cluster, against what the plan chose, and against libraries."""
     m, n, k = problem.local(context.tp)
     given, lineup = _begun(problem, context)
+    _add_others(problem, given, lineup)
     x = values(given.x)
     lineup.weights = [canonical(given.x, weight) for weight in given.weights]
     out = torch.empty(m, n, dtype=context.dtype, device=context.device)
