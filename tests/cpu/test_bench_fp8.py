@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -121,6 +124,45 @@ def test_a_wrong_library_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Right" in row.times and not {"Wrong", "Absent"} & set(row.times)
     assert row.notes[0].startswith("Wrong with row scales could not run: wrong: product: off by")
     assert row.notes[1] == "Absent could not run: no_such_package is not installed"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_deep_gemm_is_a_peer_with_scales_of_blocks(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """A stand-in with the signatures of DeepGEMM 2.1: right, or without the scales of the weight."""
+
+    def fp8_gemm_nt(
+        a: tuple[Tensor, Tensor],
+        b: tuple[Tensor, Tensor],
+        d: Tensor,
+        c: Tensor | None = None,
+        recipe: tuple[int, int, int] | None = None,
+        compiled_dims: str = "nk",
+        disable_ue8m0_cast: bool = False,
+    ) -> None:
+        assert disable_ue8m0_cast and a[1].stride(0) == 1 and a[1].stride(1) % 4 == 0
+        scale_w = torch.ones_like(b[1]) if wrong else b[1]
+        d.copy_(flux.gemm(a[0], b[0], scale_x=a[1], scale_w=scale_w, out_dtype=torch.float32))
+
+    def aligned(x: Tensor) -> Tensor:
+        rows, columns = x.shape
+        return x.new_zeros(columns, (rows + 3) // 4 * 4).copy_(_padded(x.t()))[:, :rows].t()
+
+    def _padded(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, -x.shape[1] % 4))
+
+    module = ModuleType("deep_gemm")
+    module.__dict__.update(
+        __spec__=ModuleSpec("deep_gemm", None),
+        fp8_gemm_nt=fp8_gemm_nt,
+        get_mn_major_tma_aligned_tensor=aligned,
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    row = measure(problem("block"), ONE, CpuTimer(None), SETTINGS)
+    assert ("DeepGEMM" in row.times) != wrong
+    said = "DeepGEMM with block scales could not run: wrong: product: off by"
+    assert any(note.startswith(said) for note in row.notes) == wrong
+    row = measure(problem("row"), ONE, CpuTimer(None), SETTINGS)
+    assert "DeepGEMM" not in row.times
 
 
 def behind_products(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
