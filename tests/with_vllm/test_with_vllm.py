@@ -125,7 +125,18 @@ RUNS = (
     ),
     Run("one graph", "llama", "traced", **_both(plain=SUMS)),
     Run("ranges", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES),
-    Run("no bias", "qwen3", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES),
+    # Behind a norm, without bias: gate and up, and the next layer's qkv.
+    Run(
+        "no bias",
+        "qwen3",
+        "ranges",
+        {**_FEW, "products": SUMS - 1},
+        _SEQUENCE,
+        tuple(
+            told.replace("with norm;", f"with norm, {SUMS - 1} products behind them, {LAYERS} with SwiGLU;")
+            for told in _TOLD_RANGES
+        ),
+    ),
     Run("4 ranks", "llama", "ranges", _FEW, _SEQUENCE, _TOLD_RANGES, ranks=4),
     # Without a compiler, vLLM's workers for CPUs have no buffer for what an earlier stage sends.
     Run("2 stages", "llama", "traced", **_both(plain=SUMS // 2), stages=2),

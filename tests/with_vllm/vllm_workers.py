@@ -19,6 +19,7 @@ KINDS = (
     "experts",
     "to own rows",
     "from own rows",
+    "products",
 )
 _calls: Counter[str] = Counter()
 _counted_already: list[bool] = []
@@ -32,7 +33,7 @@ class FluxCalls:
     def forget_flux_calls(self) -> None:
         """From here on is counted, by functions around those that the plugin calls."""
         import flux
-        from flux.ops import all_reduce
+        from flux.ops import all_reduce, gemm
 
         _calls.clear()
         if _counted_already:
@@ -56,6 +57,14 @@ class FluxCalls:
             return gemm_ar(*args, **kwargs)
 
         flux.gemm_ar = counted
+        serving = gemm.serving
+
+        @functools.wraps(serving)
+        def counted_product(*args: Any, **kwargs: Any) -> Any:
+            _calls["products"] += "swiglu" in kwargs  # and not once more inside
+            return serving(*args, **kwargs)
+
+        gemm.serving = counted_product
         flux.moe.gemm_gather_rs = _counted(flux.moe.gemm_gather_rs, "experts")
         flux.gemm_rs = _counted(flux.gemm_rs, "to own rows")
         flux.ag_gemm = _counted(flux.ag_gemm, "from own rows")

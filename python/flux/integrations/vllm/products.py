@@ -14,6 +14,8 @@ from flux.integrations.vllm.graph import value
 
 # More tokens are not faster.
 FEW_TOKENS = 128
+# A weight with K columns has at least K / 8 rows. Those of routers have fewer, and were not measured.
+_MOST_COLUMNS_OF_ROWS = 8
 _aten: Any = torch.ops.aten
 _ours: Any = torch.ops.flux_vllm
 _TRANSPOSED = (_aten.permute.default, _aten.t.default)
@@ -45,7 +47,7 @@ def serve_products(graph: fx.Graph) -> tuple[int, int]:
 
 
 def _weight_of(product: fx.Node) -> fx.Node | None:
-    """The weight [N, K] of a product without bias that has the norm's type."""
+    """The weight [N, K] of a product without bias, if it has the norm's type and is none of a router."""
     if product.target is not _aten.mm.default:
         return None
     rows, columns = product.args
@@ -54,7 +56,9 @@ def _weight_of(product: fx.Node) -> fx.Node | None:
     weight = columns.args[0]
     if not isinstance(weight, fx.Node) or weight.op not in ("placeholder", "get_attr"):
         return None
-    return weight if value(weight).dtype == value(rows).dtype and value(weight).is_contiguous() else None
+    n, k = value(weight).shape
+    serves = value(weight).dtype == value(rows).dtype and value(weight).is_contiguous()
+    return weight if serves and k <= _MOST_COLUMNS_OF_ROWS * n else None
 
 
 def _swiglu_of(product: fx.Node) -> fx.Node | None:
