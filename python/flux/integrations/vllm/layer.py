@@ -81,8 +81,8 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if settings.mode != "layer":
             compiled.install()
             compiled.split_range(config, self._flux_from)
-            few = self._flux_from <= FEW_TOKENS and (sequence is None or sequence > FEW_TOKENS)
-            if few and not (_invariance.active() or _fuses_sums(config)):
+            has_few = self._flux_from <= FEW_TOKENS and (sequence is None or sequence > FEW_TOKENS)
+            if has_few and not (_invariance.active() or _fuses_sums(config)):
                 compiled.split_range(config, FEW_TOKENS + 1)
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
             device = current_device()
