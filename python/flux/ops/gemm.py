@@ -231,13 +231,13 @@ def launch(
     k: int,
     scales: Scales | None = None,
     recipe: known.Recipe | None = None,
-    reading: dict[str, Any] | None = None,
+    weight_is_constant: bool = False,
 ) -> None:
     """Runs checked arguments on a GPU: in the kernel, or with torch if the kernel does not support them.
 
     Args:
         recipe: of the call, if it is to be known (flux.comm.known).
-        reading: `ahead` and `weight_is_constant` of the kernel.
+        weight_is_constant: as of the kernel.
     """
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
@@ -258,9 +258,8 @@ def launch(
     operands = (aligned(x2), aligned(weight), readable_if_any(bias), target)
     num_sms = _sms(x.device) - _left_free if _left_free else 0
     scaled = _scales.for_kernel(x, scales)
-    enqueue = functools.partial(
-        _kernel, *operands, transpose_weight, plan.choice, num_sms, **scaled, **(reading or {})
-    )
+    how = (transpose_weight, plan.choice, num_sms)
+    enqueue = functools.partial(_kernel, *operands, *how, weight_is_constant=weight_is_constant, **scaled)
     enqueue()
     of_scales = _scales.tensors(scales)
     if recipe is not None and in_place((*operands, *of_scales), (x, weight, bias, out, *recipe.given[7:9])):
@@ -280,7 +279,7 @@ def serving(x: torch.Tensor, weight: torch.Tensor, *, swiglu: bool = False) -> t
         swiglu: the first half of the result's columns is a gate: returns silu(gate) * others, [..., N / 2].
     """
     shape, m, n, k = _check.gemm_args("gemm", x, weight, None, False)
-    reading = {"weight_is_constant": in_graph(x)}
+    is_constant = in_graph(x)
     if swiglu:
         choice = _gating_choice(m, n, k, x) if x.is_cuda else -1
         if choice < 0:
@@ -288,11 +287,11 @@ def serving(x: torch.Tensor, weight: torch.Tensor, *, swiglu: bool = False) -> t
             return torch.nn.functional.silu(gate) * others
         out = _check.output("gemm", None, [*shape[:-1], n // 2], x)
         operands = (aligned(x.reshape(m, k)), aligned(weight), None, out.view(m, n // 2))
-        _kernel(*operands, False, choice, 0, swiglu=True, **reading)
+        _kernel(*operands, False, choice, 0, swiglu=True, weight_is_constant=is_constant)
         return out
     out = _check.output("gemm", None, shape, x)
     if x.is_cuda:
-        launch(x, weight, None, False, out, m, n, k, reading=reading)
+        launch(x, weight, None, False, out, m, n, k, weight_is_constant=is_constant)
     else:
         out.copy_(reference(x, weight))
     return out

@@ -98,8 +98,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         report.ranges[start, end] = _told(counts, names)
 
     def uuid(self) -> str:
-        rules = f"{sorted(_sums.items(), key=lambda rule: rule[0])} {self.few_over_fusion}"
-        rules += f" {self.over_fusion}"
+        sums = sorted(_sums.items(), key=lambda rule: rule[0])
+        rules = f"{sums} {self.few_over_fusion} {self.over_fusion}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
         ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)

@@ -90,15 +90,6 @@ def argument_of(node: fx.Node, name: str) -> Any:
     return target._schema.arguments[place].default_value
 
 
-def set_argument(node: fx.Node, name: str, given: Any) -> None:
-    """Sets an argument of a call of one of flux's operators, which may not have been given yet."""
-    target: Any = node.target
-    rest = [argument.default_value for argument in target._schema.arguments[len(node.args) :]]
-    arguments = [*node.args, *rest]
-    arguments[_place(node, name)] = given
-    node.args = tuple(arguments)
-
-
 def _place(node: fx.Node, name: str) -> int:
     target: Any = node.target
     return [argument.name for argument in target._schema.arguments].index(name)
