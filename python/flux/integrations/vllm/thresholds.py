@@ -174,12 +174,7 @@ def over_fusion_up_to(n: int, dtype: torch.dtype, ranks: int, device: torch.devi
     if scales or sequence_from(n, dtype, ranks, device) is None:
         return 0
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).decodes
-    found = 0
-    for each in sorted((d for d in measured if _is_near(d, n, ranks)), key=lambda d: (d.tokens, d.speedup)):
-        if each.speedup < 1 + _NOISE:
-            return min(found, each.tokens - 1)
-        found = each.tokens
-    return found
+    return _faster_up_to((each.tokens, each.speedup) for each in measured if _is_near(each, n, ranks))
 
 
 def _is_near(model: Prefill | Decode, n: int, ranks: int) -> bool:
@@ -237,12 +232,17 @@ def sums(ranks: int, device: torch.device) -> tuple[int, int]:
 
 def up_to_bytes(ranks: int, measured: Iterable[Sum]) -> int:
     """The largest sum up to which flux was faster at every measured size. A pure function."""
+    return _faster_up_to((each.nbytes, each.speedup) for each in measured if each.ranks == ranks)
+
+
+def _faster_up_to(measured: Iterable[tuple[int, float]]) -> int:
+    """The largest size up to which flux was faster at every measured (size, speedup); 0: none."""
     largest = 0
-    for each in sorted((s for s in measured if s.ranks == ranks), key=lambda s: (s.nbytes, s.speedup)):
-        if each.speedup < 1 + _NOISE:
-            # Another shape of as many bytes may have been faster.
-            return min(largest, each.nbytes - 1)
-        largest = each.nbytes
+    for size, speedup in sorted(measured):
+        if speedup < 1 + _NOISE:
+            # Another shape of the same size may have been faster.
+            return min(largest, size - 1)
+        largest = size
     return largest
 
 
