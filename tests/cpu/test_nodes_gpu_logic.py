@@ -277,7 +277,7 @@ def test_launches_that_leave_sms_free_have_plans_of_their_own() -> None:
 def test_a_plain_gemm_of_a_node_of_one_rank_leaves_sms_free(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     plan = Plan("gemm", 8, 8, 8, torch.bfloat16, 1, False, True, "", "", choice=3)
-    monkeypatch.setattr(gemm, "_kernel", lambda *arguments: launched.append(arguments[-1]))
+    monkeypatch.setattr(gemm, "_kernel", lambda *arguments, **_: launched.append(arguments[-1]))
     monkeypatch.setattr(gemm, "_sms", lambda device: 132)
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     monkeypatch.setitem(gemm._plans, (8, 8, 8, x.dtype, False, x.device, False, None), plan)
