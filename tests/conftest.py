@@ -20,9 +20,17 @@ pytest.register_assert_rewrite("ranks")  # tests/dist/ranks.py: its assertions t
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():  # the kernels are to run, also where other ways are faster
         os.environ.setdefault("FLUX_TUNING", "off")
+    refuse_wrong_selections(config)
     config.addinivalue_line("markers", "gpu: needs one GPU that runs flux's kernels")
     config.addinivalue_line("markers", "dist: needs several GPUs that run flux's kernels")
     config.addinivalue_line("markers", "gpus(n): how many GPUs a test of tests/dist needs (default 2)")
+
+
+def refuse_wrong_selections(config: pytest.Config) -> None:
+    """Raises pytest's UsageError if -k or -m is no expression. Of pytest-xdist only workers would read it,
+    whose usage errors end as internal errors.
+    """
+    config.pluginmanager.get_plugin("mark").pytest_collection_modifyitems([], config)
 
 
 @pytest.hookimpl(optionalhook=True)
