@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "ag_gemm/plan.h"
+#include "bindings/build_facts.h"
 #include "bindings/checks.h"
 #include "gemm/quantized.h"
 #include "gemm/select.h"
@@ -467,10 +468,11 @@ void bind_ag_gemm(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Plans, tile orders and shared-memory atomics of flux: no torch, no CUDA.";
-  m.attr("VERSION") = FLUX_VERSION;
-  m.attr("WHY_NO_KERNELS") = FLUX_BUILD_NOTE;
-  m.attr("CUDA_VERSION") = FLUX_CUDA_VERSION;
-  m.attr("COMMIT") = FLUX_COMMIT;
+  const BuildFacts facts = build_facts();
+  m.attr("VERSION") = facts.version;
+  m.attr("WHY_NO_KERNELS") = facts.why_no_kernels;
+  m.attr("CUDA_VERSION") = facts.cuda_version;
+  m.attr("COMMIT") = facts.commit;
   m.attr("FP8") = true;  // selections and layouts take the operands' bytes
   bind_atomics(m);
   bind_turn(m);

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,17 @@ def test_setup_refuses_an_unknown_choice() -> None:
     assert "FLUX_CUDA='maybe'; expected auto, on or off" in run.stderr
 
 
-def test_cpu_only_wheel(tmp_path: Path) -> None:
+@pytest.fixture
+def build_folder() -> Iterator[Path]:
+    """An empty folder beside that of `make build`: ccache, which may see paths relative to it only, finds the
+    objects of that build.
+    """
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        yield Path(folder)
+
+
+def test_cpu_only_wheel(tmp_path: Path, build_folder: Path) -> None:
     """FLUX_CUDA=off builds a whole package without the kernels, even where an earlier build left some."""
     stale = tmp_path / "lib" / "flux" / "_C.so"
     stale.parent.mkdir(parents=True)
@@ -72,7 +84,7 @@ def test_cpu_only_wheel(tmp_path: Path) -> None:
         *("build", "--build-base", str(tmp_path), "--build-lib", str(tmp_path / "lib")),
         *("bdist_wheel", "--bdist-dir", str(tmp_path / "bdist"), "--dist-dir", str(tmp_path)),
         FLUX_CUDA="off",
-        FLUX_BUILD_DIR=str(tmp_path / "cmake"),
+        FLUX_BUILD_DIR=str(build_folder),
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
