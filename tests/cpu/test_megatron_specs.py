@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Answers, by_name, run_scenarios
 from test_megatron import assert_alike, train
 
-from flux.testing import spawn
 from megatron_models import (
     MIXTURE,
     Told,
@@ -187,7 +187,7 @@ def builders_of_flags(rank: int, world_size: int) -> None:
     assert on_flux(lambda: empty)() is empty, "a stage may have no layers"
 
 
-SCENARIOS = (
+SCENARIOS = by_name(
     nested_specs,
     spec_of_the_command_line,
     multi_token_prediction,
@@ -196,13 +196,17 @@ SCENARIOS = (
 )
 
 
-def run_scenario(rank: int, world_size: int, name: str) -> bool:
+def run(rank: int, world_size: int) -> dict[str, str]:
     prepare(2)
-    next(scenario for scenario in SCENARIOS if scenario.__name__ == name)(rank, world_size)
-    return True
+    return run_scenarios(SCENARIOS, rank, world_size)
 
 
-@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+# One set of processes: importing Megatron takes two seconds.
+answers = Answers(run, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.filterwarnings("ignore")
 def test_megatron_specs(name: str) -> None:
-    assert spawn(run_scenario, 2, name, backend="gloo", timeout_s=240) == [True] * 2
+    told = answers.of(2, name)
+    assert told == [""] * 2, "\n".join(told)

@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import Answers, by_name, run_scenarios
 from test_megatron import assert_alike, train
 
 import te_stand_in
-from flux.testing import spawn
 from megatron_models import KINDS, RECOMPUTED, SWIGLU, Told, make_config, make_model, prepare
 from megatron_models import pair as local_pair
 
@@ -207,7 +207,7 @@ def fp8_contexts(rank: int, world_size: int) -> None:
             assert in_fp8 == [False, False]
 
 
-SCENARIOS = (
+SCENARIOS = by_name(
     equal_to_stock,
     selective_recomputation,
     the_command_line,
@@ -217,15 +217,19 @@ SCENARIOS = (
 )
 
 
-def run_scenario(rank: int, world_size: int, name: str) -> bool:
+def run(rank: int, world_size: int) -> dict[str, str]:
     if importlib.util.find_spec("transformer_engine") is None:
         te_stand_in.install()
     prepare(2)
-    next(scenario for scenario in SCENARIOS if scenario.__name__ == name)(rank, world_size)
-    return True
+    return run_scenarios(SCENARIOS, rank, world_size)
 
 
-@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+# One set of processes: importing Megatron takes two seconds.
+answers = Answers(run, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.filterwarnings("ignore")
 def test_transformer_engines_specs(name: str) -> None:
-    assert spawn(run_scenario, 2, name, backend="gloo", timeout_s=240) == [True] * 2
+    told = answers.of(2, name)
+    assert told == [""] * 2, "\n".join(told)
