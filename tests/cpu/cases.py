@@ -6,12 +6,40 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from flux.testing import spawn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def asked_at(*world_sizes: int) -> Callable[[Function], Function]:
+    """Marks a scenario that runs at these world sizes only, as others cannot change its answer."""
+
+    def mark(scenario: Function) -> Function:
+        vars(scenario)["world_sizes"] = world_sizes
+        return scenario
+
+    return mark
+
+
+# opcheck and torch.compile take seconds on each rank. What they look at (schemas, aliases, shapes of fakes,
+# graphs) differs between one rank and several, and not between two and three.
+asked_of_one_and_of_several = asked_at(1, 2)
+
+
+def is_asked(scenario: Callable[..., Any], world_size: int) -> bool:
+    return world_size in getattr(scenario, "world_sizes", (world_size,))
+
+
+def questions(
+    world_sizes: Sequence[int], scenarios: Mapping[str, Callable[..., Any]]
+) -> list[tuple[int, str]]:
+    """Each world size with the names of the scenarios that run at it."""
+    return [(p, name) for p in world_sizes for name, scenario in scenarios.items() if is_asked(scenario, p)]
 
 
 def case_name(case: Any) -> str:
@@ -38,7 +66,8 @@ def run_all(
     """What a rank says of each numbered case and each scenario, by name."""
     answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(cases)}
     for name, scenario in scenarios.items():
-        answers[name] = scenario(rank, world_size)
+        if is_asked(scenario, world_size):
+            answers[name] = scenario(rank, world_size)
     return answers
 
 
@@ -53,6 +82,8 @@ def run_scenarios(scenarios: Mapping[str, Scenario], rank: int, world_size: int)
     """The traceback of each scenario that fails on a rank, by name; of the others nothing."""
     answers = {}
     for name, scenario in scenarios.items():
+        if not is_asked(scenario, world_size):
+            continue
         try:
             scenario(rank, world_size)
             answers[name] = ""

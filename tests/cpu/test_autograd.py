@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers
+from cases import Answers, asked_of_one_and_of_several, is_asked, questions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -213,6 +213,7 @@ def memory(rank: int, p: int) -> str:
     return ""
 
 
+@asked_of_one_and_of_several
 def torch_sees(rank: int, p: int) -> str:
     name = dist.group.WORLD.group_name
     x, weight, bias = (leaf(torch.randn(shape)) for shape in ((4 * p, 8), (6, 8), (6,)))
@@ -254,27 +255,30 @@ def with_out(rank: int, p: int) -> str:
     return ""
 
 
-SCENARIOS = (
-    gemm_rs_exact,
-    ag_gemm_exact,
-    gathers_exact,
-    directional,
-    what_travels,
-    memory,
-    torch_sees,
-    with_out,
-)
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        gemm_rs_exact,
+        ag_gemm_exact,
+        gathers_exact,
+        directional,
+        what_travels,
+        memory,
+        torch_sees,
+        with_out,
+    )
+}
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
+    asked = {name: scenario for name, scenario in SCENARIOS.items() if is_asked(scenario, world_size)}
+    return {name: scenario(rank, world_size) for name, scenario in asked.items()}
 
 
 _answers = Answers(run_everything, timeout_s=300)
 
 
-@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "name"), questions(WORLD_SIZES, SCENARIOS))
 def test_gradients(world_size: int, name: str) -> None:
     assert _answers.of(world_size, name) == [""] * world_size
 

@@ -5,13 +5,14 @@ sees the operators. One set of processes per world size runs all scenarios; each
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, by_name, opcheck, run_scenarios
+from cases import Answers, asked_of_one_and_of_several, by_name, opcheck, questions, run_scenarios
 from fp8_random import differs
 
 import flux
@@ -81,11 +82,12 @@ def cases(op: Op, p: int) -> list[ScaledCase]:
 def exact(rank: int, p: int) -> None:
     for name, op in OPS.items():
         for case in cases(op, p):
-            assert not op.wrong(case, rank), (name, case, op.wrong(case, rank))
-            expected = op.expected(case, rank)
+            given, expected = arguments(case, rank), op.expected(case, rank)
+            wrong = differs("result", op.call(**given), expected)
+            assert not wrong, (name, case, wrong)
             assert not differs(name, of_reference(op.reference, case, rank), expected), (name, case)
             out = torch.full_like(expected, 3)
-            assert op.call(**arguments(case, rank), out=out) is out
+            assert op.call(**given, out=out) is out
             assert torch.equal(out, expected), (name, case)
 
 
@@ -220,22 +222,21 @@ DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
 def defects(rank: int, p: int) -> None:
     """Wrong scales on the last rank are seen by some rank, in every kind."""
     whole = _scales.Scales.canonical
-    for name, op in OPS.items():
+    seen = {(name, defect, kind): 0 for name in OPS for defect in DEFECTS for kind in KINDS}
+    for name, kind, seed in product(OPS, KINDS, (0, 1, 2, 4, 5)):
+        case = OPS[name].case(p, kind, torch.float32, seed)
+        given, expected = arguments(case, rank), OPS[name].expected(case, rank)  # take longer than the calls
         for defect, change in DEFECTS.items():
-            for kind in KINDS:
-                seen = 0
-                for seed in (0, 1, 2, 4, 5):
-                    case = op.case(p, kind, torch.float32, seed)
 
-                    def planted(self: _scales.Scales, *rest: Any, change: Any = change) -> _scales.Scales:
-                        made = whole(self, *rest)
-                        return change(made) if rank == p - 1 else made
+            def planted(self: _scales.Scales, *rest: Any, change: Any = change) -> _scales.Scales:
+                made = whole(self, *rest)
+                return change(made) if rank == p - 1 else made
 
-                    with mock.patch.object(_scales.Scales, "canonical", planted):
-                        seen += bool(op.wrong(case, rank))
-                found = torch.tensor([seen])
-                dist.all_reduce(found)
-                assert int(found) > 0, (name, defect, kind)
+            with mock.patch.object(_scales.Scales, "canonical", planted):
+                seen[name, defect, kind] += bool(differs("result", OPS[name].call(**given), expected))
+    found = torch.tensor([*seen.values()])
+    dist.all_reduce(found)
+    assert (found > 0).all(), dict(zip(seen, found.tolist(), strict=True))
 
 
 def random_data(rank: int, p: int) -> None:
@@ -264,6 +265,7 @@ def random_data(rank: int, p: int) -> None:
             assert ((result.double() - exact).abs() <= most).all()
 
 
+@asked_of_one_and_of_several
 def torch_sees(rank: int, p: int) -> None:
     name = dist.group.WORLD.group_name
     ops = torch.ops.flux
@@ -323,8 +325,7 @@ def run(rank: int, p: int) -> dict[str, str]:
 answers = Answers(run, timeout_s=400)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "scenario"), questions(WORLD_SIZES, SCENARIOS))
 def test_fp8_between_ranks(world_size: int, scenario: str) -> None:
     told = answers.of(world_size, scenario)
     assert told == [""] * world_size, "\n".join(told)

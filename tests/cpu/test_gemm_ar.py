@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, case_name, compare, run_all
+from cases import Answers, asked_of_one_and_of_several, case_name, compare, questions, run_all
 
 import flux
 from flux._native import core
@@ -197,6 +197,7 @@ def other_forms(rank: int, world_size: int) -> str:
     return "; ".join(a for a in answers if a)
 
 
+@asked_of_one_and_of_several
 def torch_sees(rank: int, world_size: int) -> str:
     """opcheck, meta tensors and torch.compile, in the same order on all ranks."""
     name = dist.group.WORLD.group_name
@@ -330,8 +331,10 @@ def run_everything(rank: int, world_size: int) -> dict[str, str]:
 _answers = Answers(run_everything)
 
 
-@pytest.mark.parametrize("name", [case_name(case) for case in CASES] + list(SCENARIOS))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [(p, case_name(case)) for p in WORLD_SIZES for case in CASES] + questions(WORLD_SIZES, SCENARIOS),
+)
 def test_gemm_ar(world_size: int, name: str) -> None:
     assert _answers.of(world_size, name) == [""] * world_size
 

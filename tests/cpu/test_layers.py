@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import asked_of_one_and_of_several, by_name, is_asked, questions
 from torch import nn
 from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,6 +134,7 @@ def recomputation(rank: int, p: int) -> None:
             check(plain, block, sequence_parallel, rank, p, recompute=reentrant)
 
 
+@asked_of_one_and_of_several
 def compiled(rank: int, p: int) -> None:
     for fusion in (False, True):
         made = models(rank, p, gradient_accumulation_fusion=fusion)
@@ -358,7 +360,7 @@ def arguments(rank: int, p: int) -> None:
     )
 
 
-SCENARIOS = (
+SCENARIOS = by_name(
     gradients,
     recomputation,
     compiled,
@@ -384,9 +386,10 @@ def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tenso
 
 def run_everything(rank: int, world_size: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"initial": initial(rank, world_size)}
-    for scenario in SCENARIOS:
-        scenario(rank, world_size)
-        answers[scenario.__name__] = True
+    for name, scenario in SCENARIOS.items():
+        if is_asked(scenario, world_size):
+            scenario(rank, world_size)
+            answers[name] = True
     return answers
 
 
@@ -399,8 +402,7 @@ def answers(world_size: int) -> list[dict[str, Any]]:
     return _answers[world_size]
 
 
-@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "name"), questions(WORLD_SIZES, SCENARIOS))
 def test_layers(world_size: int, name: str) -> None:
     assert all(answer[name] for answer in answers(world_size))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers
+from cases import Answers, asked_at, is_asked, questions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -251,6 +251,7 @@ def what_travels(rank: int, p: int) -> str:
     return "; ".join(told)
 
 
+@asked_at(2)
 def torch_sees(rank: int, p: int) -> str:
     name = dist.group.WORLD.group_name
     ids = (torch.arange(12).view(6, 2) + rank) % 4
@@ -279,22 +280,18 @@ def torch_sees(rank: int, p: int) -> str:
     return ""
 
 
-SCENARIOS = (layer0_exact, layer1_exact, whole_layer, what_travels, torch_sees)
+SCENARIOS = {s.__name__: s for s in (layer0_exact, layer1_exact, whole_layer, what_travels, torch_sees)}
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    return {
-        scenario.__name__: scenario(rank, world_size)
-        for scenario in SCENARIOS
-        if scenario is not torch_sees or world_size == 2
-    }
+    asked = {name: scenario for name, scenario in SCENARIOS.items() if is_asked(scenario, world_size)}
+    return {name: scenario(rank, world_size) for name, scenario in asked.items()}
 
 
 _answers = Answers(run_everything, timeout_s=300)
-NAMES = [(p, s.__name__) for p in LAYOUTS for s in SCENARIOS if s is not torch_sees or p == 2]
 
 
-@pytest.mark.parametrize(("world_size", "name"), NAMES)
+@pytest.mark.parametrize(("world_size", "name"), questions(list(LAYOUTS), SCENARIOS))
 def test_gradients(world_size: int, name: str) -> None:
     assert _answers.of(world_size, name) == [""] * world_size
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, by_name, run_scenarios
+from cases import Answers, asked_at, by_name, questions, run_scenarios
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -132,9 +132,8 @@ def initialised(rank: int, p: int) -> None:
     assert torch.equal(layer.w1, w1.expand(E, -1, -1)) and torch.equal(layer.w2, w2.expand(E, -1, -1))
 
 
+@asked_at(2)
 def compiled(rank: int, p: int) -> None:
-    if p != 2:  # one world size shows it, and compiling takes a while
-        return
     layer, arguments = make(1, "swiglu", group=dist.group.WORLD), tokens(rank)
     function = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(function(*arguments), layer(*arguments))
@@ -208,8 +207,7 @@ def work(rank: int, world_size: int) -> dict[str, str]:
 _ANSWERS = Answers(work)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "name"), questions([1, 2, 4], SCENARIOS))
 def test_moe_mlp(world_size: int, name: str) -> None:
     assert _ANSWERS.of(world_size, name) == [""] * world_size
 

@@ -40,7 +40,7 @@ def answers(fn: Callable[..., Any], world_size: int, *arguments: Any) -> list[An
 
 def without(module: Any, *left_out: str) -> list[Callable[[int, int], Any]]:
     """The scenarios of a test module but for some: torch.compile takes long and does not know of nodes."""
-    return [scenario for scenario in module.SCENARIOS if scenario.__name__ not in left_out]
+    return [scenario for name, scenario in module.SCENARIOS.items() if name not in left_out]
 
 
 def of_operators(rank: int, world_size: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, by_name, compare, run_scenarios
+from cases import Answers, asked_of_one_and_of_several, by_name, compare, questions, run_scenarios
 from int8_model import data, model
 
 import flux
@@ -206,6 +206,7 @@ def batch_invariant(rank: int, p: int) -> None:
             assert torch.equal(row, rows[0][(owner - shift) % p]), shift
 
 
+@asked_of_one_and_of_several
 def torch_sees(rank: int, p: int) -> None:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x = torch.randn(2 * p, 130, requires_grad=True)
@@ -270,8 +271,7 @@ def run(rank: int, p: int) -> dict[str, str]:
 answers = Answers(run, timeout_s=300)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "scenario"), questions([1, 2, 3, 4], SCENARIOS))
 def test_int8_on_the_wire(world_size: int, scenario: str) -> None:
     told = answers.of(world_size, scenario)
     assert told == [""] * world_size, "\n".join(told)
