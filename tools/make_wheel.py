@@ -92,12 +92,16 @@ def main() -> None:
     else:
         environment |= {"FLUX_LOCAL_VERSION": "cpu"}
     DIST.mkdir(exist_ok=True)
+    KERNELS.parent.mkdir(exist_ok=True)
     os.environ |= environment
     wheels = []
     for python in pythons:
-        with tempfile.TemporaryDirectory() as folder:
-            work = Path(folder)
-            wheels.append(check(build(python, work, {"FLUX_BUILD_DIR": str(work / "cmake")})))
+        # Beside the objects of `make kernels`: ccache, which sees relative paths, finds those of _core there.
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory(dir=KERNELS.parent) as objects,
+        ):
+            wheels.append(check(build(python, Path(folder), {"FLUX_BUILD_DIR": objects})))
     run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", DIST, FLUX_LOCAL_VERSION="")
     for wheel in wheels:
         show(wheel)
