@@ -9,7 +9,7 @@ microseconds more for each launch and each copy.
 
 total    a call of the public function that is known (flux.comm.known)
 C++      the part of it in flux._core and in the host code of the kernels
-tensors  the part of that for the new tensors, which torch makes
+tensors  the part of that for the new tensors, which torch makes, and for views of them
 CUDA     calls of functions of CUDA's runtime and driver
 first    a call that is planned, but not yet known
 """
@@ -151,6 +151,14 @@ class Asked:
         return getattr(self._calls, name)
 
 
+def time_of_view(tensor: Any) -> float:
+    """Of a part of a tensor, as flux._core makes it."""
+    import torch
+
+    view: Any = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+    return timed(lambda: view(tensor, (1, 1), (1, 1), 0))
+
+
 def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]:
     import fake_cuda  # type: ignore[import-not-found]
     import torch
@@ -176,9 +184,12 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
     makers = {name: getattr(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")}
     for maker, new in makers.items():
         setattr(torch.Tensor, maker, counted(new))
-    call()
+    found = call()
     for maker, new in makers.items():
         setattr(torch.Tensor, maker, new)
+    results = [each for each in (found if isinstance(found, tuple) else ()) if isinstance(each, torch.Tensor)]
+    views = len(results) - len({each.untyped_storage().data_ptr() for each in results})
+    views += views > 0  # of those in a block, none is the block
     known.without_group, known.of_groups[group] = without_group, of_group
     given = asked.given
     assert calls.call(*given) is not None, f"{name} is not known"
@@ -197,7 +208,8 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
         "total_us": round(total, 2),
         "cpp_us": round(cpp, 2),
         "tensors": made,
-        "tensors_us": round(made * timed(lambda: like.new_empty(64, 64)), 2),
+        "views": views,
+        "tensors_us": round(made * timed(lambda: like.new_empty(64, 64)) + views * time_of_view(like), 2),
         "python_us": round(total - cpp, 2),
         "python_calls": python_calls(call),
         "cuda_calls": cuda_calls,

@@ -58,6 +58,8 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "fresh": ([],),
     "launches": ([],),
     "results": ([0],),
+    "block": (None,),
+    "group_name": ("", "a group"),
 }
 BAD_FLOATS = (-1.0, float("nan"), float("-inf"), "x", None)
 ENTRIES = 512  # of moe_tiles

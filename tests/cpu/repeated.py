@@ -236,6 +236,9 @@ def arguments(op: str, transpose: bool = False) -> dict[str, Any]:
             "bias": [None, tensor(16)],
             "return_gathered": True,
         }
+    if op == "moe.route":
+        ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
+        return {"topk_ids": ids, "topk_weights": weights, "num_experts": 4}  # by the kernel only on GPUs
     if op == "moe.ag_scatter_gemm":
         made |= {"weight": tensor(4, 32, 64), "routing": make_routing(), "activation": "swiglu"}
     if op == "moe.gemm_gather_rs":

@@ -16,7 +16,7 @@ from repeated import (
     arguments,
 )
 
-import flux
+from flux import moe
 from flux.comm.cuda import CudaWorkspace
 from flux.tuning.facts import Tuning
 
@@ -32,6 +32,7 @@ HOST_COST = {
     "all_reduce norm": (8, 2, 2),
     "reduce_scatter": (7, 2, 1),
     "all_gather": (7, 2, 1),
+    "moe.route": (5, 5, 2),
     "moe.ag_scatter_gemm": (10, 10, 1),
     "moe.gemm_gather_rs": (10, 9, 2),
     "gemm_rs fp8": (8, 3, 1),
@@ -46,6 +47,8 @@ HOST_COST = {
     "moe.ag_scatter_gemm fp8": (10, 10, 1),
     "moe.gemm_gather_rs fp8": (10, 9, 2),
 }
+
+ALL_CALLS = {**CALLS, "moe.route": moe.route}
 
 pytest_plugins = ("repeated",)  # fixtures
 
@@ -66,14 +69,14 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "op"), [*(("fused", op) for op in CALLS), *IN_PARTS], ids=lambda each: str(each)
+    ("way", "op"), [*(("fused", op) for op in ALL_CALLS), *IN_PARTS], ids=lambda each: str(each)
 )
 def test_what_a_known_call_costs_the_host(
     way: str, op: str, machine: Machine, workspace: CudaWorkspace, gemms: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     workspace.tuning = Tuning(forced=way)
-    given, call = arguments(op.removesuffix(" bias")), CALLS[op.removesuffix(" bias")]
+    given, call = arguments(op.removesuffix(" bias")), ALL_CALLS[op.removesuffix(" bias")]
     if op.endswith("bias"):
         given["bias"] = torch.zeros(16, dtype=torch.bfloat16)
     for _ in range(3):
@@ -96,12 +99,16 @@ def test_what_a_known_call_costs_the_host(
     assert calls["call"] <= most_calls and calls["c_call"] <= most_c_calls and len(made) == tensors
 
 
-def test_known_calls_leak_nothing(machine: Machine, workspace: CudaWorkspace) -> None:
-    given = arguments("gemm_ar norm")
+@pytest.mark.parametrize("op", ["gemm_ar norm", "moe.route"])
+def test_known_calls_leak_nothing(
+    op: str, machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    given = arguments(op)
 
     def blocks_after(calls: int) -> int:
         for _ in range(calls):
-            flux.gemm_ar(**given)
+            ALL_CALLS[op](**given)
         machine.repeated.clear()
         gc.collect()
         return sys.getallocatedblocks()

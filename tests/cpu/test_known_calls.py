@@ -63,7 +63,7 @@ def make_workspace(group: Any) -> CudaWorkspace:
         _copy_room=(ROOM, ROOM),
         _copy_address=int(symm_buffer.address),
         _order=order,
-        known=known.make(turn, order, error.data_ptr()),
+        known=known.make(turn, order, error.data_ptr(), str(group.group_name)),
         turn=turn,
         _error=error,
         _error_address=error.data_ptr(),

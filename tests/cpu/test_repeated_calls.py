@@ -30,7 +30,6 @@ import flux
 from flux import moe
 from flux.comm import cuda, known, registry
 from flux.comm.cuda import CudaWorkspace
-from flux.moe import route_kernel, routing
 from flux.ops import gemm as plain
 from flux.ops import gemm_rs, grouped_gemm
 
@@ -150,29 +149,6 @@ def test_layers_of_experts_keep_no_promise_about_batches(machine: Machine, works
         moe.ag_scatter_gemm(**given)
 
 
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_routing_is_repeated(ids_dtype: torch.dtype, machine: Machine, workspace: CudaWorkspace) -> None:
-    group: Any = dist.group.WORLD
-    layout = routing.make_layout(group, 4, 1, 2, 8)
-    shapes = routing.checked_shapes(2, 4, 1, 8, 8, 2)
-    ids, weights = tensor(8, 2, dtype=ids_dtype), tensor(8, 2, dtype=torch.float32)
-    plan = route_kernel.plan(layout, ids.device, workspace)
-    assert plan.fused
-    made = route_kernel.run(workspace, plan, layout, ids, weights, shapes)
-    found = moe.route(ids, weights, 4)
-    assert [(t.shape, t.dtype) for t in found[:11]] == [(t.shape, t.dtype) for t in made]
-    assert found[11:] == (4, 1, 8, 8, group.group_name)
-    (name, addresses, _), (dispatched, given) = machine.repeated[0], machine.dispatched[0]
-    before = {t.data_ptr(): f"result {i}" for i, t in enumerate(made)}
-    before |= {ids.data_ptr(): "ids", weights.data_ptr(): "weights"}
-    after = {t.data_ptr(): f"result {i}" for i, t in enumerate(found[:11])}
-    after |= {ids.data_ptr(): "ids", weights.data_ptr(): "weights"}
-    pointers = [None if t is None else t.data_ptr() for t in tensors_of(dispatched, given)]
-    assert name == dispatched and told(after, addresses) == told(before, pointers)
-    assert count(machine, lambda: moe.route(ids, weights, 4, max_tokens=8)) == CPP
-    assert len(workspace.known) == 1
-
-
 def test_another_call_is_not_taken_for_a_known_one(machine: Machine, workspace: CudaWorkspace) -> None:
     x, weight, bias = tensor(8, 64), tensor(16, 64), tensor(16)
     changes: tuple[dict[str, Any], ...] = (
@@ -239,7 +215,7 @@ class Sub(torch.Tensor):
 def test_what_torch_must_see_is_left_to_torch(machine: Machine, workspace: CudaWorkspace) -> None:
     x, weight = tensor(8, 64), tensor(16, 64)
     number = known.operator()
-    workspace.known.remember((number, x, weight), [((4,), None, 1, None)], [], [-1], True)
+    workspace.known.remember((number, x, weight), [((4,), None, 1, None, None)], [], [-1], True)
 
     def is_known(x: Any = x, weight: Any = weight) -> bool:
         return workspace.known.call(number, x, weight) is not None

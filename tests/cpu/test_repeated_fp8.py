@@ -255,7 +255,9 @@ def test_a_launch_that_cannot_quantise_is_not_repeated(
 
 def test_options_are_compared_whole(machine: Machine, workspace: CudaWorkspace) -> None:
     number, x = known.operator(), tensor(8, 64)
-    workspace.known.remember((number, x, "group128", torch.half), [((4,), None, 1, None)], [], [-1], True)
+    workspace.known.remember(
+        (number, x, "group128", torch.half), [((4,), None, 1, None, None)], [], [-1], True
+    )
 
     def is_known(*options: object) -> bool:
         return workspace.known.call(number, x, *options) is not None

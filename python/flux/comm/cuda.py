@@ -112,7 +112,7 @@ class CudaWorkspace(Workspace):
             self._error_address = self._error.data_ptr()
             # The first word is written last. Reading it directly takes less host time than core.read_error.
             self._error_code = ctypes.c_uint32.from_address(self._error_address)
-            self.known = known.make(turn, self._order, self._error_address)
+            self.known = known.make(turn, self._order, self._error_address, str(group.group_name))
 
     @property
     def transport(self) -> str:  # type: ignore[override]

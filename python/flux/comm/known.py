@@ -35,6 +35,20 @@ Launch: TypeAlias = Callable[[], object]
 Operands: TypeAlias = Sequence[Sequence[int]]
 
 
+# Of tensors in one block, in bytes: what a cache line of the GPU holds, so that no two share one.
+_BLOCK_ALIGNMENT = 128
+
+# Of a tensor that a call allocates: shape, strides or None if it is contiguous, the argument it is like, its
+# dtype or None if the argument has the same, and strides and offset in the call's block or None.
+Fresh: TypeAlias = tuple[
+    tuple[int, ...],
+    tuple[int, ...] | None,
+    int,
+    "torch.dtype | None",
+    tuple[tuple[int, ...], int] | None,
+]
+
+
 class Part(NamedTuple):
     """Launches of a call that consists of others, or of one of these, whose operands are tensors.
 
@@ -65,7 +79,8 @@ class Recipe:
         """
         self.given = given
         self.within = within
-        self.fresh: list[tuple[tuple[int, ...], tuple[int, ...] | None, int, torch.dtype | None]] = []
+        self.fresh: list[Fresh] = []
+        self.block: Fresh | None = None
         self.results: list[int] = []
         self._made: list[torch.Tensor] = []
         self._parts: list[Part] = []
@@ -73,12 +88,29 @@ class Recipe:
 
     def allocates(self, tensor: torch.Tensor, like: int) -> int:
         """The operand for a tensor that the call allocates on the device of argument number `like`."""
-        dtype = None if tensor.dtype == self.given[like].dtype else tensor.dtype
         usual = torch.empty(tensor.shape, device="meta").stride()
         strides = None if tensor.stride() == usual else tensor.stride()
-        self.fresh.append((tuple(tensor.shape), strides, like, dtype))
+        self.fresh.append((tuple(tensor.shape), strides, like, self._dtype(tensor, like), None))
         self._made.append(tensor)
         return -len(self.fresh)
+
+    def allocates_together(self, tensors: Sequence[torch.Tensor], like: int) -> list[int]:
+        """The operands for contiguous tensors of one dtype that the call allocates as one block of memory.
+
+        Of many small results, the allocations take longest (docs/design/host-cost.md). Once in a recipe.
+        """
+        assert self.block is None and all(each.is_contiguous() for each in tensors)
+        dtype, end, step = self._dtype(tensors[0], like), 0, _BLOCK_ALIGNMENT // tensors[0].element_size()
+        for tensor in tensors:
+            self.fresh.append((tuple(tensor.shape), None, like, dtype, (tensor.stride(), end)))
+            self._made.append(tensor)
+            end += -(-tensor.numel() // step) * step
+        self.block = ((end,), None, like, dtype, None)
+        return list(range(len(tensors) - len(self.fresh) - 1, -len(self.fresh) - 1, -1))
+
+    def _dtype(self, tensor: torch.Tensor, like: int) -> torch.dtype | None:
+        dtype: torch.dtype = tensor.dtype
+        return None if dtype == self.given[like].dtype else dtype
 
     def returns(self, tensor: torch.Tensor, like: int, argument: int | None = None) -> int:
         """The operand for a result: argument number `argument` if that was given, else a fresh tensor."""
@@ -138,7 +170,10 @@ def _torch() -> Any:
     ]
     types = [torch.Tensor, torch.nn.Parameter]
     profiling = _C._autograd._profiler_enabled
-    return _native.core.Torch(exchange_api, types, torch.dtype, states, torch.is_grad_enabled, profiling)
+    # What code that torch compiles makes its views with.
+    view = getattr(_C._dynamo.guards, "_reinterpret_tensor", None)
+    grad_enabled = torch.is_grad_enabled
+    return _native.core.Torch(exchange_api, types, torch.dtype, view, states, grad_enabled, profiling)
 
 
 @functools.cache
@@ -151,9 +186,9 @@ def _launch_table() -> Any:
     return new(_ops.flux._launch_table(), _native.core.LAUNCH_TABLE, None)
 
 
-def make(turn: Any = None, order: Any = None, error_address: int = 0) -> Any:
+def make(turn: Any = None, order: Any = None, error_address: int = 0, group_name: str = "") -> Any:
     """The known calls (flux._core.KnownCalls) of a workspace, or of operators without communication."""
-    return _native.core.KnownCalls(_torch(), _launch_table(), turn, order, error_address)
+    return _native.core.KnownCalls(_torch(), _launch_table(), turn, order, error_address, group_name)
 
 
 @functools.cache
@@ -193,7 +228,7 @@ def remember(
     handles = keep(launch)
     launches = list(zip(handles, operands, copy_calls, strict=True))
     one = len(recipe.results) == 1
-    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one)
+    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, recipe.block)
 
 
 # Of the first device of each group that has a workspace there.

@@ -76,9 +76,10 @@ def run(
             enqueue = functools.partial(_kernel, *given, *sizes)
             enqueue()
         if in_place((ids, weights), (topk_ids, topk_weights)):
-            used = [recipe.returns(array, like=1) for array in arrays]
+            *used, of_scratch = recipe.allocates_together([*arrays, scratch], like=1)
+            recipe.results += used
             used.append(recipe.returns(all_weights, like=2))
-            workspace.remember(recipe, enqueue, [[1, 2, *used, recipe.allocates(scratch, like=1)]])
+            workspace.remember(recipe, enqueue, [[1, 2, *used, of_scratch]])
     return [*arrays, all_weights]
 
 

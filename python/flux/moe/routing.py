@@ -137,7 +137,8 @@ def route(
         most = rows if max_tokens is None else max_tokens
         done = calls.call(route_kernel.KNOWN, topk_ids, topk_weights, num_experts, ep_size, most)
         if done is not None:
-            return Routing._make([*done, num_experts, ep_size, most, rows, group_name(group, _OP)])
+            # Without the function of the class in Python.
+            return tuple.__new__(Routing, (*done, num_experts, ep_size, most, rows, calls.group_name))
     sizes = {"num_experts": num_experts, "ep_size": ep_size, "max_tokens": max_tokens}
     sizes["max_node_tokens"] = max_node_tokens
     _gate.check(_OP, topk_ids=topk_ids, topk_weights=topk_weights, **sizes)

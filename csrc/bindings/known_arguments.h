@@ -1,0 +1,242 @@
+// What C++ sees of a call's arguments, and what it asks torch, without calls of Python in between.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "bindings/dlpack.h"
+
+namespace flux::bindings {
+
+namespace py = pybind11;
+
+constexpr int kMaxArguments = 32, kMaxWords = 256, kAlignment = 16, kWordBytes = sizeof(int64_t);
+constexpr int kAbsent = kMaxArguments;  // the operand for an optional tensor that is not given
+
+template <class T>
+T* unpack(const py::object& capsule, const char* name) {
+  void* const address = PyCapsule_GetPointer(capsule.ptr(), name);
+  if (address == nullptr) throw py::error_already_set();
+  return static_cast<T*>(address);
+}
+
+// What torch says about tensors and about the state of the calling thread.
+class Torch {
+ public:
+  // types: of tensors that are not subclasses. dtype: torch.dtype. view: makes a tensor of a part of another one's
+  // memory, from its sizes, strides and offset; or None. states: functions that return something true if a call must go
+  // through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
+  Torch(const py::object& exchange_api, std::vector<py::object> types, py::object dtype, py::object view,
+        std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled)
+      : types_(std::move(types)),
+        dtype_(std::move(dtype)),
+        view_(std::move(view)),
+        states_(std::move(states)),
+        grad_enabled_(std::move(grad_enabled)),
+        profiler_enabled_(std::move(profiler_enabled)) {
+    const auto* const api = unpack<dlpack::ExchangeApi>(exchange_api, dlpack::kCapsule);
+    if (api->version.major != dlpack::kMajor || api->tensor_from_py_object == nullptr) {
+      throw py::value_error("exchange_api: expected version 1, with tensors that are not owned");
+    }
+    describe_ = api->tensor_from_py_object;
+    for (const char* name : {"new_empty", "requires_grad", "is_neg", "new_empty_strided"}) {
+      names_.push_back(intern(name));
+    }
+    dtype_name_ = py::make_tuple(intern("dtype"));
+  }
+
+  bool is_plain(PyObject* object) const {
+    for (const py::object& type : types_) {
+      if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr()) return true;
+    }
+    return false;
+  }
+
+  // There is one object for each dtype, which is never freed.
+  bool is_dtype(PyObject* object) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == dtype_.ptr();
+  }
+
+  // False, without an exception, for tensors that DLPack cannot describe.
+  bool describe(PyObject* tensor, dlpack::Tensor* out) const {
+    if (describe_(tensor, out) == 0) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+  // Whether calls on plain tensors may bypass torch's dispatcher.
+  bool bypasses() const {
+    for (const py::object& state : states_) {
+      if (is_true(PyObject_CallNoArgs(state.ptr()))) return false;
+    }
+    return true;
+  }
+  bool profiler_enabled() const { return is_true(PyObject_CallNoArgs(profiler_enabled_.ptr())); }
+  bool grad_enabled() const { return is_true(PyObject_CallNoArgs(grad_enabled_.ptr())); }
+  bool requires_grad(PyObject* tensor) const { return is_true(PyObject_GetAttr(tensor, names_[1].ptr())); }
+  bool is_negated(PyObject* tensor) const {
+    return is_true(PyObject_CallMethodNoArgs(tensor, names_[2].ptr()));
+  }
+
+  // A new tensor on the device of another one. strides: None for a contiguous tensor. dtype: None for that of the other
+  // one.
+  PyObject* make(PyObject* like, const py::tuple& shape, const py::object& strides,
+                 const py::object& dtype) const {
+    constexpr Py_ssize_t kApart = 8;
+    PyObject* arguments[kApart + 2] = {like};
+    size_t count = 1;
+    const Py_ssize_t dims = PyTuple_GET_SIZE(shape.ptr());
+    if (strides.is_none() && dims > 0 && dims <= kApart) {
+      // torch takes 0.5 us more to parse a tuple of sizes (docs/design/host-cost.md).
+      for (Py_ssize_t i = 0; i < dims; ++i) arguments[count++] = PyTuple_GET_ITEM(shape.ptr(), i);
+    } else {
+      arguments[count++] = shape.ptr();
+    }
+    if (!strides.is_none()) arguments[count++] = strides.ptr();
+    arguments[count] = dtype.ptr();
+    PyObject* const names = dtype.is_none() ? nullptr : dtype_name_.ptr();
+    return PyObject_VectorcallMethod(names_[strides.is_none() ? 0 : 3].ptr(), arguments, count, names);
+  }
+
+  bool has_views() const { return !view_.is_none(); }
+  // A tensor in the memory of `block`, which autograd does not see as a view. offset: in elements.
+  PyObject* view(PyObject* block, const py::object& shape, const py::object& strides,
+                 const py::object& offset) const {
+    PyObject* const arguments[4] = {block, shape.ptr(), strides.ptr(), offset.ptr()};
+    return PyObject_Vectorcall(view_.ptr(), arguments, 4, nullptr);
+  }
+
+ private:
+  static py::object intern(const char* name) {
+    return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+  }
+  // Takes over the reference. An exception counts as true, because then the call must take the long way.
+  static bool is_true(PyObject* value) {
+    if (value == nullptr) PyErr_Clear();
+    if (value == nullptr) return true;
+    const int truth = PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth != 0;
+  }
+
+  int (*describe_)(void*, dlpack::Tensor*);
+  std::vector<py::object> types_;
+  py::object dtype_, view_;
+  std::vector<py::object> states_;
+  py::object grad_enabled_, profiler_enabled_;
+  std::vector<py::object> names_;
+  py::tuple dtype_name_;
+};
+
+// The arguments of a call. `words` are equal for two calls exactly if the same launches serve both.
+struct Arguments {
+  int count = 0, num_words = 0;
+  PyObject* objects[kMaxArguments];
+  bool is_tensor[kMaxArguments];
+  dlpack::Tensor tensors[kMaxArguments];
+  int64_t words[kMaxWords];
+
+  // False for arguments that no known call has.
+  bool read(const Torch& torch, PyObject* const* given, Py_ssize_t size) {
+    if (size > kMaxArguments) return false;
+    for (count = 0; count < size; ++count) {
+      objects[count] = given[count];
+      is_tensor[count] = false;
+      if (!read_one(torch, given[count])) return false;
+    }
+    return true;
+  }
+
+  size_t hash() const {
+    uint64_t hash = 0xCBF29CE484222325;
+    for (int i = 0; i < num_words; ++i) {
+      hash = (hash ^ static_cast<uint64_t>(words[i])) * 0x100000001B3;
+      hash ^= hash >> 29;
+    }
+    return hash;
+  }
+
+  // The bytes that a tensor spans.
+  static std::pair<uintptr_t, uintptr_t> span(const dlpack::Tensor& tensor) {
+    int64_t reach = 1;
+    for (int i = 0; i < tensor.ndim; ++i) reach += (tensor.shape[i] - 1) * tensor.strides[i];
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
+    return {begin, begin + static_cast<uintptr_t>(reach) * tensor.bits / 8};
+  }
+
+  bool is_apart(int written) const {
+    const auto [begin, end] = span(tensors[written]);
+    for (int i = 0; i < count; ++i) {
+      if (i == written || !is_tensor[i]) continue;
+      const auto [other_begin, other_end] = span(tensors[i]);
+      if (begin < other_end && other_begin < end) return false;
+    }
+    return true;
+  }
+
+ private:
+  enum Tag { kNone, kInteger, kFloat, kTensor, kString, kDtype };
+
+  bool read_one(const Torch& torch, PyObject* object) {
+    if (object == Py_None) return add(kNone);
+    if (PyBool_Check(object) || PyLong_CheckExact(object)) {
+      int overflow = 0;
+      const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+      return overflow == 0 && add(kInteger | PyBool_Check(object) << 8) && add(value);
+    }
+    if (PyFloat_CheckExact(object)) {
+      int64_t bits;
+      const double value = PyFloat_AS_DOUBLE(object);
+      std::memcpy(&bits, &value, sizeof(bits));
+      return add(kFloat) && add(bits);
+    }
+    if (PyUnicode_CheckExact(object)) return read_string(object);
+    if (torch.is_dtype(object))
+      return add(kDtype) && add(static_cast<int64_t>(reinterpret_cast<uintptr_t>(object)));
+    if (!torch.is_plain(object)) return false;
+    dlpack::Tensor& tensor = tensors[count];
+    if (!torch.describe(object, &tensor)) return false;
+    is_tensor[count] = true;
+    constexpr int kInt = 0, kUnsigned = 1;
+    const bool may_be_negated = tensor.code != kInt && tensor.code != kUnsigned;
+    if (may_be_negated && torch.is_negated(object)) return false;
+    if (tensor.data == nullptr || tensor.byte_offset != 0) return false;
+    // Kernels read some tensors at any address, and copies of others unless they are aligned.
+    const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data) % kAlignment);
+    const int64_t device = static_cast<int64_t>(tensor.device_type) << 8 | tensor.device_id;
+    if (!add(kTensor | tensor.code << 8 | tensor.bits << 16 | device << 24 |
+             static_cast<int64_t>(tensor.ndim) << 48 | offset << 56)) {
+      return false;
+    }
+    for (int i = 0; i < tensor.ndim; ++i) {
+      if (!add(tensor.shape[i]) || !add(tensor.strides[i])) return false;
+    }
+    return true;
+  }
+
+  // Names of options are ASCII.
+  bool read_string(PyObject* object) {
+    if (!PyUnicode_IS_COMPACT_ASCII(object)) return false;
+    const Py_ssize_t size = PyUnicode_GET_LENGTH(object);
+    const void* const data = PyUnicode_DATA(object);
+    if (!add(kString | static_cast<int64_t>(size) << 8)) return false;
+    for (Py_ssize_t at = 0; at < size; at += kWordBytes) {
+      int64_t word = 0;
+      std::memcpy(&word, static_cast<const char*>(data) + at, std::min<Py_ssize_t>(kWordBytes, size - at));
+      if (!add(word)) return false;
+    }
+    return true;
+  }
+
+  bool add(int64_t word) {
+    if (num_words == kMaxWords) return false;
+    words[num_words++] = word;
+    return true;
+  }
+};
+
+}  // namespace flux::bindings
