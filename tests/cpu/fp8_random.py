@@ -245,7 +245,7 @@ def moe(call: Case) -> str:
     rows = run(flux.moe.ag_scatter_gemm, x, w, routing, scale_x=scale_x, scale_w=scale_w, **how)
     order = case.order(call.rank, routing)
     told = differs("layer 0", rows[: len(order)], case.layer0(call.rank)[order])
-    (x, scale_x), (w, scale_w) = case.hidden(call.rank, len(rows)), case.w2(call.rank)
+    (x, scale_x), (w, scale_w) = case.hidden_rows(call.rank, len(rows)), case.w2(call.rank)
     x[: len(order)] = taken(x, order)
     if scale_x.dim() == 2:
         scale_x[: len(order)] = scale_x[order]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux.bench.cases import norms as cases
+from flux.bench.cases import ranks as cases
 from flux.bench.cases.common import Context
 from flux.bench.model import Row
 from flux.bench.runner import Settings, measure

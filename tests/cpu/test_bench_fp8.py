@@ -24,7 +24,7 @@ from flux import peers as packages
 from flux.bench import record
 from flux.bench.cases import gemm, libraries, moe, moe_peers, quantize, ranks
 from flux.bench.cases import peers as peer_cases
-from flux.bench.cases.common import Context, Lineup, compare
+from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import Scaled, quantized
 from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, on_wire_bytes
 from flux.bench.report import footer
@@ -35,6 +35,7 @@ from flux.cli import app
 from flux.integrations import async_tp
 from flux.moe import gemm_gather_rs
 from flux.testing import ScaledCase, spawn
+from flux.testing.compare import compare
 from flux.tune.facts import facts_of
 
 runner = CliRunner()

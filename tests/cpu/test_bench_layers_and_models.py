@@ -17,8 +17,8 @@ from rich.console import Console
 
 from flux.bench import record, report
 from flux.bench.cases import FAMILIES, OPS, layer
-from flux.bench.cases.common import Context, agree
-from flux.bench.model import Row, passed
+from flux.bench.cases.common import Context
+from flux.bench.model import Row
 from flux.bench.record import Record
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Request
@@ -26,6 +26,7 @@ from flux.bench.timing import CpuTimer
 from flux.layers import weight_grads
 from flux.ops.wgrad import weight_grad
 from flux.testing import spawn
+from flux.testing.compare import agree, passed
 
 HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
 HAVE_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from flux._native import core
-from flux.bench.cases import OPS, all_reduce, ranks
+from flux.bench.cases import OPS, ranks
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem
 from flux.comm.cuda import CudaWorkspace
+from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, gemm_rs
 from flux.ops._scales import Scaling
 from flux.ops.plan import PLANNERS, PlanInput
 
 CONTEXT = Context(0, 2, 2, torch.device("cpu"), torch.bfloat16, mock.Mock())
-ADDRESS, EPOCH = 77, 5
+ADDRESS, EPOCH, SMS = 77, 5, 132
+# The modules whose kernels the operators launch.
+KERNELS = {"gemm_rs": gemm_rs, "ag_gemm": ag_gemm, "gemm_ar": _gemm_ar_parts, "all_reduce": _exchange}
 
 
 @dataclass
@@ -39,9 +42,10 @@ def launches(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Launches:
     scaling = Scaling("row", torch.bfloat16) if problem.scales else None
     dtype = torch.float8_e4m3fn if problem.scales else torch.bfloat16
     found = Launches(
-        PLANNERS[op](PlanInput("cuda", *sizes, dtype, world_size=2, num_sms=132, scaling=scaling))
+        PLANNERS[op](PlanInput("cuda", *sizes, dtype, world_size=2, num_sms=SMS, scaling=scaling))
     )
     workspace: Any = CudaWorkspace.__new__(CudaWorkspace)
+    monkeypatch.setattr(workspace, "num_sms", SMS, raising=False)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def enter(plan: Any) -> Any:
@@ -56,9 +60,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> Launches:
 
     for method in ("enter", "enter_copy"):
         monkeypatch.setattr(workspace, method, enter, raising=False)
-    for module in (ranks, all_reduce):
-        monkeypatch.setattr(module, "kernel_plan", lambda *problem: (workspace, found.plan))
-    monkeypatch.setattr(torch.ops.flux, f"_{op}", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setattr(ranks, "kernel_plan", lambda *problem: (workspace, found.plan))
+    monkeypatch.setattr(KERNELS[op], "_kernel", lambda *given, **named: calls.append((given, named)))
     monkeypatch.setattr(Lineup, "add", add)
     sweep = OPS[op].sweep
     assert sweep is not None
@@ -70,19 +73,20 @@ def test_all_reduce_sums_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches(monkeypatch, Problem("all_reduce", "custom", "all_reduce", 8, 64, 32))
     one_shot, two_shot = int(core.ExchangeMode.ONE_SHOT), int(core.ExchangeMode.TWO_SHOT)
     assert found.shapes == {((1, 512), (1, 512))}
-    # The workspace, all SMs; then the mode.
+    # The workspace, its SMs and the mode; then neither residual nor norm.
+    rest = (None, None, 0.0, None)
     assert found.numbers == {
-        "plan": (ADDRESS, 0, found.plan.mode),
-        "one-shot": (ADDRESS, 0, one_shot),
-        "two-shot": (ADDRESS, 0, two_shot),
+        "plan": (ADDRESS, SMS, found.plan.mode, *rest),
+        "one-shot": (ADDRESS, SMS, one_shot, *rest),
+        "two-shot": (ADDRESS, SMS, two_shot, *rest),
     }
 
 
 # What comes behind the choice: of gemm_ar with the mode of the plan.
 REST = {
-    "gemm_rs": (0, 0, 0, None),
+    "gemm_rs": (0, EPOCH, 0, None, False),
     "ag_gemm": (0, EPOCH, 0, False),
-    "gemm_ar": (0, 0, None, None, 0.0, None),
+    "gemm_ar": (SMS, 0, None, None, 0.0, None),
 }
 TENSORS = {
     "gemm_rs": ((256, 128), (512, 128), (128, 512)),
@@ -103,7 +107,7 @@ def test_every_choice_of_a_fused_gemm(monkeypatch: pytest.MonkeyPatch, op: str, 
     assert len(set(choices.values())) == len(choices) == len(plan.candidates) > 4
     chunk = REST[op] if op != "ag_gemm" else (0, EPOCH, plan.chunk_rows, False)
     for name, given in numbers.items():
-        rest = (0, 1, None, None, 0.0, None) if name == "plan two-shot" else chunk
+        rest = (SMS, 1, None, None, 0.0, None) if name == "plan two-shot" else chunk
         # Without a bias, weight not transposed; the workspace.
         assert given == (None, False, ADDRESS, given[3], *rest), name
         scaled = found.scales[name]

@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from flux.bench import record
-from flux.bench.cases.common import compare
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
 from flux.cli import app, findings, links, verify_cases, verify_moe
@@ -21,6 +20,7 @@ from flux.cli import bench as bench_cli
 from flux.cli.bench import choose
 from flux.cli.findings import Finding
 from flux.comm.group import reduce_scatter
+from flux.testing.compare import compare
 
 runner = CliRunner()
 no_gpu = pytest.mark.skipif(

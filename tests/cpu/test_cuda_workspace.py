@@ -235,7 +235,7 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
     call, plans = ag_gemm._plans(workspace, 2048, (64, 16), 4096, torch.bfloat16, False)
     assert (call.n, [p.n for p in plans], call.copied) == (80, [64, 16], True)
     for number in (1, 2):
-        ag_gemm._fused_cuda(
+        ag_gemm.fused_cuda(
             workspace, call, plans, x.t().contiguous().t(), weights, (None, None), outs, [gathered]
         )
         first, second, collect = launched[-3:]
@@ -254,7 +254,7 @@ def test_a_list_of_weights_is_one_gather_and_several_launches(
         assert collect == (first[0], gathered, address, number)
     machine.capturing = True
     workspace.grow(call.signal_bytes, call.slot_bytes, "test", {})
-    ag_gemm._fused_cuda(workspace, call, plans, x, weights, (None, None), outs)
+    ag_gemm.fused_cuda(workspace, call, plans, x, weights, (None, None), outs)
     assert [[launch[i] for i in (5, 8, 9, 10)] for launch in launched[-2:]] == [
         [workspace._address, 0, 0, False],
         [workspace._address, 0, 0, True],

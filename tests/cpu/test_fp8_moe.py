@@ -51,7 +51,7 @@ def both(case: ScaledMoe, rank: int) -> list[str]:
     again = reference.ag_scatter_gemm(x, w, routing, None, *how.values(), "promoted")
     expected = case.layer0(rank)
     told = [differs("layer 0", rows[:count], expected), differs("its reference", again[:count], expected)]
-    (x, scale_x), (w, scale_w) = case.hidden(rank, len(rows)), case.w2(rank)
+    (x, scale_x), (w, scale_w) = case.hidden_rows(rank, len(rows)), case.w2(rank)
     how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
     result, expected = flux.moe.gemm_gather_rs(x, w, routing, **how), case.layer1(rank)
     again = reference.gemm_gather_rs(x, w, routing, *how.values(), "promoted")
@@ -120,7 +120,7 @@ def torch_sees(rank: int, p: int) -> None:
     how = (scale_x, scale_w, torch.float16, "promoted")
     name = dist.group.WORLD.group_name
     opcheck(torch.ops.flux.moe_ag_scatter_gemm.default, (x, w, [*routing[:11]], *sizes, None, name, *how))
-    (h, scale_h), (w2, scale_w2) = case.hidden(rank, len(routing.rows)), case.w2(rank)
+    (h, scale_h), (w2, scale_w2) = case.hidden_rows(rank, len(routing.rows)), case.w2(rank)
     rest = (*sizes, routing.num_tokens, name, scale_h, scale_w2, torch.float16, "promoted")
     opcheck(torch.ops.flux.moe_gemm_gather_rs.default, (h, w2, [*routing[:11]], *rest))
     with pytest.raises(

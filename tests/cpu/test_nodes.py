@@ -359,7 +359,7 @@ def fp8_experts(rank: int, world_size: int, ranks: int) -> list[str]:
         (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
         how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
         rows, count = flux.moe.ag_scatter_gemm(x, w, routing, **how), int(routing.offsets[-1])
-        (x, scale_x), (w, scale_w) = case.hidden(rank, len(rows)), case.w2(rank)
+        (x, scale_x), (w, scale_w) = case.hidden_rows(rank, len(rows)), case.w2(rank)
         how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
         out = flux.moe.gemm_gather_rs(x, w, routing, **how)
         if not (torch.equal(rows[:count], case.layer0(rank)) and torch.equal(out, case.layer1(rank))):

@@ -1,6 +1,6 @@
 """The arithmetic of a benchmark row: columns derived from measured times, and the bar of each op.
 
-Pure functions: no torch, no GPU. Times are in milliseconds, sizes in bytes.
+Pure functions. Times are in milliseconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
+
+from flux.testing.compare import passed
 
 # Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
 LINK_GB_PER_S = 380.0
@@ -54,11 +56,6 @@ def bar_over_16_bits(row: Row) -> float:
 def on_wire_bytes(pattern: str, dtype: str) -> int:
     """Bytes of an element that ranks send each other. Scales are not counted: up to 3 % of fp8 operands."""
     return DTYPE_BYTES[FP8_RESULT if dtype == FP8 and pattern not in _GATHERS else dtype]
-
-
-def passed(check: str) -> bool:
-    """Whether a check has passed: exact, or equal within rounding."""
-    return check == "exact" or check.startswith("agrees")
 
 
 @dataclass(frozen=True)
@@ -190,20 +187,30 @@ def forced_times(row: Row) -> dict[int, Timing]:
 
 @dataclass(frozen=True)
 class OverBest:
-    """The plan's number of communication CTAs against the best of those that were forced."""
+    """What was planned against all choices of a sweep: (milliseconds, name) of these, the fastest first."""
 
-    best_ctas: int
-    best: float
-    ratio: float
+    plan: float
+    ranked: list[tuple[float, str]]
+
+    @property
+    def best(self) -> float:
+        return self.ranked[0][0]
+
+    @property
+    def ratio(self) -> float:
+        return self.plan / self.best
+
+    @property
+    def best_ctas(self) -> int:
+        """Of moe_ctas."""
+        return int(self.ranked[0][1].removesuffix(_FORCED))
 
 
 def over_best(row: Row) -> OverBest | None:
-    """None if the plan or the forced numbers were not timed."""
-    forced = forced_times(row)
-    if not forced or "flux" not in row.times:
-        return None
-    ctas, timing = min(forced.items(), key=lambda item: item[1].median)
-    return OverBest(ctas, timing.median, row.times["flux"].median / timing.median)
+    """None if the plan or the choices were not timed."""
+    plan = next((t.median for t in row.times.values() if t.role == "flux"), None)
+    ranked = sorted((t.median, name) for name, t in row.times.items() if t.role == "config")
+    return OverBest(plan, ranked) if plan is not None and ranked else None
 
 
 def wire_bytes(pattern: str, m: int, n: int, k: int, tp: int, element_bytes: int) -> int:

@@ -206,27 +206,14 @@ _CPU = [
 ]
 
 
-@dataclass(frozen=True)
-class Swept:
-    """A row of a sweep: the plan's milliseconds, all choices by theirs, and what the cost model expected."""
-
-    plan: float
-    ranked: list[tuple[float, str]]
-    expected: dict[str, float]
-
-    @classmethod
-    def of(cls, row: Row) -> Swept:
-        ranked = sorted((t.median, name) for name, t in row.times.items() if t.role == "config")
-        guesses = (row.plan or {}).get("candidates", [])
-        return cls(row.times["plan"].median, ranked, {name: us / 1e3 for name, us in guesses})
-
-    @property
-    def over_best(self) -> float:
-        return self.plan / self.ranked[0][0]
+def _expected(row: Row, name: str) -> float | None:
+    """What the cost model expected of a choice, in milliseconds."""
+    us: float | None = dict((row.plan or {}).get("candidates", [])).get(name)
+    return us / 1e3 if us else None
 
 
-def _next_best(row: Row) -> str:
-    return ", ".join(f"{name} {ms:.3f}" for ms, name in Swept.of(row).ranked[1:4])
+def _next_best(found: OverBest) -> str:
+    return ", ".join(f"{name} {ms:.3f}" for ms, name in found.ranked[1:4])
 
 
 _SWEEP = [
@@ -234,25 +221,26 @@ _SWEEP = [
     _M,
     Column("N × K", _N_K.cell),
     Column("plan", lambda r, d, b: str((r.plan or {}).get("config", "–")), "left"),
-    Column("plan ms", lambda r, d, b: _ms(Swept.of(r).plan)),
+    Column("plan ms", _of_best(lambda found: _ms(found.plan))),
     Column("expected", lambda r, d, b: _ms((r.plan or {}).get("time_us", 0) / 1e3 or None)),
-    Column("best", lambda r, d, b: Swept.of(r).ranked[0][1], "left"),
-    Column("best ms", lambda r, d, b: _ms(Swept.of(r).ranked[0][0])),
-    Column("expected", lambda r, d, b: _ms((s := Swept.of(r)).expected.get(s.ranked[0][1]))),
-    Column("plan/best", lambda r, d, b: _judged(o := Swept.of(r).over_best, o <= _NEAR_BEST, 3)),
-    Column("next best", lambda r, d, b: _next_best(r), "left"),
+    Column("best", _of_best(lambda found: found.ranked[0][1]), "left"),
+    Column("best ms", _BEST_OF_CTAS.cell),
+    Column(
+        "expected", lambda r, d, b: _of_best(lambda found: _ms(_expected(r, found.ranked[0][1])))(r, d, b)
+    ),
+    Column("plan/best", _over_best),
+    Column("next best", _of_best(_next_best), "left"),
 ]
 
 
 def _sweep_footer(rows: list[Row]) -> Text:
     """The plan's choice against the best tile shape, and the error of the cost model."""
-    swept, lines = [Swept.of(row) for row in rows], []
+    swept, lines = [(row, found) for row in rows if (found := over_best(row))], []
     if swept:
-        ratios = [each.over_best for each in swept]
+        ratios = [found.ratio for _, found in swept]
         lines.append(f"plan over best: geomean {geomean(ratios):.3f}, max {max(ratios):.3f}")
-    if errors := [
-        each.expected[name] / ms for each in swept for ms, name in each.ranked if each.expected.get(name)
-    ]:
+    errors = [e / ms for row, found in swept for ms, name in found.ranked if (e := _expected(row, name))]
+    if errors:
         lines.append(
             f"cost model over measured, {len(errors)} choices: geomean {geomean(errors):.3f}, "
             f"min {min(errors):.2f}, max {max(errors):.2f}"
@@ -286,7 +274,7 @@ def filled(record: Record, op: str) -> tuple[list[Row], list[Derived], list[Fill
     """The rows of one op, what is derived of them, and all columns of their table."""
     rows = [row for row in record.rows if row.op == op]
     if record.settings.get("all_configs"):
-        rows = [row for row in rows if "plan" in row.times]
+        rows = [row for row in rows if over_best(row)]
     bar, derived = bar_of(rows), [record.derived(row) for row in rows]
     columns = [
         (column, [column.cell(row, d, bar) for row, d in zip(rows, derived, strict=True)])
@@ -351,7 +339,7 @@ def footer(record: Record, op: str) -> tuple[Text, Summary]:
     bar = bar_of(rows)
     s = summarise(rows, [record.derived(row) for row in rows], bar)
     if record.settings.get("all_configs"):
-        return _sweep_footer([row for row in rows if "plan" in row.times]), s
+        return _sweep_footer(rows), s
     lines = []
     if s.geomean_speedup is not None:
         line = (

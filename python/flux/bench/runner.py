@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,12 +29,12 @@ from flux.bench.model import (
     Timing,
     derive,
     on_wire_bytes,
-    passed,
 )
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
 from flux.bench.suites import Problem
 from flux.bench.timing import GpuTimer, Timer, make_timer
+from flux.testing.compare import first_wrong, passed
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     )
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
-    row.check = _agree(first_failed(spec.case.check(problem, each) for each in everybody), context)
+    row.check = _agree(first_wrong(spec.case.check(problem, each) for each in everybody), context)
     prepare = spec.sweep if settings.all_configs and spec.sweep else spec.case.prepare
     lineup = prepare(problem, context)
     row.plan, row.notes = lineup.plan, lineup.notes
@@ -266,14 +266,7 @@ def _agree(mine: str, context: Context) -> str:
         return mine
     told: list[Any] = [None] * context.world_size
     dist.all_gather_object(told, mine, group=context.group)
-    return first_failed(said if passed(said) else f"rank {rank}: {said}" for rank, said in enumerate(told))
-
-
-def first_failed(told: Iterable[str]) -> str:
-    """The first of these checks that failed; if none did, the first that is not "exact"."""
-    told = list(told)
-    failed = (said for said in told if not passed(said))
-    return next(failed, next((said for said in told if said != "exact"), "exact"))
+    return first_wrong(said if passed(said) else f"rank {rank}: {said}" for rank, said in enumerate(told))
 
 
 def label(problem: Problem) -> str:
@@ -304,21 +297,14 @@ def progress(show: bool, total: int) -> Iterator[Any]:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    if not console.is_terminal:
-
-        def line(label: str, outcome: str | None) -> None:
-            if outcome is not None:
-                say(f"{label}: {outcome}")
-
-        yield line, say
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=total)
 
-        def move(label: str, outcome: str | None) -> None:
-            bar.update(task, description=label if outcome is None else f"{label}: {outcome}")
-            if outcome is not None:
-                bar.advance(task)
+        def step(label: str, outcome: str | None) -> None:
+            text = label if outcome is None else f"{label}: {outcome}"
+            bar.update(task, description=text, advance=outcome is not None)
+            if outcome is not None and not console.is_terminal:
+                say(text)
 
-        yield move, say
+        yield step, say

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from flux.bench.cases import e2e, moe
-from flux.bench.cases.common import CALLS
 from flux.bench.model import on_wire_bytes
 from flux.bench.runner import Settings
 from flux.bench.suites import Problem
+from flux.testing.compare import CALLS
 
 # A run needs confirmation if it takes longer, or more than this share of the free memory.
 LONG_S = 300.0

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import flux
 from flux.bench import machine
-from flux.bench.cases.common import CALLS, compare
 from flux.cli import options, verify_fp8, verify_log, verify_moe
 from flux.cli.verify_log import RUNNING, Outcome, Say
 from flux.ops import gemm as products
 from flux.ops.plan_gemm import COPY_FROM_BYTES, copy_chunk_rows
 from flux.testing import AgGemmCase, GemmRsCase, spawn
+from flux.testing.compare import CALLS, compare
 from flux.testing.emulate import EmulatedRanks, why_not
 from flux.testing.emulate_moe import EmulatedMoeRanks
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 import flux
-from flux.bench.cases.common import CALLS, compare, first_wrong
 from flux.ops._end import End
 from flux.ops._scales import Scales
 from flux.testing import ScaledCase
+from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.emulate import EmulatedRanks
 
 Tensors = list[torch.Tensor]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import flux
-from flux.bench.cases.common import CALLS, compare, first_wrong
+from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.emulate_moe import EmulatedMoeRanks
 from flux.testing.moe_data import MoeCase
 

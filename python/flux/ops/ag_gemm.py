@@ -396,7 +396,7 @@ def _among_ranks(
             parts.unfused(operands)
         elif isinstance(workspace, CudaWorkspace):
             recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
-            _fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)
+            fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered, scales)
         else:
@@ -441,7 +441,7 @@ def _plans(
     return cast(tuple[Plan, tuple[Plan, ...]], found)
 
 
-def _fused_cuda(
+def fused_cuda(
     workspace: CudaWorkspace,
     call: Plan,
     plans: tuple[Plan, ...],
@@ -453,6 +453,7 @@ def _fused_cuda(
     scales: Sequence[Scales] = (),
     recipe: known.Recipe | None = None,
 ) -> None:
+    """Launches the kernel for each weight, by `plans`. recipe: of the call, if it is to be known."""
     # Allocations may run out of memory, so they come before the call is opened.
     source = readable(x)
     of_weights = scales or (None,) * len(weights)

@@ -76,18 +76,27 @@ class ScaledCase:
         return self.blocks * (self.world_size if self.sums else 1)
 
     @property
+    def _room(self) -> int:
+        """What a contribution may be at most."""
+        return (EXACT_LIMIT[self.out_dtype] - _MAX_BIAS) // self.contributions
+
+    @property
+    def fits(self) -> bool:
+        """Whether so many contributions are exact in `out_dtype`."""
+        return self._room >= 2
+
+    @property
     def exponents(self) -> tuple[int, int]:
         """The largest exponents of scales of x and of the weight."""
-        room = (EXACT_LIMIT[self.out_dtype] - _MAX_BIAS) // self.contributions
-        if room < 2:
+        if not self.fits:
             raise ValueError(f"{self.contributions} contributions are not exact in {self.out_dtype}")
-        most = min(room.bit_length() - 1, 4 if self.scales == "tensor" else 3)
+        most = min(self._room.bit_length() - 1, 4 if self.scales == "tensor" else 3)
         return most - most // 2, most // 2
 
     @property
     def nonzeros(self) -> int:
         """Entries of a row and a block of x that are not zero, an odd number."""
-        room = (EXACT_LIMIT[self.out_dtype] - _MAX_BIAS) // self.contributions >> sum(self.exponents)
+        room = self._room >> sum(self.exponents)
         smallest = self.k if self.scales != "block" else (self.k - 1) % BLOCK + 1
         return (min(room, smallest, 33) - 1) // 2 * 2 + 1
 

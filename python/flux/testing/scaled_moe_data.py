@@ -55,7 +55,7 @@ class ScaledMoe:
     def w1(self, rank: int) -> tuple[Tensor, Tensor]:
         return self._experts(rank, self.moe.columns, self.moe.hidden, 1, 100)
 
-    def hidden(self, rank: int, max_rows: int) -> tuple[Tensor, Tensor]:
+    def hidden_rows(self, rank: int, max_rows: int) -> tuple[Tensor, Tensor]:
         """Input of layer 1 with so many rows, of which the last ones are NaN."""
         count = len(self.moe.rows(rank))
         x, scale = self._data(count, 1, self.moe.columns, self._terms, 300).x(rank)
@@ -92,7 +92,7 @@ class ScaledMoe:
         ids, weights = self.moe.routing(rank)
         for holder in range(self.moe.world_size):
             rows = self.moe.rows(holder)
-            values = dequantized(*self.hidden(holder, len(rows)))
+            values = dequantized(*self.hidden_rows(holder, len(rows)))
             products = self._products(holder, values, self.w2(holder))
             mine = rows[:, 1] == rank
             expert, _, token = rows[mine].unbind(1)

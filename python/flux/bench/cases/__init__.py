@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flux.bench.cases import all_reduce, e2e, gemm, layer, moe, moe_ctas, moe_mlp, norms, quantize, ranks
+from flux.bench.cases import e2e, gemm, layer, moe, moe_ctas, moe_mlp, quantize, ranks
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.suites import Problem, Request
 
@@ -60,9 +60,9 @@ OPS: dict[str, OpSpec] = {
     "gemm_rs": OpSpec(ranks, ("gemm_rs",), "gemm_rs", scaled=True),
     "ag_gemm": OpSpec(ranks, ("ag_gemm",), "ag_gemm", scaled=True),
     "gemm_ar": OpSpec(ranks, ("gemm_ar",), "gemm_ar", scaled=True, deals_rows=False),
-    "gemm_ar_norm": OpSpec(norms, ("gemm_ar",), "gemm_ar", by_name=True, deals_rows=False),
-    "all_reduce": OpSpec(all_reduce, ("all_reduce",), "all_reduce", deals_rows=False),
-    "all_reduce_norm": OpSpec(norms, ("all_reduce",), "all_reduce", by_name=True, deals_rows=False),
+    "gemm_ar_norm": OpSpec(ranks, ("gemm_ar",), "gemm_ar", by_name=True, deals_rows=False),
+    "all_reduce": OpSpec(ranks, ("all_reduce",), "all_reduce", deals_rows=False),
+    "all_reduce_norm": OpSpec(ranks, ("all_reduce",), "all_reduce", by_name=True, deals_rows=False),
     "gemm": OpSpec(gemm, ("gemm_rs", "ag_gemm", "gemm_ar"), **_LOCAL),
     "quantize": OpSpec(quantize, ("gemm_rs", "ag_gemm"), wide=False, by_name=True, **_LOCAL),
     "moe_route": OpSpec(moe),

@@ -10,22 +10,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-import flux
 from flux import peers as packages
 from flux.bench.model import in_way
-from flux.bench.suites import Problem
 from flux.bench.timing import Call, all_max
 from flux.comm import registry
 from flux.ops.plan import ways_of
 from flux.ops.plan_nodes import SCHEDULES
-from flux.testing import AgGemmCase, GemmRsCase
 from flux.tuning.facts import Tuning
 
 T = TypeVar("T")
-Step = Callable[[Any], object]  # one call, of a weight
+Step = Callable[[Any], Any]  # one call, of a weight
 
-# Successive calls of a correctness check: they use both buffers of a workspace, and one of them again.
-CALLS = 3
 _CALLS_OF_GRAPH = 12  # at least, because the launch of a graph costs some microseconds
 
 
@@ -199,75 +194,3 @@ def collectives(context: Context) -> str:
 def library(context: Context) -> str:
     """The library of torch's GEMMs on this device."""
     return "cuBLAS" if context.cuda else "torch"
-
-
-def compare(got: torch.Tensor, want: torch.Tensor) -> str:
-    """ "exact", or where and by how much a result differs."""
-    if got.shape != want.shape:
-        return f"shape {list(got.shape)}, expected {list(want.shape)}"
-    wrong = got != want
-    count = int(wrong.sum())
-    if count == 0:
-        return "exact"
-    first = wrong.nonzero()[0].tolist()
-    at = tuple(first)
-    return f"{count} of {want.numel()} wrong; at {first} got {got[at].item():g}, expected {want[at].item():g}"
-
-
-def marked(
-    problem: Problem,
-    context: Context,
-    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    depth: int = 0,
-) -> str:
-    """Compares call(x, weight), several times in a row, on integers that carry each rank's mark.
-
-    depth: of the product that is summed, if not that of the problem.
-    """
-    m, n, k = problem.local(context.tp)
-    sizes, results = (m, n, depth or k, context.world_size, context.dtype), []
-    for seed in range(CALLS):
-        make = AgGemmCase if problem.op == "ag_gemm" else GemmRsCase
-        case: AgGemmCase | GemmRsCase = make(*sizes, seed=seed)
-        x, weight, _ = case.inputs(context.rank, context.device)
-        if isinstance(case, AgGemmCase) or problem.op == "gemm_rs":
-            want = case.expected(context.rank, context.device)
-        else:
-            want = case.expected_sum(context.device)
-        results.append(compare(call(x, weight), want))
-    flux.check(context.group)
-    return first_wrong(results)
-
-
-def first_wrong(results: Sequence[str]) -> str:
-    """The first answer of `compare` that is not "exact", if there is one."""
-    return next((result for result in results if result != "exact"), "exact")
-
-
-# Largest difference of two computations, relative to the root mean square of the result: single
-# elements by this much, their mean by an eighth of it. Rounding moves elements by a few units of 2^-8 for
-# bfloat16; if the contribution of one of p ranks is missing, all are wrong by about 1/sqrt(p).
-_APART = {torch.bfloat16: 0.25, torch.float16: 0.03, torch.float32: 1e-4, torch.float64: 1e-9}
-
-
-def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
-    """ "agrees to ..." if all tensors are alike but for rounding, else the first that is not, and how far.
-
-    For what cannot be computed exactly: activations, norms, whole models.
-    """
-    if got.keys() != want.keys():
-        return f"results {sorted(got)}, expected {sorted(want)}"
-    worst = 0.0
-    for name, expected in want.items():
-        if got[name].shape != expected.shape:
-            return f"{name}: shape {list(got[name].shape)}, expected {list(expected.shape)}"
-        reference = expected.detach().double()
-        apart = (got[name].detach().double() - reference).abs()
-        scale = max(float(reference.square().mean().sqrt()), 1e-30)
-        most, mean = float(apart.max()) / scale, float(apart.square().mean().sqrt()) / scale
-        limit = _APART[expected.dtype]
-        # A negated comparison, so that a NaN fails.
-        if not (most <= limit and mean <= limit / 8):
-            return f"{name}: off by {most:.2g} of its rms at most and {mean:.2g} on average"
-        worst = max(worst, mean)
-    return f"agrees to {worst:.1e}" if worst else "agrees to the bit"

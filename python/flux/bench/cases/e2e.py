@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.bench.cases.common import Candidate, Context, Lineup, agree, capturable
+from flux.bench.cases.common import Candidate, Context, Lineup, capturable
 from flux.bench.cases.layer import MODELS as BLOCKS
 from flux.bench.cases.plans import explained
 from flux.bench.suites import Problem, Request
+from flux.testing.compare import agree
 
 _M = {"e2e_prefill": (2048, 8192), "e2e_decode": (16, 64)}
 _CPU_M = {"e2e_prefill": (32,), "e2e_decode": (4,)}

@@ -4,6 +4,7 @@ also against other packages and against bf16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,16 +12,14 @@ import torch
 from torch import Tensor
 
 import flux
-from flux.bench.cases.common import Context, Lineup, compare, library
+from flux.bench.cases.common import Context, Lineup, library
 from flux.bench.cases.libraries import opened
 from flux.bench.cases.operands import (
     DECODE_M,
     Operands,
-    exact_case,
-    judge,
-    of_rank,
+    checked,
+    judged,
     random_operands,
-    scaled_call,
     step_of,
     values,
 )
@@ -29,24 +28,16 @@ from flux.bench.cases.plans import explained, packed_choices, plan_dict
 from flux.bench.cases.ranks import canonical
 from flux.bench.model import FP8, IN_16_BITS
 from flux.bench.suites import Problem
-from flux.peers import Product
-from flux.testing import GemmRsCase
+from flux.ops._scales import Scales, for_kernel
 
 
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm on integers, in fp8 with powers of two as scales."""
-    if not problem.scales:
-        return _exact(problem, context, flux.gemm)
-    case = exact_case(problem, *problem.local(context.tp), context)
-    want = case.product(context.rank, context.rank, context.device)
-    return judge(case, context, scaled_call(flux.gemm, *of_rank(case, context.rank, context)), want)
+    return _exact(problem, context, flux.gemm)
 
 
-def _exact(problem: Problem, context: Context, gemm: Product) -> str:
-    """A GEMM is a GEMM+ReduceScatter of one rank."""
-    case = GemmRsCase(*problem.local(context.tp), 1, context.dtype, seed=context.rank)
-    x, weight, _ = case.inputs(0, context.device)
-    return compare(gemm(x, weight), case.expected(0, context.device))
+def _exact(problem: Problem, context: Context, gemm: Callable[..., Tensor]) -> str:
+    return checked(problem, context, lambda exact: judged(exact, context, gemm))
 
 
 def _begun(problem: Problem, context: Context) -> tuple[Operands, Lineup]:
@@ -104,9 +95,10 @@ def sweep(problem: Problem, context: Context) -> Lineup:
     def run(name: str, role: str, choice: int) -> None:
         fast = {"fast": " fast" in name} if problem.scales else {}
 
-        def launch(weight: tuple[Tensor, dict[str, object]]) -> None:
+        def launch(weight: tuple[Tensor, Scales | None]) -> None:
             w, scales = weight
-            torch.ops.flux._gemm(x, w, None, out, False, choice, 0, **{**scales, **fast})
+            how = {**for_kernel(x, scales), **fast}
+            torch.ops.flux._gemm(x, w, None, out, False, choice, 0, **how)
 
         lineup.add(name, role, launch)
 

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from flux.bench.cases import ranks
-from flux.bench.cases.common import Context, Lineup, agree, library
+from flux.bench.cases.common import Context, Lineup, library
 from flux.bench.cases.layer_stock import megatron_layers, torch_layers
 from flux.bench.cases.operands import normal
 from flux.bench.suites import Problem, Request
 from flux.layers import ColumnParallelLinear, RowParallelLinear
+from flux.testing.compare import agree
 
 _M = (2048, 4096, 8192)
 _CPU_M = (64,)

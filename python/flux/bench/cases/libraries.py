@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import flux
-from flux.bench.cases.common import Context, Lineup, agree, compare, library, tried
-from flux.bench.cases.operands import Operand, Scaled, exact_case, of_rank
-from flux.bench.model import passed
+from flux.bench.cases.common import Context, Lineup, library, tried
+from flux.bench.cases.operands import Operand, Scaled, exact_calls
 from flux.bench.suites import Problem
+from flux.testing.compare import agree, require
 
 _SCALES_OF_WEIGHT_ALIGNMENT = 4  # of the scales of a row of blocks, in cuBLAS
 
@@ -95,6 +95,8 @@ def _mm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 _ALL, _WHOLE = ("tensor", "row", "block"), ("tensor", "row")
 _by_torch, _by_torch_fast = (functools.partial(_scaled_mm, fast) for fast in (False, True))
+# For what is summed without a product.
+NOTHING = Library("", "peer", "torch", (), lambda x, weight, out: out)
 OURS = Library("flux.gemm", "peer", "flux", _ALL, _by_flux)
 LIBRARIES = (
     Library("_scaled_mm", "peer", "torch", _ALL, _by_torch, _torch_x, _torch_weight),
@@ -111,9 +113,7 @@ def opened(problem: Problem, lineup: Lineup) -> list[Library]:
     if not problem.scales:
         return [Library(library(lineup.context), "peer", "torch", (), _mm)]
     found = []
-    for each in LIBRARIES:
-        if problem.scales not in each.kinds:
-            continue
+    for each in (each for each in LIBRARIES if problem.scales in each.kinds):
         if find_spec(each.package) is None:
             lineup.notes.append(f"{each.name} could not run: {each.package} is not installed")
             continue
@@ -127,15 +127,8 @@ def opened(problem: Problem, lineup: Lineup) -> list[Library]:
 
 def _right(each: Library, problem: Problem, context: Context) -> Library:
     """Raises RuntimeError if a library's product is wrong."""
-    m, n, k = problem.local(context.tp)
-    case = exact_case(problem, m, n, k, context)
-    x, weight = of_rank(case, context.rank, context)
-    out = torch.empty(m, n, dtype=context.dtype, device=context.device)
+    x, weight, want = next(exact_calls(replace(problem, op="gemm"), context))
+    out = torch.empty(want.shape, dtype=context.dtype, device=context.device)
     got = each.product(each.x(x), each.weight(weight), out)
-    want = case.product(context.rank, context.rank, context.device).to(context.dtype)
-    said = compare(got, want)
-    if said != "exact":
-        said = agree({"product": got}, {"product": want})
-    if not passed(said):
-        raise RuntimeError(f"wrong: {said}")
+    require(agree({"product": got}, {"product": want.to(context.dtype)}))
     return each

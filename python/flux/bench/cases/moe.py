@@ -13,16 +13,17 @@ from torch import Tensor
 
 import flux
 from flux.bench.cases import moe_peers
-from flux.bench.cases.common import CALLS, Context, Lineup, compare, first_wrong
+from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import QUANTS, Operand, Scaled, normal, quantized, values
 from flux.bench.model import IN_16_BITS, in_way
-from flux.bench.suites import Problem, Request
+from flux.bench.suites import Problem, Request, one_of
 from flux.comm import registry
 from flux.moe import routing as routings
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
 from flux.moe.plan import MoePlan
 from flux.ops._scales import Scales
+from flux.testing.compare import CALLS, compare, first_wrong
 from flux.testing.data import EXACT_LIMIT
 from flux.testing.moe_data import MoeCase
 from flux.testing.scaled_moe_data import ScaledMoe
@@ -140,8 +141,7 @@ def problem(op: str, model: str, m: int, ep_size: int = 1, **load: Any) -> MoePr
     """The row of a model by name; op is one of the family "moe", or "moe_ctas"; load: what MoeProblem says of
     loads.
     """
-    if model not in MODELS:
-        raise ValueError(f"bench: --model expected to be one of {', '.join(MODELS)}, got {model!r}")
+    one_of(model, MODELS)
     of = MODELS[model]
     n, k = (of.gates * of.intermediate, of.hidden) if op in _FROM_TOKENS else (of.hidden, of.intermediate)
     return MoeProblem(op, model, op, m, n, k, of.experts, of.top_k, ep_size, **load)
@@ -185,15 +185,13 @@ def exact_calls(problem: MoeProblem, context: Context) -> Iterator[tuple[Inputs,
     """
     rank, device = context.rank, context.device
     for seed in range(CALLS):
-        scaled = _scaled(problem, context, seed) if problem.scales else None
-        case = scaled.moe if scaled else _case(problem, context, seed)
-        data = scaled or case
+        data = (_scaled if problem.scales else _case)(problem, context, seed)
+        case = data if isinstance(data, MoeCase) else data.moe
         routing = route(problem, context, *(made.to(device) for made in case.routing(rank)))
         if problem.op == "moe_layer0":
             given, experts, want = data.x(rank), data.w1(rank), data.layer0(rank)
         else:
-            hidden = scaled.hidden if scaled else case.hidden_rows
-            given = hidden(rank, routing.rows.shape[0])
+            given = data.hidden_rows(rank, routing.rows.shape[0])
             experts, want = data.w2(rank), data.layer1(rank)
         yield (_on(device, given), _on(device, experts), routing), want
 
@@ -211,14 +209,11 @@ def _case(problem: MoeProblem, context: Context, seed: int, columns: int = _CHEC
 
 def _scaled(problem: MoeProblem, context: Context, seed: int) -> ScaledMoe:
     """fp8 data of the first columns and type whose sums are exact."""
-    found = None
-    for columns, dtype in _SCALED_CHECKS:
-        case = _case(problem, context, seed, columns)
-        found = ScaledMoe(case, problem.scales, out_dtype=dtype)
-        if found.needs <= EXACT_LIMIT[dtype]:
-            break
-    assert found is not None
-    return found
+    cases = [
+        ScaledMoe(_case(problem, context, seed, columns), problem.scales, out_dtype=dtype)
+        for columns, dtype in _SCALED_CHECKS
+    ]
+    return next((case for case in cases if case.needs <= EXACT_LIMIT[case.out_dtype]), cases[-1])
 
 
 def call_of(op: str, inputs: Inputs, **options: Any) -> Callable[[], Tensor]:
@@ -256,7 +251,7 @@ def prepare(problem: Problem, context: Context) -> Lineup:
         return layer1_in_parts(values(x), values(weight), routing, laid_out)
 
     lineup.add_call(in_way("parts"), "parts", in_parts)
-    (moe_peers.layer0 if op == "moe_layer0" else moe_peers.layer1)(lineup, *inputs)
+    moe_peers.layer(lineup, op == "moe_layer0", *inputs)
     workspace = registry.get(context.ranks, context.device, _PLANNED[op])
     plan = routings.plan_of(workspace, _PLANNED[op], values(weight), routing, values(x).dtype, scales)
     lineup.plan = plan_dict(plan)

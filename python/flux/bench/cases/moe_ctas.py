@@ -11,7 +11,7 @@ import torch
 
 import flux
 from flux.bench.cases import moe, moe_peers
-from flux.bench.cases.common import Context, Lineup, compare, first_wrong
+from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import values
 from flux.bench.model import forced_name
 from flux.bench.suites import Problem, Request
@@ -20,6 +20,7 @@ from flux.comm.cuda import CudaWorkspace
 from flux.moe import routing as routings
 from flux.moe.gemm_gather_rs import launch
 from flux.moe.plan import MoePlan
+from flux.testing.compare import compare, first_wrong
 
 _OP = "moe.gemm_gather_rs"
 # Numbers that leave no SM to compute are skipped.
@@ -60,7 +61,7 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     lineup.add_call("flux", "flux", moe.call_of("moe_layer1", inputs))
     for name, layer in _forced(workspace, plan).items():
         lineup.add_call(name, "config", partial(layer, values(x), values(weight), routing))
-    moe_peers.layer1(lineup, *inputs)
+    moe_peers.layer(lineup, False, *inputs)
     if plan.fused and lineup.plan:
         lineup.plan["communication_ctas"] = plan.communication_ctas
         lineup.notes.append(

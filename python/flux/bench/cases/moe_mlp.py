@@ -5,24 +5,25 @@ all-to-alls and grouped GEMMs, and against packages that fuse all of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 import flux
 from flux import peers as packages
 from flux.bench.cases import moe
-from flux.bench.cases.common import Candidate, Context, Lineup, agree, collectives
-from flux.bench.cases.moe_peers import Parts, grouped_mm, used_rows
-from flux.bench.cases.operands import gathering, normal, values
+from flux.bench.cases.common import Candidate, Context, Lineup
+from flux.bench.cases.moe_peers import Transport, collective, exchanges, grouped_mm
+from flux.bench.cases.operands import normal, values
 from flux.bench.cases.peers import installed
 from flux.bench.model import in_way
 from flux.bench.suites import Problem, Request
-from flux.comm.group import reduce_scatter
 from flux.moe import reference
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
-from flux.moe.combine import weighted_sum
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
+from flux.testing.compare import agree, require
 
 _ACTIVATION = "swiglu"
 _CHECK_COLUMNS = 256  # of a token and of an expert; tokens, experts and layout are those of the row
@@ -85,21 +86,23 @@ def prepare(problem: Problem, context: Context) -> Lineup:
 
     lineup.add_call("flux", "flux", ours)
     lineup.add_call(in_way("parts"), "parts", in_parts)
-    _serial(lineup, x, w1, w2, routing)
-    if problem.ep_size < context.world_size:
-        return lineup
-    parts = Parts.of(routing, context)
 
-    def exchanged(
-        name: str, dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]
-    ) -> Candidate:
-        def call() -> Tensor:
-            arrived = dispatch(x).index_select(0, parts.rows)
-            made = flux.grouped_gemm(arrived, w1, routing.offsets, activation=_ACTIVATION)
-            made = flux.grouped_gemm(made, w2, routing.offsets)
-            return combine(weighted_sum(made, parts.positions, parts.weights)[0].to(x.dtype))
+    def by_torch(rows: Tensor) -> Tensor:
+        gate, up = grouped_mm(rows, w1.transpose(1, 2), offs=routing.offsets[1:]).chunk(2, 1)
+        made: Tensor = grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=routing.offsets[1:])
+        return made
 
-        return Candidate(f"{name}+flux.grouped_gemm", "peer", call)
+    def by_flux(rows: Tensor) -> Tensor:
+        made = flux.grouped_gemm(rows, w1, routing.offsets, activation=_ACTIVATION)
+        return flux.grouped_gemm(made, w2, routing.offsets)
+
+    def pipeline(multiply: Callable[[Tensor], Tensor], name: str, by: Transport) -> Candidate:
+        return Candidate(f"{by.name}+{name}", by.role, lambda: by.behind(multiply(values(by.before()))))
+
+    usual = collective(x, x.shape[1], routing, context)
+    lineup.candidates.append(pipeline(by_torch, "grouped_mm", usual))
+    others = packages.EXCHANGES | packages.PAIRED
+    exchanges(lineup, x, x, routing, others, partial(pipeline, by_flux, "flux.grouped_gemm"))
 
     def fused(name: str) -> Candidate:
         sizes = (*x.shape, problem.experts, problem.top_k)
@@ -109,30 +112,9 @@ def prepare(problem: Problem, context: Context) -> Lineup:
         def call() -> Tensor:
             return layer(x, ids, rounded, w1, w2)
 
-        said = agree({"result": call()}, {"result": ours()[: x.shape[0]]})
-        if not said.startswith("agrees"):
-            raise RuntimeError(f"wrong: {said}")
+        require(agree({"result": call()}, {"result": ours()[: x.shape[0]]}))
         return Candidate(name, "peer", call)
 
-    lineup.candidates.append(exchanged("all-to-all", parts.dispatch, parts.combine))
-    exchanges = packages.EXCHANGES | packages.PAIRED
-    installed(lineup, exchanges, lambda name: exchanged(name, *parts.opened(name, x, context)))
-    installed(lineup, packages.LAYERS, fused)
+    if problem.ep_size == context.world_size:
+        installed(lineup, packages.LAYERS, fused)
     return lineup
-
-
-def _serial(lineup: Lineup, x: Tensor, w1: Tensor, w2: Tensor, routing: flux.moe.Routing) -> None:
-    """The collectives of torch, its grouped GEMM and its activation."""
-    gather, scatter = gathering(x, lineup.context), reduce_scatter()
-    ends, tokens, group = routing.offsets[1:], used_rows(routing), lineup.context.group
-    total = x.new_empty(routing.max_tokens, x.shape[1])
-
-    def call() -> Tensor:
-        made = grouped_mm(values(gather()).index_select(0, tokens), w1.transpose(1, 2), offs=ends)
-        gate, up = made.chunk(2, 1)
-        made = grouped_mm(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
-        summed = weighted_sum(made, routing.positions, routing.weights)
-        scatter(total, summed.to(x.dtype).view(-1, x.shape[1]), group=group)
-        return total
-
-    lineup.add_call(f"{collectives(lineup.context)}+grouped_mm", "serial", call)

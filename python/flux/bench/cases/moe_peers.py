@@ -5,10 +5,10 @@ The peers know how many rows there are: in a model they would have to ask the GP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,7 @@ from flux.bench.cases.common import (
     Candidate,
     Context,
     Lineup,
-    agree,
     collectives,
-    compare,
-    first_wrong,
     tried,
 )
 from flux.bench.cases.operands import Operand, Scaled, gathering, moved, values
@@ -30,6 +27,7 @@ from flux.bench.cases.peers import installed
 from flux.comm.group import reduce_scatter
 from flux.moe import reference
 from flux.moe.combine import weighted_sum
+from flux.testing.compare import agree, compare, first_wrong, require
 
 grouped_mm: Any = torch._grouped_mm
 Tensor = torch.Tensor
@@ -125,9 +123,7 @@ def grouped_products(lineup: Lineup, x: Operand, weight: Operand, offsets: Tenso
         return result
 
     def right() -> bool:
-        said = agree({"product": by_torch(x)}, {"product": by_flux(x)})
-        if not said.startswith("agrees"):
-            raise RuntimeError(f"wrong: {said}")
+        require(agree({"product": by_torch(x)}, {"product": by_flux(x)}))
         return True
 
     is_right, error = tried(right, lineup.context)
@@ -138,81 +134,87 @@ def grouped_products(lineup: Lineup, x: Operand, weight: Operand, offsets: Tenso
     return found
 
 
-def layer0(lineup: Lineup, x: Operand, weight: Operand, routing: flux.moe.Routing) -> None:
-    """The peers of layer 0: tokens travel, and are multiplied."""
-    own, rows = x, used_rows(routing)
+class Transport(NamedTuple):
+    """How tokens reach their experts, and what these make of them comes home.
+
+    before: rows of the first grouped GEMM. behind: given those of the last one, sums of this rank's tokens.
+    """
+
+    name: str
+    role: str
+    before: Callable[[], Operand]
+    behind: Move
+
+
+def collective(own: Operand, columns: int, routing: flux.moe.Routing, context: Context) -> Transport:
+    """All-gather and reduce-scatter. own: this rank's tokens. columns: of the sums."""
+    gather, scatter, rows = gathering(own, context), reduce_scatter(), used_rows(routing)
+    total = values(own).new_empty(routing.max_tokens, columns, dtype=context.dtype)
+
+    def behind(made: Tensor) -> Tensor:
+        summed = weighted_sum(made, routing.positions, routing.weights)
+        scatter(total, summed.to(total.dtype).view(-1, columns), group=context.group)
+        return total
+
+    return Transport(collectives(context), "serial", lambda: _selected(gather(), rows), behind)
+
+
+def exchanges(
+    lineup: Lineup,
+    own: Operand,
+    like: Operand,
+    routing: flux.moe.Routing,
+    kind: Mapping[str, tuple[str, Any]],
+    make: Callable[[Transport], Candidate],
+) -> None:
+    """Candidates with expert parallelism, by all-to-alls of torch and of a kind of packages. like: what
+    travels.
+    """
+    if routing.ep_size < lineup.context.world_size:
+        return
+    parts = Parts.of(routing, lineup.context)
+    lineup.candidates.append(make(parts.transport("all-to-all", own, parts.dispatch, parts.combine)))
+
+    def of_package(name: str) -> Candidate:
+        return make(parts.transport(name, own, *parts.opened(name, values(like), lineup.context)))
+
+    installed(lineup, kind, of_package)
+
+
+def layer(lineup: Lineup, first: bool, x: Operand, weight: Operand, routing: flux.moe.Routing) -> None:
+    """The peers of a layer: each grouped GEMM alone, with the collective, and with all-to-alls, of which
+    those of packages take no fp8.
+
+    first: tokens travel, and are multiplied; else what is multiplied is summed, and travels.
+    """
+    context, columns = lineup.context, values(weight).shape[1]
+    own = x if first else values(x).new_zeros(0, columns)
     if isinstance(own, Scaled):
         # NCCL gathers what is contiguous. The scale of a tensor is each rank's own: it goes with every row.
         scale = own.scale.expand(len(own.q), 1) if own.of_all else own.scale
         own = Scaled(own.q, scale.contiguous())
-    gather = gathering(own, lineup.context)
-    lineup.add_call(collectives(lineup.context), "comm", gather)
+    usual = collective(own, columns, routing, context)
+    if first:
+        lineup.add_call(usual.name, "comm", gathering(own, context))
+        rows, like = usual.before(), x
+    else:
+        limit, scatter = routing.max_tokens, reduce_scatter()
+        sums = torch.zeros(limit * context.world_size, columns, dtype=context.dtype, device=context.device)
+        like = torch.empty_like(sums[:limit])
+        lineup.add_call(usual.name, "comm", lambda: scatter(like, sums, group=context.group))
+        rows = moved(x, lambda every: every[: used_rows(routing).numel()])
 
-    def serial(each: Grouped) -> Tensor:
-        return each.product(_selected(gather(), rows))
-
-    def dispatched(each: Grouped, parts: Parts, dispatch: Move) -> Tensor:
-        return each.product(_selected(moved(own, dispatch), parts.rows))
-
-    permuted = _selected(gather(), rows)
-    _pipelines(lineup, x, permuted, weight, routing, Parts.BEFORE, serial, dispatched)
-
-
-def layer1(lineup: Lineup, x: Operand, weight: Operand, routing: flux.moe.Routing) -> None:
-    """The peers of layer 1: what is multiplied is summed, and travels."""
-    context, scatter, limit = lineup.context, reduce_scatter(), routing.max_tokens
-    shape = (limit * context.world_size, values(weight).shape[1])
-    partial_sums = torch.zeros(shape, dtype=context.dtype, device=context.device)
-    total = partial_sums.new_empty(limit, shape[1])
-    count = used_rows(routing).numel()
-    used = moved(x, lambda rows: rows[:count])
-    lineup.add_call(collectives(context), "comm", lambda: scatter(total, partial_sums, group=context.group))
-
-    def serial(each: Grouped) -> Tensor:
-        summed = weighted_sum(each.product(used), routing.positions, routing.weights)
-        scatter(total, summed.to(context.dtype).view(shape), group=context.group)
-        return total
-
-    def combined(each: Grouped, parts: Parts, combine: Move) -> Tensor:
-        summed = weighted_sum(each.product(used), parts.positions, parts.weights)
-        return combine(summed[0].to(context.dtype))
-
-    _pipelines(lineup, total, used, weight, routing, Parts.BEHIND, serial, combined)
-
-
-def _pipelines(
-    lineup: Lineup,
-    like: Operand,
-    rows: Operand,
-    weight: Operand,
-    routing: flux.moe.Routing,
-    side: int,
-    serial: Callable[[Grouped], Tensor],
-    exchanged: Callable[[Grouped, Parts, Move], Tensor],
-) -> None:
-    """Each grouped GEMM alone, with the collective, and with expert parallelism with all-to-alls, of which
-    those of packages take no fp8. like: what travels. rows: of the GEMM. side: of it, where the exchange is.
-    """
-    context = lineup.context
-    parts = Parts.of(routing, context) if routing.ep_size == context.world_size else None
-
-    def name_of(each: Grouped, exchange: str) -> str:
-        return "+".join([exchange, each.in_pipelines][:: -1 if side == Parts.BEHIND else 1])
-
-    def of_package(each: Grouped, parts: Parts, name: str) -> Candidate:
-        move = parts.opened(name, values(like), context)[side]
-        return Candidate(name_of(each, name), "peer", partial(exchanged, each, parts, move))
+    def pipeline(each: Grouped, by: Transport) -> Candidate:
+        if first:
+            return Candidate(f"{by.name}+{each.in_pipelines}", by.role, lambda: each.product(by.before()))
+        return Candidate(f"{each.in_pipelines}+{by.name}", by.role, lambda: by.behind(each.product(rows)))
 
     for each in grouped_products(lineup, rows, weight, routing.offsets):
         lineup.add_call(each.name, "gemm", partial(each.product, rows))
-        if not each.in_pipelines:
-            continue
-        lineup.add_call(name_of(each, collectives(context)), "serial", partial(serial, each))
-        if parts is not None:
-            move = (parts.dispatch, parts.combine)[side]
-            lineup.add_call(name_of(each, "all-to-all"), "peer", partial(exchanged, each, parts, move))
-            if isinstance(weight, Tensor):
-                installed(lineup, packages.EXCHANGES, partial(of_package, each, parts))
+        if each.in_pipelines:
+            lineup.candidates.append(pipeline(each, usual))
+            kind = packages.EXCHANGES if isinstance(weight, Tensor) else {}
+            exchanges(lineup, own, like, routing, kind, partial(pipeline, each))
 
 
 def _selected(x: Operand, rows: Tensor) -> Operand:
@@ -227,11 +229,6 @@ class Parts:
     input. positions, weights [1, arriving, k]: of the grouped GEMM's rows, for each token that arrived.
     returned [1, tokens, p]: where the partial sums of an own token come back to, -1 for none. ones: as large.
     """
-
-    BEFORE: ClassVar[int] = (
-        0  # the side of the grouped GEMM on which tokens travel: the number of what `opened`
-    )
-    BEHIND: ClassVar[int] = 1  # returns, dispatch and combine
 
     group: Any
     sent: Tensor
@@ -261,7 +258,15 @@ class Parts:
         ones = torch.ones_like(returned, dtype=torch.float32)
         return cls(group, sent, sizes, rows, positions, weights, returned, ones)
 
-    def opened(self, name: str, x: Tensor, context: Context) -> tuple[Move, ...]:
+    def transport(self, name: str, own: Operand, dispatch: Move, combine: Move) -> Transport:
+        """Of own tokens, whose sums have the type of the rows of the last grouped GEMM."""
+
+        def behind(made: Tensor) -> Tensor:
+            return combine(weighted_sum(made, self.positions, self.weights)[0].to(made.dtype))
+
+        return Transport(name, "peer", lambda: _selected(moved(own, dispatch), self.rows), behind)
+
+    def opened(self, name: str, x: Tensor, context: Context) -> tuple[Move, Move]:
         """Dispatch and combine of a package, for rows like those of x, which have given the right results."""
         goes = self.returned[0, : x.shape[0]] >= 0
         dispatch, combine = (packages.EXCHANGES | packages.PAIRED)[name][1](context, goes, x.shape[1])
@@ -269,9 +274,7 @@ class Parts:
         mine = (marks + context.rank).to(x.dtype)
         arrived = dispatch(mine)
         home = self.combine(self.dispatch(mine))[: x.shape[0]]
-        said = first_wrong([compare(arrived, self.dispatch(mine)), compare(combine(arrived), home)])
-        if said != "exact":
-            raise RuntimeError(f"wrong: {said}")
+        require(first_wrong([compare(arrived, self.dispatch(mine)), compare(combine(arrived), home)]))
         return dispatch, combine
 
     def dispatch(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 import flux
-from flux.bench.cases.common import CALLS, Context, Step, agree, compare
+from flux.bench.cases.common import Context, Step
 from flux.bench.suites import Problem
+from flux.ops import gemm
 from flux.ops.all_gather import torch_all_gather
-from flux.testing import ScaledCase
+from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
+from flux.testing.compare import CALLS, agree, compare, first_wrong
 
 # Below this M the weight would stay in L2 during a burst, unlike in a model: rotate over copies of it.
 DECODE_M = 256
 _MIN_WEIGHT_SETS = 3
+SUMMED_K = 32  # of the products that an all-reduce sums in checks
 # How x and weights are quantised, for each kind of scales.
 QUANTS = {"tensor": ("tensor", "tensor"), "row": ("token", "token"), "block": ("group128", "block128")}
 
@@ -51,29 +54,18 @@ def moved(x: Operand, move: Callable[[Tensor], Tensor]) -> Operand:
 
 def gathering(own: Operand, context: Context) -> Callable[[], Operand]:
     """Gathers the rows of all ranks, and their scales but for that of a whole tensor."""
+    if isinstance(own, Scaled):
+        rows, dtype = gathering(own.q.view(torch.uint8), context), own.q.dtype
+        scales = gathering(own.scale, context) if not own.of_all else lambda: own.scale
+        return lambda: Scaled(values(rows()).view(dtype), values(scales()))
     collect, group = torch_all_gather(), context.group
+    everybody = own.new_empty(len(own) * context.world_size, *own.shape[1:])
 
-    def room(rows: Tensor) -> Tensor:
-        return rows.new_empty(len(rows) * context.world_size, *rows.shape[1:])
+    def gather() -> Operand:
+        collect(everybody, own, group=group)
+        return everybody
 
-    if isinstance(own, Tensor):
-        everybody = room(own)
-
-        def gather() -> Operand:
-            collect(everybody, own, group=group)
-            return everybody
-
-        return gather
-    everybody = room(own.q.view(torch.uint8))
-    scales = own.scale if own.of_all else room(own.scale)
-
-    def gather_scaled() -> Operand:
-        collect(everybody, own.q.view(torch.uint8), group=group)
-        if not own.of_all:
-            collect(scales, own.scale, group=group)
-        return Scaled(everybody.view(own.q.dtype), scales)
-
-    return gather_scaled
+    return gather
 
 
 @dataclass(frozen=True)
@@ -129,61 +121,73 @@ def step_of(op: Callable[..., Any], x: Operand, **options: Any) -> Step:
     return lambda w: op(x, w, **options)
 
 
-def scaled_call(
-    op: Callable[..., Tensor], x: Scaled, weight: Scaled, **options: Any
-) -> Callable[[torch.dtype], Tensor]:
-    """An operator's result by its type."""
-    given = {"scale_x": x.scale, "scale_w": weight.scale, **options}
-    return lambda dtype: op(x.q, weight.q, out_dtype=dtype, **given)
+class Exact(NamedTuple):
+    """Operands of a call, small integers, and what must come of it, in the type of the result."""
+
+    x: Operand
+    weight: Operand
+    want: Tensor
 
 
-def exact_case(
-    problem: Problem, m: int, n: int, k: int, context: Context, *, sums: bool = False, seed: int = 0
-) -> ScaledCase:
-    """fp8 data with all scales visible in the results, whose type is that of the benchmark, or else the first
-    one that represents them exactly.
-    """
-    case = None
-    for dtype in (context.dtype, torch.float16, torch.float32):
-        case = ScaledCase(m, n, k, context.world_size, problem.scales, out_dtype=dtype, sums=sums, seed=seed)
-        try:
-            case.exponents  # noqa: B018
-        except ValueError:
-            continue
-        break
-    assert case is not None
-    return case
+def exact_calls(problem: Problem, context: Context) -> Iterator[Exact]:
+    """A rank's operands that carry its mark; each time others, so that no call passes with data of another.
 
-
-def of_rank(case: ScaledCase, rank: int, context: Context) -> tuple[Scaled, Scaled]:
-    x, weight, of_rows, of_columns, _ = case.inputs(rank, context.device)
-    return Scaled(x, of_rows), Scaled(weight, of_columns)
-
-
-def judge(case: ScaledCase, context: Context, call: Callable[[torch.dtype], Tensor], want: Tensor) -> str:
-    """Compares call(dtype of the result) with `want`, in the case's type. If that is another one than the
-    benchmark's, whose results must then agree but for rounding, that too.
-    """
-    said = compare(call(case.out_dtype), want.to(case.out_dtype))
-    if said != "exact" or case.out_dtype == context.dtype:
-        return said
-    return agree({"result": call(context.dtype)}, {"result": want.to(context.dtype)})
-
-
-def scaled_marked(problem: Problem, context: Context, op: Callable[..., Tensor]) -> str:
-    """Checks an operator of several ranks on small fp8 integers with powers of two as scales, other ones on
-    each rank, several calls in a row.
+    fp8 ones have powers of two as scales, all visible in the result. Its type is that of the benchmark, or
+    else the first one that represents it exactly.
     """
     m, n, k = problem.local(context.tp)
-    rows, sums = m // context.world_size, problem.op != "ag_gemm"
-    own, said = slice(context.rank * rows, (context.rank + 1) * rows), "exact"
-    for seed in range(CALLS):
-        case = exact_case(problem, m if sums else rows, n, k, context, sums=sums, seed=seed)
-        x, weight = of_rank(case, context.rank, context)
-        want = case.total(context.device) if sums else case.gathered(context.rank, context.device)
-        want = want[own] if problem.op == "gemm_rs" else want
-        said = judge(case, context, scaled_call(op, x, weight, group=context.group), want)
-        if said != "exact":
-            break
-    flux.check(context.group)
+    rank, p, dtype, device = context.rank, context.world_size, context.dtype, context.device
+    op = problem.op.removesuffix("_norm")
+    sums = op not in ("gemm", "ag_gemm")
+    for seed in range(CALLS if op != "gemm" else 1):
+        if problem.scales:
+            sizes = (m // p if op == "ag_gemm" else m, n, k, p, problem.scales)
+            types = (dtype, torch.float16, torch.float32)
+            cases = [ScaledCase(*sizes, out_dtype=each, sums=sums, seed=seed) for each in types]
+            scaled = next((each for each in cases if each.fits), cases[-1])
+            x, weight, of_rows, of_columns, _ = scaled.inputs(rank, device)
+            if op == "gemm":
+                want = scaled.product(rank, rank, device).to(scaled.out_dtype)
+            else:
+                want = scaled.total(device) if sums else scaled.gathered(rank, device)
+            want = want.chunk(p)[rank] if op == "gemm_rs" else want
+            yield Exact(Scaled(x, of_rows), Scaled(weight, of_columns), want)
+            continue
+        case: AgGemmCase | GemmRsCase
+        if op == "ag_gemm":
+            case = AgGemmCase(m, n, k, p, dtype, seed=seed)
+        elif op == "gemm":  # a GEMM+ReduceScatter of one rank
+            case, rank = GemmRsCase(m, n, k, 1, dtype, seed=rank), 0
+        else:
+            case = GemmRsCase(m, n, k if op != "all_reduce" else SUMMED_K, p, dtype, seed=seed)
+        x, weight, _ = case.inputs(rank, device)
+        if isinstance(case, GemmRsCase) and op in ("gemm_ar", "all_reduce"):
+            want = case.expected_sum(device)
+        else:
+            want = case.expected(rank, device)
+        yield Exact(gemm.reference(x, weight) if op == "all_reduce" else x, weight, want)
+
+
+def checked(problem: Problem, context: Context, judge: Callable[[Exact], str]) -> str:
+    """What `judge` says of each exact call, all of them in a row."""
+    said = first_wrong([judge(exact) for exact in exact_calls(problem, context)])
+    if context.group is not None:
+        flux.check(context.group)
     return said
+
+
+def judged(exact: Exact, context: Context, op: Callable[..., Tensor], **options: Any) -> str:
+    """Compares an operator's result. If its type is another one than the benchmark's, whose results must then
+    agree but for rounding, that too.
+    """
+    if isinstance(exact.x, Tensor):
+        return compare(op(exact.x, exact.weight, **options), exact.want)
+
+    def call(dtype: torch.dtype) -> Tensor:
+        result: Tensor = step_of(op, exact.x, out_dtype=dtype, **options)(exact.weight)
+        return result
+
+    said = compare(call(exact.want.dtype), exact.want)
+    if said != "exact" or exact.want.dtype == context.dtype:
+        return said
+    return agree({"result": call(context.dtype)}, {"result": exact.want.to(context.dtype)})

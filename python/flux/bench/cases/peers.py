@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flux import peers as packages
-from flux.bench.cases.common import Candidate, Context, Lineup, Step, agree, compare, rotating
-from flux.bench.model import passed
+from flux.bench.cases.common import Candidate, Context, Lineup, Step, rotating
 from flux.ops.gemm_ar import rms_norm
+from flux.testing.compare import agree, compare, require
 
 _symm_mem: Any = torch.ops.symm_mem
 
@@ -55,8 +55,7 @@ def of_packages(
 
     def opened(name: str) -> Candidate:
         call = kind[name][1](lineup.context, *sizes)
-        if (said := exact(call)) != "exact":
-            raise RuntimeError(f"wrong: {said}")
+        require(exact(call))
         return Candidate(name, "peer", rotating(lineup.weights, lambda w: call(x, w)))
 
     installed(lineup, kind, opened)
@@ -71,11 +70,9 @@ def _opened(
     p = context.world_size
     got, total = reduce(marks * (context.rank + 1), marks.clone())
     want = marks * (p * (p + 1) // 2) + (marks if norm else 0)
-    said = compare(got if total is None else total, want)
-    if norm is not None and passed(said):
-        said = agree({"norm": got}, {"norm": rms_norm(want, norm.weight, norm.eps)})
-    if not passed(said):
-        raise RuntimeError(f"wrong: {said}")
+    require(compare(got if total is None else total, want))
+    if norm is not None:
+        require(agree({"norm": got}, {"norm": rms_norm(want, norm.weight, norm.eps)}))
     return reduce, inside
 
 
@@ -121,18 +118,17 @@ def other_all_reduces(
             memory.update(partial=partial.zero_(), total=torch.empty_like(partial))
         return memory["partial"]
 
-    def one_shot(weight: Any) -> None:
-        partial = symmetric()
+    def step(one_shot: bool, weight: Any) -> None:
+        partial = total = symmetric()
         produce(weight, partial)
-        _symm_mem.one_shot_all_reduce_out(partial, "sum", name, memory["total"])
-        _ = norm and norm.behind(memory["total"])
+        if one_shot:
+            total = memory["total"]
+            _symm_mem.one_shot_all_reduce_out(partial, "sum", name, total)
+        else:
+            _symm_mem.two_shot_all_reduce_(partial, "sum", name)
+        _ = norm and norm.behind(total)
 
-    def two_shot(weight: Any) -> None:
-        partial = symmetric()
-        produce(weight, partial)
-        _symm_mem.two_shot_all_reduce_(partial, "sum", name)
-        _ = norm and norm.behind(partial)
-
-    for label, step in (("one-shot", one_shot), ("two-shot", two_shot)):
-        make = functools.partial(lineup.made, f"{prefix}{label}", "peer", step)
+    for label in ("one-shot", "two-shot"):
+        call = functools.partial(step, label == "one-shot")
+        make = functools.partial(lineup.made, f"{prefix}{label}", "peer", call)
         lineup.attempt(f"symm_mem {label}", make)

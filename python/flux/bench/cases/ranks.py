@@ -1,14 +1,17 @@
-"""flux.gemm_rs, ag_gemm and gemm_ar, in 16 bits or more and in fp8: against products before or behind
-collectives, PyTorch's fused operators, and those of packages.
+"""flux.gemm_rs, ag_gemm, gemm_ar and all_reduce, in 16 bits or more and in fp8: against products before or
+behind collectives, PyTorch's fused operators, and those of packages.
+
+Sums run from CUDA graphs, also with residual and RMSNorm, as a decoder layer has them: one call of flux,
+against flux's operator and then torch's norm, and against the peers of the operator, behind which torch adds
+and normalises. An all-reduce is one behind a GEMM that is not flux's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,16 +20,18 @@ from torch import Tensor
 import flux
 from flux import _native
 from flux import peers as packages
-from flux.bench.cases.common import CALLS, Context, Lineup, collectives, compare, first_wrong, marked
-from flux.bench.cases.libraries import OURS, Library, opened
+from flux.bench.cases.common import Context, Lineup, Step, collectives
+from flux.bench.cases.libraries import NOTHING, OURS, Library, opened
 from flux.bench.cases.operands import (
+    Exact,
     Operand,
     Operands,
     Scaled,
+    checked,
     gathering,
+    judged,
     moved,
     random_operands,
-    scaled_marked,
     step_of,
     values,
 )
@@ -35,10 +40,17 @@ from flux.bench.cases.plans import explained, kernel_plan, packed_choices, plan_
 from flux.bench.model import IN_16_BITS
 from flux.bench.suites import Problem
 from flux.comm.group import reduce_scatter
-from flux.ops import all_gather
+from flux.ops import _gemm_ar_parts as gemm_ar_parts
+from flux.ops import ag_gemm, gemm_rs
+from flux.ops._end import NONE
+from flux.ops._exchange import run_fused
 from flux.ops._scales import Scales
+from flux.ops.gemm_ar import rms_norm
 from flux.ops.plan_gemm import gemm_rs_room
-from flux.testing import AgGemmCase
+from flux.testing import AgGemmCase, GemmRsCase
+from flux.testing.compare import CALLS, agree, compare, first_wrong
+
+_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -86,21 +98,47 @@ def _reduced(given: Operands, product: Tensor, context: Context) -> Job:
     return Job(given.x, given.x, out, product, lambda: behind(zeros), behind=behind)
 
 
-_JOBS = {"gemm_rs": _scattered, "ag_gemm": _gathered, "gemm_ar": _reduced}
+_JOBS = {"gemm_rs": _scattered, "ag_gemm": _gathered, "gemm_ar": _reduced, "all_reduce": _reduced}
+# Whose calls, of few rows, are replayed from CUDA graphs.
+SUMS = ("gemm_ar", "all_reduce")
 
 
-def job_of(op: str, given: Operands, problem: Problem, context: Context) -> Job:
+def plain(op: str) -> str:
+    """The operator without its norm."""
+    return op.removesuffix("_norm")
+
+
+def job_of(problem: Problem, context: Context) -> tuple[Operands, Job]:
+    """Random operands and the job with them. Those of a sum without a product are zeros, and its "weight" is
+    what is summed.
+    """
     m, n, _ = problem.local(context.tp)
-    return _JOBS[op](given, torch.empty(m, n, dtype=context.dtype, device=context.device), context)
+    # Where it is summed in place again and again, anything but zeros would soon overflow.
+    product = torch.zeros(m, n, dtype=context.dtype, device=context.device)
+    if plain(problem.op) == "all_reduce":
+        x = torch.zeros_like(product)
+        given = Operands(x, [x], x, [x])
+    else:
+        given = random_operands(problem, context)
+    return given, _JOBS[plain(problem.op)](given, product, context)
+
+
+def by_flux(problem: Problem) -> Callable[..., Any]:
+    """flux's operator, of x and a weight."""
+    if plain(problem.op) == "all_reduce":
+        return lambda x, weight, **options: flux.all_reduce(x, **options)
+    op: Callable[..., Any] = getattr(flux, plain(problem.op))
+    return op
 
 
 def check(problem: Problem, context: Context) -> str:
-    """On integers that carry each rank's mark, several calls in a row; with ag_gemm all_gather, too."""
-    op = getattr(flux, problem.op)
-    if problem.scales:
-        return scaled_marked(problem, context, op)
-    said = marked(problem, context, lambda x, w: op(x, w, group=context.group))
-    if problem.op != "ag_gemm":
+    """On integers that carry each rank's mark, several calls in a row; with ag_gemm all_gather, too. Sums
+    before a norm must be exact, norms agree with torch's.
+    """
+    if problem.op.endswith("_norm"):
+        return checked(problem, context, partial(_normalised, problem, context))
+    said = _exact(problem, context, by_flux(problem), group=context.group)
+    if problem.op != "ag_gemm" or problem.scales:
         return said
     case = AgGemmCase(*problem.local(context.tp), context.world_size, context.dtype, seed=CALLS)
     x = case.inputs(context.rank, context.device)[0]
@@ -109,35 +147,65 @@ def check(problem: Problem, context: Context) -> str:
     return first_wrong([said, gathered])
 
 
+def _exact(problem: Problem, context: Context, op: Callable[..., Tensor], **options: Any) -> str:
+    return checked(problem, context, lambda exact: judged(exact, context, op, **options))
+
+
+def _normalised(problem: Problem, context: Context, exact: Exact) -> str:
+    want = exact.want
+    weight = torch.linspace(0.5, 1.5, want.shape[1], device=context.device).to(context.dtype)
+    residual = GemmRsCase(len(want), want.shape[1], 1, 1, context.dtype).residual(context.device)
+    options = {"residual": residual, "norm_weight": weight, "eps": _EPS}
+    norm, total = by_flux(problem)(exact.x, exact.weight, group=context.group, **options)
+    want = want + residual
+    said = compare(total, want)
+    return said if said != "exact" else agree({"norm": norm}, {"norm": rms_norm(want, weight, _EPS)})
+
+
 def prepare(problem: Problem, context: Context) -> Lineup:
-    op, (m, n, k), scales = problem.op, problem.local(context.tp), problem.scales
-    given, group = random_operands(problem, context), context.ranks
-    job, by_flux = job_of(op, given, problem, context), getattr(flux, op)
-    lineup = Lineup(context, given.weights, graphs=op == "gemm_ar")
-    lineup.plan = explained(op, m, n, k, context, scales or None)
-    lineup.ours(op, lambda g: step_of(by_flux, job.x, group=g, out=job.out))
-    if context.cuda and op == "gemm_rs":
-        lineup.add("flux, int8", "int8", step_of(by_flux, job.x, group=group, out=job.out, wire="int8"))
-    lineup.add_call(collectives(context), "comm", job.alone)
-    for each in opened(problem, lineup):
+    op, (m, n, k), group = plain(problem.op), problem.local(context.tp), context.ranks
+    given, job = job_of(problem, context)
+    multiplies, norm = op != "all_reduce", None
+    options: dict[str, Any] = {"out": job.out}
+    if problem.op != op:
+        norm = packages.Norm(torch.zeros_like(job.out), torch.ones_like(job.out[0]), _EPS)
+        options = {"residual": norm.residual, "norm_weight": norm.weight, "eps": norm.eps}
+    lineup, planned = Lineup(context, given.weights, graphs=op in SUMS), problem.op if multiplies else op
+    lineup.plan = explained(planned, m, n, k if multiplies else 0, context, problem.scales or None)
+    ours = partial(step_of, by_flux(problem), job.x)
+    lineup.ours(planned, lambda g: ours(group=g, **options))
+    if norm is not None:
+        summed, normalise = ours(group=group, residual=norm.residual), norm.of
+        lineup.add(f"flux.{op}+norm", "peer", lambda weight: normalise(summed(weight)))
+    elif multiplies:
+        lineup.add_call(collectives(context), "comm", job.alone)
+    for each in opened(problem, lineup) if multiplies else [NOTHING]:
         if each.role == "peer":
-            each.alone(lineup, "gemm", job.whole, job.product)
-            unfused(lineup, each, job)
-    if not isinstance(job.x, Scaled):
-        _own_parts(op, lineup, job)
-        of_packages(lineup, op, (m, n, k), job.x, partial(marked, problem, context))
-    else:
-        wide = given.wide_x[: len(job.x.q)]
-        in_16_bits = step_of(by_flux, wide, group=group, out=job.out)
-        lineup.add(IN_16_BITS, "peer", in_16_bits, given.wide_weights)
-        if scales != "block":
-            fast = step_of(by_flux, job.x, group=group, out=job.out, accumulate="fast")
-            lineup.add("flux, fast", "fast", fast)
-        OURS.alone(lineup, "gemm", job.whole, job.product)
-        unfused(lineup, OURS, job)
-    if context.cuda and scales != "block" and op in ASYNC_TP:
-        async_tp(lineup, partial(ASYNC_TP[op], job.x, group=group.group_name, dtype=context.dtype))
+            unfused(lineup, each, job, norm)
+    if multiplies and norm is None:
+        _others(problem, lineup, given, job, ours)
     return lineup
+
+
+def _others(problem: Problem, lineup: Lineup, given: Operands, job: Job, ours: Callable[..., Step]) -> None:
+    """Fused operators of torch and of packages; flux's with other operands or sums, and its parts."""
+    context, op, scales = lineup.context, problem.op, problem.scales
+    options = {"group": context.ranks, "out": job.out}
+    if context.cuda and op == "gemm_rs":
+        lineup.add("flux, int8", "int8", ours(wire="int8", **options))
+    if isinstance(job.x, Scaled):
+        wide = given.wide_x[: len(job.x.q)]
+        lineup.add(IN_16_BITS, "peer", step_of(by_flux(problem), wide, **options), given.wide_weights)
+        if scales != "block":
+            lineup.add("flux, fast", "fast", ours(accumulate="fast", **options))
+        unfused(lineup, OURS, job)
+    else:
+        _own_parts(op, lineup, job)
+        exact = partial(_exact, problem, context)
+        of_packages(lineup, op, problem.local(context.tp), job.x, exact)
+    if context.cuda and scales != "block" and op in ASYNC_TP:
+        name = context.ranks.group_name
+        async_tp(lineup, partial(ASYNC_TP[op], job.x, group=name, dtype=context.dtype))
 
 
 def _own_parts(op: str, lineup: Lineup, job: Job) -> None:
@@ -154,28 +222,32 @@ def _own_parts(op: str, lineup: Lineup, job: Job) -> None:
 
 
 def unfused(lineup: Lineup, each: Library, job: Job, norm: packages.Norm | None = None) -> None:
-    """A library's product and the collective one after the other; all-reduces also of others than NCCL.
+    """A library's product, alone, and with the collective behind or before it; all-reduces also of others.
 
     norm: what is done with the sum.
     """
-    laid_out, usual = each.x(job.whole), lineup.weights
-    comm = collectives(lineup.context)
+    laid_out, usual, product = each.x(job.whole), lineup.weights, job.product
+    comm, multiplies = collectives(lineup.context), each is not NOTHING
 
     def serial(weight: Any) -> None:
         x = each.x(job.before()) if job.before else laid_out
-        job.behind(each.product(x, weight, job.product))
-        _ = norm and norm.behind(job.product)
+        job.behind(each.product(x, weight, product))
+        _ = norm and norm.behind(product)
 
     def produce(weight: Any, partial: Tensor) -> None:
         result = each.product(laid_out, weight, partial)
         if result.data_ptr() != partial.data_ptr():
             partial.copy_(result)
 
+    if multiplies:
+        each.alone(lineup, "gemm", job.whole, product)
     lineup = replace(lineup, weights=[each.weight(weight) for weight in usual])
-    lineup.add(f"{comm}+{each.name}" if job.before else f"{each.name}+{comm}", "serial", serial)
+    parts = [comm, each.name] if job.before else [each.name, comm]
+    lineup.add("+".join(filter(None, parts)), "serial" if multiplies else "peer", serial)
     if lineup.graphs:  # it sums to all ranks
-        m, n = job.product.shape
-        other_all_reduces(lineup, m, n, f"{each.name}+", produce, norm)
+        other_all_reduces(
+            lineup, len(product), product.shape[1], f"{each.name}+" if multiplies else "", produce, norm
+        )
 
 
 def _scale(scale: Tensor, *shape: int) -> Tensor:
@@ -206,82 +278,68 @@ def _torch_ag_gemm(x: Operand, w: Any, group: str, dtype: torch.dtype) -> Any:
 ASYNC_TP = {"gemm_rs": _torch_gemm_rs, "ag_gemm": _torch_ag_gemm}
 
 
-class Turn(NamedTuple):
-    """A launch as the operator makes it, but for what a sweep chooses.
+def canonical(x: Operand, weight: Operand) -> tuple[Tensor, Scales | None]:
+    """A weight, and scales as operators give them to their kernels."""
+    if isinstance(x, Scaled) and isinstance(weight, Scaled):
+        scales = Scales(x.scale, weight.scale, torch.bfloat16, "promoted")
+        return weight.q, scales.canonical(*weight.q.shape)
+    return values(weight), None
 
-    enter: the workspace. arguments: of its address and epoch, those of the kernel behind `transpose_weight`.
+
+def roomy(plan: Any, context: Context) -> Any:
+    """A plan with room for the largest tile and both ways to sum, so that no choice pays for growing it, and
+    whose data SMs send.
     """
-
-    enter: Callable[[], AbstractContextManager[tuple[int, int]]]
-    arguments: Callable[[int, int], tuple[Any, ...]]
-
-
-def _gemm_rs_turn(workspace: Any, plan: Any, choice: int, mode: int, context: Context) -> Turn:
-    """With room for the largest tile, so that none pays for growing it."""
-    configs = _native.core.tile_configs(plan.dtype.itemsize)
-    rooms = [gemm_rs_room(plan.m, plan.n, context.world_size, c.id, context.dtype) for c in configs]
+    core, p = _native.core, context.world_size
+    rooms = [(plan.signal_bytes, plan.slot_bytes)]
+    if plan.op == "gemm_rs":
+        configs = core.tile_configs(plan.dtype.itemsize)
+        rooms = [gemm_rs_room(plan.m, plan.n, p, config.id, context.dtype) for config in configs]
+        plan = replace(plan, copied=False, chunks=0)
     signals, slots = (max(sizes) for sizes in zip(*rooms, strict=True))
-    chosen = replace(plan, config=choice, signal_bytes=signals, slot_bytes=slots)
-    return Turn(lambda: workspace.enter(chosen), lambda address, _: (address, choice, 0, 0, 0, None))
+    modes = (core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT) if plan.op in SUMS else ()
+    exchanges = [core.exchange(plan.m, plan.n, p, mode).bytes for mode in modes]
+    exchange = max(exchanges, default=plan.exchange_bytes)
+    return replace(plan, signal_bytes=signals, slot_bytes=slots, exchange_bytes=exchange)
 
 
-def _ag_gemm_turn(workspace: Any, plan: Any, choice: int, mode: int, context: Context) -> Turn:
-    chosen = replace(plan, config=choice & 0xFF)
-    return Turn(
-        lambda: all_gather.enter(workspace, chosen),
-        lambda address, epoch: (address, choice, 0, epoch, all_gather.chunk_rows(chosen, epoch), False),
-    )
-
-
-def _gemm_ar_turn(workspace: Any, plan: Any, choice: int, mode: int, context: Context) -> Turn:
-    """With room for both ways to sum."""
-    core = _native.core
-    modes = (core.ExchangeMode.ONE_SHOT, core.ExchangeMode.TWO_SHOT)
-    room = max(core.exchange(plan.m, plan.n, context.world_size, each).bytes for each in modes)
-    chosen = replace(plan, exchange_bytes=room)
-    rest = (None, None, 0.0, None)
-    return Turn(lambda: workspace.enter(chosen), lambda address, _: (address, choice, 0, mode, *rest))
-
-
-_TURNS = {"gemm_rs": _gemm_rs_turn, "ag_gemm": _ag_gemm_turn, "gemm_ar": _gemm_ar_turn}
-
-
-def canonical(x: Operand, weight: Operand) -> tuple[Tensor, dict[str, Any]]:
-    """A weight, and scales as the low-level operators take them."""
-    if isinstance(x, Tensor) or isinstance(weight, Tensor):
-        assert isinstance(weight, Tensor)
-        return weight, {}
-    scales = Scales(x.scale, weight.scale, torch.bfloat16, "promoted").canonical(*weight.q.shape)
-    return weight.q, {"scale_x": scales.x, "scale_w": scales.w, "fast": False}
+# The operators' launches in a workspace, of a plan, x, a weight, the result and scales.
+_LAUNCHES: dict[str, Callable[[Any, Any, Tensor, Tensor, Tensor, Scales | None], object]] = {
+    "gemm_rs": lambda ws, plan, x, w, out, scales: gemm_rs.fused_cuda(ws, plan, x, w, None, out, scales),
+    "ag_gemm": lambda ws, plan, x, w, out, scales: ag_gemm.fused_cuda(
+        ws, plan, (plan,), x, (w,), (None,), (out,), scales=(scales,) if scales else ()
+    ),
+    "gemm_ar": lambda ws, plan, x, w, out, scales: gemm_ar_parts.fused_cuda(
+        ws, plan, x, w, None, None, out, NONE, scales
+    ),
+    "all_reduce": lambda ws, plan, x, w, out, scales: run_fused(ws, plan, 0, x, out),
+}
 
 
 def sweep(problem: Problem, context: Context) -> Lineup:
     """The kernel with every tile shape and cluster, and with the other way to sum, against what the plan
     chose.
     """
-    op = problem.op
-    given = random_operands(problem, context)
-    job, kernel = job_of(op, given, problem, context), getattr(torch.ops.flux, f"_{op}")
-    x = values(job.x)
+    op, sizes = problem.op, problem.local(context.tp)
+    given, job = job_of(problem, context)
+    x, out, launch = values(job.x), job.out, _LAUNCHES[op]
+    if op == "all_reduce":  # to whose kernel it is one row
+        sizes, x, out = (1, x.numel(), 0), x.view(1, -1), out.view(1, -1)
     weights = [canonical(job.x, weight) for weight in given.weights]
-    lineup = Lineup(context, weights, graphs=op == "gemm_ar")
-    workspace, plan = kernel_plan(op, *problem.local(context.tp), context, problem.scales)
-    lineup.plan = plan_dict(plan)
+    workspace, plan = kernel_plan(op, *sizes, context, problem.scales)
+    lineup = Lineup(context, weights, graphs=op in SUMS, plan=plan_dict(plan))
+    whole = roomy(plan, context)
 
-    def run(name: str, role: str, choice: int, mode: int) -> None:
-        turn = _TURNS[op](workspace, plan, choice, mode, context)
+    def run(name: str, role: str, **chosen: int) -> None:
+        forced = replace(whole, **chosen)
+        lineup.add(name, role, lambda weight: launch(workspace, forced, x, weight[0], out, weight[1]))
 
-        def launch(weight: tuple[Tensor, dict[str, Any]]) -> None:
-            w, scales = weight
-            with turn.enter() as at:
-                kernel(x, w, None, job.out, False, *turn.arguments(*at), **scales)
-
-        lineup.add(name, role, launch)
-
-    run("plan", "flux", plan.choice, plan.mode)
-    for name, choice in packed_choices(plan, x.itemsize):
-        run(name, "config", choice, plan.mode)
+    modes = ("one-shot", "two-shot")
+    run("plan", "flux")
+    for name, choice in packed_choices(plan, x.itemsize) if op != "all_reduce" else ():
+        run(name, "config", choice=choice, config=choice & 0xFF)
     if op == "gemm_ar":
-        other = "two-shot" if plan.mode == 0 else "one-shot"
-        run(f"plan {other}", "config", plan.choice, 1 - plan.mode)
+        run(f"plan {modes[1 - plan.mode]}", "config", mode=1 - plan.mode)
+    for mode, name in enumerate(modes) if op == "all_reduce" else ():
+        run(name, "config", mode=mode)
     return lineup

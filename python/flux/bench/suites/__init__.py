@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from flux.bench.model import DTYPE_BYTES, FP8, wire_bytes
 
@@ -55,6 +56,12 @@ class Problem:
         return ""
 
 
+def one_of(name: str, known: Collection[str], where: str = "", option: str = "--model") -> None:
+    """Raises ValueError if a name is none of those that are known. where: those are."""
+    if name not in known:
+        raise ValueError(f"bench: {option} expected to be one of {', '.join(known)}{where}, got {name!r}")
+
+
 @dataclass(frozen=True)
 class Request:
     """What rows a user wants of an op whose rows are those of models and not of a suite.
@@ -77,8 +84,7 @@ class Request:
         Raises ValueError naming the models there are if one is unknown.
         """
         for name in self.models:
-            if name not in known:
-                raise ValueError(f"bench: --model expected to be one of {', '.join(known)}, got {name!r}")
+            one_of(name, known)
         return self.models or tuple(name for name in known if (name == "tiny") != self.cuda)
 
 
@@ -113,17 +119,11 @@ class Suite:
 
         Raises ValueError naming the models there are if one is unknown.
         """
-        suite = self
-        if models:
-            known = {model.name: model for model in self.models}
-            for name in models:
-                if name not in known:
-                    have = ", ".join(known)
-                    raise ValueError(
-                        f"bench: --model expected to be one of {have} (suite {self.name}), got {name!r}"
-                    )
-            suite = replace(suite, models=tuple(known[name] for name in models))
-        return replace(suite, m=tuple(m)) if m else suite
+        known = {model.name: model for model in self.models}
+        for name in models or ():
+            one_of(name, known, f" (suite {self.name})")
+        chosen = tuple(known[name] for name in models or known)
+        return replace(self, models=chosen, m=tuple(m or self.m))
 
 
 def available() -> list[str]:
@@ -132,17 +132,33 @@ def available() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
-def _sizes(where: str, values: object) -> tuple[int, ...]:
+def _require(held: bool, what: str) -> None:
+    if not held:
+        raise ValueError(f"suite: {what}")
+
+
+def _sizes(where: str, values: Any) -> tuple[int, ...]:
     """Raises ValueError if these are no whole numbers of 1 or more."""
-    if not isinstance(values, list) or not values or any(type(v) is not int or v < 1 for v in values):
-        raise ValueError(f"suite: {where} expected whole numbers of 1 or more, got {values!r}")
+    sizes = isinstance(values, list) and values and all(type(v) is int and v >= 1 for v in values)
+    _require(bool(sizes), f"{where} expected whole numbers of 1 or more, got {values!r}")
     return tuple(values)
 
 
 def _only(where: str, keys: Collection[str], known: Collection[str]) -> None:
     for key in keys:
-        if key not in known:
-            raise ValueError(f"suite: {where} expected keys of {', '.join(known)}, got {key!r}")
+        _require(key in known, f"{where} expected keys of {', '.join(known)}, got {key!r}")
+
+
+def _model(entry: Any) -> Model:
+    _require(isinstance(entry, dict) and "name" in entry, "every [[model]] needs 'name'")
+    name, shapes = str(entry.pop("name")), {}
+    _only(f"model {name}", entry, _PATTERNS)
+    for pattern, shape in entry.items():
+        right = isinstance(shape, dict) and set(shape) == {"n", "k"}
+        _require(right, f"{name}.{pattern} expected {{n = ..., k = ...}}, got {shape!r}")
+        n, k = _sizes(f"n and k of {name}.{pattern}", [shape["n"], shape["k"]])
+        shapes[pattern] = (n, k)
+    return Model(name, shapes)
 
 
 def parse(text: str) -> Suite:
@@ -150,32 +166,17 @@ def parse(text: str) -> Suite:
     data = tomllib.loads(text)
     _only("the file", data, ("suite", "model"))
     head, entries = data.get("suite", {}), data.get("model", [])
-    if not isinstance(head, dict) or not isinstance(entries, list):
-        raise ValueError("suite: expected one [suite] and several [[model]]")
+    right = isinstance(head, dict) and isinstance(entries, list)
+    _require(right, "expected one [suite] and several [[model]]")
     _only("[suite]", head, ("name", "description", "dtype", "m"))
     for key in ("name", "dtype", "m"):
-        if key not in head:
-            raise ValueError(f"suite: [suite] needs {key!r}")
-    models = []
-    for entry in entries:
-        if not isinstance(entry, dict) or "name" not in entry:
-            raise ValueError("suite: every [[model]] needs 'name'")
-        name = str(entry.pop("name"))
-        _only(f"model {name}", entry, _PATTERNS)
-        shapes = {}
-        for pattern, shape in entry.items():
-            if not isinstance(shape, dict) or set(shape) != {"n", "k"}:
-                raise ValueError(f"suite: {name}.{pattern} expected {{n = ..., k = ...}}, got {shape!r}")
-            n, k = _sizes(f"n and k of {name}.{pattern}", [shape["n"], shape["k"]])
-            shapes[pattern] = (n, k)
-        models.append(Model(name, shapes))
-    if not models:
-        raise ValueError("suite: no [[model]] in it")
+        _require(key in head, f"[suite] needs {key!r}")
+    models = tuple(_model(entry) for entry in entries)
+    _require(bool(models), "no [[model]] in it")
     known = [dtype for dtype in DTYPE_BYTES if dtype != FP8]  # which needs scales: an option of the command
-    if head["dtype"] not in known:
-        raise ValueError(f"suite: dtype expected one of {', '.join(known)}, got {head['dtype']!r}")
+    _require(head["dtype"] in known, f"dtype expected one of {', '.join(known)}, got {head['dtype']!r}")
     description = str(head.get("description", ""))
-    return Suite(str(head["name"]), description, head["dtype"], _sizes("m", head["m"]), tuple(models))
+    return Suite(str(head["name"]), description, head["dtype"], _sizes("m", head["m"]), models)
 
 
 def load(name: str) -> Suite:
@@ -191,8 +192,5 @@ def load(name: str) -> Suite:
         except ValueError as error:
             kind = "" if str(error).startswith("suite: ") else "suite: no TOML: "
             raise ValueError(f"bench: {name}: {kind}{error}") from error
-    if name not in available():
-        raise ValueError(
-            f"bench: --suite expected to be one of {', '.join(available())} or a .toml file, got {name!r}"
-        )
+    one_of(name, available(), " or a .toml file", "--suite")
     return parse((resources.files(__name__) / f"{name}.toml").read_text())
