@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flux._files import read_json
 from flux.bench import record as records
 from flux.bench.cases import OPS
 from flux.bench.model import FP8_KIND, Bar, Derived, Row, Summary, derive, summarise
@@ -166,7 +167,7 @@ def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
     found: list[Measurement] = []
     others: list[Other] = []
     for path in sorted(folder.glob("*.json")):
-        data = records.read_json(path)
+        data = read_json(path)
         kind = next(
             (kind.name for kind in KINDS if isinstance(data, dict) and data and kind.is_one(data)), ""
         )

@@ -344,7 +344,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     import flux
-    from flux.bench import machine, record
+    from flux import machine
+    from flux._files import write_json
 
     options = options_of(arguments)
     model = MODELS[options.model]
@@ -363,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
         **found,
     }
     if options.json:
-        record.write_json(result, options.json)
+        write_json(result, options.json)
     print("\n".join([*table(result), *result["faults"]]))
     return 1 if result["faults"] else 0
 

@@ -39,14 +39,14 @@ PROFILED = 4
 # Of normal numbers in fp8, whose largest is 448.
 FP8_SPREAD = 32
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-# With these, and those of flux.bench.machine, nothing makes NVLink multicast objects. Each engine's process
+# With these, and those of flux.machine, nothing makes NVLink multicast objects. Each engine's process
 # sets them (forbid_multicast): importing flux takes seconds, and no other engine should wait for that.
 NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
     "NCCL_WIN_ENABLE": "0",
     # FlashInfer's other backend sums by multicast. This one stores into memory that torch shares between
-    # GPUs, of which torch makes no multicast object where flux.bench.machine forbids it.
+    # GPUs, of which torch makes no multicast object where flux.machine forbids it.
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 # Without vLLM's defaults, nothing of FlashInfer runs: it compiles when it is used first.
@@ -254,7 +254,7 @@ def forbid_multicast(defaults: bool) -> bool:
     """Turns NVLink multicast off, here and in processes to come: with vLLM's defaults only where the machine
     forbids it. Returns whether it did.
     """
-    from flux.bench import machine
+    from flux import machine
 
     off = not defaults or machine.multicast_is_forbidden()
     if off:

@@ -319,7 +319,7 @@ def faults_of(
 def describe(settings: Settings, work: Work) -> dict[str, Any]:
     """The head of the result file, as `flux bench` writes it."""
     import flux
-    from flux.bench import machine
+    from flux import machine
     from flux.integrations.vllm import installed_version
 
     min_tokens = "auto" if settings.min_tokens is None else settings.min_tokens
@@ -353,7 +353,7 @@ def take_clocks(record: dict[str, Any], key: str) -> list[str]:
     """Keeps what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
     import torch
 
-    from flux.bench import machine
+    from flux import machine
 
     gpus = machine.smi_under_load([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
     record["machine"][key] = gpus

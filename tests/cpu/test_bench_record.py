@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flux import _native
-from flux.bench import machine, plot, record, report
+from flux import _native, machine
+from flux.bench import plot, record, report
 from flux.bench.model import Row, Timing
 from flux.bench.record import Record
 

@@ -19,6 +19,7 @@ from test_bench_record import make_record
 from typer.testing import CliRunner
 
 import flux
+from flux._files import write_json
 from flux.bench import record, report
 from flux.bench.record import Record
 from flux.cli import app, doctor, findings, options, verify
@@ -193,14 +194,14 @@ def test_links_stay_links_and_pipes_stay_pipes(tmp_path: Path) -> None:
     """A result must not take the place of standard output."""
     link, pipe = tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(tmp_path / "file.json")
-    record.write_json({"a": 1}, link)
+    write_json({"a": 1}, link)
     assert link.is_symlink() and json.loads((tmp_path / "file.json").read_text()) == {"a": 1}
     os.mkfifo(pipe)
     read: list[str] = []
     thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
     thread.start()
     record.write(make_record(complete=False), pipe)  # only the finished result goes there
-    record.write_json({"b": 2}, pipe)
+    write_json({"b": 2}, pipe)
     thread.join(10)
     assert pipe.is_fifo() and [json.loads(text) for text in read] == [{"b": 2}]
 

@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import flux
+from flux import _files
 from flux.bench.model import Row, Timing, in_way
 from flux.bench.suites import Problem
 from flux.cli import app
@@ -157,7 +158,7 @@ def test_bad_options_are_refused(tmp_path: Path, arguments: list[str], words: st
 
 def test_a_file_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     file = tmp_path / "a"
-    store.write(file, store.to_json(Machine("sm_90", 132), []))
+    _files.replace(file, store.to_json(Machine("sm_90", 132), []))
     result = CliRunner().invoke(app, ["tune", "all_reduce", *_SHAPE, "--m", "4", "--out", str(file)])
     assert result.exit_code == 1 and "is of another machine: arch sm_90, not cpu" in result.output
 

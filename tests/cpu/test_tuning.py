@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flux
+from flux import _files
 from flux.comm import registry
 from flux.ops.plan import Plan, PlanInput, facts_key, model_of, planned, workspace_plan
 from flux.testing import GemmRsCase, spawn
@@ -247,7 +248,7 @@ def test_links_are_counted_by_the_drivers_library() -> None:
 
 
 def written(path: Path, *facts: Fact, here: Machine = HOST) -> Path:
-    store.write(path, store.to_json(here, list(facts)))
+    _files.replace(path, store.to_json(here, list(facts)))
     return path
 
 

@@ -197,7 +197,7 @@ def test_by_default_multicast_is_on_only_where_the_machine_allows_it(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, defaults: bool, given: dict[str, str], off: bool
 ) -> None:
     engine = importlib.import_module("vllm_engine")
-    forbidden = {**engine.NO_MULTICAST, **importlib.import_module("flux.bench.machine").NO_MULTICAST}
+    forbidden = {**engine.NO_MULTICAST, **importlib.import_module("flux.machine").NO_MULTICAST}
     monkeypatch.setattr(os, "environ", dict(given))
     assert engine.forbid_multicast(defaults) is off
     assert os.environ == ({**given, **forbidden} if off else given)
@@ -307,7 +307,7 @@ def test_a_gpu_with_a_low_clock_ends_the_benchmark(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One at 85 °C and 390 MHz had slowed down all engines to a third."""
-    from flux.bench import machine
+    from flux import machine
 
     gpus = [
         {"index": 0, "sm_mhz": 390, "sm_max_mhz": 1980, "temperature_c": 85},

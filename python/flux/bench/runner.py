@@ -14,8 +14,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import flux
-from flux import _env
-from flux.bench import machine
+from flux import _env, machine
 from flux.bench.cases import OPS
 from flux.bench.cases.common import Candidate, Context, collectives
 from flux.bench.model import (

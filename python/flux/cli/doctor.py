@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flux.bench.machine import now
-from flux.bench.record import write_json
+from flux._files import write_json
 from flux.bench.report import make_console
 from flux.cli import findings, links, options, vllm
 from flux.cli import nodes as among_nodes
 from flux.cli.findings import Finding
+from flux.machine import now
 
 _NAME_WIDTH = 28
 _MARKS = {"ok": "[green]✓[/]", "info": " ", "bad": "[bold red]✗[/]"}

@@ -15,8 +15,7 @@ import torch
 
 import flux
 import flux_kernels
-from flux import _env, _native
-from flux.bench import machine
+from flux import _env, _native, machine
 
 # Below this, a moderate CPU call cannot allocate its workspace (a default container has 64 MiB in all).
 _SHM_FREE_MIB = 256

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flux.bench.machine import run_text
 from flux.cli.findings import Finding
+from flux.machine import run_text
 
 # Payload over raw rate: copy engines moved 383-391 of 478 GB/s over 18 NVLink-4 links.
 PAYLOAD_SHARE = 0.80

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.bench import machine
+from flux import machine
 from flux.bench.timing import all_max
 from flux.cli import options
 from flux.cli.findings import Finding

@@ -19,7 +19,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from flux.bench.record import is_stream
+from flux._files import is_stream
 from flux.bench.report import make_console
 from flux.testing import SpawnError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flux.bench import machine
+from flux import machine
 
 _PUSH_BYTES = 256 << 20
 _REPEATS = 6

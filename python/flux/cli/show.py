@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flux._files import read_json
 from flux.bench import html
 from flux.bench import plot as plots
 from flux.bench import record as records
@@ -57,7 +58,7 @@ def show_file(path: Path, picture: Path | None, report: Path | None = None) -> N
     Raises ValueError if it cannot be read, is not one of flux's files, or not whole.
     """
     try:
-        data = records.read_json(path)
+        data = read_json(path)
     except OSError as error:
         raise ValueError(
             f"bench: --show expected a JSON file, got {str(path)!r}: {error.strerror}"

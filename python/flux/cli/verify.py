@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flux.bench import machine
-from flux.bench.record import write_json
+from flux import machine
+from flux._files import write_json
 from flux.bench.report import make_console
 from flux.cli import options, verify_cases
 from flux.cli.options import real, whole

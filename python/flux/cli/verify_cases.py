@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import flux
-from flux.bench import machine
+from flux import machine
 from flux.cli import options, verify_fp8, verify_log, verify_moe
 from flux.cli.verify_log import RUNNING, Outcome, Say
 from flux.ops import gemm as products

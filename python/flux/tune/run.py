@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 import flux
-from flux.bench import machine as machines
+from flux import _files
+from flux import machine as machines
 from flux.bench.model import DTYPE_BYTES
 from flux.bench.runner import Settings, context_of, label, measure, progress, run
 from flux.bench.suites import Problem
@@ -155,6 +156,6 @@ def _tune_rank(rank: int, world_size: int, settings: Settings, file: str, budget
             else:
                 wrong.append(f"{label(problem)}: {row.check}")
             if rank == 0:
-                store.write(path, store.to_json(here, facts, **about))
+                _files.replace(path, store.to_json(here, facts, **about))
             step(label(problem), "done" if row.ok else f"WRONG: {row.check}")
     return Tuned(choices(facts), tuple(wrong), left) if rank == 0 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,10 +124,3 @@ def to_json(machine: Machine, facts: list[Fact], **about: Any) -> str:
     lines = ",\n    ".join(rows)
     text = json.dumps(head, indent=2)[:-2]
     return f'{text},\n  "rows": [\n    {lines}\n  ]\n}}\n' if rows else f'{text},\n  "rows": []\n}}\n'
-
-
-def write(path: Path, text: str) -> None:
-    """Replaces the file at once, so that an interrupted run leaves its last complete state."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
