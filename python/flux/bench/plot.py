@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,45 +158,24 @@ def _speedups(axis: Any, rows: list[Row], derived: list[Derived]) -> None:
     values = [d.speedup if d.speedup is not None else 1.0 for d in derived]
     colours = [FLUX if v >= 1.0 else LOSS for v in values]
     low = min(0.9, min(values) * 0.97)
-    axis.bar(range(len(rows)), [v - 1.0 for v in values], bottom=1.0, width=0.62, color=colours, zorder=3)
-    for i, value in enumerate(values):
-        above = value >= 1.0
-        axis.text(
-            i, value, f"{value:.2f}×", ha="center", va="bottom" if above else "top", fontsize=7.5, zorder=4
-        )
+    bars = axis.bar(
+        range(len(rows)), [v - 1.0 for v in values], bottom=1.0, width=0.62, color=colours, zorder=3
+    )
+    axis.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=7.5)
     axis.axhline(1.0, color=INK, linewidth=1.0, zorder=5)
     axis.set_ylim(low - 0.12 * (max(values) - low), max(1.05, max(values)) + 0.14 * (max(values) - low))
     axis.set_ylabel("speed-up over\nbest peer")
     axis.grid(axis="y", color=GRID, zorder=0)
     axis.set_xlim(-0.6, len(rows) - 0.4)
     axis.set_xticks(range(len(rows)), [str(r.m) for r in rows], fontsize=8)
-    axis.annotate(
-        "M",
-        (0, 0),
-        xycoords="axes fraction",
-        xytext=(-6, -5),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-    )
+    below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+    axis.annotate("M", (-0.6, 0), xytext=(-6, -5), ha="right", **below)
     axis.tick_params(axis="x", length=0)
     _dividers(axis, rows)
-    start = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or _group(rows[end]) != _group(rows[start]):
-            middle = (start + end - 1) / 2
-            axis.annotate(
-                _group(rows[start]),
-                (middle, 0),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, -20),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                fontsize=9,
-                fontweight="bold",
-            )
-            start = end
+    for start, end in pairwise([*_starts(rows), len(rows)]):
+        middle = ((start + end - 1) / 2, 0)
+        bold = {"ha": "center", "fontsize": 9, "fontweight": "bold"}
+        axis.annotate(_group(rows[start]), middle, xytext=(0, -20), **bold, **below)
     axis.set_xlabel(" ", labelpad=14)
 
 
@@ -206,7 +185,11 @@ def _group(row: Row) -> str:
     return f"{row.model}\n{second}".strip()
 
 
+def _starts(rows: list[Row]) -> list[int]:
+    """Where groups begin."""
+    return [i for i, row in enumerate(rows) if i == 0 or _group(row) != _group(rows[i - 1])]
+
+
 def _dividers(axis: Any, rows: list[Row]) -> None:
-    for i in range(1, len(rows)):
-        if _group(rows[i]) != _group(rows[i - 1]):
-            axis.axvline(i - 0.5, color="#d5dae0", linewidth=0.8, zorder=1)
+    for start in _starts(rows)[1:]:
+        axis.axvline(start - 0.5, color="#d5dae0", linewidth=0.8, zorder=1)
