@@ -31,7 +31,7 @@ from flux.bench.model import (
 )
 from flux.bench.record import Record, write
 from flux.bench.report import make_console
-from flux.bench.suites import Problem
+from flux.bench.suites import SHAPE, Problem
 from flux.bench.timing import GpuTimer, Timer, make_timer
 from flux.testing.compare import first_wrong, passed
 
@@ -170,20 +170,9 @@ def measure(problem: Problem, context: Context, timer: Timer, settings: Settings
     spec = OPS[problem.op]
     local = problem.local(context.tp)
     on_wire = problem.on_wire(context.tp, on_wire_bytes(problem.pattern, settings.dtype))
-    row = Row(
-        op=problem.op,
-        model=problem.model,
-        pattern=problem.pattern,
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
-        tp=context.tp,
-        dtype=settings.dtype,
-        local=local,
-        wire_bytes=on_wire if spec.collective else 0,
-        variant=problem.variant,
-        scales=problem.scales,
-    )
+    shape: dict[str, Any] = {name: getattr(problem, name) for name in SHAPE}
+    on_wire = on_wire if spec.collective else 0
+    row = Row(**shape, tp=context.tp, dtype=settings.dtype, local=local, wire_bytes=on_wire)
     # flux in every way in which it is timed.
     everybody = [context, *(replace(context, group=twin) for twin in context.twins.values())]
     row.check = _agree(first_wrong(spec.case.check(problem, each) for each in everybody), context)

@@ -1,4 +1,4 @@
-"""Common parts of all benchmarked ops: ranks, the candidates of a row, checks of results."""
+"""Common parts of all benchmarked ops: ranks, and the candidates of a row."""
 
 from __future__ import annotations
 

@@ -72,14 +72,8 @@ def rows(request: Request) -> list[Problem]:
     ]
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The same model twice. Both are kept for the next row, which is mostly of the same model."""
-
-    stock: Any
-    ours: Any
-
-
+# The same model twice, stock and with flux, kept for the next row, which is mostly of the same model.
+_Pair = tuple[Any, Any]
 _loaded: dict[tuple[str, int, torch.dtype], _Pair] = {}
 
 
@@ -126,7 +120,7 @@ def _load(problem: ModelProblem, context: Context) -> _Pair:
     finally:
         if context.rank == 0:
             shutil.rmtree(folder[0], ignore_errors=True)
-    return _Pair(stock, ours)
+    return stock, ours
 
 
 def _save(problem: ModelProblem, context: Context, folder: str) -> None:
@@ -203,16 +197,16 @@ def check(problem: Problem, context: Context) -> str:
     """The logits of flux against those of stock, of all tokens."""
     assert isinstance(problem, ModelProblem)
     pair = _pair(problem, context)
-    want, got = (_forward(model, problem, context, logits=0)().clone() for model in (pair.stock, pair.ours))
+    want, got = (_forward(model, problem, context, logits=0)().clone() for model in pair)
     return agree({"logits": got}, {"logits": want})
 
 
 def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, ModelProblem)
-    pair, of = _pair(problem, context), MODELS[problem.model]
+    (stock, ours), of = _pair(problem, context), MODELS[problem.model]
     lineup = Lineup(context, notes=[f"stock: transformers {version('transformers')}, its own tp_plan"])
     lineup.plan = explained("gemm_ar", problem.m, of.hidden, of.ffn // context.tp, context)
-    for name, role, model in (("flux", "flux", pair.ours), ("transformers", "serial", pair.stock)):
+    for name, role, model in (("flux", "flux", ours), ("transformers", "serial", stock)):
         step = _forward(model, problem, context)
         call: Callable[[], object] = step
         if problem.op == "e2e_decode" and context.cuda:

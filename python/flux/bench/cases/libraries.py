@@ -33,7 +33,7 @@ class Library:
     role: str
     package: str
     kinds: tuple[str, ...]
-    product: Callable[[Any, Any, Tensor], Tensor]
+    product: Callable[[Any, Any, Tensor], Any]
     x: Callable[[Any], Any] = lambda x: x
     weight: Callable[[Any], Any] = lambda weight: weight
 
@@ -61,12 +61,9 @@ def _torch_weight(weight: Scaled) -> Scaled:
     return Scaled(weight.q.t(), padded[:, :columns].t())
 
 
-def _scaled_mm(fast: bool, x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
-    scales = {"scale_a": x.scale, "scale_b": weight.scale}
-    result: Tensor = torch._scaled_mm(
-        x.q, weight.q, **scales, out_dtype=out.dtype, use_fast_accum=fast, out=out
-    )
-    return result
+def _scaled_mm(fast: bool, x: Scaled, weight: Scaled, out: Tensor) -> Any:
+    how = {"out_dtype": out.dtype, "use_fast_accum": fast, "out": out}
+    return torch._scaled_mm(x.q, weight.q, scale_a=x.scale, scale_b=weight.scale, **how)  # type: ignore[arg-type]
 
 
 def _deep_gemm_x(x: Scaled) -> Scaled:
@@ -78,11 +75,9 @@ def _by_deep_gemm(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
     return out
 
 
-def _by_vllm(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:
-    result: Tensor = import_module("vllm._custom_ops").cutlass_scaled_mm(
-        x.q, weight.q, x.scale, weight.scale, out.dtype
-    )
-    return result
+def _by_vllm(x: Scaled, weight: Scaled, out: Tensor) -> Any:
+    multiply = import_module("vllm._custom_ops").cutlass_scaled_mm
+    return multiply(x.q, weight.q, x.scale, weight.scale, out.dtype)
 
 
 def _by_flux(x: Scaled, weight: Scaled, out: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 from flux.bench.model import DTYPE_BYTES, FP8, wire_bytes
 
+# What a row says of its problem.
+SHAPE = ("op", "model", "pattern", "m", "n", "k", "variant", "scales")
 _PATTERNS = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce")
 
 
