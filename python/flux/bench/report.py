@@ -125,10 +125,6 @@ def _plan(row: Row, d: Derived, bar: Bar) -> str | Text:
     return str(row.plan.get("config", "–"))
 
 
-def _check(row: Row, d: Derived, bar: Bar) -> Text:
-    return Text(row.check, style="green") if row.ok else Text(row.check, style="bold red")
-
-
 def _host(row: Row, d: Derived, bar: Bar) -> str | Text:
     value = row.host_us.get("flux")
     within = value is None or bar.host_us is None or value <= bar.host_us
@@ -146,11 +142,6 @@ def _fast(row: Row) -> str:
     return "–" if found is None else f"{_ms(found[0])} {found[1]}"
 
 
-def _size(row: Row) -> str:
-    """N and K of the local GEMM, as the kernels see it."""
-    return f"{row.local[1]} × {row.local[2]}"
-
-
 def _of_best(cell: Callable[[OverBest], str]) -> Callable[[Row, Derived, Bar], str]:
     return lambda r, d, b: "–" if (found := over_best(r)) is None else cell(found)
 
@@ -158,7 +149,8 @@ def _of_best(cell: Callable[[OverBest], str]) -> Callable[[Row, Derived, Bar], s
 _MODEL = Column("model", lambda r, d, b: r.name, "left")
 _PATTERN = Column("model", lambda r, d, b: f"{r.name} ({r.pattern})", "left")
 _M = Column("M", lambda r, d, b: str(r.m))
-_N_K = Column("N × K", lambda r, d, b: _size(r), spare=3)
+# Those of the local GEMM, as the kernels see it.
+_N_K = Column("N × K", lambda r, d, b: f"{r.local[1]} × {r.local[2]}", spare=3)
 _K = Column("K", lambda r, d, b: str(r.local[2]))
 _FLUX = Column("flux", lambda r, d, b: Text(_ms(d.flux), style="bold"))
 _GEMM = Column("GEMM", lambda r, d, b: _ms(d.gemm), spare=2)
@@ -184,7 +176,9 @@ _STOCK_TOKENS = Column("stock tokens/s", lambda r, d, b: _rate(r.m, d.peer))
 _CTAS = Column("CTAs", lambda r, d, b: str((r.plan or {}).get("communication_ctas", "–")))
 _BEST_CTAS = Column("best CTAs", _of_best(lambda found: str(found.best_ctas)))
 _BEST_OF_CTAS = Column("best", _of_best(lambda found: _ms(found.best)))
-_CHECK = Column("check", _check, "left", spare=1)
+_CHECK = Column(
+    "check", lambda r, d, b: Text(r.check, style="green" if r.ok else "bold red"), "left", spare=1
+)
 
 _HEAD = [_MODEL, _M, _N_K, _FLUX]
 _TAIL = [Column("host µs", _host, spare=8), Column("plan", _plan, "left", spare=9), _CHECK]

@@ -18,6 +18,7 @@ from flux.bench.cases.operands import QUANTS, Operand, Scaled, normal, quantized
 from flux.bench.model import IN_16_BITS, in_way
 from flux.bench.suites import Problem, Request, one_of
 from flux.comm import registry
+from flux.comm.workspace import Workspace
 from flux.moe import routing as routings
 from flux.moe.ag_scatter_gemm import in_parts as layer0_in_parts
 from flux.moe.gemm_gather_rs import in_parts as layer1_in_parts
@@ -252,11 +253,21 @@ def prepare(problem: Problem, context: Context) -> Lineup:
 
     lineup.add_call(in_way("parts"), "parts", in_parts)
     moe_peers.layer(lineup, op == "moe_layer0", *inputs)
-    workspace = registry.get(context.ranks, context.device, _PLANNED[op])
-    plan = routings.plan_of(workspace, _PLANNED[op], values(weight), routing, values(x).dtype, scales)
+    _, plan = planned(op, inputs, context, scales)
     lineup.plan = plan_dict(plan)
     lineup.notes = [note, *why_unfused(plan), *lineup.notes]
     return lineup
+
+
+def planned(
+    op: str, inputs: Inputs, context: Context, scales: Scales | None = None
+) -> tuple[Workspace, MoePlan]:
+    """How flux runs a layer, and where."""
+    x, weight, routing = inputs
+    workspace = registry.get(context.ranks, context.device, _PLANNED[op])
+    return workspace, routings.plan_of(
+        workspace, _PLANNED[op], values(weight), routing, values(x).dtype, scales
+    )
 
 
 def _quantized(inputs: Inputs, scales: str) -> Inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -15,14 +15,11 @@ from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import values
 from flux.bench.model import forced_name
 from flux.bench.suites import Problem, Request
-from flux.comm import registry
-from flux.comm.cuda import CudaWorkspace
-from flux.moe import routing as routings
 from flux.moe.gemm_gather_rs import launch
 from flux.moe.plan import MoePlan
 from flux.testing.compare import compare, first_wrong
 
-_OP = "moe.gemm_gather_rs"
+_LAYER = "moe_layer1"
 # Numbers that leave no SM to compute are skipped.
 _NUMBERS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -42,7 +39,10 @@ def check(problem: Problem, context: Context) -> str:
     """
     assert isinstance(problem, moe.MoeProblem)
     calls = list(moe.exact_calls(problem, context))
-    layers = {"the plan's number": flux.moe.gemm_gather_rs, **_forced(*_planned(calls[0][0], context))}
+    layers = {
+        "the plan's number": flux.moe.gemm_gather_rs,
+        **_forced(*moe.planned(_LAYER, calls[0][0], context)),
+    }
     results = []
     for i, (name, layer) in enumerate(layers.items()):
         (x, weight, routing), want = calls[i % len(calls)]
@@ -56,9 +56,9 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     assert isinstance(problem, moe.MoeProblem)
     inputs, note = moe.random_inputs(problem, context)
     x, weight, routing = inputs
-    workspace, plan = _planned(inputs, context)
+    workspace, plan = moe.planned(_LAYER, inputs, context)
     lineup = Lineup(context, plan=moe.plan_dict(plan), notes=[note, *moe.why_unfused(plan)])
-    lineup.add_call("flux", "flux", moe.call_of("moe_layer1", inputs))
+    lineup.add_call("flux", "flux", moe.call_of(_LAYER, inputs))
     for name, layer in _forced(workspace, plan).items():
         lineup.add_call(name, "config", partial(layer, values(x), values(weight), routing))
     moe_peers.layer(lineup, False, *inputs)
@@ -70,14 +70,7 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     return lineup
 
 
-def _planned(inputs: moe.Inputs, context: Context) -> tuple[CudaWorkspace, MoePlan]:
-    """How flux runs the layer, and where."""
-    _, weight, routing = inputs
-    workspace = registry.get(context.ranks, context.device, _OP)
-    return cast(CudaWorkspace, workspace), routings.plan_of(workspace, _OP, values(weight), routing)
-
-
-def _forced(workspace: CudaWorkspace, plan: MoePlan) -> dict[str, Layer]:
+def _forced(workspace: Any, plan: MoePlan) -> dict[str, Layer]:
     """flux.moe.gemm_gather_rs with each number of communication CTAs; nothing where it runs unfused."""
 
     def layer(ctas: int, x: torch.Tensor, weight: torch.Tensor, routing: flux.moe.Routing) -> torch.Tensor:
