@@ -65,6 +65,7 @@ def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
         return torch.empty(*shape, dtype=dtype, device="cuda:0")
 
     x, weight, residual, norm_weight = tensor(64, 1024), tensor(2048, 1024), tensor(64, 2048), tensor(2048)
+    norm = {"norm_weight": norm_weight}
     many, short = tensor(16384, 1024), tensor(8192, 1024)
     wide, narrow = tensor(8192, 4096), tensor(2048, 4096)
     tokens, experts = 64, 8
@@ -72,7 +73,7 @@ def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
     routing = flux.moe.route(ids, weights, experts)
     hidden, up, down = tensor(tokens, 1024), tensor(experts, 512, 1024), tensor(experts, 1024, 256)
     activated = flux.moe.ag_scatter_gemm(hidden, up, routing, activation="swiglu")
-    row, block, norm = scaled(x, weight, "token"), scaled(x, weight, "group128"), {"norm_weight": norm_weight}
+    row, block = scaled(x, weight, "token"), scaled(x, weight, "group128")
     of_layer_0, of_layer_1 = scaled(hidden, up, "group128"), scaled(activated, down, "group128")
     one = torch.empty(1, dtype=torch.float32, device="cuda:0")
     scaled_by_one = {**row, "scale_x": one, "scale_w": one}
@@ -84,12 +85,15 @@ def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
         "ag_gemm, copy engines": lambda: flux.ag_gemm(many, short),
         "ag_gemm, two weights": lambda: flux.ag_gemm(x, [weight, weight]),
         "gemm_rs, in parts": lambda: flux.gemm_rs(x, weight, group=parts),
+        "gemm_rs, in parts, bias": lambda: flux.gemm_rs(x, weight, norm_weight, group=parts),
         "ag_gemm, in parts": lambda: flux.ag_gemm(x, weight, group=parts),
         "ag_gemm, in parts, copy engines": lambda: flux.ag_gemm(wide, narrow, group=parts),
         "gemm_ar, in parts": lambda: flux.gemm_ar(x, weight, group=parts),
         "gemm_ar, in parts, bias": lambda: flux.gemm_ar(x, weight, norm_weight, group=parts),
         "gemm_ar, composed": lambda: flux.gemm_ar(x, weight, group=composed),
         "gemm_ar, composed, copy engines": lambda: flux.gemm_ar(many, short, group=composed),
+        "gemm_ar, composed, residual": lambda: flux.gemm_ar(x, weight, residual=residual, group=composed),
+        "gemm_ar, composed, norm": lambda: flux.gemm_ar(x, weight, residual=residual, **norm, group=composed),
         "gemm_ar": lambda: flux.gemm_ar(x, weight),
         "gemm_ar, norm": lambda: flux.gemm_ar(x, weight, residual=residual, norm_weight=norm_weight),
         "all_reduce": lambda: flux.all_reduce(residual),

@@ -29,7 +29,7 @@ using runtime::LaunchTable;
 
 // A tensor that a call allocates.
 struct Fresh {
-  int like;  // the argument on whose device it is
+  int like = 0;  // the argument on whose device it is
   py::tuple shape;
   py::object strides, dtype;
   // Where it lies if tensors share a block of memory: its strides, and its offset in elements of the block.
@@ -37,6 +37,7 @@ struct Fresh {
   py::object block_strides = {}, offset = {};
   int64_t elements_before = 0;
   bool is_result = false;  // else only its address is needed
+  bool by_step = false;    // torch makes it after the launches
 };
 
 int64_t elements(const py::tuple& shape) {
@@ -50,6 +51,13 @@ struct KnownLaunch {
   void* handle;
   std::vector<int> operands;
   uint32_t copy_call;  // the number, from 1, of the call by copy engines that it belongs to, or 0
+  py::object step;     // None; or what it is instead: a function of the operands that calls torch
+};
+
+// What torch makes of operands when all launches are enqueued.
+struct FollowingStep {
+  py::object function;
+  std::vector<int> operands, results;  // results: fresh tensors
 };
 
 struct KnownCall {
@@ -57,6 +65,7 @@ struct KnownCall {
   std::vector<Fresh> fresh;
   std::unique_ptr<Fresh> block;  // in which some of `fresh` lie, or null
   std::vector<KnownLaunch> launches;
+  std::optional<FollowingStep> follows;
   std::vector<int> results;
   bool one_result;
   const LaunchTable* table;
@@ -65,13 +74,17 @@ struct KnownCall {
   KnownCall() = default;
   KnownCall(const KnownCall&) = delete;
   ~KnownCall() {
-    for (const auto& [handle, operands, copy_call] : launches) table->drop(handle);
+    for (const KnownLaunch& launch : launches) {
+      if (launch.step.is_none()) table->drop(launch.handle);
+    }
   }
 };
 
 // Of a fresh tensor in Python: shape, strides or None, argument it is like, dtype or None; and in a block: strides and
 // offset, or None.
 using FreshTuple = std::tuple<py::tuple, py::object, int, py::object, py::object>;
+using LaunchTuple = std::tuple<uint64_t, std::vector<int>, uint32_t, py::object>;
+using FollowsTuple = std::tuple<py::object, std::vector<int>, std::vector<int>>;
 
 class KnownCalls {
  public:
@@ -109,10 +122,15 @@ class KnownCalls {
       if (operand < 0) return made[-1 - operand];
       return operand != kAbsent && arguments.is_tensor[operand] ? arguments.tensors[operand].data : nullptr;
     };
-    if (!enqueue(*known, arguments, address)) {
+    const auto object = [&](int operand) -> PyObject* {
+      if (operand < 0) return fresh[-1 - operand].ptr();
+      return operand == kAbsent ? Py_None : arguments.objects[operand];
+    };
+    if (!enqueue(*known, arguments, address, object)) {
       if (PyErr_Occurred()) return nullptr;
       Py_RETURN_NONE;
     }
+    if (known->follows.has_value() && !follow(*known->follows, object, &fresh)) return nullptr;
     const auto result = [&](int i) { return Py_NewRef(i < 0 ? fresh[-1 - i].ptr() : arguments.objects[i]); };
     if (known->one_result) return result(known->results[0]);
     PyObject* const all = PyTuple_New(static_cast<Py_ssize_t>(known->results.size()));
@@ -123,14 +141,14 @@ class KnownCalls {
   }
 
   // Makes a call known. Takes over the launches.
-  bool remember(const py::tuple& given, const std::vector<FreshTuple>& fresh,
-                const std::vector<std::tuple<uint64_t, std::vector<int>, uint32_t>>& launches,
-                std::vector<int> results, bool one_result, const std::optional<FreshTuple>& block) {
+  bool remember(const py::tuple& given, const std::vector<std::optional<FreshTuple>>& fresh,
+                const std::vector<LaunchTuple>& launches, std::vector<int> results, bool one_result,
+                const std::optional<FreshTuple>& block, const std::optional<FollowsTuple>& follows) {
     if (torch_ == nullptr || table_ == nullptr || paused) return false;
     auto known = std::make_shared<KnownCall>();
     known->table = table_;
-    for (const auto& [handle, operands, copy_call] : launches) {
-      known->launches.push_back({reinterpret_cast<void*>(handle), operands, copy_call});
+    for (const auto& [handle, operands, copy_call, step] : launches) {
+      known->launches.push_back({reinterpret_cast<void*>(handle), operands, copy_call, step});
     }
     Arguments arguments;
     const Py_ssize_t count = static_cast<Py_ssize_t>(given.size());
@@ -157,14 +175,23 @@ class KnownCalls {
       return made;
     };
     if (block.has_value()) known->block = std::make_unique<Fresh>(checked(*block));
-    for (const FreshTuple& wanted : fresh) {
-      const Fresh& made = known->fresh.emplace_back(checked(wanted));
+    for (const std::optional<FreshTuple>& wanted : fresh) {
+      Fresh& made = known->fresh.emplace_back(wanted.has_value() ? checked(*wanted) : Fresh());
+      made.by_step = !wanted.has_value();
       if (!made.in_block) continue;
       if (known->block == nullptr) throw py::value_error("block: expected one");
       check_range("offset", made.elements_before, 0, elements(known->block->shape) - elements(made.shape));
     }
     for (const int result : results) {
       if (result < 0) known->fresh[-1 - result].is_result = true;
+    }
+    if (follows.has_value()) {
+      const auto& [function, operands, made] = *follows;
+      for (const int operand : operands) {
+        if (operand != kAbsent) check_range("operand", operand, -num_fresh, count - 1);
+      }
+      for (const int result : made) check_range("made", result, -num_fresh, -1);
+      known->follows = FollowingStep{function, operands, made};
     }
     known->results = std::move(results);
     known->one_result = one_result;
@@ -222,6 +249,11 @@ class KnownCalls {
     char* const begin = shares ? static_cast<char*>(described.data) : nullptr;
     for (const Fresh& wanted : known.fresh) {
       void** const address = addresses + fresh->size();
+      if (wanted.by_step) {
+        *address = nullptr;
+        fresh->push_back(py::none());
+        continue;
+      }
       if (!shares || !wanted.in_block) {
         fresh->push_back(make(wanted));
         if (fresh->back().ptr() == nullptr) return Made::kFailed;
@@ -249,19 +281,42 @@ class KnownCalls {
     return true;
   }
 
-  template <class Address>
-  bool enqueue(KnownCall& known, const Arguments& arguments, const Address& address) {
+  // Calls a step of torch with its operands. Null with an exception set if it failed.
+  template <class Object>
+  static py::object run_step(const py::object& function, const std::vector<int>& operands,
+                             const Object& object) {
+    PyObject* given[kMaxArguments];
+    for (size_t i = 0; i < operands.size(); ++i) given[i] = object(operands[i]);
+    return py::reinterpret_steal<py::object>(
+        PyObject_Vectorcall(function.ptr(), given, operands.size(), nullptr));
+  }
+
+  template <class Object>
+  static bool follow(const FollowingStep& step, const Object& object, std::vector<py::object>* fresh) {
+    const py::object made = run_step(step.function, step.operands, object);
+    if (made.ptr() == nullptr) return false;
+    if (step.results.size() == 1) {
+      (*fresh)[-1 - step.results[0]] = made;
+      return true;
+    }
+    const auto several = made.cast<py::tuple>();
+    for (size_t i = 0; i < step.results.size(); ++i) (*fresh)[-1 - step.results[i]] = several[i];
+    return true;
+  }
+
+  template <class Address, class Object>
+  bool enqueue(KnownCall& known, const Arguments& arguments, const Address& address, const Object& object) {
     int device = 0;
     for (int i = 0; i < arguments.count; ++i) {
       if (arguments.is_tensor[i]) device = arguments.tensors[i].device_id;
     }
     const std::unique_lock running(known.running, std::try_to_lock);
     if (!running.owns_lock()) return false;
-    if (turn_ == nullptr) return launch(known, device, address);
+    if (turn_ == nullptr) return launch(known, device, address, object);
     if (!turn_->try_enter()) return false;
     bool done = false;
     if (!turn_->broken_by().has_value() && *error_ == 0 && order_->turn.try_acquire()) {
-      done = launch(known, device, address);
+      done = launch(known, device, address, object);
       order_->turn.release();
     }
     turn_->leave(PyErr_Occurred() ? "RuntimeError" : nullptr);
@@ -269,8 +324,8 @@ class KnownCalls {
   }
 
   // False if the launches cannot be made now, and with an exception set if one failed.
-  template <class Address>
-  bool launch(KnownCall& known, int device, const Address& address) {
+  template <class Address, class Object>
+  bool launch(KnownCall& known, int device, const Address& address, const Object& object) {
     void* stream = nullptr;
     if (!table_->ready(device, &stream)) return false;
     if (order_ != nullptr && !order_->follows_itself(stream)) return false;
@@ -280,7 +335,12 @@ class KnownCalls {
     const char* error = nullptr;
     {
       py::gil_scoped_release release;  // a launch waits if the device's queue is full
-      for (const auto& [handle, operands, copy_call] : known.launches) {
+      for (const auto& [handle, operands, copy_call, step] : known.launches) {
+        if (!step.is_none()) {
+          const py::gil_scoped_acquire acquire;
+          if (run_step(step, operands, object).ptr() == nullptr) return false;
+          continue;
+        }
         void* addresses[kMaxArguments] = {};  // null: optional tensors after the last operand
         for (size_t i = 0; i < operands.size(); ++i) addresses[i] = address(operands[i]);
         error = table_->run(handle, addresses, copy_call == 0 ? 0 : before + copy_call, stream);
@@ -343,12 +403,13 @@ void bind_known_calls(py::module_& m) {
       .def(
           "remember", &KnownCalls::remember, py::arg("given"), py::arg("fresh"), py::arg("launches"),
           py::arg("results"), py::arg("one_result"), py::arg("block") = py::none(),
+          py::arg("follows") = py::none(),
           "Makes a call known. fresh: (shape, strides or None, argument it is like, dtype or None, (strides, "
           "offset in elements) in the block or None) of tensors to allocate. launches: (handle, operands, "
-          "number of their call by copy engines or 0), taken over. Operands and results are numbers of "
-          "arguments, or -1 - number of a fresh tensor. block: like one of fresh. Returns whether the call "
-          "can "
-          "be known.")
+          "number of their call by copy engines or 0, None or a function to call instead), taken over. "
+          "Operands and results are numbers of arguments, or -1 - number of a fresh tensor. block: like one "
+          "of fresh. follows: (function, operands, fresh tensors that it makes), called after the launches; "
+          "of these, fresh says None. Returns whether the call can be known.")
       .def(
           "knows",
           [](const KnownCalls& self, const py::args& given) {

@@ -59,6 +59,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "launches": ([],),
     "results": ([0],),
     "block": (None,),
+    "follows": (None,),
     "group_name": ("", "a group"),
 }
 BAD_FLOATS = (-1.0, float("nan"), float("-inf"), "x", None)

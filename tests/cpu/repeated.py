@@ -55,6 +55,7 @@ class Machine:
         self.dropped: list[int] = []
         self.stream, self.is_ready, self.error = STREAM, True, b""
         self.during: Callable[[], object] = lambda: None
+        self.running, self.addresses = 0, None  # of the launch that runs
         self._keeping: list[tuple[str, int]] | None = None
         self._kept: list[tuple[str, int]] = []
         ready = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
@@ -98,8 +99,9 @@ class Machine:
         return self.is_ready
 
     def _run(self, launch: int, addresses: Any, epoch: int, stream: int) -> int | None:
-        self.during()
         name, count = self._kept[launch - 1]
+        self.running, self.addresses = launch, addresses
+        self.during()
         self.repeated.append((name, [addresses[i] for i in range(count)], epoch))
         return ctypes.cast(ctypes.c_char_p(self.error), ctypes.c_void_p).value if self.error else None
 

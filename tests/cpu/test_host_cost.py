@@ -56,6 +56,7 @@ pytest_plugins = ("repeated",)  # fixtures
 # The same of calls that run as several operators of flux, by the way that is forced.
 IN_PARTS = {
     ("parts", "gemm_rs"): (8, 2, 2),
+    ("parts", "gemm_rs bias"): (9, 3, 2),
     ("parts", "gemm_rs fp8"): (8, 3, 2),
     ("parts", "ag_gemm"): (11, 9, 2),
     ("parts", "gemm_ar"): (8, 2, 2),
@@ -65,6 +66,8 @@ IN_PARTS = {
     ("composed", "gemm_ar"): (8, 2, 2),
     ("composed", "gemm_ar bias"): (8, 2, 2),
     ("composed", "gemm_ar fp8 rows"): (8, 3, 2),
+    ("composed", "gemm_ar norm"): (15, 15, 2),
+    ("composed", "gemm_ar fp8 quant"): (25, 25, 4),
 }
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
-from repeated import CALLS, WITH_OUT, Machine, arguments, roles, tensor, told
+from repeated import CALLS, WITH_OUT, Machine, arguments, flat, roles, tensor, told
 
 import flux
 from flux.comm.cuda import CudaWorkspace
+from flux.ops import _end
+from flux.ops._end import End
 from flux.ops.plan import workspace_plan
 from flux.tuning.facts import Tuning
 
@@ -79,11 +82,10 @@ def test_a_call_in_parts_is_repeated_as_a_whole(
 
 
 def test_parts_are_repeated_only_if_they_are_all_of_the_call(machine: Machine, in_parts: None) -> None:
-    x, weight, bias = tensor(8, 64), tensor(16, 64), tensor(16)
+    weight = tensor(16, 64)
     odd = tensor(8 * 64 + 1)[1:].view(8, 64)  # kernels read a copy
     both = tensor(64, 64)
     for call in (
-        lambda: flux.gemm_rs(x, weight, bias),  # torch adds the bias
         lambda: flux.gemm_rs(odd, weight),
         lambda: flux.ag_gemm(odd, weight),
         lambda: flux.ag_gemm(both, both),  # which of the two a kernel reads
@@ -153,19 +155,110 @@ def test_each_part_by_copy_engines_has_an_epoch_of_its_own(
     assert workspace.known.copy_epoch == counted + 1
 
 
-@pytest.mark.parametrize("how", ["rows that ranks do not divide", "residual", "norm"])
-def test_composed_calls_of_which_torch_does_a_part_are_not_a_whole(
+class Ranks:
+    """Kernels of two equal ranks, whose products are given: they write what the sum and its gather are."""
+
+    def __init__(self, machine: Machine, product: torch.Tensor) -> None:
+        self.machine, self.product = machine, product
+        machine.during = self.write
+
+    def write(self) -> None:
+        name, _ = self.machine._kept[self.machine.running - 1]
+        addresses, half = self.machine.addresses, self.product.nbytes // 2
+        if name == "flux::_gemm_rs":
+            ctypes.memmove(addresses[3], self.product.data_ptr(), half)
+        elif name == "flux::_all_reduce":  # of which a reduce-scatter is a mode
+            ctypes.memmove(addresses[1], self.product.data_ptr(), half)
+        elif name == "flux::_all_gather":
+            for rank in range(2):
+                ctypes.memmove(addresses[1] + rank * half, addresses[0], half)
+
+
+MORE_COMPOSED: dict[str, dict[str, Any]] = {
+    "residual": {"residual": tensor(8, 16)},
+    "norm": {"norm_weight": tensor(16)},
+    "both": {"residual": tensor(8, 16), "norm_weight": tensor(16), "bias": tensor(16)},
+    "rows": {"residual": tensor(2, 4, 16), "norm_weight": tensor(16)},
+    "quant": {"residual": tensor(8, 16), "norm_weight": tensor(16), "quant": "token"},
+    "static": {
+        "norm_weight": tensor(16),
+        "quant": "tensor",
+        "quant_scale": torch.ones(1),
+        "return_norm": True,
+    },
+}
+
+
+@pytest.mark.parametrize("how", MORE_COMPOSED)
+def test_torch_does_its_part_of_a_known_composed_call(
     how: str, machine: Machine, workspace: CudaWorkspace
 ) -> None:
     workspace.tuning = Tuning(forced="composed")
-    rows = 9 if how.startswith("rows") else 8
-    more = {"residual": {"residual": tensor(8, 16)}, "norm": {"norm_weight": tensor(16)}}.get(how, {})
-    x, weight = tensor(rows, 64), tensor(16, 64)
+    product = torch.arange(8 * 16).view(8, 16).remainder(7).bfloat16()
+    product[4:] = product[:4]
+    Ranks(machine, product)
+    weight = tensor(16, 64)
+    for number in range(3):
+        given = {
+            name: torch.full_like(value, 1 + number) if isinstance(value, torch.Tensor) else value
+            for name, value in MORE_COMPOSED[how].items()
+        }
+        x = tensor(2, 4, 64) if how == "rows" else tensor(8, 64)
+        machine.repeated.clear()
+        eps = {"eps": 1e-6} if "norm_weight" in given else {}
+        results = flux.gemm_ar(x, weight, **given, **eps)
+        if number == 0:
+            continue
+        assert [name for name, *_ in machine.repeated] == ["flux::_gemm_rs", "flux::_all_gather"]
+        shape = (*x.shape[:-1], 16)
+        total = product.view(shape) + given.get("residual", 0)
+        options = {name: given[name] for name in (*_end.NAMES, "norm_weight") if name in given}
+        end = End(eps=1e-6)._replace(**options)
+        end = end.checked("gemm_ar", 16, x) if "norm_weight" in given else end
+        expected = end.of(total)
+        assert len(flat(results)) == len(flat(expected))
+        for found, wanted in zip(flat(results), flat(expected), strict=True):
+            assert found.shape == wanted.shape and found.dtype == wanted.dtype
+            assert torch.equal(found.float(), wanted.float())
+    assert len(machine.dispatched) == 2 and len(workspace.known) == 1, "Python has launched once"
+
+
+def test_torch_adds_the_bias_of_a_known_scatter_in_parts(machine: Machine, in_parts: None) -> None:
+    product = torch.arange(8 * 16).view(8, 16).remainder(7).bfloat16()
+    Ranks(machine, product)
+    for number in range(3):
+        machine.repeated.clear()
+        bias = torch.full((16,), 1.0 + number).bfloat16()
+        rows = flux.gemm_rs(tensor(8, 64), tensor(16, 64), bias)
+        if number:
+            assert len(machine.repeated) == 2 and torch.equal(rows, product[:4] + bias)
+
+
+def test_an_error_of_torch_ends_a_known_call(machine: Machine, workspace: CudaWorkspace) -> None:
+    workspace.tuning = Tuning(forced="composed")
+    given = {"x": tensor(8, 64), "weight": tensor(16, 64), "norm_weight": tensor(16)}
+    flux.gemm_ar(**given)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="no room"):
+        patch.setattr(_end, "row_norm", raise_no_room)
+        flux.gemm_ar(**given)
+    flux.gemm_ar(**given)
+    assert len(machine.dispatched) == 2, "the group works on"
+
+
+def raise_no_room(*_: Any) -> None:
+    raise MemoryError("no room")
+
+
+def test_composed_calls_of_two_calls_of_gemm_ar_are_not_a_whole(
+    machine: Machine, workspace: CudaWorkspace
+) -> None:
+    workspace.tuning = Tuning(forced="composed")
+    x, weight = tensor(9, 64), tensor(16, 64)  # ranks do not divide the rows
     for _ in range(3):
         machine.repeated.clear()
-        flux.gemm_ar(x, weight, **more)
+        flux.gemm_ar(x, weight)
     assert [name for name, *_ in machine.repeated][:2] == ["flux::_gemm_rs", "flux::_all_gather"]
     calls = len(workspace.known)
     workspace.known.clear()
-    flux.gemm_ar(x, weight, **more)
-    assert len(workspace.known) == calls == (3 if how.startswith("rows") else 2), "parts are known alone"
+    flux.gemm_ar(x, weight)
+    assert len(workspace.known) == calls == 3, "parts are known alone"

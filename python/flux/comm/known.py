@@ -33,6 +33,8 @@ _count = itertools.count()
 # of its arguments.
 Launch: TypeAlias = Callable[[], object]
 Operands: TypeAlias = Sequence[Sequence[int]]
+# For each launch None; or what it is instead, a function of its operands that calls torch.
+Steps: TypeAlias = "Sequence[Callable[..., object] | None]"
 
 
 # Of tensors in one block, in bytes: what a cache line of the GPU holds, so that no two share one.
@@ -59,6 +61,7 @@ class Part(NamedTuple):
     launch: Launch
     operands: Sequence[Sequence[Any]]
     copy_calls: Sequence[int]
+    steps: Steps
 
 
 def operator() -> int:
@@ -79,9 +82,10 @@ class Recipe:
         """
         self.given = given
         self.within = within
-        self.fresh: list[Fresh] = []
+        self.fresh: list[Fresh | None] = []  # None: a step makes it
         self.block: Fresh | None = None
         self.results: list[int] = []
+        self.follows: tuple[Callable[..., Any], list[int], list[int]] | None = None
         self._made: list[torch.Tensor] = []
         self._parts: list[Part] = []
         self._theirs: list[torch.Tensor] = []  # made by parts
@@ -118,11 +122,32 @@ class Recipe:
         self.results.append(argument if given and argument is not None else self.allocates(tensor, like))
         return self.results[-1]
 
-    def add(self, part: Recipe, launch: Launch, operands: Operands, copy_calls: Sequence[int]) -> None:
+    def add(
+        self, part: Recipe, launch: Launch, operands: Operands, copy_calls: Sequence[int], steps: Steps
+    ) -> None:
         """Adds a call within this one; arguments as those of `remember`."""
         tensors = [[part._tensor(operand) for operand in of_kernel] for of_kernel in operands]
-        self._parts.append(Part(launch, tensors, copy_calls))
+        self._parts.append(Part(launch, tensors, copy_calls, steps))
         self._theirs += part._made
+
+    def add_step(self, step: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Adds work of torch on these tensors, in place: between the calls within this one, or after them."""
+        self._parts.append(Part(lambda: None, [tensors], [0], [step]))
+
+    def made_by(
+        self, step: Callable[..., Any], operands: Sequence[int], made: Sequence[torch.Tensor]
+    ) -> None:
+        """Lets torch make results when all else of the call is enqueued.
+
+        Args:
+            step: returns one tensor, or a tuple of several.
+            operands: of the step.
+            made: what it has made now, of the results that were named before.
+        """
+        numbers = [next(i for i, each in enumerate(self._made) if each is one) for one in made]
+        for number in numbers:
+            self.fresh[number] = None
+        self.follows = (step, list(operands), [-1 - number for number in numbers])
 
     def whole(self, count: int) -> Part | None:
         """The launches of the `count` calls within this one, with operands of this one. None if they cannot
@@ -149,7 +174,8 @@ class Recipe:
         for part in self._parts:
             before = max(copy_calls, default=0)
             copy_calls += [before + number if number else 0 for number in part.copy_calls]
-        return Part(lambda: [part.launch() for part in self._parts], operands, copy_calls)
+        steps = [step for part in self._parts for step in part.steps]
+        return Part(lambda: [part.launch() for part in self._parts], operands, copy_calls, steps)
 
     def _tensor(self, operand: int) -> torch.Tensor | None:
         if operand == ABSENT:
@@ -208,7 +234,12 @@ def keep(launch: Callable[[], object]) -> list[int]:
 
 
 def remember(
-    calls: Any, recipe: Recipe, launch: Launch, operands: Operands, copy_calls: Sequence[int] = ()
+    calls: Any,
+    recipe: Recipe,
+    launch: Launch,
+    operands: Operands,
+    copy_calls: Sequence[int] = (),
+    steps: Steps = (),
 ) -> None:
     """Makes a call known that was made. It returns one result, or a tuple of several.
 
@@ -218,17 +249,22 @@ def remember(
         operands: for each kernel all tensors that its operator takes, in the order of its arguments. Kernels
             must read and write them in place, without copies.
         copy_calls: as in `Part`; none: no copy engine, whose calls the host counts.
+        steps: none: kernels only.
     """
+    steps = steps or [None] * len(operands)
     copy_calls = copy_calls or [0] * len(operands)
     if recipe.within is not None:
-        recipe.within.add(recipe, launch, operands, copy_calls)
+        recipe.within.add(recipe, launch, operands, copy_calls, steps)
         return
     if calls.knows(*recipe.given):
         return
     handles = keep(launch)
-    launches = list(zip(handles, operands, copy_calls, strict=True))
+    of_kernels = iter(handles)
+    numbers = [0 if step else next(of_kernels) for step in steps]
+    assert len(handles) == steps.count(None)
+    launches = list(zip(numbers, operands, copy_calls, steps, strict=True))
     one = len(recipe.results) == 1
-    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, recipe.block)
+    calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, recipe.block, recipe.follows)
 
 
 # Of the first device of each group that has a workspace there.

@@ -19,6 +19,7 @@ Quant = Literal["tensor", "token", "group128"]
 QUANTS = ("tensor", "token", "group128")
 NAMES = ("quant", "quant_scale", "ue8m0", "return_norm")  # of arguments, in the order of End
 _E4M3 = torch.float8_e4m3fn
+_NORM_WEIGHT = 6  # of the arguments of gemm_ar's known calls
 
 
 class End(NamedTuple):
@@ -126,6 +127,31 @@ class End(NamedTuple):
         norm = keep(made.normalised.view(out.shape), like=2)
         parts = known.ABSENT if made.parts is None else recipe.allocates(made.parts, like=2)
         return norm, total, [q, scale, quant_scale, parts]
+
+    def follows(
+        self, recipe: known.Recipe, out: Tensor, found: Any, out_argument: int, quant_scale: int
+    ) -> None:
+        """As `remembered`, for a call whose launches end with the sum, and torch makes `found` of it."""
+        if self.norm_weight is None:
+            recipe.returns(out, like=2, argument=out_argument)
+            return
+        made = [each for each in found if each is not out]
+        numbers = {id(each): recipe.returns(each, like=2) for each in found}
+        _, eps, quant, _, ue8m0, return_norm = self
+        assert eps is not None
+
+        def normalise(total: Tensor, norm_weight: Tensor) -> Tensor:
+            return row_norm(total, norm_weight, eps)
+
+        def quantise(total: Tensor, norm_weight: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+            q, scales, _, *norm = End(norm_weight, eps, quant, scale, ue8m0, return_norm).of(total)
+            return q, scales, *norm
+
+        operands = [numbers[id(out)], _NORM_WEIGHT]
+        if quant is None:
+            recipe.made_by(normalise, operands, made)
+        else:
+            recipe.made_by(quantise, [*operands, quant_scale], made)
 
 
 class Made(NamedTuple):

@@ -42,6 +42,9 @@ def plus(total: Tensor, addends: list[Tensor]) -> Tensor:
     return total
 
 
+_RESIDUAL = 5  # of the arguments of gemm_ar's known calls
+
+
 def rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
     return None if residual is None else residual.reshape(m, n)
 
@@ -89,8 +92,12 @@ def composed(
     """total = gemm_rs, then all_gather. recipe: of the call (flux.comm.known) if it is these two alone."""
     shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales, within=recipe)
     if residual is not None:
-        rows = shard.shape[0]
-        shard += residual[group.rank() * rows : (group.rank() + 1) * rows]
+        count, m, n = shard.shape[0], x.shape[0], shard.shape[-1]
+        mine = slice(group.rank() * count, (group.rank() + 1) * count)
+        shard += residual[mine]
+        if recipe is not None:
+            given: Any = recipe.given[_RESIDUAL]
+            recipe.add_step(lambda some, added: some.add_(added.reshape(m, n)[mine]), shard, given)
     gather.call(shard, group, total, within=recipe)
 
 

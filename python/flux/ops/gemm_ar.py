@@ -429,15 +429,16 @@ def _among_ranks(
         added = (None, None) if residual is None else (residual[head], residual[tail])
         operands = (weight, bias, transpose_weight)
         theirs = _scales.of_slice(scales, m, head)
-        alone = residual is None and dealt == m and end.norm_weight is None
-        two = recipe if alone and isinstance(workspace, CudaWorkspace) else None
-        parts.composed(x[head], *operands, added[0], group, total[head], same, theirs, two)
-        if alone and isinstance(workspace, CudaWorkspace):
-            end.remembered(recipe, out, made, out_argument=8, quant_scale=0)
-            workspace.remember_parts(recipe, 2)
+        whole = recipe if dealt == m and isinstance(workspace, CudaWorkspace) else None
+        parts.composed(x[head], *operands, added[0], group, total[head], same, theirs, whole)
         if dealt < m:
             theirs = _scales.of_slice(scales, m, tail)
             _among_ranks(x[tail], *operands, added[1], ends.NONE, group, total[tail], theirs)
+        found = end.of(out)
+        if dealt == m and isinstance(workspace, CudaWorkspace):
+            end.follows(recipe, out, found, out_argument=8, quant_scale=11 + len(scales or ()))
+            workspace.remember_parts(recipe, 2 + (residual is not None))
+        return found
     else:
         with workspace.calling(plan, {"bias": bias, **same}) as epoch:
             if not plan.fused:

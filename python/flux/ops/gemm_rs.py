@@ -283,8 +283,9 @@ def _among_ranks(
         sum_of(partial, group, out2, {"bias": bias, **also}, recipe_of(partial, out2, recipe))
         if bias is not None:
             out2 += bias
-        elif isinstance(workspace, CudaWorkspace):
-            workspace.remember_parts(recipe, 2)
+            recipe.add_step(lambda rows, added: rows.add_(added), out, bias)
+        if isinstance(workspace, CudaWorkspace):
+            workspace.remember_parts(recipe, 2 + (bias is not None))
         return out
     with workspace.calling(plan, {"bias": bias, **also} if also else {"bias": bias}) as epoch:
         if not plan.fused:
