@@ -102,11 +102,14 @@ def test_what_a_known_call_costs_the_host(
     assert calls["call"] <= most_calls and calls["c_call"] <= most_c_calls and len(made) == tensors
 
 
-@pytest.mark.parametrize("op", ["gemm_ar norm", "moe.route"])
+@pytest.mark.parametrize(
+    ("way", "op"), [("fused", "gemm_ar norm"), ("composed", "gemm_ar norm"), ("fused", "moe.route")]
+)
 def test_known_calls_leak_nothing(
-    op: str, machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+    way: str, op: str, machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    workspace.tuning = Tuning(forced=way)
     given = arguments(op)
 
     def blocks_after(calls: int) -> int:

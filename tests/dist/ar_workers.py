@@ -134,6 +134,14 @@ def unfused_and_composed(rank: int, world_size: int) -> list[str]:
         norm, total = flux.gemm_ar(x, weight, bias, norm_weight=ones)
         told += differs(f"sum of {case}", total, expected)
         told += differs(f"norm of {case}", norm, ops.rms_norm(expected, ones, 1e-6))
+        residual = case.residual("cuda")
+        more = {"residual": residual, "norm_weight": ones}
+        first = flux.gemm_ar(x, weight, bias, **more)
+        told += differs(f"residual of {case}", first[1] - residual, expected)
+        for _ in range(2):  # of which C++ makes the second at the latest
+            again = flux.gemm_ar(x, weight, bias, **more)
+            told += differs(f"norm of {case} again", again[0], first[0])
+            told += differs(f"residual of {case} again", again[1], first[1])
         total = flux.all_reduce(products.reference(x, weight))
         assert bias is not None
         told += differs(f"all_reduce {case}", total, expected - bias)
