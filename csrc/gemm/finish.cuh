@@ -38,6 +38,28 @@ FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
   return reinterpret_cast<const uint4*>(static_cast<const char*>(matrix) + element * kResultBytes);
 }
 
+// Called by a warp of each CTA: together they fetch contiguous bytes to the L2.
+FLUX_DEVICE void fetch_lines(const void* begin, int64_t bytes) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * 32 * ptx::kLineBytes;
+  int64_t at = static_cast<int64_t>(blockIdx.x * 32 + ptx::lane()) * ptx::kLineBytes;
+#pragma unroll 1
+  for (; at < bytes; at += step) ptx::prefetch_line(static_cast<const char*>(begin) + at);
+}
+// The next kernel may begin to load a weight while ranks wait. What a sum then still needs from memory, waits behind it. So
+// CTAs fetch what is added to the sum, the norm's weight, and where peers send to: a poll of a line that is not in the L2
+// returns only when memory has answered.
+FLUX_DEVICE void fetch_addends(const ExchangeParams& p) {
+  const int64_t row_bytes = static_cast<int64_t>(p.exchange.n) * kResultBytes;
+  if (p.finish.residual != nullptr) fetch_lines(p.finish.residual, p.exchange.m * row_bytes);
+  if (p.finish.norm_weight != nullptr) fetch_lines(p.finish.norm_weight, row_bytes);
+}
+FLUX_DEVICE void fetch_slots(const ExchangeParams& p, uint32_t epoch) {
+  const Exchange& x = p.exchange;
+  const int64_t bytes = static_cast<int64_t>(x.slot_rows()) * x.slot_columns() * kResultBytes;
+  const char* const here = p.symm.exchange(p.symm.rank, epoch);
+  exchange::for_each_peer(p.symm, [&](int peer) { fetch_lines(here + peer * bytes, bytes); });
+}
+
 template <class Element>
 FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
   float widened[Exchange::kVector];
@@ -88,11 +110,19 @@ inline int row_parts(int rows, int row_vectors, int threads, int ctas) {
   const int parts = std::min(std::min(ctas, Exchange::kMeetings / kMaxRowParts) / rows, kMaxRowParts);
   return std::max(1, std::min(parts, ceil_div(row_vectors, threads)));
 }
-// Parts consist of whole groups of a quantisation. Rounding up leaves the last part vectors, because row_parts makes no
-// more parts than a row has blocks of `threads` vectors.
+// Vectors of a part, except for the last one: whole groups of a quantisation. Rounding up leaves the last part vectors,
+// because row_parts makes no more parts than a row has blocks of `threads` vectors.
+FLUX_HD int part_vectors(int parts, int row_vectors) {
+  return ceil_div(row_vectors, parts * kGroupVectors) * kGroupVectors;
+}
 FLUX_DEVICE RowPart row_part(int index, int parts, int row_vectors) {
-  const int vectors = ceil_div(row_vectors, parts * kGroupVectors) * kGroupVectors, first = index * vectors;
+  const int vectors = part_vectors(parts, row_vectors), first = index * vectors;
   return {index, parts, first, min(vectors, row_vectors - first)};
+}
+// Whether each of so many parts of a row has vectors, and all meetings of parts have room.
+inline bool can_share_rows(int rows, int row_vectors, int parts) {
+  return parts <= kMaxRowParts && (parts - 1) * part_vectors(parts, row_vectors) < row_vectors &&
+         (parts == 1 || rows * parts * parts <= Exchange::kMeetings);
 }
 
 // The state of a thread in the summing phase.
@@ -171,6 +201,12 @@ struct Summing {
     if (thread >= part.parts) return;
     ptx::store_relaxed_sys(here + x.meeting(meeting, row, part.parts, part.index, thread),
                            {__float_as_uint(value), 0, 0, 0});
+  }
+
+  // Fetches to the L2 where a part will receive values: the first store to a line that is not there waits for memory.
+  FLUX_DEVICE void fetch_meeting(int row, const RowPart& part, int thread) const {
+    if (thread >= part.parts) return;
+    ptx::prefetch_line(here + x.meeting(0, row, part.parts, thread, part.index));
   }
 
   // Combines the values of all parts of a row, in their order. `scratch` holds one float for each part.
@@ -402,6 +438,7 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
     };
     for_each_part([&](int row, const RowPart& part) {
       norm.select(part);
+      if (parts > 1) s.fetch_meeting(row, part, thread);
       const auto where = [&](int vector) -> Place { return {row, (part.first + vector) * kVector}; };
       const auto take = [&](const Place& at, const uint4& v) {
         norm.take(row, at.column / kVector - part.first, v);

@@ -17,9 +17,10 @@
 //   kGates                                            whether columns can gate others
 //   bias(params)                                      bias to add to the product, or null
 //   store(params, call, row, column, v)               stores eight columns of a row of the local product
+//   fetch_ahead(params)                               called by a warp that has loaded all tiles of its CTA
 //   finish<Element>(params, call, box, spare)         called by both warpgroups after all tiles
-//   end(params, box)                                  called by one thread of each CTA that has loaded all its tiles,
-//                                                     after all have called begin; leaves shares of a sum in `box`
+//   end(params, box)                                  called by that warp after all threads have called begin; leaves
+//                                                     shares of a sum in `box`
 #pragma once
 
 #include "gemm/finish.cuh"
@@ -138,7 +139,12 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const int m_tiles = ceil_div(params.m, kRows * sharers);
   const int num_tiles = m_tiles * ceil_div(params.n, kSwapAbN);
   const int first_tile = blockIdx.x / cluster_size, step = gridDim.x / cluster_size;
-  const auto row_of = [&](int tile) { return (tile % m_tiles * sharers + row_in_cluster) * kRows; };
+  // Mostly all rows are one tile. Then no division follows the last wgmma.
+  const auto column_tile = [&](int tile) { return m_tiles == 1 ? tile : tile / m_tiles; };
+  const auto column_of = [&](int tile) { return column_tile(tile) * kSwapAbN; };
+  const auto row_of = [&](int tile) {
+    return ((tile - column_tile(tile) * m_tiles) * sharers + row_in_cluster) * kRows;
+  };
   const int first_block = params.stage_blocks * part / split;
   const int num_blocks = params.stage_blocks * (part + 1) / split - first_block;
 
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     }
     ptx::mbarrier_arrive_expect_tx(full(stage), kTile.k_blocks * block_bytes);
     const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
-    const int column = tile / m_tiles * kSwapAbN;
+    const int column = column_of(tile);
 #pragma unroll
     for (int i = 0; i < kTile.k_blocks; ++i) {
       const uint32_t dst = stages + stage * kStageBytes + i * kSwapAbWeightBytes;
@@ -203,11 +209,12 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
           }
         }
       }
-      ptx::let_next_kernel_start();
     }
     __syncwarp();
+    Output::fetch_ahead(params.output);
+    ptx::let_next_kernel_start();
     ptx::named_barrier_sync(kEpochBarrier, kSwapAbThreads);
-    if (ptx::elect_one()) Output::end(params.output, shares);
+    Output::end(params.output, shares);
   } else {
     // The latency of reading the epoch overlaps with the first TMA loads, which do not depend on it. The loader warp
     // closes the call after all threads have arrived on kEpochBarrier, that is, have read the epoch.
@@ -216,7 +223,8 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
     constexpr int kAccumulators = kRows / 2;
     const bool multiplies = threadIdx.x < kSwapAbMathThreads;
     const int lane = ptx::lane();
-    const int share = kSwapAbN / split;  // columns of a tile that this CTA adds up
+    // Columns of a tile that this CTA adds up: a power of two, because a division takes as long as 35 instructions.
+    const int share = kSwapAbN / split, share_log = 31 - __clz(share);
     const int row_floats = swap_ab_row_floats(split);
     // Releases stages to the CTAs that fill them: this CTA, and the partner that multicasts its half of the weight.
     const auto release = [&](int stage) {
@@ -242,18 +250,19 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
         float products[kAccumulators];
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
-        const int column = tile / m_tiles * kSwapAbN, first = first_block * kTile.k_blocks;
-        const float* const weight = params.scales.weight + column / kScaleBlock * params.k_blocks + first;
+        const int first = first_block * kTile.k_blocks;
+        const float* const weight =
+            params.scales.weight + column_of(tile) / kScaleBlock * params.k_blocks + first;
         const SwapAbPromotion<kRows, kTile.k_blocks, kScaleBytes> promotion = {
             d, scales + lane % 4 * 8, {params.scales.blocks ? weight : nullptr, params.k_blocks - 1 - first}};
         multiply_fp8<Fp8Pairs<E4M3xE4M3, E4M3xE5M2>, kRows, kTile.k_blocks>(
             params.scales.e5m2, ring, num_blocks, products, full, operands, release, promotion);
         scale_swapped_sums(params.scales, row_of(tile) + lane % 4 * 2, params.m,
-                           column + warp * 16 + lane / 4, params.n, d);
+                           column_of(tile) + warp * 16 + lane / 4, params.n, d);
       }
 
       // The accumulators of a thread: two columns of D that are 8 apart, and pairs of rows of each.
-      const int first_row = row_of(tile), first_column = tile / m_tiles * kSwapAbN;
+      const int first_row = row_of(tile), first_column = column_of(tile);
       const int warp_column = warp * 16;
       float bias[2] = {};
       if (Output::bias(params.output) != nullptr && part == 0) {
@@ -339,9 +348,10 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int column = warp_column + half * 8 + lane / 4;
-            const int owner = column / share;
+            // The compiler finds what follows from a shift before the mainloop. High tiles have no registers for that.
+            const int owner = kRows < 128 ? column >> share_log : column / share;
             const uint32_t address = (owner == part ? partials : staged) + owner * share_bytes +
-                                     4 * (lane % 4 * 2 * row_floats + column % share);
+                                     4 * (lane % 4 * 2 * row_floats + column - owner * share);
 #pragma unroll
             for (int block = 0; block < kMeetingRows / 8; ++block) {
 #pragma unroll
@@ -362,11 +372,14 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
                                    partials_full, other);
           }
           ptx::mbarrier_wait(partials_full, meetings.phase);
-          const int vectors = share / kVector, begin = first_row + meeting * kMeetingRows;
+          const int vectors = share / kVector, vectors_log = 31 - __clz(vectors);
+          const int begin = first_row + meeting * kMeetingRows;
           const int rows = min(params.m - begin, kMeetingRows);
+#pragma unroll 1
           for (int i = giver; i < rows * vectors; i += givers) {
-            const int row = i / vectors, column = i % vectors * kVector;
+            const int row = i >> vectors_log, column = (i & (vectors - 1)) * kVector;
             float sum[kVector] = {};
+#pragma unroll 2
             for (int source = 0; source < split; ++source) {
               const uint32_t address = partials + source * share_bytes + 4 * (row * row_floats + column);
               const float4 low = ptx::load_shared_floats(address),
@@ -423,6 +436,7 @@ struct LocalOutput {
   FLUX_DEVICE static void store(const Params& p, const Call&, int row, int column, const uint4& v) {
     *const_cast<uint4*>(vector_at(p.out, row * p.row_stride + column)) = v;
   }
+  FLUX_DEVICE static void fetch_ahead(const Params&) {}
   template <class Element>
   FLUX_DEVICE static void finish(const Params&, const Call&, const SharesBox&, const SpareMemory&) {}
   FLUX_DEVICE static void end(const Params&, const SharesBox&) {}
@@ -438,14 +452,18 @@ struct ExchangeOutput {
   FLUX_DEVICE static void store(const Params& p, const Call& call, int row, int column, const uint4& v) {
     exchange::contribute(p.symm, p.exchange, call, row, column, v);
   }
+  FLUX_DEVICE static void fetch_ahead(const Params& p) { fetch_addends(p); }
   template <class Element>
   FLUX_DEVICE static void finish(const Params& p, const Call& call, const SharesBox& box,
                                  const SpareMemory& spare) {
     gemm::finish<Element, kSwapAbBothThreads>(p, call, threadIdx.x, box.get(), spare);
   }
   FLUX_DEVICE static void end(const Params& p, const SharesBox& box) {
-    box.put(draw_shares(p.symm));
-    end_exchange(p.symm, sync::begin_call(p.symm).epoch);
+    const uint32_t epoch = sync::begin_call(p.symm).epoch;  // its latency overlaps with that of the draw
+    if (ptx::elect_one()) box.put(draw_shares(p.symm));
+    __syncwarp();
+    fetch_slots(p, epoch);
+    if (ptx::elect_one()) end_exchange(p.symm, epoch);
   }
 };
 

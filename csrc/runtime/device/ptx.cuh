@@ -224,6 +224,12 @@ FLUX_DEVICE void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, u
       : "memory");
 }
 
+// Fetches the line of an address to the L2. Nothing waits for it.
+FLUX_DEVICE void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+constexpr int kLineBytes = 128;
+
 FLUX_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the newest kPending bulk groups have read their sources in shared memory, which may then be
 // overwritten. Does not wait for the writes to the destinations.

@@ -234,6 +234,8 @@ void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const 
   });
 }
 
+void prefetch(const void* address, const Where& where) { check_global(address, 1, "prefetch", where); }
+
 void bulk_commit() {
   maybe_preempt();
   Fiber& fiber = self();

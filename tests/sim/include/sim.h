@@ -56,6 +56,7 @@ void tma_store(const void* map, uint32_t src, int x, int y, int z, const Where& 
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, const Where& where);
 void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Where& where);
 void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, int cta, const Where& where);
+void prefetch(const void* address, const Where& where);
 void bulk_commit();
 void bulk_wait(int pending, bool reads_only, const Where& where);
 void store_async(uint32_t address, uint32_t value, uint32_t bar, int cta, const Where& where);

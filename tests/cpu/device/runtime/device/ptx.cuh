@@ -28,7 +28,8 @@ inline bool named_barrier_and(int id, int, bool condition) {
   return all;
 }
 inline void fence_proxy_async() {}
-inline void prefetch_l2(const void*, uint32_t) {}
+inline void prefetch_line(const void*) {}
+constexpr int kLineBytes = 128;
 
 // Copies of every other group land as soon as they may, those of the others as late: when somebody waits for them.
 struct Copy {

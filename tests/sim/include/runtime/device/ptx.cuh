@@ -105,6 +105,8 @@ inline void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32
                               FLUX_SIM_HERE) {
   sim::bulk_copy_cluster(dst, src, bytes, bar, static_cast<int>(cta), where);
 }
+inline void prefetch_line(const void* address, FLUX_SIM_HERE) { sim::prefetch(address, where); }
+constexpr int kLineBytes = 128;
 inline void bulk_commit() { sim::bulk_commit(); }
 template <int kPending>
 void bulk_wait_read(FLUX_SIM_HERE) {
