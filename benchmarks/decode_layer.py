@@ -1,6 +1,6 @@
 """Times a decoder layer with few tokens between GPUs, where other kernels stand between those of flux.
 
-    python benchmarks/decode_layer.py [--m 1 16 64 128 256] [--json FILE]
+    python benchmarks/decode_layer.py [--m 1 16 64 128 256] [--arms NAME ...] [--row-parts 1 2] [--json FILE]
 
 The layer has Llama-3-8B's shape. In place of attention, a kernel reads as many bytes of keys and values. A
 CUDA graph has several layers with weights of their own, so no weight is in the L2. Arms:
@@ -9,7 +9,10 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
 - "flux": gemm_ar with residual and norm, the other two products by cuBLAS;
 - "gemm": these two by flux.gemm, too;
 - "early": and kernels of flux begin to load weights before the kernel before them has ended;
-- "gated": and the product with gate and up projection multiplies them, too.
+- "gated": and the product with gate and up projection multiplies them, too;
+- "gated, 1 a row" and so on, with --row-parts: and as many CTAs share a row for its norm;
+- "reduced": cuBLAS, and flux.all_reduce with residual and norm;
+- "apart": as "gated", but a product and its sum by flux.gemm and flux.all_reduce.
 
 The file has microseconds a layer, for each number of tokens and arm: the median of rounds with a drawn order.
 """
@@ -24,9 +27,9 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from torch.multiprocessing.spawn import spawn
 
 import flux
 from flux import peers
+from flux.comm import registry
 from flux.ops import gemm, gemm_ar
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128
@@ -117,14 +121,36 @@ class Arm:
         return x
 
 
-def arms(ranks: Ranks, m: int) -> dict[str, Arm]:
+@contextmanager
+def sharing_rows(ranks: Ranks, parts: int) -> Iterator[None]:
+    """So many CTAs share a row for its norm, in planned calls of gemm_ar (csrc/gemm/select.h)."""
+    workspace: Any = registry.find(ranks.group, ranks.device)
+    kept = dict(workspace.plans)
+    for facts, found in kept.items():
+        if isinstance(found, tuple) and getattr(found[0], "op", "") == "gemm_ar" and found[0].choice >= 0:
+            plan = replace(found[0], choice=found[0].choice | parts << 24)
+            workspace.plans[facts] = (plan, *found[1:])
+    try:
+        yield
+    finally:
+        workspace.plans.update(kept)
+
+
+def arms(ranks: Ranks, m: int, row_parts: list[int]) -> dict[str, Arm]:
     group, cublas = ranks.group, torch.nn.functional.linear
 
     def by_flux(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
         return flux.gemm_ar(x, weight, group=group, residual=residual, norm_weight=norm, eps=EPS)
 
     def early(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
-        return gemm_ar.of_constant_weight(x, weight, None, residual, norm, EPS, group)
+        return gemm_ar.serving(x, weight, None, residual, norm, EPS, group)
+
+    def reduced(product: Any) -> Any:
+        def summed(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
+            total = product(x, weight)
+            return flux.all_reduce(total, group=group, residual=residual, norm_weight=norm, eps=EPS)
+
+        return summed
 
     found = {}
     for name in peers.here():
@@ -139,10 +165,14 @@ def arms(ranks: Ranks, m: int) -> dict[str, Arm]:
 
         found[name] = Arm(by_package, cublas, inside=inside)
     found |= {"flux": Arm(by_flux, cublas), "gemm": Arm(by_flux, flux.gemm)}
-    found["early"] = Arm(early, gemm.of_constant_weight)
-    if gemm.gating_choice(m, 2 * FFN // ranks.world_size, HIDDEN, 132) >= 0:
-        gates = functools.partial(gemm.of_constant_weight, swiglu=True)
-        found["gated"] = Arm(early, gemm.of_constant_weight, gates)
+    found["early"] = Arm(early, gemm.serving)
+    gates = functools.partial(gemm.serving, swiglu=True)
+    found["gated"] = Arm(early, gemm.serving, gates)
+    for parts in row_parts:
+        inside = functools.partial(sharing_rows, ranks, parts)
+        found[f"gated, {parts} a row"] = Arm(early, gemm.serving, gates, inside)
+    found["reduced"] = Arm(reduced(cublas), cublas)
+    found["apart"] = Arm(reduced(gemm.serving), gemm.serving, gates)
     return found
 
 
@@ -170,14 +200,16 @@ def profiled(graph: torch.cuda.CUDAGraph) -> list[str]:
     return lines
 
 
-def measured(ranks: Ranks, layers: list[Layer], m: int, profile: bool) -> dict[str, Any]:
+def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(m)
     x, residual = (torch.randn(m, HIDDEN, device=ranks.device).to(ranks.dtype) for _ in "12")
     width = HEADS * HEAD // ranks.world_size
     kv = torch.randn(CONTEXT, m, width, device=ranks.device).to(ranks.dtype) / CONTEXT
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     results: dict[str, Tensor] = {}
-    found = arms(ranks, m)  # kept, because graphs use memory of packages
+    all_arms = arms(ranks, m, options.row_parts)
+    # Kept, because graphs use memory of packages. "flux" is what the results of all others are compared with.
+    found = {name: arm for name, arm in all_arms.items() if name in (*(options.arms or all_arms), "flux")}
     for name, arm in found.items():
         for _ in range(3):
             arm.run(layers, x, residual.clone(), kv)
@@ -201,7 +233,7 @@ def measured(ranks: Ranks, layers: list[Layer], m: int, profile: bool) -> dict[s
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number:
                 samples[name].append(round(took.item(), 3))
-    if profile:
+    if options.profile:
         for name, graph in graphs.items():
             dist.barrier()
             lines = profiled(graph)
@@ -215,7 +247,7 @@ def measured(ranks: Ranks, layers: list[Layer], m: int, profile: bool) -> dict[s
     return {name: {"us": statistics.median(times), "samples_us": times} for name, times in samples.items()}
 
 
-def work(rank: int, world: int, rendezvous: str, tokens: list[int], profile: bool, file: Path | None) -> None:
+def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world, device_id=device)
@@ -224,17 +256,17 @@ def work(rank: int, world: int, rendezvous: str, tokens: list[int], profile: boo
     rows: dict[int, Any] = {}
     with torch.no_grad():
         layers = [Layer.made(ranks) for _ in range(LAYERS)]
-        for m in tokens:
-            rows[m] = measured(ranks, layers, m, profile)
+        for m in options.m:
+            rows[m] = measured(ranks, layers, m, options)
             if rank:
                 continue
             print(f"M = {m}: " + ", ".join(f"{k} {v['us']:.1f}" for k, v in rows[m].items()), flush=True)
-            if file is not None:
+            if options.json is not None:
                 what = "microseconds a decoder layer of Llama-3-8B's shape, benchmarks/decode_layer.py"
                 versions = {"torch": torch.__version__, **peers.versions()}
                 head = {"what": what, "commit": os.environ.get("FLUX_COMMIT", ""), "tp": world}
                 head |= {"gpu": torch.cuda.get_device_name(), "packages": versions}
-                file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+                options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     dist.barrier()
     os._exit(0)  # a package's memory may outlive the group that made it
 
@@ -244,6 +276,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
+    parser.add_argument("--row-parts", type=int, nargs="+", default=[], help="CTAs that share a row's norm")
     parser.add_argument("--profile", action="store_true", help="print when kernels run")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -251,8 +285,7 @@ def main() -> int:
     if world < 2:
         parser.error(f"it needs 2 GPUs, and sees {world}")
     with tempfile.TemporaryDirectory() as folder:
-        given = (world, f"file://{folder}/ranks", options.m, options.profile, options.json)
-        spawn(work, given, nprocs=world)
+        spawn(work, (world, f"file://{folder}/ranks", options), nprocs=world)
     return 0
 
 

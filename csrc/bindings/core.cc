@@ -108,7 +108,7 @@ gemm::Choice checked_select(const gemm::Problem& problem, int config) {
     check_range("config", config & 0xff, gemm::kFirstSwapAb,
                 gemm::kFirstSwapAb + gemm::kNumSwapAbConfigs - 1);
     check_range("split in config", config >> 8 & 0xff, 0, gemm::kMaxSplit);
-    check_range("CTAs that share a weight in config", config >> 16, 0, 2);
+    check_range("CTAs that share a weight in config", config >> 16 & 0xff, 0, 2);
   } else if (config >= 0) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, static_cast<int>(gemm::Cluster::kSplit3));

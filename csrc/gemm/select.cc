@@ -283,7 +283,7 @@ Choice sorted(Choice choice) {
 Choice selected(const Problem& p, int packed_choice) {
   const bool fixed = packed_choice >= 0;
   const int fixed_config = packed_choice & 0xFF, fixed_cluster = packed_choice >> 8 & 0xFF;
-  const int fixed_raster = fixed ? packed_choice >> 16 : 0;
+  const int fixed_raster = fixed ? packed_choice >> 16 & 0xFF : 0;
   Choice best;
   // Mostly, a plan has already made the choice. No candidate is scored or named on the path of a launch.
   const bool fixes_all = fixed && fixed_cluster > 0 && fixed_raster > 0;

@@ -47,8 +47,13 @@ void plan_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_s
   const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
   if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;
   static_assert(gemm::kSwapAbBothThreads == 128 * gemm::kNumMathWarpgroups);
-  params.row_parts = gemm::row_parts(args.m(), args.n() / runtime::Exchange::kVector,
-                                     gemm::kSwapAbBothThreads, std::min(tiles, num_sms / split) * split);
+  const int row_vectors = args.n() / runtime::Exchange::kVector,
+            ctas = std::min(tiles, num_sms / split) * split;
+  params.row_parts = gemm::row_parts(args.m(), row_vectors, gemm::kSwapAbBothThreads, ctas);
+  const int given = gemm::packed_row_parts(args.config);
+  if (given == 0) return;
+  FLUX_CHECK(gemm::can_share_rows(args.m(), row_vectors, given), args.m(), row_vectors, given);
+  params.row_parts = given;
 }
 
 void prepare_sum() {

@@ -132,6 +132,11 @@ def test_the_largest_problems_still_have_a_plan() -> None:
     assert len(core.gemm_rs_tiles(128 * 2**20, 64, 1, 0, 9, 1, most)) == 2**20
 
 
+def test_a_packed_choice_may_say_how_many_ctas_share_a_row() -> None:
+    tile = core.FIRST_SWAP_AB | 2 << 8 | 1 << 16
+    assert core.select_gemm_ar(1, 4096, 2048, False, 132, tile | 3 << 24).packed == tile
+
+
 def test_a_larger_problem_runs_unfused() -> None:
     for k, fused in ((core.MAX_EXTENT, True), (core.MAX_EXTENT + 1, False)):
         plan = plan_ag_gemm(PlanInput("cpu", 2, 8, k, torch.bfloat16, world_size=2))

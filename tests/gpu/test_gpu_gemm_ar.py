@@ -157,6 +157,9 @@ def test_graph_replay(mode: int) -> None:
         # Rows that CTAs share, also unevenly.
         (1, 4104, -1),
         (5, 8200, 5 | 1 << 8),
+        # As many CTAs as a sweep says.
+        (1, 4104, core.FIRST_SWAP_AB | 1 << 8 | 1 << 16 | 1 << 24),
+        (5, 4104, core.FIRST_SWAP_AB | 1 << 8 | 1 << 16 | 7 << 24),
     ],
 )
 def test_residual_and_norm(

@@ -6,6 +6,7 @@
 
 #include "cuda_runtime_api.h"
 #include "fp8.h"
+#include "gemm/finish.cuh"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
 #include "gemm_ar/gemm_ar.h"
@@ -299,13 +300,17 @@ void gemm_ar(uint64_t seed) {
     if (!wide && !many) m = random.one_of({m, 128, 128 + m});
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
   }
+  Random sweep(~seed);  // of the CTAs that share a row, which may be more than the launch has
+  const int row_parts = norms && sweep.below(2) == 0 ? sweep.between(1, 8) : 0;
+  if (row_parts > 0 && flux::gemm::can_share_rows(m, n / 8, row_parts)) config |= row_parts << 24;
   const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
                   (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
-                  std::to_string(config >> 8) + ", " + std::to_string(num_sms) + " SMs, " +
-                  words(world_size, m, n, k, dtype));
+                  std::to_string(config >> 8 & 0xFFFF) + ", " +
+                  std::to_string(flux::gemm::packed_row_parts(config)) + " parts, " +
+                  std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, dtype));
 
   const int whole = (m + world_size - 1) / world_size * world_size;
   const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
