@@ -9,7 +9,8 @@ namespace {
 
 using flux::runtime::Exchange;
 
-constexpr int kSummers = 32, kCtas = 2, kCalls = 4;
+// Three calls: both buffers, and one of them again.
+constexpr int kSummers = 32, kCtas = 2, kCalls = 3;
 constexpr int kNormers = 128;  // threads that meet at a named barrier
 constexpr int kScratch = 16 * flux::gemm::RowNorm<uint16_t, kNormers>::kScratchVectors;
 
