@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -130,7 +131,10 @@ def inputs(graph: fx.Graph, x: torch.Tensor, w: dict[str, torch.Tensor]) -> list
 
 
 def rewritten(m: int, group: str, **form: Any) -> tuple[fx.GraphModule, sequence.Sharded]:
-    module = traced(m, group, **form)
+    return sharded(traced(m, group, **form))
+
+
+def sharded(module: fx.GraphModule) -> tuple[fx.GraphModule, sequence.Sharded]:
     done = sequence.shard(module.graph, begins)
     module.graph.lint()
     module.recompile()
@@ -141,9 +145,13 @@ def computes_the_same(rank: int, world_size: int) -> list[str]:
     libraries = [define_all_reduce(), define_norm(), define_moe_forward(rank, world_size)]
     group, w = dist.group.WORLD.group_name, weights(rank)
     wrong = []
-    forms: list[dict[str, Any]] = [{}, {"bias": False, "stage": True}, {"aux": 1}]
-    for form in (*forms, *({"kind": kind} for kind in ("own", "gate", "else", "vLLM", "wide"))):
-        stock, (ours, done) = traced(9, group, **form), rewritten(9, group, **form)
+    forms: list[dict[str, Any]] = [{}, {"kind": "own"}]
+    if world_size == 2:  # what is made of a graph does not depend on how many ranks there are
+        forms += [{"bias": False, "stage": True}, {"aux": 1}]
+        forms += [{"kind": kind} for kind in ("gate", "else", "vLLM", "wide")]
+    for form in forms:
+        stock = traced(9, group, **form)
+        ours, done = sharded(copy.deepcopy(stock))
         if done.from_tokens != FROM:
             wrong.append(f"{form}: {done}")
         for m in (1, FROM - 1, FROM, 7, 8, 9, 13):
