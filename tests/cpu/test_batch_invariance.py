@@ -66,28 +66,40 @@ class Problem:
         return results
 
 
+class Known:
+    """Results of rows, as the first batch had them."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.there = torch.zeros(ROWS_OF_POOL, dtype=torch.bool)
+        self.bits = result.new_zeros(ROWS_OF_POOL, result.shape[1])
+
+    def same(self, rows: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether all are as they are known; remembers the others. A row may occur several times."""
+        new = ~self.there[rows]
+        self.bits[rows[new]] = result[new]
+        self.there[rows] = True
+        return torch.equal(self.bits[rows], result)
+
+
 def differing(problem: Problem, seed: int, batches: int = 5) -> set[str]:
     """Names of results in which a row had other bits in another batch, on any rank."""
     draw = random.Random(seed)
-    known: dict[str, dict[int, torch.Tensor]] = {}
+    known: dict[str, Known] = {}
     found: set[str] = set()
     for _ in range(batches):
         size = problem.world_size * draw.choice((1, 1, 2, 3, 7, 33))
         batch = [draw.randrange(ROWS_OF_POOL) for _ in range(size)]
         for name, rows, result in problem.run(batch):
             assert result.shape == (len(rows), problem.n)
-            bits = known.setdefault(name, {})
-            for row, values in zip(rows, result, strict=True):
-                if not torch.equal(bits.setdefault(row, values), values):
-                    found.add(name)
+            if not known.setdefault(name, Known(result)).same(torch.tensor(rows), result):
+                found.add(name)
     # The ranks that own a row in different batches must agree, too.
     for name in ("gemm_rs", "reduce_scatter"):
         seen: list[Any] = [None] * problem.world_size
         dist.all_gather_object(seen, known[name])
-        for row in range(ROWS_OF_POOL):
-            values = [bits[row] for bits in seen if row in bits]
-            if not all(torch.equal(values[0], other) for other in values[1:]):
-                found.add(name)
+        whole = Known(seen[0].bits)
+        if not all([whole.same(each.there.nonzero()[:, 0], each.bits[each.there]) for each in seen]):
+            found.add(name)
     return found
 
 
