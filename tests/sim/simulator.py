@@ -136,7 +136,10 @@ def _object(source: str, flags: Sequence[str], root: Path) -> Path:
             return objects / f"{key}.o"
     work = objects / f"{source.replace('/', '-')}-{os.getpid()}-{threading.get_ident()}"
     made, rules = Path(f"{work}.o"), Path(f"{work}.d")
-    _run(["g++", *flags, "-MD", "-MF", str(rules), "-c", source, "-o", str(made)], root)
+    # Another clone's objects serve too: ccache takes debug information into account, with its folder.
+    cache = ["ccache"] if shutil.which("ccache") else []
+    compiler = [*cache, "g++", f"-fdebug-prefix-map={root}=."]
+    _run([*compiler, *flags, "-MD", "-MF", str(rules), "-c", source, "-o", str(made)], root)
     words = rules.read_text().replace("\\\n", " ").split()[1:]
     files = list(dict.fromkeys(word for word in words if not word.startswith("/")))
     key = _key(flags, files, root)
