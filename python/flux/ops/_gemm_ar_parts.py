@@ -28,6 +28,7 @@ from flux.ops._tensors import aligned, in_place, readable_if_any, writable
 from flux.ops.plan import Plan
 
 Tensor = torch.Tensor
+_RESIDUAL = 5  # of the arguments of gemm_ar's known calls
 
 
 def addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
@@ -40,9 +41,6 @@ def plus(total: Tensor, addends: list[Tensor]) -> Tensor:
     for addend in addends:
         total += addend
     return total
-
-
-_RESIDUAL = 5  # of the arguments of gemm_ar's known calls
 
 
 def rows(residual: Tensor | None, m: int, n: int) -> Tensor | None:
