@@ -36,7 +36,6 @@ Operands: TypeAlias = Sequence[Sequence[int]]
 # For each launch None; or what it is instead, a function of its operands that calls torch.
 Steps: TypeAlias = "Sequence[Callable[..., object] | None]"
 
-
 # Of tensors in one block, in bytes: what a cache line of the GPU holds, so that no two share one.
 _BLOCK_ALIGNMENT = 128
 

@@ -87,15 +87,18 @@ def composed(
     scales: Scales | None,
     recipe: known.Recipe | None,
 ) -> None:
-    """total = gemm_rs, then all_gather. recipe: of the call (flux.comm.known) if it is these two alone."""
+    """total = gemm_rs, then all_gather. recipe: of the call (flux.comm.known) if it has no other launches."""
     shard = scatter.call(x, weight, bias, transpose_weight, group, also=same, scales=scales, within=recipe)
     if residual is not None:
         count, m, n = shard.shape[0], x.shape[0], shard.shape[-1]
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
-        shard += residual[mine]
+
+        def add_own_rows(shard: Tensor, residual: Tensor) -> None:
+            shard.add_(residual.reshape(m, n)[mine])
+
+        add_own_rows(shard, residual)
         if recipe is not None:
-            given: Any = recipe.given[_RESIDUAL]
-            recipe.add_step(lambda some, added: some.add_(added.reshape(m, n)[mine]), shard, given)
+            recipe.add_step(add_own_rows, shard, recipe.given[_RESIDUAL])
     gather.call(shard, group, total, within=recipe)
 
 

@@ -283,7 +283,7 @@ def _among_ranks(
         sum_of(partial, group, out2, {"bias": bias, **also}, recipe_of(partial, out2, recipe))
         if bias is not None:
             out2 += bias
-            recipe.add_step(lambda rows, added: rows.add_(added), out, bias)
+            recipe.add_step(torch.Tensor.add_, out, bias)
         if isinstance(workspace, CudaWorkspace):
             workspace.remember_parts(recipe, 2 + (bias is not None))
         return out
