@@ -206,6 +206,11 @@ def _expected(row: Row, name: str) -> float | None:
     return us / 1e3 if us else None
 
 
+def _best_expected(row: Row, d: Derived, bar: Bar) -> str:
+    found = over_best(row)
+    return "–" if found is None else _ms(_expected(row, found.ranked[0][1]))
+
+
 def _next_best(found: OverBest) -> str:
     return ", ".join(f"{name} {ms:.3f}" for ms, name in found.ranked[1:4])
 
@@ -219,9 +224,7 @@ _SWEEP = [
     Column("expected", lambda r, d, b: _ms((r.plan or {}).get("time_us", 0) / 1e3 or None)),
     Column("best", _of_best(lambda found: found.ranked[0][1]), "left"),
     Column("best ms", _BEST_OF_CTAS.cell),
-    Column(
-        "expected", lambda r, d, b: _of_best(lambda found: _ms(_expected(r, found.ranked[0][1])))(r, d, b)
-    ),
+    Column("expected", _best_expected),
     Column("plan/best", _over_best),
     Column("next best", _of_best(_next_best), "left"),
 ]

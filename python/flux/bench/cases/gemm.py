@@ -4,7 +4,6 @@ also against other packages and against bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,7 @@ from flux.bench.cases.libraries import opened
 from flux.bench.cases.operands import (
     DECODE_M,
     Operands,
-    checked,
-    judged,
+    check_op,
     random_operands,
     step_of,
     values,
@@ -33,11 +31,7 @@ from flux.ops._scales import Scales, for_kernel
 
 def check(problem: Problem, context: Context) -> str:
     """flux.gemm on integers, in fp8 with powers of two as scales."""
-    return _exact(problem, context, flux.gemm)
-
-
-def _exact(problem: Problem, context: Context, gemm: Callable[..., Tensor]) -> str:
-    return checked(problem, context, lambda exact: judged(exact, context, gemm))
+    return check_op(problem, context, flux.gemm)
 
 
 def _begun(problem: Problem, context: Context) -> tuple[Operands, Lineup]:
@@ -66,7 +60,7 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     lineup.add("flux", "flux", step_of(flux.gemm, given.x, out=ours))
     _add_others(problem, given, lineup)
     if isinstance(given.x, Tensor):
-        of_packages(lineup, "gemm", sizes, given.x, partial(_exact, problem, context))
+        of_packages(lineup, "gemm", sizes, given.x, partial(check_op, problem, context))
         if context.cuda:
             lineup.plan = plan_dict(flux.explain("gemm", m, n, k, dtype=context.dtype))
         return lineup

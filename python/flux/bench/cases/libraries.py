@@ -108,7 +108,9 @@ def opened(problem: Problem, lineup: Lineup) -> list[Library]:
     if not problem.scales:
         return [Library(library(lineup.context), "peer", "torch", (), _mm)]
     found = []
-    for each in (each for each in LIBRARIES if problem.scales in each.kinds):
+    for each in LIBRARIES:
+        if problem.scales not in each.kinds:
+            continue
         if find_spec(each.package) is None:
             lineup.notes.append(f"{each.name} could not run: {each.package} is not installed")
             continue

@@ -16,7 +16,7 @@ from flux import peers as packages
 from flux.bench.cases import moe
 from flux.bench.cases.common import Candidate, Context, Lineup
 from flux.bench.cases.moe_peers import Transport, collective, exchanges, grouped_mm
-from flux.bench.cases.operands import normal, values
+from flux.bench.cases.operands import gathering, normal, values
 from flux.bench.cases.peers import installed
 from flux.bench.model import in_way
 from flux.bench.suites import Problem, Request
@@ -99,7 +99,8 @@ def prepare(problem: Problem, context: Context) -> Lineup:
     def pipeline(multiply: Callable[[Tensor], Tensor], name: str, by: Transport) -> Candidate:
         return Candidate(f"{by.name}+{name}", by.role, lambda: by.behind(multiply(values(by.before()))))
 
-    usual = collective(x, x.shape[1], routing, context)
+    total = x.new_empty(routing.max_tokens, x.shape[1])
+    usual = collective(gathering(x, context), total, routing, context)
     lineup.candidates.append(pipeline(by_torch, "grouped_mm", usual))
     others = packages.EXCHANGES | packages.PAIRED
     exchanges(lineup, x, x, routing, others, partial(pipeline, by_flux, "flux.grouped_gemm"))

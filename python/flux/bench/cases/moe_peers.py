@@ -146,14 +146,15 @@ class Transport(NamedTuple):
     behind: Move
 
 
-def collective(own: Operand, columns: int, routing: flux.moe.Routing, context: Context) -> Transport:
-    """All-gather and reduce-scatter. own: this rank's tokens. columns: of the sums."""
-    gather, scatter, rows = gathering(own, context), reduce_scatter(), used_rows(routing)
-    total = values(own).new_empty(routing.max_tokens, columns, dtype=context.dtype)
+def collective(
+    gather: Callable[[], Operand], total: Tensor, routing: flux.moe.Routing, context: Context
+) -> Transport:
+    """All-gather and reduce-scatter. gather: returns the tokens of all ranks. total: memory of the sums."""
+    scatter, rows = reduce_scatter(), used_rows(routing)
 
     def behind(made: Tensor) -> Tensor:
         summed = weighted_sum(made, routing.positions, routing.weights)
-        scatter(total, summed.to(total.dtype).view(-1, columns), group=context.group)
+        scatter(total, summed.to(total.dtype).view(-1, total.shape[1]), group=context.group)
         return total
 
     return Transport(collectives(context), "serial", lambda: _selected(gather(), rows), behind)
@@ -187,21 +188,21 @@ def layer(lineup: Lineup, first: bool, x: Operand, weight: Operand, routing: flu
 
     first: tokens travel, and are multiplied; else what is multiplied is summed, and travels.
     """
-    context, columns = lineup.context, values(weight).shape[1]
-    own = x if first else values(x).new_zeros(0, columns)
-    if isinstance(own, Scaled):
+    context, scatter, limit = lineup.context, reduce_scatter(), routing.max_tokens
+    total = values(x).new_empty(limit, values(weight).shape[1], dtype=context.dtype)
+    own = like = x if first else total
+    if first and isinstance(x, Scaled):
         # NCCL gathers what is contiguous. The scale of a tensor is each rank's own: it goes with every row.
-        scale = own.scale.expand(len(own.q), 1) if own.of_all else own.scale
-        own = Scaled(own.q, scale.contiguous())
-    usual = collective(own, columns, routing, context)
+        scale = x.scale.expand(len(x.q), 1) if x.of_all else x.scale
+        own = Scaled(x.q, scale.contiguous())
+    gather: Callable[[], Operand] = gathering(own, context) if first else lambda: x
+    usual = collective(gather, total, routing, context)
     if first:
-        lineup.add_call(usual.name, "comm", gathering(own, context))
-        rows, like = usual.before(), x
+        lineup.add_call(usual.name, "comm", gather)
+        rows = usual.before()
     else:
-        limit, scatter = routing.max_tokens, reduce_scatter()
-        sums = torch.zeros(limit * context.world_size, columns, dtype=context.dtype, device=context.device)
-        like = torch.empty_like(sums[:limit])
-        lineup.add_call(usual.name, "comm", lambda: scatter(like, sums, group=context.group))
+        sums = total.new_zeros(limit * context.world_size, total.shape[1])
+        lineup.add_call(usual.name, "comm", lambda: scatter(total, sums, group=context.group))
         rows = moved(x, lambda every: every[: used_rows(routing).numel()])
 
     def pipeline(each: Grouped, by: Transport) -> Candidate:

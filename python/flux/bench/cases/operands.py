@@ -129,6 +129,11 @@ class Exact(NamedTuple):
     want: Tensor
 
 
+def plain(op: str) -> str:
+    """The operator without its norm."""
+    return op.removesuffix("_norm")
+
+
 def exact_calls(problem: Problem, context: Context) -> Iterator[Exact]:
     """A rank's operands that carry its mark; each time others, so that no call passes with data of another.
 
@@ -137,7 +142,7 @@ def exact_calls(problem: Problem, context: Context) -> Iterator[Exact]:
     """
     m, n, k = problem.local(context.tp)
     rank, p, dtype, device = context.rank, context.world_size, context.dtype, context.device
-    op = problem.op.removesuffix("_norm")
+    op = plain(problem.op)
     sums = op not in ("gemm", "ag_gemm")
     for seed in range(CALLS if op != "gemm" else 1):
         if problem.scales:
@@ -191,3 +196,8 @@ def judged(exact: Exact, context: Context, op: Callable[..., Tensor], **options:
     if said != "exact" or exact.want.dtype == context.dtype:
         return said
     return agree({"result": call(context.dtype)}, {"result": exact.want.to(context.dtype)})
+
+
+def check_op(problem: Problem, context: Context, op: Callable[..., Tensor], **options: Any) -> str:
+    """What `judged` says of an operator in each exact call."""
+    return checked(problem, context, lambda exact: judged(exact, context, op, **options))

@@ -27,10 +27,11 @@ from flux.bench.cases.operands import (
     Operand,
     Operands,
     Scaled,
+    check_op,
     checked,
     gathering,
-    judged,
     moved,
+    plain,
     random_operands,
     step_of,
     values,
@@ -103,11 +104,6 @@ _JOBS = {"gemm_rs": _scattered, "ag_gemm": _gathered, "gemm_ar": _reduced, "all_
 SUMS = ("gemm_ar", "all_reduce")
 
 
-def plain(op: str) -> str:
-    """The operator without its norm."""
-    return op.removesuffix("_norm")
-
-
 def job_of(problem: Problem, context: Context) -> tuple[Operands, Job]:
     """Random operands and the job with them. Those of a sum without a product are zeros, and its "weight" is
     what is summed.
@@ -137,7 +133,7 @@ def check(problem: Problem, context: Context) -> str:
     """
     if problem.op.endswith("_norm"):
         return checked(problem, context, partial(_normalised, problem, context))
-    said = _exact(problem, context, by_flux(problem), group=context.group)
+    said = check_op(problem, context, by_flux(problem), group=context.group)
     if problem.op != "ag_gemm" or problem.scales:
         return said
     case = AgGemmCase(*problem.local(context.tp), context.world_size, context.dtype, seed=CALLS)
@@ -145,10 +141,6 @@ def check(problem: Problem, context: Context) -> str:
     gathered = compare(flux.all_gather(x, group=context.group), case.gathered(context.device))
     flux.check(context.group)
     return first_wrong([said, gathered])
-
-
-def _exact(problem: Problem, context: Context, op: Callable[..., Tensor], **options: Any) -> str:
-    return checked(problem, context, lambda exact: judged(exact, context, op, **options))
 
 
 def _normalised(problem: Problem, context: Context, exact: Exact) -> str:
@@ -201,8 +193,7 @@ def _others(problem: Problem, lineup: Lineup, given: Operands, job: Job, ours: C
         unfused(lineup, OURS, job)
     else:
         _own_parts(op, lineup, job)
-        exact = partial(_exact, problem, context)
-        of_packages(lineup, op, problem.local(context.tp), job.x, exact)
+        of_packages(lineup, op, problem.local(context.tp), job.x, partial(check_op, problem, context))
     if context.cuda and scales != "block" and op in ASYNC_TP:
         name = context.ranks.group_name
         async_tp(lineup, partial(ASYNC_TP[op], job.x, group=name, dtype=context.dtype))
@@ -336,10 +327,12 @@ def sweep(problem: Problem, context: Context) -> Lineup:
 
     modes = ("one-shot", "two-shot")
     run("plan", "flux")
-    for name, choice in packed_choices(plan, x.itemsize) if op != "all_reduce" else ():
+    if op == "all_reduce":
+        for mode, name in enumerate(modes):
+            run(name, "config", mode=mode)
+        return lineup
+    for name, choice in packed_choices(plan, x.itemsize):
         run(name, "config", choice=choice, config=choice & 0xFF)
     if op == "gemm_ar":
         run(f"plan {modes[1 - plan.mode]}", "config", mode=1 - plan.mode)
-    for mode, name in enumerate(modes) if op == "all_reduce" else ():
-        run(name, "config", mode=mode)
     return lineup
