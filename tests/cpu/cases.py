@@ -39,7 +39,12 @@ def questions(
     world_sizes: Sequence[int], scenarios: Mapping[str, Callable[..., Any]]
 ) -> list[tuple[int, str]]:
     """Each world size with the names of the scenarios that run at it."""
-    return [(p, name) for p in world_sizes for name, scenario in scenarios.items() if is_asked(scenario, p)]
+    return [(p, name) for p in world_sizes for name in asked(scenarios, p)]
+
+
+def asked(scenarios: Mapping[str, Function], world_size: int) -> dict[str, Function]:
+    """Those that run at a world size."""
+    return {name: each for name, each in scenarios.items() if is_asked(each, world_size)}
 
 
 def case_name(case: Any) -> str:
@@ -65,25 +70,22 @@ def run_all(
 ) -> dict[str, str]:
     """What a rank says of each numbered case and each scenario, by name."""
     answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(cases)}
-    for name, scenario in scenarios.items():
-        if is_asked(scenario, world_size):
-            answers[name] = scenario(rank, world_size)
+    for name, scenario in asked(scenarios, world_size).items():
+        answers[name] = scenario(rank, world_size)
     return answers
 
 
 Scenario = Callable[[int, int], None]
 
 
-def by_name(*scenarios: Scenario) -> dict[str, Scenario]:
+def by_name(*scenarios: Function) -> dict[str, Function]:
     return {scenario.__name__: scenario for scenario in scenarios}
 
 
 def run_scenarios(scenarios: Mapping[str, Scenario], rank: int, world_size: int) -> dict[str, str]:
     """The traceback of each scenario that fails on a rank, by name; of the others nothing."""
     answers = {}
-    for name, scenario in scenarios.items():
-        if not is_asked(scenario, world_size):
-            continue
+    for name, scenario in asked(scenarios, world_size).items():
         try:
             scenario(rank, world_size)
             answers[name] = ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_of_one_and_of_several, is_asked, questions
+from cases import Answers, asked, asked_of_one_and_of_several, by_name, questions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -255,24 +255,20 @@ def with_out(rank: int, p: int) -> str:
     return ""
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        gemm_rs_exact,
-        ag_gemm_exact,
-        gathers_exact,
-        directional,
-        what_travels,
-        memory,
-        torch_sees,
-        with_out,
-    )
-}
+SCENARIOS = by_name(
+    gemm_rs_exact,
+    ag_gemm_exact,
+    gathers_exact,
+    directional,
+    what_travels,
+    memory,
+    torch_sees,
+    with_out,
+)
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    asked = {name: scenario for name, scenario in SCENARIOS.items() if is_asked(scenario, world_size)}
-    return {name: scenario(rank, world_size) for name, scenario in asked.items()}
+    return {name: scenario(rank, world_size) for name, scenario in asked(SCENARIOS, world_size).items()}
 
 
 _answers = Answers(run_everything, timeout_s=300)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import asked_of_one_and_of_several, by_name, is_asked, questions
+from cases import asked, asked_of_one_and_of_several, by_name, questions
 from torch import nn
 from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -386,10 +386,9 @@ def initial(rank: int, world_size: int) -> tuple[list[torch.Tensor], torch.Tenso
 
 def run_everything(rank: int, world_size: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"initial": initial(rank, world_size)}
-    for name, scenario in SCENARIOS.items():
-        if is_asked(scenario, world_size):
-            scenario(rank, world_size)
-            answers[name] = True
+    for name, scenario in asked(SCENARIOS, world_size).items():
+        scenario(rank, world_size)
+        answers[name] = True
     return answers
 
 

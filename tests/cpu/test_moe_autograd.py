@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Answers, asked_at, is_asked, questions
+from cases import Answers, asked, asked_at, by_name, questions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
@@ -280,12 +280,11 @@ def torch_sees(rank: int, p: int) -> str:
     return ""
 
 
-SCENARIOS = {s.__name__: s for s in (layer0_exact, layer1_exact, whole_layer, what_travels, torch_sees)}
+SCENARIOS = by_name(layer0_exact, layer1_exact, whole_layer, what_travels, torch_sees)
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:
-    asked = {name: scenario for name, scenario in SCENARIOS.items() if is_asked(scenario, world_size)}
-    return {name: scenario(rank, world_size) for name, scenario in asked.items()}
+    return {name: scenario(rank, world_size) for name, scenario in asked(SCENARIOS, world_size).items()}
 
 
 _answers = Answers(run_everything, timeout_s=300)
