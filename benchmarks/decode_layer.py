@@ -1,8 +1,9 @@
 """Times a decoder layer with few tokens between GPUs, where other kernels stand between those of flux.
 
-    python benchmarks/decode_layer.py [--m 1 16 64 128 256] [--arms NAME ...] [--row-parts 1 2] [--json FILE]
+    python benchmarks/decode_layer.py [--model llama-3-70b] [--m 1 16 64 128 256] [--arms NAME ...]
+        [--row-parts 1 2] [--json FILE]
 
-The layer has Llama-3-8B's shape. In place of attention, a kernel reads as many bytes of keys and values. A
+The layer has the shape of Llama-3. In place of attention, a kernel reads as many bytes of keys and values. A
 CUDA graph has several layers with weights of their own, so no weight is in the L2. Arms:
 
 - "FlashInfer", "vLLM": cuBLAS, and all-reduce, residual and RMSNorm of that package, where it is installed;
@@ -12,7 +13,10 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
 - "gated": and the product with gate and up projection multiplies them, too;
 - "gated, 1 a row" and so on, with --row-parts: and as many CTAs share a row for its norm;
 - "reduced": cuBLAS, and flux.all_reduce with residual and norm;
-- "apart": as "gated", but a product and its sum by flux.gemm and flux.all_reduce.
+- "reduced, gate", "reduced, behind": and by flux, as in "gated", the product with gate and up projection, or
+  all products that are not summed;
+- "apart": as "gated", but a product and its sum by flux.gemm and flux.all_reduce;
+- "parts": as "flux", but so.
 
 The file has microseconds a layer, for each number of tokens and arm: the median of rounds with a drawn order.
 """
@@ -42,11 +46,23 @@ import flux
 from flux import peers
 from flux.comm import registry
 from flux.ops import gemm, gemm_ar
+from flux.ops._end import End
 
-HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128
+HEAD = 128
 CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
 LAYERS, REPLAYS, ROUNDS = 16, 10, 9
 EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int = 8
+
+
+SHAPES = {"llama-3-8b": Shape(4096, 14336, 32), "llama-3-70b": Shape(8192, 28672, 64)}
 
 
 @dataclass(frozen=True)
@@ -71,18 +87,18 @@ class Layer:
     norm: Tensor
 
     @staticmethod
-    def made(ranks: Ranks) -> Layer:
+    def made(ranks: Ranks, shape: Shape) -> Layer:
         def weight(n: int, k: int) -> Tensor:
             return torch.randn(n, k, device=ranks.device).to(ranks.dtype) * k**-0.5
 
-        p = ranks.world_size
-        qkv = weight((HEADS + 2 * KV_HEADS) * HEAD // p, HIDDEN)
-        o, gate_up, down = (
-            weight(HIDDEN, HEADS * HEAD // p),
-            weight(2 * FFN // p, HIDDEN),
-            weight(HIDDEN, FFN // p),
+        p, hidden = ranks.world_size, shape.hidden
+        return Layer(
+            qkv=weight((shape.heads + 2 * shape.kv_heads) * HEAD // p, hidden),
+            o=weight(hidden, shape.heads * HEAD // p),
+            gate_up=weight(2 * shape.ffn // p, hidden),
+            down=weight(hidden, shape.ffn // p),
+            norm=torch.ones(hidden, device=ranks.device, dtype=ranks.dtype),
         )
-        return Layer(qkv, o, gate_up, down, torch.ones(HIDDEN, device=ranks.device, dtype=ranks.dtype))
 
 
 @torch.compile(dynamic=False)
@@ -136,14 +152,15 @@ def sharing_rows(ranks: Ranks, parts: int) -> Iterator[None]:
         workspace.plans.update(kept)
 
 
-def arms(ranks: Ranks, m: int, row_parts: list[int]) -> dict[str, Arm]:
+def arms(ranks: Ranks, hidden: int, m: int, row_parts: list[int]) -> dict[str, Arm]:
     group, cublas = ranks.group, torch.nn.functional.linear
 
     def by_flux(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
         return flux.gemm_ar(x, weight, group=group, residual=residual, norm_weight=norm, eps=EPS)
 
     def early(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
-        return gemm_ar.serving(x, weight, None, residual, norm, EPS, group)
+        end = End(norm, EPS)
+        return gemm_ar._call(x, weight, None, False, residual, end, group, weight_is_constant=True)
 
     def reduced(product: Any) -> Any:
         def summed(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
@@ -154,9 +171,9 @@ def arms(ranks: Ranks, m: int, row_parts: list[int]) -> dict[str, Arm]:
 
     found = {}
     for name in peers.here():
-        residual = torch.zeros(m, HIDDEN, device=ranks.device, dtype=ranks.dtype)
-        norm = peers.Norm(residual, torch.ones(HIDDEN, device=ranks.device, dtype=ranks.dtype), EPS)
-        reduce, inside = peers.PEERS[name][1](ranks, m, HIDDEN, norm)
+        residual = torch.zeros(m, hidden, device=ranks.device, dtype=ranks.dtype)
+        norm = peers.Norm(residual, torch.ones(hidden, device=ranks.device, dtype=ranks.dtype), EPS)
+        reduce, inside = peers.PEERS[name][1](ranks, m, hidden, norm)
 
         def by_package(
             x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, reduce: Any = reduce
@@ -172,7 +189,10 @@ def arms(ranks: Ranks, m: int, row_parts: list[int]) -> dict[str, Arm]:
         inside = functools.partial(sharing_rows, ranks, parts)
         found[f"gated, {parts} a row"] = Arm(early, gemm.serving, gates, inside)
     found["reduced"] = Arm(reduced(cublas), cublas)
+    found["reduced, gate"] = Arm(reduced(cublas), cublas, gates)
+    found["reduced, behind"] = Arm(reduced(cublas), gemm.serving, gates)
     found["apart"] = Arm(reduced(gemm.serving), gemm.serving, gates)
+    found["parts"] = Arm(reduced(flux.gemm), cublas)
     return found
 
 
@@ -202,12 +222,12 @@ def profiled(graph: torch.cuda.CUDAGraph) -> list[str]:
 
 def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(m)
-    x, residual = (torch.randn(m, HIDDEN, device=ranks.device).to(ranks.dtype) for _ in "12")
-    width = HEADS * HEAD // ranks.world_size
+    hidden, width = layers[0].o.shape  # as many columns as the attention of a rank
+    x, residual = (torch.randn(m, hidden, device=ranks.device).to(ranks.dtype) for _ in "12")
     kv = torch.randn(CONTEXT, m, width, device=ranks.device).to(ranks.dtype) / CONTEXT
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     results: dict[str, Tensor] = {}
-    all_arms = arms(ranks, m, options.row_parts)
+    all_arms = arms(ranks, hidden, m, options.row_parts)
     # Kept, because graphs use memory of packages. "flux" is what the results of all others are compared with.
     found = {name: arm for name, arm in all_arms.items() if name in (*(options.arms or all_arms), "flux")}
     for name, arm in found.items():
@@ -255,14 +275,14 @@ def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) ->
     torch.manual_seed(rank)
     rows: dict[int, Any] = {}
     with torch.no_grad():
-        layers = [Layer.made(ranks) for _ in range(LAYERS)]
+        layers = [Layer.made(ranks, SHAPES[options.model]) for _ in range(LAYERS)]
         for m in options.m:
             rows[m] = measured(ranks, layers, m, options)
             if rank:
                 continue
             print(f"M = {m}: " + ", ".join(f"{k} {v['us']:.1f}" for k, v in rows[m].items()), flush=True)
             if options.json is not None:
-                what = "microseconds a decoder layer of Llama-3-8B's shape, benchmarks/decode_layer.py"
+                what = f"microseconds a decoder layer of {options.model}, benchmarks/decode_layer.py"
                 versions = {"torch": torch.__version__, **peers.versions()}
                 head = {"what": what, "commit": os.environ.get("FLUX_COMMIT", ""), "tp": world}
                 head |= {"gpu": torch.cuda.get_device_name(), "packages": versions}
@@ -275,6 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=SHAPES, default="llama-3-8b", help="default llama-3-8b")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
     parser.add_argument("--row-parts", type=int, nargs="+", default=[], help="CTAs that share a row's norm")

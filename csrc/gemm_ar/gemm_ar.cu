@@ -49,7 +49,8 @@ void plan_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_s
   static_assert(gemm::kSwapAbBothThreads == 128 * gemm::kNumMathWarpgroups);
   const int row_vectors = args.n() / runtime::Exchange::kVector,
             ctas = std::min(tiles, num_sms / split) * split;
-  params.row_parts = gemm::row_parts(args.m(), row_vectors, gemm::kSwapAbBothThreads, ctas);
+  // Two vectors a thread: CTAs that share a row wait for each other's squares longer than one reads twice as much.
+  params.row_parts = gemm::row_parts(args.m(), row_vectors, 2 * gemm::kSwapAbBothThreads, ctas);
   const int given = gemm::packed_row_parts(args.config);
   if (given == 0) return;
   FLUX_CHECK(gemm::can_share_rows(args.m(), row_vectors, given), args.m(), row_vectors, given);

@@ -31,6 +31,8 @@ from flux.ops.two_level_sums import gemm_and_sum
 
 Tensor = torch.Tensor
 _OP = known.operator()
+# Up to so many tokens, `serving` multiplies by flux.gemm.
+SERVED_TOKENS = 64
 
 
 @overload
@@ -346,12 +348,16 @@ def serving(
     eps: float,
     group: GroupLike,
 ) -> tuple[Tensor, Tensor]:
-    """gemm_ar with a norm, in a CUDA graph of a model that only serves: the kernel begins to load the weight
-    before those in front of it have ended.
+    """gemm_ar with a norm, in a CUDA graph of a model that only serves: a product, then its sum. The CTAs of
+    a sum with few tokens leave SMs to the next kernel, which loads its weight while ranks wait
+    (docs/design/vllm.md#against-vllms-defaults).
     """
     pg = resolve_group(group, "gemm_ar")
-    arguments = (x, weight, bias, False, residual, End(norm_weight, eps), pg)
-    return cast("tuple[Tensor, Tensor]", _call(*arguments, weight_is_constant=True))
+    if bias is None and x.shape[0] <= SERVED_TOKENS:
+        product = plain.serving(x, weight)
+    else:
+        product = torch.nn.functional.linear(x, weight, bias if pg.rank() == 0 else None)
+    return reduce.all_reduce(product, group=pg, residual=residual, norm_weight=norm_weight, eps=eps)
 
 
 def _given(
