@@ -268,18 +268,18 @@ def test_products_in_the_graph_of_a_model_that_serves(m: int, dtype: torch.dtype
     k, inner = 1032, 520  # no multiples of a tile
     x = torch.randint(-2, 3, (m, k), device="cuda").to(dtype)
     shapes = ((2 * inner, k), (k, inner))
-    w1, w2 = (torch.randint(-1, 2, shape, device="cuda").to(dtype) / 16 for shape in shapes)
+    w1, w2 = (torch.randint(-1, 2, shape, device="cuda").to(dtype) / 32 for shape in shapes)
     gemm.serving(gemm.serving(x, w1, swiglu=True), w2)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         hidden = [gemm.serving(x, w1, swiglu=True)]
-        for _ in range(4):
+        for _ in range(2):  # more would leave the range of float16
             hidden.append(gemm.serving(gemm.serving(hidden[-1], w2), w1, swiglu=True))
         product = gemm.serving(x, w1)
     graph.replay()
     graph.replay()
-    assert torch.equal(product, (x.float() @ w1.float().t()).to(dtype)), "sums of 16ths are exact"
+    assert torch.equal(product, (x.float() @ w1.float().t()).to(dtype)), "sums of 32nds are exact"
     for number, got in enumerate(hidden):
         given = x if number == 0 else (hidden[number - 1].float() @ w2.float().t()).to(dtype)
         gate, others = (given.float() @ w1.float().t()).to(dtype).float().chunk(2, dim=-1)
