@@ -3,8 +3,8 @@
     python benchmarks/make_measured.py
 
 Of each problem of gemm_ar the newest measurement counts. The run that compares large sums is added: it is of
-two ranks, and its peer is cuBLAS and NCCL. Of whole models in vLLM the newest run of each shape counts, on
-GPUs of the same architecture with as many SMs.
+two ranks, and its peer is cuBLAS and NCCL. Of whole models in vLLM the newest run of each number of columns
+in the residual counts, on GPUs of the same architecture with as many SMs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
             if not rates or what not in ("prefill", "decode"):
                 continue
             speedup, hidden = round(min(rates) / stock, 3), model["hidden"]
-            shape = (ranks, hidden, model["layers"], int(tokens or 0))
+            shape = (ranks, hidden, int(tokens or 0))
             newest[what, *shape] = (
                 Decode(ranks, hidden, int(tokens), speedup) if tokens else Prefill(ranks, hidden, speedup)
             )

@@ -129,7 +129,7 @@ def test_layers_are_kept_where_vllm_would_fuse(
     assert given_back(16, 64) == [("unshard", 64), ("unfuse", 64)]
     compiled._is_measured_kind[0] = False
     assert given_back(16, 64) == [("unshard", None), ("unfuse", 0)], "of such models none was measured"
-    assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 128, 512]
+    assert config.compilation_config.compile_ranges_endpoints == [3, 7, 15, 64, 512]
 
 
 def test_few_tokens_are_kept_where_vllm_would_fuse(
@@ -141,7 +141,7 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
     from flux.integrations.vllm import compiled, layer
 
     config = stand_in.configuration(fuses=True)
-    ends = iter((6, 20, 0))
+    ends = iter((6, 20, 0, 100))
     monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 32)
     monkeypatch.setattr(layer, "over_fusion_up_to", lambda *problem: next(ends))
     monkeypatch.setattr(compiled, "_is_measured_kind", [True])
@@ -159,8 +159,12 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
         assert unfused(1, 6) == 0, "of such models none was measured"
         compiled._is_measured_kind[0] = True
         row_parallel(vllm, WEIGHT)
-    assert unfused(1, 6) == 0
-    assert config.compilation_config.compile_ranges_endpoints == [6, 20, 31, 512], "none for few tokens"
+        assert unfused(1, 6) == 0
+        endpoints = config.compilation_config.compile_ranges_endpoints
+        assert endpoints == [6, 20, 31, 512], "none for few tokens"
+        row_parallel(vllm, WEIGHT)
+        endpoints = config.compilation_config.compile_ranges_endpoints
+        assert endpoints == [6, 20, 31, 64, 100, 512], "products behind norms are flux's up to 64 tokens"
 
 
 def test_vllms_own_sequence_parallelism_comes_first(
@@ -279,7 +283,7 @@ def test_sums_of_layers_that_stay_vllms(
     endpoints = config.compilation_config.compile_ranges_endpoints
     if case in ("quantised", "served"):
         assert compiled._sums == {"tp:0": SumRule("7", 3, nbytes)}
-        assert endpoints == ([2, 8, 100, 128, 512] if case == "served" else [2, 100, 512])
+        assert endpoints == ([2, 8, 64, 100, 512] if case == "served" else [2, 100, 512])
         assert len(Pass(vllm).passes) == 3
     else:
         assert compiled._sums == {} and endpoints == [512]
@@ -290,8 +294,8 @@ def test_sums_of_layers_that_stay_vllms(
     [
         ("9", 0, "Sequence parallel from 9 tokens on", [5, 8, 512]),
         ("9", 2, "Sequence parallel from 9 tokens on", [5, 8, 512]),
-        ("auto", 0, "Not sequence parallel: a reason", [5, 128, 512]),
-        ("off", 0, "", [5, 128, 512]),
+        ("auto", 0, "Not sequence parallel: a reason", [5, 64, 512]),
+        ("off", 0, "", [5, 64, 512]),
     ],
 )
 def test_models_become_sequence_parallel_before_they_are_split(

@@ -26,6 +26,8 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 _OP = known.operator()
 _left_free = 0  # SMs, by leaving_free
 _ALIGNED = 8  # elements in 16 bytes
+# Of a model that serves: with more tokens, kernels that load weights early win nothing.
+SERVED_TOKENS = 64
 
 
 def gemm(

@@ -31,8 +31,6 @@ from flux.ops.two_level_sums import gemm_and_sum
 
 Tensor = torch.Tensor
 _OP = known.operator()
-# Up to so many tokens, `serving` multiplies by flux.gemm.
-SERVED_TOKENS = 64
 
 
 @overload
@@ -353,7 +351,7 @@ def serving(
     (docs/design/vllm.md#against-vllms-defaults).
     """
     pg = resolve_group(group, "gemm_ar")
-    if bias is None and x.shape[0] <= SERVED_TOKENS:
+    if bias is None and x.shape[0] <= plain.SERVED_TOKENS:
         product = plain.serving(x, weight)
     else:
         product = torch.nn.functional.linear(x, weight, bias if pg.rank() == 0 else None)

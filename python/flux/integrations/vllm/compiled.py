@@ -32,13 +32,14 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
-from flux.integrations.vllm.products import FEW_TOKENS, serve_products
+from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.sequence import LINEAR, SCATTERS, count_sharded, shard
 from flux.integrations.vllm.thresholds import fingerprint, sequence_from
 from flux.integrations.vllm.unshard import unshard
 from flux.ops._scales import Scaling
+from flux.ops.gemm import SERVED_TOKENS
 from flux.ops.plan import current_device, why_unfused
 from flux.ops.workspaces import rank_and_size
 
@@ -91,7 +92,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
         counts["quantised"] += fuse_quantisation(graph)
         drop_marks(graph)
-        if end <= FEW_TOKENS and not _invariance.active():
+        if end <= SERVED_TOKENS and not _invariance.active():
             served, gated = serve_products(graph)
             counts["products"] += served
             counts["gated"] += gated

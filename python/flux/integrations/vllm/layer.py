@@ -19,7 +19,6 @@ from flux import _invariance
 from flux.integrations.vllm import compiled, eager, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
-from flux.integrations.vllm.products import FEW_TOKENS
 from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.thresholds import (
     ALIGNMENT,
@@ -29,6 +28,7 @@ from flux.integrations.vllm.thresholds import (
     sums,
 )
 from flux.ops._scales import Scaling
+from flux.ops.gemm import SERVED_TOKENS
 from flux.ops.plan import current_device, why_unfused
 
 _NAME = "RowParallelLinear"
@@ -81,13 +81,13 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if settings.mode != "layer":
             compiled.install()
             compiled.split_range(config, self._flux_from)
-            has_few = self._flux_from <= FEW_TOKENS and (sequence is None or sequence > FEW_TOKENS)
-            if has_few and not (_invariance.active() or _fuses_sums(config)):
-                compiled.split_range(config, FEW_TOKENS + 1)
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
             device = current_device()
             kind = (self.output_size, self.params_dtype, self.tp_size, device, scales)
             few = over_fusion_up_to(*kind) if self._flux_from <= 1 else 0
+            has_few = self._flux_from <= SERVED_TOKENS and (sequence is None or sequence > SERVED_TOKENS)
+            if has_few and not _invariance.active() and (few > SERVED_TOKENS or not _fuses_sums(config)):
+                compiled.split_range(config, SERVED_TOKENS + 1)
             compiled.serve_over_fusion(config, few, max(over_fusion_from(*kind), self._flux_from))
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.

@@ -12,10 +12,10 @@ from torch import fx
 
 from flux.integrations.vllm.graph import value
 
-# More tokens are not faster.
-FEW_TOKENS = 128
 # A weight with K columns has at least K / 8 rows. Those of routers have fewer, and were not measured.
 _MOST_COLUMNS_OF_ROWS = 8
+# Of a larger weight, what is loaded early is a small part, and cuBLAS is faster on some GPUs.
+_MOST_BYTES = 128 << 20
 _aten: Any = torch.ops.aten
 _ours: Any = torch.ops.flux_vllm
 _TRANSPOSED = (_aten.permute.default, _aten.t.default)
@@ -56,9 +56,10 @@ def _weight_of(product: fx.Node) -> fx.Node | None:
     weight = columns.args[0]
     if not isinstance(weight, fx.Node) or weight.op not in ("placeholder", "get_attr"):
         return None
-    n, k = value(weight).shape
-    serves = value(weight).dtype == value(rows).dtype and value(weight).is_contiguous()
-    return weight if serves and k <= _MOST_COLUMNS_OF_ROWS * n else None
+    what = value(weight)
+    n, k = what.shape
+    fits = k <= _MOST_COLUMNS_OF_ROWS * n and n * k * what.dtype.itemsize <= _MOST_BYTES
+    return weight if fits and what.dtype == value(rows).dtype and what.is_contiguous() else None
 
 
 def _swiglu_of(product: fx.Node) -> fx.Node | None:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -88,6 +88,9 @@ class Decode:
     speedup: float
 
 
+_Model = TypeVar("_Model", Prefill, Decode)
+
+
 @dataclass(frozen=True)
 class Measured:
     """Measurements, and where they are from.
@@ -155,14 +158,14 @@ def decide(
 
 def over_fusion_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "") -> int:
     """From how many rows of n on flux runs layers also where vLLM would fuse their all-reduce with residual
-    and RMSNorm: where models are sequence parallel, if one with a residual of up to twice or half as many
-    columns was measured to be faster.
+    and RMSNorm: where models are sequence parallel, if the one with the nearest number of columns in the
+    residual, up to twice or half as many, was measured to be faster.
     """
     sequence = sequence_from(n, dtype, ranks, device)
     if scales or sequence is None:
         return NEVER
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).prefills
-    slowest = min((each.speedup for each in measured if _is_near(each, n, ranks)), default=0.0)
+    slowest = min((each.speedup for each in _nearest(measured, n, ranks)), default=0.0)
     return sequence if slowest >= 1 + _NOISE else NEVER
 
 
@@ -174,11 +177,16 @@ def over_fusion_up_to(n: int, dtype: torch.dtype, ranks: int, device: torch.devi
     if scales or sequence_from(n, dtype, ranks, device) is None:
         return 0
     measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).decodes
-    return _faster_up_to((each.tokens, each.speedup) for each in measured if _is_near(each, n, ranks))
+    return _faster_up_to((each.tokens, each.speedup) for each in _nearest(measured, n, ranks))
 
 
-def _is_near(model: Prefill | Decode, n: int, ranks: int) -> bool:
-    return model.ranks == ranks and n <= 2 * model.hidden and model.hidden <= 2 * n
+def _nearest(models: Iterable[_Model], n: int, ranks: int) -> list[_Model]:
+    """Measurements on as many ranks of models with the number of columns that is nearest to n, up to twice or
+    half of it.
+    """
+    near = [each for each in models if each.ranks == ranks and n <= 2 * each.hidden and each.hidden <= 2 * n]
+    nearest = min((each.hidden for each in near), key=lambda hidden: abs(math.log2(hidden / n)), default=0)
+    return [each for each in near if each.hidden == nearest]
 
 
 def sequence_from(
