@@ -37,6 +37,8 @@ SOURCES = {
     "layer_training": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
     "e2e_prefill": _GEMM_AR,
     "e2e_decode": _GEMM_AR,
+    "megatron_model": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
+    "megatron_model_moe": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu", *_MOE),
     "losses": ("gemm_rs/gemm_rs.cu", "ag_gemm/ag_gemm.cu"),
     "vllm": _GEMM_AR,
     "vllm_moe": (*_GEMM_AR, *_MOE),

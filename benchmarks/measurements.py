@@ -81,7 +81,9 @@ class Marker:
 
 @dataclass(frozen=True)
 class Other:
-    """A file that has no rows of bench: throughput of vLLM, or losses of a training."""
+    """A file that has no rows of bench: throughput of vLLM, models of Megatron-Core, or losses of a
+    training.
+    """
 
     source: Source
     data: dict[str, Any]
@@ -178,6 +180,12 @@ def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
             machine = f"{data['machine']['gpu_count']}× {data['machine']['gpu']}"
             source = _source(path.name, op, data["commit"], data["date"], machine, len(data["runs"]), judge)
             others.append(Other(source, data))
+        elif kind == "a result of megatron_model.py":
+            experts = any(model["shape"]["experts"] for model in data["models"])
+            op = "megatron_model_moe" if experts else "megatron_model"
+            machine = f"{data['machine']['gpu_count']}× {data['machine']['gpu']}"
+            source = _source(path.name, op, data["commit"], data["date"], machine, len(data["models"]), judge)
+            others.append(Other(source, data))
         elif kind == "losses of a training":
             named = _NAMED_COMMIT.search(path.name)
             if named is None:
@@ -187,9 +195,8 @@ def read(folder: Path, judge: Judge) -> tuple[list[Measurement], list[Other]]:
                 Other(_source(path.name, "losses", named[1], path.name[:10], machine, len(data), judge), data)
             )
         else:
-            raise ValueError(
-                f"{path.name}: no result of bench, vllm_throughput.py or a training: {kind or 'unknown'}"
-            )
+            known = "bench, vllm_throughput.py, megatron_model.py or a training"
+            raise ValueError(f"{path.name}: no result of {known}: {kind or 'unknown'}")
     return found, others
 
 

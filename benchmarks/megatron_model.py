@@ -1,291 +1,110 @@
 """Forward pass and training step of GPTs of Megatron-Core on one host: stock, Transformer Engine, flux.
 
-    python benchmarks/megatron_model.py --model llama-3-8b --tp 2 --json FILE
-    python benchmarks/megatron_model.py --model llama-3-8b --tp 2 --cpu  # a tiny model in fp32, in processes
+    python benchmarks/megatron_model.py --tp 2 --json FILE            # every model of the default list
+    python benchmarks/megatron_model.py --models mixtral-8x7b:2       # experts in 2 slices
+    python benchmarks/megatron_model.py --cpu                         # tiny models in fp32, in processes
 
-Every candidate is the same model with the same weights. All candidates of a run are timed in turns, in an
-order that each round draws anew. Stock and flux differ only in `convert_spec` and `convert_model`; norms
-and attention are torch's. With Transformer Engine installed, its spec runs stock, with its overlap
-(tp_comm_overlap), and on flux. Models with experts run with each of Megatron's dispatchers. A candidate that
-cannot run is listed with the reason.
+Every candidate is the same model with the same weights, in bf16, with sequence parallelism. All candidates of
+a model are timed in turns, in an order that each round draws anew. Stock and flux differ only in
+`convert_spec` and `convert_model`; norms and attention are torch's. A training step is a forward and a
+backward pass, without an optimizer.
+
+Models with experts run with both of Megatron's dispatchers that need no further package, allgather ("stock")
+and alltoall. Their experts are Megatron's, one GEMM after the other, and for "grouped GEMM" torch's grouped
+GEMM. With Transformer Engine installed, its spec runs stock, with its overlap (tp_comm_overlap), and on flux.
+A candidate that cannot run is listed with the reason.
+
+Each model has processes of its own, and the file is written after each. A model that would not end before
+--timeout does not begin. Ends with 1 if something is wrong: a GPU whose clock is low under load, another loss
+or other gradients than stock's, or a model that failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
-import statistics
+import os
 import sys
-import traceback
-import warnings
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flux.testing import spawn
+from flux.testing import SpawnError, spawn
+from megatron_candidates import (
+    ENGINE,
+    MODELS,
+    Settings,
+    candidates,
+    initialise,
+    loss_of,
+)
 
 Tensor = torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A Llama, or with experts a mixture; ffn: columns of a layer's MLP, or of each expert."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    layers: int = 4
-    sequence: int = 4096
-    vocabulary: int = 32768
-    experts: int = 0
-    top_k: int = 0
-
-    def tiny(self) -> Model:
-        """The same kind of model, for CPUs."""
-        return dataclasses.replace(
-            self,
-            hidden=64,
-            ffn=96,
-            heads=8,
-            kv_heads=4,
-            layers=2,
-            sequence=32,
-            vocabulary=128,
-            experts=min(self.experts, 4),
-            top_k=min(self.top_k, 2),
-        )
-
-
-MODELS = {
-    "llama-3-8b": Model(4096, 14336, 32, 8),
-    "llama-3-70b": Model(8192, 28672, 64, 8),
-    "qwen3-32b": Model(5120, 25600, 64, 8),
-    "qwen3-30b-a3b": Model(2048, 768, 32, 4, experts=128, top_k=8),
-    "mixtral-8x7b": Model(4096, 14336, 32, 8, experts=8, top_k=2),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    model: Model
-    tp: int
-    ep: int
-    cpu: bool
-    rounds: int
-    iters: int
-
-
-class Attention(torch.nn.Module):
-    """Causal attention of [sequence, batch, heads, size], by torch."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def initialise(settings: Settings) -> torch.device:
-    warnings.filterwarnings("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16.1 looks for it always
-    parallel_state.initialize_model_parallel(
-        settings.tp,
-        expert_model_parallel_size=settings.ep,
-        expert_tensor_parallel_size=settings.tp // settings.ep,
-    )
-    if not settings.cpu:
-        random.model_parallel_cuda_manual_seed(1)
-        return torch.device("cuda", torch.cuda.current_device())
-    # Megatron asks for the CUDA device and its random numbers whatever the model is on.
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-    return torch.device("cpu")
-
-
-def configure(settings: Settings, **options: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    model = settings.model
-    if model.experts:
-        options = {
-            "num_moe_experts": model.experts,
-            "moe_router_topk": model.top_k,
-            "moe_ffn_hidden_size": model.ffn,
-            "moe_aux_loss_coeff": 0.01,
-            "expert_model_parallel_size": settings.ep,
-            "expert_tensor_parallel_size": settings.tp // settings.ep,
-            "moe_token_dispatcher_type": "allgather",
-            **options,
-        }
-    return TransformerConfig(
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn,
-        num_attention_heads=model.heads,
-        num_query_groups=model.kv_heads,
-        tensor_model_parallel_size=settings.tp,
-        sequence_parallel=True,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,
-        use_cpu_initialization=settings.cpu,
-        params_dtype=torch.float32 if settings.cpu else torch.bfloat16,
-        bf16=not settings.cpu,
-        **options,
-    )
-
-
-def local_spec(config: Any) -> Any:
-    """Megatron's classes; norms that know sequence parallelism, and torch's attention."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    from flux.integrations.megatron import FluxNorm
-
-    spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
-    for layer in spec.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = FluxNorm
-        parts.self_attention.submodules.core_attention = Attention
-    return dataclasses.replace(spec, layer_norm=FluxNorm)
-
-
-def engine_spec(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    return get_gpt_decoder_block_spec(config, True, normalization=config.normalization)
-
-
-def build(settings: Settings, config: Any, spec: Any, on_flux: bool, device: torch.device) -> Any:
-    from megatron.core.models.gpt import GPTModel
-
-    from flux.integrations.megatron import convert_model, convert_spec
-
-    torch.manual_seed(4)
-    model = GPTModel(
-        config,
-        convert_spec(spec) if on_flux else spec,
-        settings.model.vocabulary,
-        settings.model.sequence,
-        position_embedding_type="rope",
-    ).to(device)
-    if on_flux:
-        convert_model(model)
-    return model
-
-
-def begin_overlap(settings: Settings) -> None:
-    """The buffers of Transformer Engine's overlap. It must not use NVLink's multicast: UB_SKIPMC=1."""
-    import transformer_engine.pytorch as te
-
-    te.module.base.initialize_ub(
-        shape=[settings.model.sequence, settings.model.hidden],
-        tp_size=settings.tp,
-        bootstrap_backend="nccl",
-    )
-
-
-def candidates(settings: Settings, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Makers of models, by name."""
-    from flux.integrations.megatron import save_gathered_inputs
-
-    plain = configure(settings)
-
-    def saving() -> Any:
-        model = build(settings, plain, local_spec(plain), True, device)
-        save_gathered_inputs(model, "auto")
-        return model
-
-    def overlapping() -> Any:
-        begin_overlap(settings)
-        config = configure(settings, tp_comm_overlap=True)
-        return build(settings, config, engine_spec(config), False, device)
-
-    makers: dict[str, Callable[[], Any]] = {
-        "stock": lambda: build(settings, plain, local_spec(plain), False, device),
-        "flux": lambda: build(settings, plain, local_spec(plain), True, device),
-        "flux, gathered x kept": saving,
-    }
-    if settings.model.experts:
-        other = configure(settings, moe_token_dispatcher_type="alltoall")
-        makers["stock, alltoall"] = lambda: build(settings, other, local_spec(other), False, device)
-    if importlib.util.find_spec("transformer_engine") is not None:
-        makers["Transformer Engine"] = lambda: build(settings, plain, engine_spec(plain), False, device)
-        makers["Transformer Engine, overlap"] = overlapping
-        makers["Transformer Engine on flux"] = lambda: build(
-            settings, plain, engine_spec(plain), True, device
-        )
-    return makers
-
-
-def loss_of(model: Any, settings: Settings, device: torch.device) -> Tensor:
-    g = torch.Generator().manual_seed(3)
-    tokens = torch.randint(settings.model.vocabulary, (1, settings.model.sequence), generator=g).to(device)
-    positions = torch.arange(settings.model.sequence, device=device)[None]
-    losses: Tensor = model(tokens, positions, None, labels=tokens.roll(-1, 1))
-    return losses.float().mean()
+DEFAULT = ["llama-3-8b", "llama-3-70b", "mixtral-8x7b", "mixtral-8x7b:2", "qwen3-30b-a3b", "qwen3-30b-a3b:2"]
+# How far a loss, and all gradients as one vector, may be from stock's, as a share of it. Without one rank's
+# part gradients are 0.7 off. Of close scores rounding lets a router choose others among the experts.
+LOSS_SHARE, GRADIENT_SHARE, ROUTED_SHARE, EXACT_SHARE = 0.01, 0.1, 0.4, 1e-4
 
 
 def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
-    """Rows of both passes, and the candidates that could not run. The same on all ranks."""
-    from flux.bench.timing import make_timer
+    """What each candidate has shown, and those that could not run. The same on all ranks."""
+    from flux.bench.timing import all_max, make_timer
 
     device = initialise(settings)
     timer = make_timer(device, dist.group.WORLD)
-    models, skipped, losses = {}, {}, {}
-    for name, make in candidates(settings, device).items():
+    models, skipped, runs = {}, {}, {}
+    gradients: dict[str, Tensor] = {}
+    for name, make in candidates(settings, device, {}).items():
         try:
             model = make()
-            if models:
-                # Specs name the same parameters, except those of a norm in a linear layer, which are ones.
-                with contextlib.suppress(RuntimeError):
-                    model.load_state_dict(models["stock"].state_dict())
             loss = loss_of(model, settings, device)
             loss.backward()
-            losses[name] = float(loss)
-        except Exception:
-            if settings.model.experts == 0 and not name.startswith("Transformer"):
+        except Exception as error:
+            if not (settings.model.experts or name.startswith(ENGINE)):
                 raise
-            skipped[name] = traceback.format_exc().strip().splitlines()[-1][:200]
+            skipped[name] = f"{type(error).__name__}: {error}"[:300]
             continue
+        found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        gradients = gradients or found
+        (apart,) = all_max([distance(found, gradients)], dist.group.WORLD, device)
+        runs[name] = {"loss": float(loss), "gradients_apart": apart, "samples_ms": {}, "host_bound": []}
         models[name] = model
+    del gradients, found, loss
     passes: dict[str, dict[str, Callable[[], None]]] = {"forward": {}, "training": {}}
     for name, model in models.items():
         passes["forward"][name] = lambda model=model: _forward(model, settings, device)
         passes["training"][name] = lambda model=model: _train(model, settings, device)
-    rows = []
     for kind, calls in passes.items():
-        for call in calls.values():
+        for name, call in calls.items():
             timer.warm(call)
-        samples = timer.interleaved(calls, settings.iters, settings.rounds)
-        rows += [
-            {
-                "pass": kind,
-                "candidate": name,
-                "median_ms": statistics.median(times),
-                "min_ms": min(times),
-                "max_ms": max(times),
-                "samples_ms": times,
-                "loss": losses[name],
-            }
-            for name, times in samples.items()
-        ]
-    return {"rows": rows, "skipped": skipped, "faults": faults_of(losses, settings.cpu)}
+            if not settings.cpu and kind == "training":
+                runs[name]["step_mib"] = step_mib(call)
+        for name, samples in timer.interleaved(calls, settings.iters, settings.rounds).items():
+            runs[name]["samples_ms"][kind] = samples
+            runs[name]["host_bound"] += [kind] * (name in timer.host_bound)
+    return {"candidates": runs, "skipped": skipped}
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Of all gradients as one vector, |ours - theirs| / |theirs|; of the parameters that both have."""
+    both = ours.keys() & theirs.keys()
+    apart = sum(float((ours[name].float() - theirs[name].float()).square().sum()) for name in both)
+    return float((apart / sum(float(theirs[name].float().square().sum()) for name in both)) ** 0.5)
+
+
+def step_mib(call: Callable[[], None]) -> float:
+    """What a training step allocates through torch at its peak, beside parameters: activations, gradients."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return float((torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
 def _forward(model: Any, settings: Settings, device: torch.device) -> None:
@@ -294,79 +113,147 @@ def _forward(model: Any, settings: Settings, device: torch.device) -> None:
 
 
 def _train(model: Any, settings: Settings, device: torch.device) -> None:
-    model.zero_grad(set_to_none=True)
     loss_of(model, settings, device).backward()
+    model.zero_grad(set_to_none=True)
 
 
-def faults_of(losses: dict[str, float], exact: bool) -> list[str]:
-    """What makes times worth nothing: a candidate that computes another loss than stock."""
-    share = 1e-5 if exact else 0.01
-    expected = losses["stock"]
-    return [
-        f"{name}: loss {loss}, of stock {expected}"
-        for name, loss in losses.items()
-        if not abs(loss - expected) <= share * abs(expected)
-    ]
+def faults_of(runs: dict[str, Any], experts: bool, exact: bool) -> list[str]:
+    """What makes times worth nothing: a candidate that computes something else than stock."""
+    loss_share = EXACT_SHARE if exact else LOSS_SHARE
+    gradient_share = EXACT_SHARE if exact else ROUTED_SHARE if experts else GRADIENT_SHARE
+    expected = runs["stock"]["loss"]
+    faults = []
+    for name, run in runs.items():
+        if not abs(run["loss"] - expected) <= loss_share * abs(expected):
+            faults.append(f"{name}: loss {run['loss']}, of stock {expected}")
+        if not run["gradients_apart"] <= gradient_share:
+            faults.append(f"{name}: gradients are {run['gradients_apart']:.2g} of stock's apart from them")
+    return faults
 
 
-def table(record: dict[str, Any]) -> list[str]:
-    """Lines of text: each candidate's time, and the speed-up of flux over it."""
-    lines = []
-    for kind in ("forward", "training"):
-        rows = [row for row in record["rows"] if row["pass"] == kind]
-        ours = min(row["median_ms"] for row in rows if row["candidate"].startswith("flux"))
-        for row in rows:
-            spread = (row["max_ms"] - row["min_ms"]) / row["median_ms"]
-            lines.append(
-                f"{kind:9} {row['candidate']:28} {row['median_ms']:10.3f} ms  ±{50 * spread:4.1f} %  "
-                f"flux {row['median_ms'] / ours:5.3f}"
-            )
-    return lines + [f"not run: {name}: {reason}" for name, reason in record["skipped"].items()]
+def package(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def describe(options: argparse.Namespace) -> dict[str, Any]:
+    """The head of the result file."""
+    import flux
+    from flux import machine
+
+    packages = {name: package(name) for name in ("megatron-core", "transformer-engine")}
+    return {
+        "version": flux.__version__,
+        "commit": machine.commit(),
+        "date": machine.now(),
+        "suite": "megatron_model",
+        "machine": {**machine.describe("cpu" if options.cpu else "cuda"), **packages},
+        "settings": {"tp": options.tp, "rounds": options.rounds, "iters": options.iters},
+        "models": [],
+        "faults": [],
+    }
+
+
+def take_clocks(record: dict[str, Any], key: str) -> list[str]:
+    """Keeps what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
+    from flux import machine
+
+    gpus = machine.smi_under_load([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+    record["machine"][key] = gpus
+    return machine.throttled(gpus)
+
+
+def measure_all(
+    asked: Iterable[tuple[str, Settings]], record: dict[str, Any], deadline: float
+) -> Iterator[None]:
+    """Adds each model to the record, unless the one before it says that there is no time for it."""
+    from flux import machine
+
+    # Megatron requires one connection for its own overlap in the backward pass.
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    env = {**machine.NO_MULTICAST, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    longest = 0.0
+    for name, settings in asked:
+        start = time.monotonic()
+        if start + longest > deadline:
+            record["faults"].append(f"{name}: no time left")
+            continue
+        backend = "gloo" if settings.cpu else "nccl"
+        try:
+            found = spawn(
+                measure, settings.tp, settings, backend=backend, env=env, timeout_s=deadline - start
+            )[0]
+        except SpawnError as error:
+            record["faults"].append(f"{name}: {str(error).strip()[-1000:]}")
+            continue
+        longest = max(longest, time.monotonic() - start)
+        model = {"name": name, "ep": settings.ep, "shape": dataclasses.asdict(settings.model), **found}
+        record["models"].append(model)
+        faults = faults_of(found["candidates"], settings.model.experts > 0, settings.cpu)
+        record["faults"] += [f"{name}: {fault}" for fault in faults]
+        yield
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="shape (default llama-3-8b)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=DEFAULT,
+        metavar="NAME[:EP]",
+        help=f"shapes ({', '.join(MODELS)}), and slices of their experts (default {' '.join(DEFAULT)})",
+    )
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--ep", type=int, default=1, help="slices of the experts, a divisor of --tp")
     parser.add_argument("--layers", type=int, help="default 4; with --cpu 2")
+    parser.add_argument("--sequence", type=int, help="tokens of the sequence (default 4096; with --cpu 32)")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate (default 7)")
     parser.add_argument("--iters", type=int, default=3, help="steps of a sample (default 3)")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model in fp32, in processes")
+    parser.add_argument("--cpu", action="store_true", help="tiny models in fp32, in processes")
     options = parser.parse_args(arguments)
-    if options.tp % options.ep:
-        parser.error("--ep: expected a divisor of --tp")
+    for asked in options.models:
+        name, _, ep = asked.partition(":")
+        if name not in MODELS:
+            parser.error(f"--models: expected one of {', '.join(MODELS)}, got {name!r}")
+        if ep and not (MODELS[name].experts and ep.isdecimal() and int(ep) and options.tp % int(ep) == 0):
+            parser.error(f"--models: expected experts and a divisor of --tp, got {asked!r}")
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    import flux
-    from flux import machine
-    from flux._files import write_json
+def settings_of(options: argparse.Namespace, asked: str) -> Settings:
+    name, _, ep = asked.partition(":")
+    model = MODELS[name].tiny() if options.cpu else MODELS[name]
+    changes = {"layers": options.layers, "sequence": options.sequence}
+    model = dataclasses.replace(model, **{key: value for key, value in changes.items() if value})
+    return Settings(model, options.tp, int(ep or 1), options.cpu, options.rounds, options.iters)
 
+
+def main(arguments: list[str] | None = None) -> int:
+    from flux._files import write_json
+    from flux.bench.report import make_console
+    from flux.cli import training
+
+    start = time.monotonic()
     options = options_of(arguments)
-    model = MODELS[options.model]
-    model = model.tiny() if options.cpu else model
-    model = dataclasses.replace(model, layers=options.layers or model.layers)
-    settings = Settings(model, options.tp, options.ep, options.cpu, options.rounds, options.iters)
-    backend = "gloo" if options.cpu else "nccl"
-    found = spawn(measure, options.tp, settings, backend=backend, timeout_s=1200)[0]
-    result = {
-        "version": flux.__version__,
-        "commit": machine.commit(),
-        "date": machine.now(),
-        "suite": "megatron_model",
-        "machine": machine.describe("cpu" if options.cpu else "cuda"),
-        "settings": {**dataclasses.asdict(settings), "name": options.model},
-        **found,
-    }
+    record = describe(options)
+    if not options.cpu:
+        record["faults"] += take_clocks(record, "gpus_load")
+    if not record["faults"]:
+        asked = [(name, settings_of(options, name)) for name in options.models]
+        for _ in measure_all(asked, record, start + options.timeout):
+            if options.json:
+                write_json(record, options.json)
+        if not options.cpu:
+            record["faults"] += take_clocks(record, "gpus_after")
     if options.json:
-        write_json(result, options.json)
-    print("\n".join([*table(result), *result["faults"]]))
-    return 1 if result["faults"] else 0
+        write_json(record, options.json)
+    training.show(record, make_console())
+    return 1 if record["faults"] else 0
 
 
 if __name__ == "__main__":

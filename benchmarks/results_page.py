@@ -12,10 +12,11 @@ from typing import Any
 from flux.bench.cases import OPS
 from flux.bench.model import Bar, Row, geomean, over_best
 from flux.bench.report import BARS, notes
+from flux.cli import training
 from flux.cli.tables import furthest_apart
 from flux.cli.throughput import over_stock
 from measurements import Marks, Measurement, Other, Source, operator_of, ranked
-from results_text import CTAS, HEAD, HOSTS, LOSSES, OPERATORS, README_HEAD, README_NOTES, VLLM
+from results_text import CTAS, HEAD, HOSTS, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
 
 RESULTS = "../benchmarks/results/"
 _NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
@@ -275,6 +276,25 @@ def _rate(rate: float, ratio: float | None) -> str:
     return f"{rate:,.0f}" if ratio in (None, 1.0) else f"{rate:,.0f} ({speed(ratio)})"
 
 
+def models(found: Sequence[Other]) -> list[str]:
+    """A table for each model of each file, newest first."""
+    parts = []
+    for other in sorted(found, key=lambda o: o.source.date, reverse=True):
+        settings, machine = other.data["settings"], other.data["machine"]
+        parts.append(f"megatron-core {machine['megatron-core']}. From {origin([other.source])}\n")
+        for model in other.data["models"]:
+            cells: dict[str, list[str]] = {}
+            for _, name, ms, apart, ratio, host in training.lines(model):
+                text = f"{time(ms)} ({speed(ratio)}) ±{100 * apart:.0f} %{' *host*' if host else ''}"
+                cells.setdefault(name, []).append(text)
+            for name, run in model["candidates"].items():
+                cells[name].append(f"{run['step_mib'] / 1024:.1f} GiB")
+            head = [training.title(model, settings["tp"]), *training.PASSES, "memory of a step"]
+            parts.append(table(head, ([name, *line] for name, line in cells.items())))
+            parts += [f"Not run: {name}: {reason}\n" for name, reason in model["skipped"].items()]
+    return parts
+
+
 def losses(found: Sequence[Other]) -> list[str]:
     parts = []
     for other in found:
@@ -322,7 +342,10 @@ def page(measurements: Sequence[Measurement], found: Sequence[Other], figures: P
     for m in (m for group in sections.of("moe_ctas") for m in group):
         parts.append(f"{gpus(m)}, from {origin(m.sources, m.complete)}{drawn(m, figures)}\n\n{ctas(m)}")
     parts += ["## vLLM\n", VLLM, *vllm([other for other in found if "runs" in other.data])]
-    parts += ["## Losses of a training\n", LOSSES, *losses([o for o in found if "runs" not in o.data])]
+    if whole := [other for other in found if "models" in other.data]:
+        parts += ["## Models of Megatron-Core\n", MODELS, *models(whole)]
+    curves = [other for other in found if other.source.op == "losses"]
+    parts += ["## Losses of a training\n", LOSSES, *losses(curves)]
     return "\n".join([*parts, "## All files\n", files(measurements, found)])
 
 

@@ -110,6 +110,11 @@ Tokens per second with and without flux, in brackets over stock. `graph` has CUD
 `stock` sums with vLLM's own all-reduce, `stock-nccl` with NCCL; `unfused` is without vLLM's fusion of
 all-reduce and RMSNorm. An engine without numbers was not up in time. See [vllm.md](vllm.md#throughput).
 """
+MODELS = """\
+Whole models of Megatron-Core, in brackets the time over that of flux's fastest candidate with the same
+classes. Training: a forward and a backward pass. `grouped GEMM`: torch's, where Megatron-Core has
+one GEMM for each expert. *host*: the host set the pace. See [megatron.md](megatron.md#whole-models).
+"""
 LOSSES = """\
 Megatron-Core from the same weights, stock and on flux, in a [picture](figures/megatron-losses.svg).
 Roundings differ, so losses drift apart. See [megatron.md](megatron.md).

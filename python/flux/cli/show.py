@@ -15,7 +15,7 @@ from flux.bench import html
 from flux.bench import plot as plots
 from flux.bench import record as records
 from flux.bench.report import TABLE_WIDTH, make_console, render
-from flux.cli import doctor, tables, throughput, verify
+from flux.cli import doctor, tables, throughput, training, verify
 
 Data = dict[str, Any]
 
@@ -47,6 +47,7 @@ KINDS = (
     Kind("outcomes of verify", lambda data: "outcomes" in data, verify.show),
     Kind("findings of doctor", lambda data: "findings" in data, doctor.show),
     Kind("a result of vllm_throughput.py", lambda data: "runs" in data, throughput.show),
+    Kind("a result of megatron_model.py", lambda data: "models" in data, training.show),
     Kind("losses of a training", _losses, tables.show_losses),
     Kind("tuning data (with a key 'what')", lambda data: "what" in data, tables.show),
 )
