@@ -73,17 +73,22 @@ DEFECTS: dict[str, Callable[[_scales.Scales], _scales.Scales]] = {
 
 
 def defects(rank: int, p: int) -> None:
-    """Wrong scales on the last rank are seen by some rank."""
+    """Wrong scales of either layer on the last rank are seen by some rank."""
     whole = _scales.Scales.canonical_experts
-    seen = {(name, kind): 0 for name in DEFECTS for kind in KINDS}
-    del seen["rows swapped", "tensor"]  # they have one scale
+    layers = ("layer 0", "layer 1")
+    seen = {(layer, name, kind): 0 for layer in layers for name in DEFECTS for kind in KINDS}
+    for layer in layers:
+        del seen[layer, "rows swapped", "tensor"]  # they have one scale
     for case in layouts(p):
         routing = case.route(rank)
+        count = int(routing.offsets[-1])
         (x, scale_x), (w, scale_w) = case.x(rank), case.w1(rank)
-        how = {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
-        expected = case.layer0(rank)  # takes longer than the calls
+        first = {"x": x, "weight": w, "scale_x": scale_x, "scale_w": scale_w, "out_dtype": case.out_dtype}
+        (x, scale_x), (w, scale_w) = case.hidden_rows(rank, len(routing.rows)), case.w2(rank)
+        second = first | {"x": x, "weight": w, "scale_x": scale_x, "scale_w": scale_w}
+        expected = case.layer0(rank), case.layer1(rank)  # take longer than the calls
         for name, change in DEFECTS.items():
-            if (name, case.kind) not in seen:
+            if ("layer 0", name, case.kind) not in seen:
                 continue
 
             def planted(self: _scales.Scales, *sizes: int, change: Any = change) -> _scales.Scales:
@@ -91,8 +96,10 @@ def defects(rank: int, p: int) -> None:
                 return change(made) if rank == p - 1 else made
 
             with mock.patch.object(_scales.Scales, "canonical_experts", planted):
-                rows = flux.moe.ag_scatter_gemm(x, w, routing, **how)
-            seen[name, case.kind] += not torch.equal(rows[: int(routing.offsets[-1])], expected)
+                rows = flux.moe.ag_scatter_gemm(routing=routing, **first)
+                sums = flux.moe.gemm_gather_rs(routing=routing, **second)
+            seen["layer 0", name, case.kind] += not torch.equal(rows[:count], expected[0])
+            seen["layer 1", name, case.kind] += not torch.equal(sums, expected[1])
     found = torch.tensor([*seen.values()])
     dist.all_reduce(found)
     assert (found > 0).all(), dict(zip(seen, found.tolist(), strict=True))
