@@ -18,11 +18,14 @@ import flux
 from flux import _native
 from flux.moe import reference
 from flux.moe.plan import plan_layer
+from flux.moe.routing import tokens_of_rows
 from flux.ops import _scales
 from flux.ops import grouped_gemm as grouped
 from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
+from flux.testing import scaled_bound
 from flux.testing.moe_data import MoeCase
+from flux.testing.scaled_data import exact_product
 from flux.testing.scaled_moe_data import ScaledMoe
 from flux.tuning.facts import NO_FACTS
 
@@ -105,6 +108,64 @@ def defects(rank: int, p: int) -> None:
     assert (found > 0).all(), dict(zip(seen, found.tolist(), strict=True))
 
 
+def random_data(rank: int, p: int) -> None:
+    """Both layers within the bound of an fp64 product of what the operands stand for."""
+    experts, tokens, k, n = 4, 12, 390, 256
+    for of_rows, of_weights in (("token", "tensor"), ("group128", "block128")):
+        g = torch.Generator().manual_seed(5)  # every rank knows the tokens and routes of all
+        xs = [
+            torch.randn(tokens, k, generator=g) * torch.rand(tokens, 1, generator=g).exp() for _ in range(p)
+        ]
+        ids = [torch.rand(tokens, experts, generator=g).topk(2)[1].int() for _ in range(p)]
+        weights = [torch.rand(tokens, 2, generator=g) for _ in range(p)]
+        own = torch.Generator().manual_seed(rank)
+        w1, w2 = torch.randn(experts, n, k, generator=own), torch.randn(experts, k, n, generator=own)
+        rows = [flux.quantize(x, of_rows) for x in xs]  # type: ignore[call-overload]
+        (q1, s1), (q2, s2) = (_each_quantised(w, of_weights) for w in (w1, w2))
+        routing = flux.moe.route(ids[rank], weights[rank], experts, max_tokens=tokens)
+        first = flux.moe.ag_scatter_gemm(rows[rank][0], q1, routing, scale_x=rows[rank][1], scale_w=s1)
+        count, places = int(routing.offsets[-1]), tokens_of_rows(routing)
+        every_q = torch.cat([q.view(torch.uint8) for q, _ in rows]).view(E4M3)[places[:count]]
+        every_s = torch.cat([scale for _, scale in rows])[places[:count]]
+        exact, bound = _products(every_q, every_s, q1, s1, routing.offsets, torch.bfloat16)
+        assert ((first[:count].double() - exact).abs() <= bound).all(), of_rows
+        hidden, of_hidden = flux.quantize(first.nan_to_num(), of_rows)  # type: ignore[call-overload]
+        result = flux.moe.gemm_gather_rs(hidden, q2, routing, scale_x=of_hidden, scale_w=s2)
+        products = _products(hidden[:count], of_hidden[:count], q2, s2, routing.offsets, torch.bfloat16)
+        of_experts = torch.searchsorted(routing.offsets, torch.arange(count), right=True) - 1
+        source, token = places[:count] // tokens, places[:count] % tokens
+        every_id, every_weight = torch.stack(ids), torch.stack(weights).double()
+        chosen = (every_id[source, token] == of_experts[:, None]).int().argmax(1)
+        by = every_weight[source, token, chosen][:, None]
+        sums = torch.zeros(2, p * tokens, k, dtype=torch.float64)
+        for total, part in zip(sums, (by * products[0], by * products[1]), strict=True):
+            total.index_add_(0, source * tokens + token, part)
+        sums[1] += 2.0**-7 * sums[0].abs()  # contributions are rounded, too
+        dist.all_reduce(sums)
+        exact, bound = sums[:, rank * tokens :][:, :tokens]
+        bound += 2.0**-8 * exact.abs()
+        assert ((result.double() - exact).abs() <= bound).all(), of_rows
+        assert (bound < 0.2 * exact.square().mean().sqrt()).all(), "a bound that wrong scales would keep"
+
+
+def _each_quantised(weight: Tensor, quant: str) -> tuple[Tensor, Tensor]:
+    made = [flux.quantize(w, quant) for w in weight]  # type: ignore[call-overload]
+    return torch.stack([q.view(torch.uint8) for q, _ in made]).view(E4M3), torch.stack([s for _, s in made])
+
+
+def _products(
+    q: Tensor, scale: Tensor, weight: Tensor, scale_w: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Exact products of rows sorted by expert, and how far results may be from them."""
+    parts = []
+    for e, (first, last) in enumerate(zip(offsets.tolist(), offsets[1:].tolist(), strict=False)):
+        call = q[first:last], scale[first:last], weight[e], scale_w[e]
+        exact = exact_product(*call)
+        parts.append((exact, scaled_bound(*call, exact, out_dtype)))
+    exact, bound = (torch.cat(part) for part in zip(*parts, strict=True))
+    return exact, bound
+
+
 def activations(rank: int, p: int) -> None:
     """Activations are of the scaled sums."""
     case = ScaledMoe(MoeCase((20,) * p, 200, 256, 4, 2, seed=3), "block", E4M3, torch.float32)
@@ -153,7 +214,7 @@ def disagreements(rank: int, p: int) -> None:
     assert both(case, rank) == [""] * 4
 
 
-SCENARIOS = by_name(exact, defects, activations, torch_sees, disagreements)
+SCENARIOS = by_name(exact, defects, random_data, activations, torch_sees, disagreements)
 
 
 def run(rank: int, p: int) -> dict[str, str]:
