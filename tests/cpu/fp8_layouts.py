@@ -37,12 +37,18 @@ def _deep_gemm(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | N
 
 
 def _transformer_engine(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | None:
-    """[K / 128, M rounded up to 4] as it is stored, seen as the message of the error says."""
+    """Values as bytes. Scales of x as [K / 128, M rounded up to 4], those of a weight as [N / 128, K / 128
+    rounded up to 4]; padding is not set.
+    """
+    values = {"x": x.view(torch.uint8).view(x.dtype), "weight": weight.view(torch.uint8).view(weight.dtype)}
     if scale_x.dim() < 2 or scale_x.shape[1] == 1:
-        return None
-    stored = torch.full((scale_x.shape[1], -(-scale_x.shape[0] // 4) * 4), float("nan"))
-    stored[:, : scale_x.shape[0]] = scale_x.t()
-    return {"scale_x": stored.t()[: scale_x.shape[0]]}
+        return values if scale_x.numel() == scale_w.numel() == 1 else None
+    (rows, blocks), nan = scale_x.shape, float("nan")
+    of_rows = torch.full((blocks, -(-rows // 4) * 4), nan)
+    of_rows[:, :rows] = scale_x.t()
+    of_weight = torch.full((scale_w.shape[0], -(-blocks // 4) * 4), nan)
+    of_weight[:, :blocks] = scale_w
+    return values | {"scale_x": of_rows.t()[:rows], "scale_w": of_weight[:, :blocks]}
 
 
 def _scaled_mm_args(x: Any, weight: Any, scale_x: Any, scale_w: Any) -> Arguments | None:

@@ -69,7 +69,6 @@ def test_layouts_of_other_libraries(layout: str, kind: str) -> None:
         ("tensor", "vllm block"),
         ("row", "vllm block"),
         ("tensor", "deep_gemm"),
-        ("tensor", "transformer_engine"),
         ("row", "transformer_engine"),
     }
 

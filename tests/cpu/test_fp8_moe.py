@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -317,6 +318,28 @@ def test_grouped_gemm_bad_arguments(change: dict[str, Any], told: str) -> None:
     how, _ = experts("block")
     with pytest.raises(ValueError, match="grouped_gemm: " + told):
         flux.grouped_gemm(**(how | change))
+
+
+@pytest.mark.parametrize("padding", [-1, None])
+def test_grouped_gemm_of_deep_gemms_contiguous_layout(padding: int | None) -> None:
+    """`grouped_layout` has each row's group, and segments are padded; docs/fp8.md makes offsets of it."""
+    how, expected = experts("block")
+    offsets, of_rows = how["offsets"].tolist(), how["rows"].long()
+    x, scale_x, layout, places = [], [], [], []
+    for group, (first, last) in enumerate(itertools.pairwise(offsets)):
+        added = -(last - first) % 128
+        mine = of_rows[first:last]
+        places += range(len(layout), len(layout) + last - first)
+        layout += [group] * (last - first) + [group if padding is None else padding] * added
+        x.append(torch.cat([how["x"].float()[mine], torch.ones(added, 256)]))
+        scale_x.append(torch.cat([how["scale_x"][mine], torch.ones(added, 2)]))
+    grouped_layout = torch.tensor(layout, dtype=torch.int32)
+    bounds = torch.arange(len(offsets), dtype=torch.int32)
+    found = torch.searchsorted(grouped_layout.cummax(0).values, bounds, out_int32=True)
+    given = how | {"x": torch.cat(x).to(E4M3), "scale_x": torch.cat(scale_x), "rows": None, "offsets": found}
+    result = flux.grouped_gemm(**given)
+    assert result.shape[0] == len(layout) and len(layout) % 128 == 0
+    assert not differs("products", result[places], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
