@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flux.testing.scaled_data import dequantized
+from flux.testing.scaled_data import BLOCK, dequantized
 
 # Unit roundoff: half the distance of neighbouring numbers, relative.
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -56,7 +56,7 @@ def tolerance(
     return travel + 4.0 * math.sqrt(k * world_size) * accumulate * extent, u * 1.01
 
 
-# A tensor core keeps 13 bits of sums of fp8 products, and cuts the rest, after each instruction of 32 of K.
+# A tensor core keeps 13 bits of sums of fp8 products, and cuts the rest, in each instruction of 32 of K.
 _TENSOR_CORE = 2.0**-13
 _INSTRUCTION_K = 32
 
@@ -74,9 +74,10 @@ def scaled_bound(
     stand for.
 
     - The result is rounded once: u times its size.
-    - Each instruction of a tensor core, 32 of K, errs by 2^-13 of the sum so far, which is at most the sum of
-      the products' sizes: up to 4 such errors before a sum is added in fp32, or with "fast" one for each
-      instruction. fp32 additions err by 2^-24, which a quarter more of all this covers.
+    - Each instruction of a tensor core adds 32 products to the sum so far. It aligns all of them to the
+      largest, and cuts 2^-13 of that from each, or the whole of a smaller one. Sums are those of a k-block
+      of 128, or with "fast" of all of K.
+    - fp32 additions of k-blocks err by 2^-24 each.
 
     Args:
         x: [m, k] in fp8.
@@ -104,6 +105,16 @@ def scaled_bound(
         exact = exact_product(q, scale_x, w, scale_w)
         assert ((out - exact).abs() <= scaled_bound(q, scale_x, w, scale_w, exact, out.dtype)).all()
     """
-    sizes = dequantized(x, scale_x).abs() @ dequantized(weight, scale_w, 128).abs().t()
-    steps = 128 / _INSTRUCTION_K if accumulate == "promoted" else max(1.0, x.shape[1] / _INSTRUCTION_K)
-    return _UNIT[out_dtype] * exact.abs() + 1.25 * _TENSOR_CORE * steps * sizes
+    wide, narrow = dequantized(x, scale_x), dequantized(weight, scale_w, BLOCK)
+    partial, error, total = (torch.zeros_like(exact, dtype=torch.float64) for _ in range(3))
+    sizes = wide.abs() @ narrow.abs().t()
+    for first in range(0, wide.shape[1], _INSTRUCTION_K):
+        if first % BLOCK == 0 and accumulate == "promoted":
+            total, partial, error = total + error, torch.zeros_like(partial), torch.zeros_like(error)
+        a, b = wide[:, first : first + _INSTRUCTION_K], narrow[:, first : first + _INSTRUCTION_K]
+        largest_product = a.abs().amax(1)[:, None] * b.abs().amax(1)
+        cut = _TENSOR_CORE * torch.maximum(partial.abs() + error, largest_product)
+        error = error + cut + torch.minimum(_INSTRUCTION_K * cut, a.abs() @ b.abs().t())
+        partial = partial + a @ b.t()
+    blocks = -(-wide.shape[1] // BLOCK)
+    return _UNIT[out_dtype] * exact.abs() + total + error + blocks * _UNIT[torch.float32] * sizes
