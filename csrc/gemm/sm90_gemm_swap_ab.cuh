@@ -154,15 +154,14 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   const auto first_k = [&](int block, int i) {
     return ((first_block + block) * kTile.k_blocks + i) * kTile.block_k();
   };
-  // Begins a stage, whose rows of x follow.
-  const auto load_weight = [&](int stage, int tile, int block) {
-    int block_bytes = kSwapAbWeightBytes + rows_of(tile) * kBlockBytes;
+  const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
+  // Begins a stage of a tile, whose rows of x follow. A division in here would take longer than the loads.
+  const auto load_weight = [&](int stage, int column, int rows, int block) {
+    int block_bytes = kSwapAbWeightBytes + rows * kBlockBytes;
     if constexpr (kIsFp8) {
       if (params.scales.blocks) block_bytes += kRows * 4;  // also if there are no rows
     }
     ptx::mbarrier_arrive_expect_tx(full(stage), kTile.k_blocks * block_bytes);
-    const Boxes weight = {&params.weight, kMajorW == Major::K ? kSwapAbN / sharers : kSwapAbN};
-    const int column = column_of(tile);
 #pragma unroll
     for (int i = 0; i < kTile.k_blocks; ++i) {
       const uint32_t dst = stages + stage * kStageBytes + i * kSwapAbWeightBytes;
@@ -176,8 +175,9 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
   };
   const int loaded = params.weight_is_constant ? min(num_blocks, kTile.stages) : 0;
   if (is_loader && ptx::elect_one()) {
+    const int column = column_of(first_tile), rows = rows_of(first_tile);
 #pragma unroll 1
-    for (int stage = 0; stage < loaded; ++stage) load_weight(stage, first_tile, stage);
+    for (int stage = 0; stage < loaded; ++stage) load_weight(stage, column, rows, stage);
   }
   ptx::wait_for_earlier_kernels();
 
@@ -186,14 +186,14 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       // Tiles in the same columns are consecutive, so later tiles find the weight in the L2.
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
-        const int row = row_of(tile), rows = rows_of(tile);
+        const int column = column_of(tile), row = row_of(tile), rows = rows_of(tile);
         const CUtensorMap* const x = rows < kRows ? &params.last_x : &params.x;
 #pragma unroll 1
         for (int block = 0; block < num_blocks; ++block, ring.advance()) {
           const uint32_t bar = full(ring.index);
           if (tile != first_tile || block >= loaded) {
             ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-            load_weight(ring.index, tile, block);
+            load_weight(ring.index, column, rows, block);
           }
 #pragma unroll
           for (int i = 0; i < kTile.k_blocks; ++i) {

@@ -2,8 +2,9 @@
 
 Needs no GPU, only NVIDIA's cuobjdump and nvdisasm (both on PyPI). Several mistakes compile without an error
 and cost half the speed: an assert() makes ptxas serialise wgmma, relocatable code makes it drop setmaxnreg,
-sm_90 without the "a" has neither wgmma nor TMA, a register too many spills, and a TMA load by a thread that
-was chosen by its lane becomes a loop over threads.
+sm_90 without the "a" has neither wgmma nor TMA, a register too many spills, a TMA load by a thread that was
+chosen by its lane becomes a loop over threads, and a thread that divides before each load is slower than
+memory.
 
   python check_sass.py _C.so [--log build.log]
   python check_sass.py _C.so --before OLD_C.so
@@ -21,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,7 @@ class Kernel:
     stack_bytes: int
     tma_loops: int
     mainloop: int = 0  # instructions; 0: no loop around a wgmma
+    divisions: int = 0  # in the loop around a TMA load that has most of them
 
     @property
     def instructions(self) -> int:
@@ -69,6 +72,8 @@ class Kernel:
             found.append(f"local memory: {local} loads and stores, {self.stack_bytes} bytes of stack")
         if self.tma_loops:
             found.append(f"{self.tma_loops} TMA loads in loops over threads (not behind ptx::elect_one?)")
+        if self.divisions:
+            found.append(f"{self.divisions} divisions in a loop of TMA loads (not taken out of it?)")
         if self.is_gemm:
             if not self.opcodes["HGMMA"] + self.opcodes["QGMMA"]:
                 found.append("no wgmma (compiled for sm_90 instead of sm_90a?)")
@@ -105,18 +110,30 @@ def _dump(option: str, library: Path) -> str:
     return run.stdout
 
 
-def mainloop_instructions(body: str) -> int:
+def shortest_loops(body: str, around: tuple[str, ...]) -> Iterator[list[str]]:
+    """The opcodes of the shortest loop around each instruction that begins with one of `around`."""
     lines = [(int(match[1], 16), match[2], match[3]) for match in _LINE.finditer(body)]
     at = {address: i for i, (address, _, _) in enumerate(lines)}
-    wgmmas = [i for i, (_, opcode, _) in enumerate(lines) if opcode.startswith(("HGMMA", "QGMMA"))]
-    shortest = 0
+    loops = []
     for i, (address, opcode, operands) in enumerate(lines):
         if not opcode.startswith("BRA") or (target := re.search(r"0x([0-9a-f]+)", operands)) is None:
             continue
-        begin = at.get(int(target[1], 16), i)
-        if int(target[1], 16) < address and any(begin <= wgmma < i for wgmma in wgmmas):
-            shortest = min(shortest or i, i - begin + 1)
-    return shortest
+        if int(target[1], 16) < address:
+            loops.append((at.get(int(target[1], 16), i), i))
+    for i, (_, opcode, _) in enumerate(lines):
+        if opcode.startswith(around) and (found := [loop for loop in loops if loop[0] <= i < loop[1]]):
+            begin, end = min(found, key=lambda loop: loop[1] - loop[0])
+            yield [opcode for _, opcode, _ in lines[begin : end + 1]]
+
+
+def mainloop_instructions(body: str) -> int:
+    return min(map(len, shortest_loops(body, ("HGMMA", "QGMMA"))), default=0)
+
+
+def divisions_beside_loads(body: str) -> int:
+    """The reciprocals that divisions of integers begin with."""
+    loops = shortest_loops(body, ("UTMALDG",))
+    return max((sum(opcode == "MUFU.RCP" for opcode in loop) for loop in loops), default=0)
 
 
 def read_kernels(library: Path) -> list[Kernel]:
@@ -133,7 +150,7 @@ def read_kernels(library: Path) -> list[Kernel]:
         kernels.append(
             Kernel(
                 *(name, opcodes, int(used["REG"]), int(used["STACK"])),
-                *(len(_TMA_LOOP.findall(body)), mainloop_instructions(body)),
+                *(len(_TMA_LOOP.findall(body)), mainloop_instructions(body), divisions_beside_loads(body)),
             )
         )
     return kernels

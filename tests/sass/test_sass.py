@@ -95,6 +95,23 @@ def test_a_longer_mainloop_is_reported(capsys: pytest.CaptureFixture[str]) -> No
     assert "LONG  instructions   100 ->   102  mainloop   100 ->   102" in capsys.readouterr().out
 
 
+def test_a_division_before_each_load_is_reported() -> None:
+    sass = """
+        /*0010*/                   MUFU.RCP R4, R4 ;
+        /*0020*/                   MUFU.RCP R5, R5 ;
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
+        /*0040*/              @!P0 BRA 0x30 ;
+        /*0050*/                   UTMALDG.2D [UR8], [UR4] ;
+        /*0060*/               @P1 BRA 0x20 ;
+        /*0070*/               @P2 BRA 0x10 ;
+        /*0080*/                   EXIT ;
+"""
+    assert check_sass.divisions_beside_loads(sass) == 1
+    assert check_sass.divisions_beside_loads(sass.replace("UTMALDG.2D", "LDG.E")) == 0
+    kernel = check_sass.Kernel("sum", Counter(), 90, 0, 0, divisions=1)
+    assert kernel.faults() == ["1 divisions in a loop of TMA loads (not taken out of it?)"]
+
+
 def test_log_check_finds_complaints_only() -> None:
     good = """
 ptxas info    : Used 168 registers, used 10 barriers
