@@ -1,7 +1,7 @@
 """Times a decoder layer with few tokens between GPUs, where other kernels stand between those of flux.
 
     python benchmarks/decode_layer.py [--model llama-3-70b] [--m 1 16 64 128 256] [--arms NAME ...]
-        [--row-parts 1 2] [--json FILE]
+        [--json FILE]
 
 The layer has the shape of Llama-3. In place of attention, a kernel reads as many bytes of keys and values. A
 CUDA graph has several layers with weights of their own, so no weight is in the L2. Arms:
@@ -11,7 +11,6 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
 - "gemm": these two by flux.gemm, too;
 - "early": and kernels of flux begin to load weights before the kernel before them has ended;
 - "gated": and the product with gate and up projection multiplies them, too;
-- "gated, 1 a row" and so on, with --row-parts: and as many CTAs share a row for its norm;
 - "reduced": cuBLAS, and flux.all_reduce with residual and norm;
 - "reduced, gate", "reduced, behind": and by flux, as in "gated", the product with gate and up projection, or
   all products that are not summed;
@@ -31,9 +30,9 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from torch.multiprocessing.spawn import spawn
 
 import flux
 from flux import peers
-from flux.comm import registry
 from flux.ops import gemm, gemm_ar
 from flux.ops._end import End
 
@@ -137,22 +135,7 @@ class Arm:
         return x
 
 
-@contextmanager
-def sharing_rows(ranks: Ranks, parts: int) -> Iterator[None]:
-    """So many CTAs share a row for its norm, in planned calls of gemm_ar (csrc/gemm/select.h)."""
-    workspace: Any = registry.find(ranks.group, ranks.device)
-    kept = dict(workspace.plans)
-    for facts, found in kept.items():
-        if isinstance(found, tuple) and getattr(found[0], "op", "") == "gemm_ar" and found[0].choice >= 0:
-            plan = replace(found[0], choice=found[0].choice | parts << 24)
-            workspace.plans[facts] = (plan, *found[1:])
-    try:
-        yield
-    finally:
-        workspace.plans.update(kept)
-
-
-def arms(ranks: Ranks, hidden: int, m: int, row_parts: list[int]) -> dict[str, Arm]:
+def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
     group, cublas = ranks.group, torch.nn.functional.linear
 
     def by_flux(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
@@ -185,9 +168,6 @@ def arms(ranks: Ranks, hidden: int, m: int, row_parts: list[int]) -> dict[str, A
     found["early"] = Arm(early, gemm.serving)
     gates = functools.partial(gemm.serving, swiglu=True)
     found["gated"] = Arm(early, gemm.serving, gates)
-    for parts in row_parts:
-        inside = functools.partial(sharing_rows, ranks, parts)
-        found[f"gated, {parts} a row"] = Arm(early, gemm.serving, gates, inside)
     found["reduced"] = Arm(reduced(cublas), cublas)
     found["reduced, gate"] = Arm(reduced(cublas), cublas, gates)
     found["reduced, behind"] = Arm(reduced(cublas), gemm.serving, gates)
@@ -227,7 +207,7 @@ def measured(ranks: Ranks, layers: list[Layer], m: int, options: argparse.Namesp
     kv = torch.randn(CONTEXT, m, width, device=ranks.device).to(ranks.dtype) / CONTEXT
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     results: dict[str, Tensor] = {}
-    all_arms = arms(ranks, hidden, m, options.row_parts)
+    all_arms = arms(ranks, hidden, m)
     # Kept, because graphs use memory of packages. "flux" is what the results of all others are compared with.
     found = {name: arm for name, arm in all_arms.items() if name in (*(options.arms or all_arms), "flux")}
     for name, arm in found.items():
@@ -298,7 +278,6 @@ def main() -> int:
     parser.add_argument("--model", choices=SHAPES, default="llama-3-8b", help="default llama-3-8b")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
-    parser.add_argument("--row-parts", type=int, nargs="+", default=[], help="CTAs that share a row's norm")
     parser.add_argument("--profile", action="store_true", help="print when kernels run")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

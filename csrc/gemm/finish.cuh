@@ -31,7 +31,6 @@ struct ExchangeParams {
   Finish finish;
   uint32_t op;
   int rows_at_once = 1;  // ranks send this many evenly spaced rows at a time; sums follow the same order
-  int row_parts = 1;     // behind tiles: CTAs that share a row for its norm
 };
 
 FLUX_DEVICE const uint4* vector_at(const void* matrix, int64_t element) {
@@ -68,7 +67,7 @@ FLUX_DEVICE void add(const uint4& terms, float (&sum)[Exchange::kVector]) {
   for (int i = 0; i < Exchange::kVector; ++i) sum[i] += widened[i];
 }
 
-// How values of threads, or of CTAs, that are not negative become one.
+// How values of threads that are not negative become one.
 struct Sum {
   FLUX_DEVICE float operator()(float a, float b) const { return a + b; }
 };
@@ -95,35 +94,6 @@ FLUX_DEVICE float combine_over_cta(float value, int thread, float* scratch, Comb
 struct Place {
   int row, column;
 };
-
-// The part of a row that one CTA normalises.
-struct RowPart {
-  int index, parts;
-  int first, vectors;
-};
-constexpr int kMaxRowParts = 8;
-
-// Splits a row over several CTAs when there are more CTAs than rows: one CTA per row is limited by the SM's 64
-// B/clk and by serial load latency (docs/design/decode.md#split-rows). The squares of each part are added first. So
-// `ctas` must be equal on all ranks, also if fewer CTAs fit on some GPU; otherwise the last bit of a norm may differ.
-inline int row_parts(int rows, int row_vectors, int threads, int ctas) {
-  const int parts = std::min(std::min(ctas, Exchange::kMeetings / kMaxRowParts) / rows, kMaxRowParts);
-  return std::max(1, std::min(parts, ceil_div(row_vectors, threads)));
-}
-// Vectors of a part, except for the last one: whole groups of a quantisation. Rounding up leaves the last part vectors,
-// because row_parts makes no more parts than a row has blocks of `threads` vectors.
-FLUX_HD int part_vectors(int parts, int row_vectors) {
-  return ceil_div(row_vectors, parts * kGroupVectors) * kGroupVectors;
-}
-FLUX_DEVICE RowPart row_part(int index, int parts, int row_vectors) {
-  const int vectors = part_vectors(parts, row_vectors), first = index * vectors;
-  return {index, parts, first, min(vectors, row_vectors - first)};
-}
-// Whether each of so many parts of a row has vectors, and all meetings of parts have room.
-inline bool can_share_rows(int rows, int row_vectors, int parts) {
-  return parts <= kMaxRowParts && (parts - 1) * part_vectors(parts, row_vectors) < row_vectors &&
-         (parts == 1 || rows * parts * parts <= Exchange::kMeetings);
-}
 
 // The state of a thread in the summing phase.
 template <class Element>
@@ -195,84 +165,45 @@ struct Summing {
     }
   }
 
-  // CTAs that share a row exchange values as ranks exchange vectors. `thread` of a CTA sends its part's value to part
-  // number `thread`. A row's parts meet at most twice.
-  FLUX_DEVICE void post(float value, int meeting, int row, const RowPart& part, int thread) const {
-    if (thread >= part.parts) return;
-    ptx::store_relaxed_sys(here + x.meeting(meeting, row, part.parts, part.index, thread),
-                           {__float_as_uint(value), 0, 0, 0});
-  }
-
-  // Fetches to the L2 where a part will receive values: the first store to a line that is not there waits for memory.
-  FLUX_DEVICE void fetch_meeting(int row, const RowPart& part, int thread) const {
-    if (thread >= part.parts) return;
-    ptx::prefetch_line(here + x.meeting(0, row, part.parts, thread, part.index));
-  }
-
-  // Combines the values of all parts of a row, in their order. `scratch` holds one float for each part.
-  template <int kThreads, class Combine>
-  FLUX_DEVICE float collect(int meeting, int row, const RowPart& part, int thread, float* scratch,
-                            Combine combine) const {
-    if (thread < part.parts) {
-      char* const address = here + x.meeting(meeting, row, part.parts, thread, part.index);
-      // The other CTA waits for a peer for at most `timeout_ns`, and reports which peer has not delivered.
-      const uint4 v = exchange::poll(&symm.header()->aborted, 2 * symm.timeout_ns, address);
-      exchange::put_back_absent(address);
-      scratch[thread] = __uint_as_float(v.x);
-    }
-    ptx::named_barrier_sync(kMathBarrier, kThreads);
-    float total = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < part.parts; ++i) total = combine(total, scratch[i]);
-    return total;
-  }
-
   FLUX_DEVICE int64_t element(const Place& at) const {
     return static_cast<int64_t>(at.row) * x.n + at.column;
   }
 };
 
-// RMSNorm of rows, or of parts of rows, one after the other, by kThreads threads of a CTA. Each thread takes
-// its vectors of the sum; then all threads write the normalised row. Sums and norm weight stay in shared memory
-// if there is room.
+// RMSNorm of rows, one after the other, by kThreads threads of a CTA. Each thread takes its vectors of the sum; then all
+// threads write the normalised row. Sums and norm weight stay in shared memory if there is room. The bits of a norm
+// follow from its row and kThreads: a thread adds the squares of its vectors in their order, then all threads theirs.
 template <class Element, int kThreads>
 struct RowNorm {
   static constexpr int kVector = Exchange::kVector;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kScratchVectors = (kWarps + kMaxRowParts) * sizeof(float) / sizeof(uint4);
-  static_assert((kWarps + kMaxRowParts) * sizeof(float) % sizeof(uint4) == 0);
+  static constexpr int kScratchVectors = kWarps * sizeof(float) / sizeof(uint4);
+  static_assert(kWarps * sizeof(float) % sizeof(uint4) == 0);
 
   const Finish& f;
   const int row_vectors, thread;
   const SpareMemory& spare;
-  // Sums stay in shared memory if there is room: a row is written before the next one is taken.
-  const bool keeps = true;
-  // One float for each warp, then one for each part of a row.
+  // One float for each warp.
   float* const scratch = static_cast<float*>(__cvta_shared_to_generic(spare.begin));
-  int index = -1, first, vectors;  // of the part
   uint4* kept = nullptr;
-  const uint4* weight;
+  const uint4* weight = vector_at(f.norm_weight, 0);
   float squares = 0.0f;
   float largest = 0.0f;  // absolute value of this thread's elements of the norm, since take_largest
 
-  // Called by all threads before they take or write that part of a row.
-  FLUX_DEVICE void select(const RowPart& part) {
-    if (part.index == index) return;
-    index = part.index, first = part.first, vectors = part.vectors;
-    weight = vector_at(f.norm_weight, 0) + first;
-    ptx::copy_async_wait<0>();                        // nothing is still copied to this memory
-    ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads it
+  // Called once by all threads of a CTA that has rows: one without rows would leave before its copies of the weight.
+  FLUX_DEVICE void begin() {
+    ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still uses this memory
     constexpr int kBytes = sizeof(uint4);
     const int room = spare.bytes / kBytes - kScratchVectors;
     const uint32_t begin = spare.begin + kScratchVectors * kBytes;
     auto* const memory = static_cast<uint4*>(__cvta_shared_to_generic(begin));
-    if (keeps && vectors <= room) kept = memory;
-    if (2 * vectors > room) return;
-    for (int i = thread; i < vectors; i += kThreads) {
-      ptx::copy_async_16(begin + (vectors + i) * kBytes, weight + i, true);
+    if (row_vectors <= room) kept = memory;
+    if (2 * row_vectors > room) return;
+    for (int i = thread; i < row_vectors; i += kThreads) {
+      ptx::copy_async_16(begin + (row_vectors + i) * kBytes, weight + i, true);
     }
     ptx::copy_async_commit();
-    weight = memory + vectors;
+    weight = memory + row_vectors;
   }
 
   // Takes one vector of the sum. A thread takes vectors that are kThreads apart.
@@ -282,32 +213,15 @@ struct RowNorm {
     float values[kVector];
     widen<Element>(v, values);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) squares += values[i] * values[i];
+    for (int i = 0; i < kVector; ++i) squares = fmaf(values[i], values[i], squares);
   }
 
-  FLUX_DEVICE float* scratch_of_parts() const { return scratch + kWarps; }
-
-  // Returns the sum of squares over the vectors that all threads have taken, and starts a new sum.
-  FLUX_DEVICE float take_squares() {
-    const float total = combine_over_cta<kThreads>(squares, thread, scratch, Sum());
+  // Writes the row whose vectors all threads have taken, and quantises it as far as that depends on no other row. A
+  // thread reads only vectors that it has itself taken, and weights that it has itself copied.
+  FLUX_DEVICE void write(int row) {
+    const float sum = combine_over_cta<kThreads>(squares, thread, scratch, Sum());
     squares = 0.0f;
-    return total;
-  }
-  // Likewise of the largest absolute value that they have written.
-  FLUX_DEVICE float take_largest() {
-    const float total = combine_over_cta<kThreads>(largest, thread, scratch, Largest());
-    largest = 0.0f;
-    return total;
-  }
-
-  // A scale for each row is known when all of the row is written.
-  FLUX_DEVICE bool scales_rows() const {
-    return f.quantized.q != nullptr && f.quantized.granularity == Granularity::kToken;
-  }
-
-  // Writes a row, and quantises it unless its scale is not yet known.
-  FLUX_DEVICE void write(int row, float row_squares) {
-    const float scale = rsqrtf(row_squares / (row_vectors * kVector) + f.eps);
+    const float scale = rsqrtf(sum / (row_vectors * kVector) + f.eps);
     const uint4* const from = kept != nullptr ? kept : sums(row);
     ptx::copy_async_wait<0>();
     const auto norm = [&](int i) {
@@ -323,22 +237,7 @@ struct RowNorm {
       return;
     }
 #pragma unroll 1
-    for (int i = thread; i < vectors; i += kThreads) row_of(f.out, row)[i] = norm(i);
-  }
-  // The whole of a row, and all of its quantisation that depends on no other row.
-  FLUX_DEVICE void write_row(int row, float row_squares) {
-    write(row, row_squares);
-    if (scales_rows()) quantise(row, take_largest());
-  }
-
-  // Quantises what `write` has written of a row.
-  FLUX_DEVICE void quantise(int row, float row_largest) const {
-    const float scale = scale_of(row_largest, /*e5m2=*/false, f.quantized.ue8m0);
-    if (thread == 0 && index == 0) f.quantized.scales[row] = scale;
-    const uint4* const from = kept != nullptr ? kept : row_of(f.out, row);
-#pragma unroll 1
-    for (int i = thread; i < vectors; i += kThreads)
-      quantised_row(row)[i] = quantized<Element>(from[i], 1.0f / scale, false);
+    for (int i = thread; i < row_vectors; i += kThreads) row_of(f.out, row)[i] = norm(i);
   }
 
   // Called once, after all rows: leaves the parts of a scale of the whole tensor (quantized.h).
@@ -352,16 +251,23 @@ struct RowNorm {
   }
 
  private:
+  // The largest absolute value that all threads have written.
+  FLUX_DEVICE float take_largest() {
+    const float total = combine_over_cta<kThreads>(largest, thread, scratch, Largest());
+    largest = 0.0f;
+    return total;
+  }
+
   template <class Norm>
   FLUX_DEVICE void write_quantised(int row, Norm norm) {
     const Quantized& q = f.quantized;
     const bool groups = q.granularity == Granularity::kGroup;
     float inverse = q.given != nullptr ? 1.0f / *q.given : 0.0f;
 #pragma unroll 1
-    for (int begin = 0; begin < vectors; begin += kThreads) {
+    for (int begin = 0; begin < row_vectors; begin += kThreads) {
       const int i = begin + thread;
       uint4 v = {0, 0, 0, 0};
-      if (i < vectors) {
+      if (i < row_vectors) {
         v = norm(i);
         row_of(f.out, row)[i] = v;
         if (kept != nullptr) kept[i] = v;
@@ -371,21 +277,29 @@ struct RowNorm {
         most = largest_over_lanes<kGroupVectors>(most);
         const float scale = scale_of(most, /*e5m2=*/false, q.ue8m0);
         inverse = 1.0f / scale;
-        if (thread % kGroupVectors == 0 && i < vectors) {
-          q.scales[(first + i) / kGroupVectors * q.scale_stride + row] = scale;
+        if (thread % kGroupVectors == 0 && i < row_vectors) {
+          q.scales[i / kGroupVectors * q.scale_stride + row] = scale;
         }
       } else if (q.given == nullptr) {
         largest = larger(largest, most);
         continue;
       }
-      if (i < vectors) quantised_row(row)[i] = quantized<Element>(v, inverse, false);
+      if (i < row_vectors) quantised_row(row)[i] = quantized<Element>(v, inverse, false);
     }
+    if (q.granularity != Granularity::kToken) return;
+    // A scale for each row is known when all of the row is written.
+    const float scale = scale_of(take_largest(), /*e5m2=*/false, q.ue8m0);
+    if (thread == 0) q.scales[row] = scale;
+    const uint4* const from = kept != nullptr ? kept : row_of(f.out, row);
+#pragma unroll 1
+    for (int i = thread; i < row_vectors; i += kThreads)
+      quantised_row(row)[i] = quantized<Element>(from[i], 1.0f / scale, false);
   }
   FLUX_DEVICE uint2* quantised_row(int row) const {
-    return static_cast<uint2*>(f.quantized.q) + static_cast<int64_t>(row) * row_vectors + first;
+    return static_cast<uint2*>(f.quantized.q) + static_cast<int64_t>(row) * row_vectors;
   }
   FLUX_DEVICE uint4* row_of(void* matrix, int row) const {
-    return static_cast<uint4*>(matrix) + static_cast<int64_t>(row) * row_vectors + first;
+    return static_cast<uint4*>(matrix) + static_cast<int64_t>(row) * row_vectors;
   }
   FLUX_DEVICE uint4* sums(int row) const { return row_of(f.sum_out, row); }
 };
@@ -425,58 +339,24 @@ FLUX_DEVICE void finish(const ExchangeParams& p, const sync::Call& call, int thr
   }
   if (s.f.norm_weight != nullptr) {
     // Two vectors in flight (docs/design/decode.md#in-a-launch-of-its-own).
-    const int parts = p.row_parts, count = x.m * parts;
-    const bool one = shares.end - shares.first == 1 && shares.first + ctas >= count;
     RowNorm<Element, kThreads> norm = {
-        .f = s.f, .row_vectors = row_vectors, .thread = thread, .spare = spare, .keeps = parts == 1 || one};
-    const auto for_each_part = [&](auto use) {
-      for_each_share([&](int share) {
-        for (int i = share; i < count; i += ctas) {
-          use(row_in_order(i / parts), row_part(i % parts, parts, row_vectors));
+        .f = s.f, .row_vectors = row_vectors, .thread = thread, .spare = spare};
+    if (shares.first < min(shares.end, x.m)) norm.begin();
+    for_each_share([&](int share) {
+#pragma unroll 1
+      for (int i = share; i < x.m; i += ctas) {
+        const int row = row_in_order(i);
+        const auto where = [&](int vector) -> Place { return {row, vector * kVector}; };
+        const auto take = [&](const Place& at, const uint4& v) { norm.take(row, at.column / kVector, v); };
+        if (two_shot) {
+          s.template for_each_result<2>(thread, kThreads, row_vectors, where, take);
+        } else {
+          s.template for_each_sum<2, 4>(thread, kThreads, row_vectors, where, take);
         }
-      });
-    };
-    for_each_part([&](int row, const RowPart& part) {
-      norm.select(part);
-      if (parts > 1) s.fetch_meeting(row, part, thread);
-      const auto where = [&](int vector) -> Place { return {row, (part.first + vector) * kVector}; };
-      const auto take = [&](const Place& at, const uint4& v) {
-        norm.take(row, at.column / kVector - part.first, v);
-      };
-      if (two_shot) {
-        s.template for_each_result<2>(thread, kThreads, part.vectors, where, take);
-      } else {
-        s.template for_each_sum<2, 4>(thread, kThreads, part.vectors, where, take);
-      }
-      const float squares = norm.take_squares();
-      if (parts == 1) {
-        norm.write_row(row, squares);
-      } else {
-        s.post(squares, 0, row, part, thread);
+        norm.write(row);
       }
     });
-    // A CTA has sent the values of all its parts before it waits for those of others.
-    const auto for_each_met = [&](int meeting, auto combine, auto use) {
-      for_each_part([&](int row, const RowPart& part) {
-        norm.select(part);
-        if (!one) ptx::named_barrier_sync(kMathBarrier, kThreads);  // no thread still reads the last values
-        use(row, part,
-            s.template collect<kThreads>(meeting, row, part, thread, norm.scratch_of_parts(), combine));
-      });
-    };
-    if (parts > 1) {
-      for_each_met(0, Sum(), [&](int row, const RowPart& part, float squares) {
-        norm.write(row, squares);
-        if (norm.scales_rows()) s.post(norm.take_largest(), 1, row, part, thread);
-      });
-      if (norm.scales_rows()) {
-        for_each_met(1, Largest(),
-                     [&](int row, const RowPart&, float largest) { norm.quantise(row, largest); });
-      }
-    }
     norm.leave_largest(shares);
-    // A part that is selected again to be quantised does not read its weight, which is still copied.
-    ptx::copy_async_wait<0>();
     return;
   }
   const int count = x.m * row_vectors;

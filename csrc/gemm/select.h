@@ -27,12 +27,10 @@ struct Problem {
 
 // Packs a choice into one integer, the argument of the low-level ops (also for tests and sweeps). `cluster` and
 // `raster` are the cluster and group_m of an ordinary tile, the split and the sharers of a swap-AB tile. 0 leaves that
-// part to the cost model; the packed value -1 leaves everything to it. `row_parts`, for sweeps only: CTAs that share a row
-// of gemm_ar for its norm, the same on all ranks; 0: as many as gemm_ar plans.
-constexpr int pack_choice(int config, int cluster, int raster, int row_parts = 0) {
-  return config | cluster << 8 | raster << 16 | row_parts << 24;
+// part to the cost model; the packed value -1 leaves everything to it.
+constexpr int pack_choice(int config, int cluster, int raster) {
+  return config | cluster << 8 | raster << 16;
 }
-constexpr int packed_row_parts(int packed) { return packed < 0 ? 0 : packed >> 24; }
 
 struct Choice {
   int config = -1;  // -1: the requested choice is not possible for this problem and number of SMs

@@ -163,14 +163,13 @@ FLUX_DEVICE void sum_and_norm_rows(const SumParams& params, const gemm::SpareMem
     if (thread == 0 && finish.quantized.needs_all()) gemm::leave_part(finish.quantized, blockIdx.x, 0.0f);
     return;
   }
-  const gemm::RowPart whole = {0, 1, 0, row_vectors};
   gemm::RowNorm<Element, kThreads> norm = {finish, row_vectors, thread, memory};
-  norm.select(whole);
+  norm.begin();
   const auto normalise = [&](int owner, auto vector) {
     const int first = flat.shard_begin(owner) / row_vectors;
     for_each_row(
         owner, [&](int row, int i) { norm.take(first + row, i, vector(row * row_vectors + i)); },
-        [&](int row) { norm.write_row(first + row, norm.take_squares()); });
+        [&](int row) { norm.write(first + row); });
   };
   normalise(flat.rank, [&](int i) { return flat.sum(i); });
   if (flat.two_shot) {

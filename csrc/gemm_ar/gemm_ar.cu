@@ -34,27 +34,17 @@ gemm::Finish finish_of(const void* bias, const Extras& extras, const runtime::Ma
           .quantized = q};
 }
 
-// How a launch orders and divides its sums. The same on all ranks, so `num_sms` must be.
-void plan_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms,
-               gemm::ExchangeParams& params) {
+// In which order a launch sums rows. The same on all ranks, so `num_sms` must be.
+void order_sums(const gemm::GemmArgs& args, const gemm::Choice& choice, int num_sms,
+                gemm::ExchangeParams& params) {
   const bool swaps_ab = choice.swaps_ab();
   const int height = swaps_ab ? gemm::kSwapAbConfigs[choice.config - gemm::kFirstSwapAb].rows : gemm::kBlockM;
   const int width = swaps_ab ? gemm::kSwapAbN : gemm::kTileConfigs[choice.config].block_n;
-  const int split = swaps_ab ? choice.split : choice.cluster == gemm::Cluster::kSplit2 ? 2 : 1;
   const int tiles = gemm::ceil_div(args.m(), height) * gemm::ceil_div(args.n(), width);
   // Tiles in one column send at the same time, and so do both warpgroups of a tile. Only if the rows are divisible and
   // each CTA has at most one tile; otherwise sums in this order are not faster.
   const int at_once = gemm::ceil_div(args.m(), swaps_ab ? height : height / gemm::kNumMathWarpgroups);
   if (args.m() % at_once == 0 && tiles <= num_sms) params.rows_at_once = at_once;
-  static_assert(gemm::kSwapAbBothThreads == 128 * gemm::kNumMathWarpgroups);
-  const int row_vectors = args.n() / runtime::Exchange::kVector,
-            ctas = std::min(tiles, num_sms / split) * split;
-  // Two vectors a thread: CTAs that share a row wait for each other's squares longer than one reads twice as much.
-  params.row_parts = gemm::row_parts(args.m(), row_vectors, 2 * gemm::kSwapAbBothThreads, ctas);
-  const int given = gemm::packed_row_parts(args.config);
-  if (given == 0) return;
-  FLUX_CHECK(gemm::can_share_rows(args.m(), row_vectors, given), args.m(), row_vectors, given);
-  params.row_parts = given;
 }
 
 void prepare_sum() {
@@ -97,7 +87,7 @@ void multiply_and_sum(const gemm::GemmArgs& args, const gemm::ExchangeParams& ex
   problem.all_reduced = true;
   const gemm::Choice choice = gemm::select(problem, args.config);
   gemm::ExchangeParams params = exchange;
-  plan_sums(args, choice, num_sms, params);
+  order_sums(args, choice, num_sms, params);
   if (args.is_fp8() && choice.sums_in_launch) {
     gemm_ar_fp8(args, choice, params, num_sms, stream);
     return;

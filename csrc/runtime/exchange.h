@@ -8,8 +8,8 @@
 //   scatter    every rank owns a shard of rows. Each rank sends every shard to its owner, which sums and keeps it
 //
 // An exchange area on each rank contains one slot for the contribution of each rank, its own included (a sum
-// without a GEMM reads its own part in place instead). Two-shot areas then contain the sums that owners have
-// sent. At the end, CTAs of one rank that share a row exchange partial results.
+// without a GEMM reads its own part in place instead). Two-shot areas then contain the sums that owners
+// have sent.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,6 @@ struct Exchange {
 
   static constexpr int kVector = 8;  // elements of 16 bytes
   static constexpr int kElementBytes = 2;
-  static constexpr int kMeetings = 2048;
 
   FLUX_HD int owner(int row, int column) const {
     return mode == Mode::kTwoShot ? column / shard : row / shard;
@@ -54,16 +53,7 @@ struct Exchange {
   FLUX_HD int64_t contribution_bytes() const {
     return static_cast<int64_t>(world_size) * slot_rows() * slot_columns() * kElementBytes;
   }
-  // A vector that one CTA sends to another CTA of this rank with which it shares a row; at most kMeetings of them the
-  // first time (0), and the second (1).
-  FLUX_HD int64_t meeting(int time, int row, int parts, int from, int to) const {
-    const int vector = time * kMeetings + (row * parts + from) * parts + to;
-    return sum_bytes() + vector * kVector * kElementBytes;
-  }
-  FLUX_HD int64_t bytes() const { return sum_bytes() + 2 * kMeetings * kVector * kElementBytes; }
-
- private:
-  FLUX_HD int64_t sum_bytes() const {
+  FLUX_HD int64_t bytes() const {
     const int64_t results = mode == Mode::kTwoShot ? static_cast<int64_t>(m) * n * kElementBytes : 0;
     return contribution_bytes() + results;
   }

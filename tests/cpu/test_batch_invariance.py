@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import flux
 from flux import _invariance
 from flux._native import core
 from flux.ops import plan_ar
+from flux.ops._end import End, Made
 from flux.ops.plan import PlanInput
 from flux.ops.plan_gemm import plan_ag_gemm, plan_gemm, plan_gemm_rs
 from flux.testing import spawn
@@ -139,6 +142,31 @@ def large_sums(rank: int, world_size: int) -> None:
 
 def test_sums_that_an_exchange_cannot_hold_are_made_of_parts() -> None:
     spawn(large_sums, 2)
+
+
+@pytest.mark.parametrize(("quant", "parts"), [(None, 1), (None, 3), ("tensor", 1), ("tensor", 3)])
+def test_norms_of_kernels_are_of_whole_rows(
+    monkeypatch: pytest.MonkeyPatch, quant: str | None, parts: int
+) -> None:
+    """What a kernel makes of each part is the result; several parts are quantised behind it, as one."""
+    x, weight = torch.arange(7 * 16.0).view(7, 16).bfloat16(), torch.full((16,), 2.0).bfloat16()
+    module = importlib.import_module("flux.ops.all_reduce")
+    ends = []
+
+    def sum_of(x: torch.Tensor, residual: None, end: End, group: Any, out: torch.Tensor) -> Made:
+        ends.append(end)
+        out.copy_(x)
+        return Made(x * weight)
+
+    monkeypatch.setattr(module.registry, "in_turn", lambda group, device, call, *given: call(*given))
+    monkeypatch.setattr(module, "sum_of", sum_of)
+    monkeypatch.setattr(plan_ar, "MAX_EXCHANGE_BYTES", -(-7 // parts) * 16 * x.itemsize)
+    out, end = torch.empty_like(x), End(weight, 1e-6, quant)
+    with flux.batch_invariant():
+        made = module._run(x, None, end, SimpleNamespace(size=lambda: 2), out, None)
+    assert torch.equal(made.normalised, x * weight) and torch.equal(out, x)
+    assert [each.quant for each in ends] == [quant if parts == 1 else None] * parts
+    assert all(each.norm_weight is weight for each in ends)
 
 
 def of_four(m: int, n: int, k: int) -> PlanInput:

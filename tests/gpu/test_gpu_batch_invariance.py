@@ -89,7 +89,8 @@ def test_gemm_ar_and_sums(world_size: int, n: int, k: int) -> None:
         [normal(100 * i + r, rows, k) for r in range(world_size)] for i, rows in ((0, POOL), (1, n))
     )
     terms, residual = [normal(300 + r, POOL, n) for r in range(world_size)], normal(400, POOL, n)
-    summed, reduced = Bits(), Bits()
+    norm_weight = normal(500, n)
+    summed, reduced, normed = Bits(), Bits(), Bits()
     modes = set()
     for rows in SIZES:
         batch = drawn(rng, rows)
@@ -109,5 +110,13 @@ def test_gemm_ar_and_sums(world_size: int, n: int, k: int) -> None:
         ranks.check()
         for out in outs:
             reduced.see(batch, out)
-    assert summed.differing == 0 and reduced.differing == 0
+        # The kernel of all_reduce normalises in the mode, too. The number of rows decides between these.
+        for mode in (0, 1):
+            outs = ranks.all_reduce(
+                [term[batch] for term in terms], mode=mode, residual=residual[batch], norm_weight=norm_weight
+            )
+            ranks.check()
+            for out in outs[:world_size]:
+                normed.see(batch, out)
+    assert summed.differing == 0 and reduced.differing == 0 and normed.differing == 0
     assert modes

@@ -123,7 +123,8 @@ def fused_cuda(
     """
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
-    if plan.batch_invariant:  # how many CTAs share a row of the kernel's norm depends on the number of rows
+    # Large sums take two launches, whose second adds the squares of a row in another order.
+    if plan.batch_invariant:
         end = ends.NONE
     made = end.in_kernel("gemm_ar", total)
     if residual is not None and residual.data_ptr() == total.data_ptr():

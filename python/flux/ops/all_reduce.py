@@ -24,7 +24,7 @@ from flux.ops._exchange import run_fused
 from flux.ops._library import dispatch, library, may_skip_dispatch
 from flux.ops._tensors import wide_type
 from flux.ops.plan import workspace_plan
-from flux.ops.plan_ar import split_rows
+from flux.ops.plan_ar import VECTOR, split_rows
 from flux.ops.two_level_sums import sum_elements
 
 Tensor = torch.Tensor
@@ -259,13 +259,25 @@ def _run(
     if not _invariance.active():
         recipe = recipe_of(x, residual, end, given_out)
         return registry.in_turn(group, x.device, sum_of, x, residual, end, group, out, recipe)
-    # How many CTAs share a row of the kernel's norm depends on the number of rows.
-    flat, total = x.reshape(-1), out.view(-1)
-    added = None if residual is None else residual.reshape(-1)
-    for part in split_rows(flat.shape[0], 1, x.dtype):
+    # The kernel that normalises adds the squares of a row in one order, whatever the number of rows. It takes
+    # rows of whole vectors; any others are summed as elements, and torch normalises them.
+    rows, columns = (0, 0) if end.norm_weight is None else _check.rows_to_norm("all_reduce", x)
+    if columns == 0 or columns % VECTOR:
+        rows, columns, end = x.numel(), 1, ends.NONE
+    given, total = x.reshape(rows, columns), out.view(rows, columns)
+    added = None if residual is None else residual.reshape(rows, columns)
+    parts = split_rows(rows, columns, x.dtype)
+    # A scale of a whole tensor is of all parts.
+    of_part = end if len(parts) == 1 else End(end.norm_weight, end.eps)
+    made: list[Made | None] = []
+    for part in parts:
         some = None if added is None else added[part]
-        registry.in_turn(group, x.device, sum_of, flat[part], some, ends.NONE, group, total[part])
-    return None
+        call = (given[part], some, of_part, group, total[part])
+        made.append(registry.in_turn(group, x.device, sum_of, *call))
+    if len(made) == 1:
+        return made[0]
+    norms = [each.normalised for each in made if each is not None]
+    return Made(torch.cat(norms)) if norms else None
 
 
 def recipe_of(

@@ -77,7 +77,7 @@ bool run(int world_size, Exchange::Mode mode, int elements, bool in_place) {
 // What CTAs do that have computed a product: they send it, and then all sum, whoever has computed what.
 void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* product,
                      const flux::gemm::SpareMemory& memory) {
-  const auto& [symm, exchange, finish, op, rows_at_once, row_parts] = params.exchange;
+  const auto& [symm, exchange, finish, op, rows_at_once] = params.exchange;
   const flux::sync::Call call = flux::gemm_ar::begin_sum(symm);
   const int thread = static_cast<int>(threadIdx.x), row_vectors = exchange.n / 8;
   const int share = static_cast<int>(blockIdx.x);
@@ -89,8 +89,7 @@ void send_and_finish(const flux::gemm_ar::SumParams& params, const uint4* produc
   flux::gemm::finish<uint16_t, kNormers>(params.exchange, call, thread, {share, share + 1}, memory);
 }
 
-// Where norms are made: of whole rows in a launch of its own, over what is summed; or behind tiles, whose CTAs may share
-// a row.
+// Where norms are made: of whole rows in a launch of its own, over what is summed; or behind tiles.
 enum class Launch { kOwn, kTiles };
 
 // The norms of rows, with room for so many bytes of each row and of the norm's weight.
@@ -116,7 +115,6 @@ bool run_norm(Launch where, int world_size, Exchange::Mode mode, int rows, int c
       finish.out = out;
       finish.sum_out = sums.data();
       finish.norm_weight = weight.data();
-      params.exchange.row_parts = flux::gemm::row_parts(rows, columns / 8, kNormers, kCtas);
       launch([&](void* shared) {
         const flux::gemm::SpareMemory memory = {flux::ptx::smem_addr(shared), kScratch + room};
         if (own) {
@@ -171,8 +169,6 @@ int main() {
               run_norm(where, 2, Exchange::Mode::kTwoShot, 5, kColumns, kRowBytes) &&
               run_norm(where, 3, Exchange::Mode::kTwoShot, 4, kColumns, 0);
     }
-    // A row that two CTAs share, unevenly.
-    return exact && run_norm(Launch::kTiles, 2, Exchange::Mode::kOneShot, 1, kColumns + 8, 2 * kRowBytes) &&
-           run_norm(Launch::kTiles, 3, Exchange::Mode::kTwoShot, 1, kColumns + 8, 0);
+    return exact;
   });
 }

@@ -268,7 +268,7 @@ void gemm_ar(uint64_t seed) {
   const auto dtype = static_cast<DType>(random.below(2));
   const Mode mode = random.one_of({Mode::kOneShot, Mode::kTwoShot});
   const bool transposed = random.below(2) == 0;
-  // Rows so wide that several CTAs share one, or that no CTA has room for one in shared memory.
+  // Rows so wide that a thread has several vectors of one, or that no CTA has room for one in shared memory.
   const bool wide = !many && random.below(6) == 0, widest = wide && random.below(3) == 0;
   const bool swaps = !widest && random.below(2) == 0;
   const bool norms = wide || random.below(2) == 0, adds = norms && random.below(2) == 0;
@@ -300,17 +300,13 @@ void gemm_ar(uint64_t seed) {
     if (!wide && !many) m = random.one_of({m, 128, 128 + m});
     config = flux::gemm::pack_choice(id, static_cast<int>(cluster), 0);
   }
-  Random sweep(~seed);  // of the CTAs that share a row, which may be more than the launch has
-  const int row_parts = norms && sweep.below(2) == 0 ? sweep.between(1, 8) : 0;
-  if (row_parts > 0 && flux::gemm::can_share_rows(m, n / 8, row_parts)) config |= row_parts << 24;
   const int num_sms = many ? 2 : widest ? 8 : random.one_of({4, 8});
   start(seed, world_size, std::max(size, random.one_of({1, 2, 3, 8})), random, size);
   cases::describe(std::string(swaps ? "swap-AB " : "tiles ") + std::to_string(config & 0xFF) +
                   (mode == Mode::kOneShot ? ", one-shot" : ", two-shot") + (norms ? ", norm, " : ", ") +
                   (quantises ? "quantised, " : "") + (adds ? "residual, " : "") +
-                  std::to_string(config >> 8 & 0xFFFF) + ", " +
-                  std::to_string(flux::gemm::packed_row_parts(config)) + " parts, " +
-                  std::to_string(num_sms) + " SMs, " + words(world_size, m, n, k, dtype));
+                  std::to_string(config >> 8) + ", " + std::to_string(num_sms) + " SMs, " +
+                  words(world_size, m, n, k, dtype));
 
   const int whole = (m + world_size - 1) / world_size * world_size;
   const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
@@ -365,15 +361,22 @@ void gemm_ar(uint64_t seed) {
   }
 }
 
-// The bits of a norm are equal on ranks whose GPUs hold different numbers of clusters. All rows are equal, and eps
-// nearly cancels the mean of their squares, so another order of these shows in the result.
+// The bits of a norm depend on its row only: not on the rows beside it, on the CTA that has it, nor on how many clusters a
+// rank's GPU holds. In two launches they may be others than in one. All rows are equal, and eps nearly cancels the mean of their squares, so another order of these shows
+// in the result.
 void norm_bits(uint64_t seed) {
   Random random(seed);
-  const int world_size = 2, m = random.between(1, 4), n = 64 * random.between(33, 40), k = 128;
+  const int world_size = 2, n = 64 * random.between(33, 40), k = 128;
+  const int calls_rows[kCalls] = {random.between(1, 4), random.between(1, 4), random.between(1, 4)};
+  const int most = *std::max_element(std::begin(calls_rows), std::end(calls_rows));
   const auto dtype = static_cast<DType>(random.below(2));
+  const auto mode = random.below(2) == 0 ? Mode::kOneShot : Mode::kTwoShot;
   start(seed, world_size, /*resident=*/2, random);
-  cases::describe(words(world_size, m, n, k, dtype));
-  const int64_t bytes = flux::runtime::make_exchange(m, n, world_size, Mode::kOneShot).bytes();
+  cases::describe((mode == Mode::kOneShot ? "one-shot, " : "two-shot, ") +
+                  words(world_size, most, n, k, dtype));
+  // In two launches, ranks share whole rows.
+  const int whole = (most + world_size - 1) / world_size * world_size;
+  const int64_t bytes = flux::runtime::make_exchange(whole, n, world_size, mode).bytes();
   const Ranks ranks(world_size, {0, 0, bytes});
   std::vector<int> row(static_cast<size_t>(n));
   std::vector<Values> xs, weights, outs, sums;
@@ -381,12 +384,14 @@ void norm_bits(uint64_t seed) {
   ones.fill(random, dtype, 0);
   for (int i = 0; i < n; ++i) ones.data[i] = cases::rounded(1, dtype);
   for (int rank = 0; rank < world_size; ++rank) {
-    Values& x = xs.emplace_back(rank, "x", m, k);
+    Values& x = xs.emplace_back(rank, "x", most, k);
     x.fill(random, dtype, 4);
-    for (int i = k; i < m * k; ++i) x.data[i] = x.data[i % k];
+    for (int i = k; i < most * k; ++i) x.data[i] = x.data[i % k];
     weights.emplace_back(rank, "weight", n, k).fill(random, dtype, 4);
-    outs.emplace_back(rank, "out", m, n);
-    sums.emplace_back(rank, "sum", m, n);
+    for (const int m : calls_rows) {
+      outs.emplace_back(rank, "out", m, n);
+      sums.emplace_back(rank, "sum", m, n);
+    }
     const std::vector<int> part = multiply(x, weights.back(), false);
     for (size_t i = 0; i < row.size(); ++i) row[i] += part[i];
   }
@@ -395,26 +400,41 @@ void norm_bits(uint64_t seed) {
     const double rounded = cases::widened(cases::rounded(static_cast<float>(value), dtype), dtype);
     squares += rounded * rounded;
   }
+  int tiles[kCalls];
+  const bool two_launches = random.below(3) == 0;
+  for (int& tile : tiles) {
+    if (two_launches) {
+      tile = flux::gemm::pack_choice(3, static_cast<int>(Cluster::kPairN), 0);
+      continue;
+    }
+    tile = random.below(2) == 0 ? flux::gemm::pack_choice(flux::gemm::kFirstSwapAb, 2, 1)
+                                : flux::gemm::pack_choice(5, static_cast<int>(Cluster::kNone), 0);
+  }
   const auto eps = static_cast<float>(-squares / n * (1 - 1e-6));
-  const int split = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb, 2, 1);
   for (int rank = 0; rank < world_size; ++rank) {
     cudaSetDevice(rank);
-    const auto at = static_cast<size_t>(rank);
-    const flux::gemm::GemmArgs args = {
-        xs[at].matrix(), weights[at].matrix(), false, outs[at].matrix(), nullptr, dtype,
-        split,           /*num_sms=*/8};
-    flux::gemm_ar::gemm_ar(args, {nullptr, ones.data, eps, sums[at].data}, ranks.symm[at], Mode::kOneShot,
-                           nullptr);
+    for (int call = 0; call < kCalls; ++call) {
+      const auto at = static_cast<size_t>(rank), result = at * kCalls + static_cast<size_t>(call);
+      flux::runtime::Matrix x = xs[at].matrix();
+      x.rows = calls_rows[call];
+      const flux::gemm::GemmArgs args = {
+          x, weights[at].matrix(), false, outs[result].matrix(), nullptr, dtype, tiles[call], /*num_sms=*/8};
+      flux::gemm_ar::gemm_ar(args, {nullptr, ones.data, eps, sums[result].data}, ranks.symm[at], mode,
+                             nullptr);
+    }
   }
   cudaDeviceSynchronize();
   ranks.expect_no_timeout();
-  ranks.expect_rest(1);
-  for (int i = 0; i < m * n; ++i) {
-    if (outs[0].data[i] == outs[1].data[i]) continue;
-    sim::report("element " + std::to_string(i) + " of the norm is " +
-                    std::to_string(cases::widened(outs[0].data[i], dtype)) + " on one rank, " +
-                    std::to_string(cases::widened(outs[1].data[i], dtype)) + " on another",
-                nullptr);
+  ranks.expect_rest(kCalls);
+  for (const Values& out : outs) {
+    for (int i = 0; i < out.rows * n; ++i) {
+      const uint16_t first = outs[0].data[i % n];
+      if (out.data[i] == first) continue;
+      sim::report("element " + std::to_string(i % n) + " of the norm is " +
+                      std::to_string(cases::widened(first, dtype)) + " in one row, " +
+                      std::to_string(cases::widened(out.data[i], dtype)) + " in another",
+                  nullptr);
+    }
   }
 }
 
