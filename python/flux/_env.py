@@ -54,6 +54,15 @@ def _positive_auto_or_off(text: str) -> int | None:
         raise ValueError("must be auto, off or a positive number") from None
 
 
+def _positive_or_off(text: str) -> int:
+    if text.strip().lower() == "off":
+        return 0
+    try:
+        return _positive(text)
+    except ValueError:
+        raise ValueError("must be off or a positive number") from None
+
+
 def _existing_file(text: str) -> str:
     if text and not os.path.isfile(text):
         raise ValueError("must be a file")
@@ -186,6 +195,14 @@ VARIABLES: tuple[Variable, ...] = (
         "Experts of MoE layers in vLLM: off (vLLM runs them), auto (flux runs the layers that it supports).",
         "run",
         _one_of("auto", "off"),
+    ),
+    Variable(
+        "FLUX_VLLM_FP8_GEMM",
+        "off",
+        "Largest batch, in tokens, whose fp8 GEMMs in linear layers of vLLM are flux.gemm: off (all are "
+        "vLLM's), or a number.",
+        "run",
+        _positive_or_off,
     ),
     Variable(
         "FLUX_SGLANG_ALL_REDUCE",

@@ -22,6 +22,7 @@ from vllm_stand_in import define_all_reduce, define_norm, exact_norm
 import flux
 from flux.integrations.vllm import eager, rows, sequence
 from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm.gemms import settle_gemms
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
@@ -433,3 +434,47 @@ def without_a_product(rank: int, world_size: int) -> list[torch.Tensor]:
 
 def test_operators() -> None:
     assert spawn(without_a_product, 2, backend="gloo") == [[]] * 2
+
+
+UP_TO = 4
+
+
+def both_products(x: torch.Tensor, w: dict[str, torch.Tensor], quant: str) -> Any:
+    """A layer with flux.gemm in front of vLLM's kernel, as it is traced."""
+    layer = w["o0"], w["bias0"], *quantised(x, w, quant)[1:], w["o_scale0"], FP32, UP_TO
+    stock = product(*quantised(x, w, quant), w["o0"], w["o_scale0"], w["bias0"])
+    return ours.scaled_gemm.default(quantised(x, w, quant)[0], *layer, stock)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(("end", "served"), [(UP_TO, 1), (UP_TO - 1, 1), (UP_TO + 1, 0)])
+def test_a_range_has_one_of_both_products(quant: str, end: int, served: int) -> None:
+    w = weights(0, quant)
+    x = torch.randint(-3, 4, (UP_TO, N)).float()
+    module = make_fx(lambda x, w: both_products(x, w, quant), tracing_mode="fake")(x, w)
+    assert settle_gemms(module.graph, end) == served
+    module.graph.lint()
+    calls = [
+        call.target for call in module.graph.find_nodes(op="call_function", target=ours.scaled_gemm.default)
+    ]
+    assert len(calls) == served and (names(module.graph).get("addmm", 0) == 0) == bool(served)
+    module.recompile()
+    expected = product(*quantised(x, w, quant), w["o0"], w["o_scale0"], w["bias0"])
+    with mock.patch.object(flux, "gemm", wraps=flux.gemm) as gemm:
+        assert torch.equal(module(x, w), expected)
+    assert gemm.call_count == served
+
+
+def test_where_batches_are_not_known_the_operator_decides() -> None:
+    w = weights(0, "group128")
+    for m in (UP_TO, UP_TO + 1):
+        x = torch.randint(-3, 4, (m, N)).float()
+        q, scale = quantised(x, w, "group128")
+        stock = torch.full((m, N), 3.0)
+        call = (q, w["o0"], w["bias0"], scale, w["o_scale0"], FP32, UP_TO, stock)
+        result = ours.scaled_gemm.default(*call)
+        expected = product(q, scale, w["o0"], w["o_scale0"], w["bias0"]) if m == UP_TO else stock
+        assert torch.equal(result, expected)
+        torch.library.opcheck(
+            ours.scaled_gemm.default, call, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
+        )

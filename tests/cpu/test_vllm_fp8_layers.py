@@ -149,3 +149,61 @@ def test_column_parallel_layers_are_marked(vllm: Modules, served: bool) -> None:
     assert torch.equal(product, stock) and rows is x and given_bias is bias
     assert torch.equal(weight.float(), VALUES.float()) and scale is made.weight_scale
     assert how == ["token", None, False]
+
+
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_small_batches_may_be_multiplied_by_flux(
+    vllm: Modules,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Also in layers of which flux takes nothing else; larger batches are vLLM's."""
+    monkeypatch.setenv("FLUX_VLLM_FP8_GEMM", "4")
+    plugin.register()
+    layer(vllm)  # a model has row-parallel layers
+    made, bias = layer(vllm, kind), torch.ones(16)
+    for rows in (
+        torch.full((4, 32), 448.0),
+        mock.Mock(spec=["data", "scale"], data=VALUES[:3], scale=torch.ones(3, 1)),
+    ):
+        with mock.patch.object(flux, "gemm", wraps=flux.gemm) as gemm:
+            result = made.quant_method.apply(made, rows, bias)
+        (call,) = gemm.call_args_list
+        q, scale = (call.args[0], call.kwargs["scale_x"])
+        assert torch.equal(result, q.float() * scale @ (VALUES.float() * 0.5).t() + bias)
+    with mock.patch.object(flux, "gemm") as gemm:
+        stock = torch.nn.functional.linear(torch.ones(5, 32), VALUES.float(), bias)
+        assert torch.equal(made.quant_method.apply(made, torch.ones(5, 32), bias), stock)
+        made.quant_method.apply(made, torch.ones(2, 2, 32))  # not rows
+    assert not gemm.called
+    assert reports.report.gemms == {("linear fp8", 4): 2}
+    assert "2 linear fp8 layers with flux.gemm up to 4 tokens" in reports.report.line()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"weight_scale": torch.ones(16, 3)}, "Mock of vLLM repacks the scales"),
+        ({"input_scale_ub": torch.ones(1)}, "scales of rows have an upper bound"),
+    ],
+)
+def test_why_small_batches_are_not(
+    vllm: Modules,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    why: str,
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_FP8_GEMM", "4")
+    plugin.register()
+    layer(vllm)
+    made = layer(vllm, "ColumnParallelLinear", **change)
+    with mock.patch.object(flux, "gemm") as gemm:
+        made.quant_method.apply(made, torch.ones(4, 32))
+    assert not gemm.called and f"not flux.gemm, because {why}" in reports.report.line()
+
+
+def test_without_the_setting_kernels_are_vllms(vllm: Modules) -> None:  # noqa: F811
+    plugin.register()
+    made = layer(vllm)
+    kernel = made.quant_method.fp8_linear
+    assert kernel.apply_weights is stand_in._apply_weights and not reports.report.gemms

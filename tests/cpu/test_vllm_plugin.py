@@ -148,6 +148,7 @@ def test_why_flux_is_not_used(
         ("FLUX_VLLM_MIN_TOKENS", "0", "auto or a positive number"),
         ("FLUX_VLLM_TUNING", "/no/such", "a file"),
         ("FLUX_VLLM_SEQUENCE", "-1", "auto, off or a positive number"),
+        ("FLUX_VLLM_FP8_GEMM", "auto", "off or a positive number"),
         ("FLUX_VLLM_MOE", "on", "auto, off"),
     ],
 )

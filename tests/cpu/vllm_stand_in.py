@@ -20,7 +20,8 @@ from flux.integrations import async_tp
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import (
     expert_rows,
-    op,  # noqa: F401  (defines operators, which can be done only once)
+    gemms,  # noqa: F401  (defines operators, which can be done only once)
+    op,  # noqa: F401  (as well)
 )
 from flux.integrations.vllm import report as reports
 from flux.ops import plan
@@ -68,7 +69,13 @@ class Fp8Method:
     def process_weights_after_loading(self, layer: Any) -> None: ...
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.nn.functional.linear(x, layer.weight.to(x.dtype).t(), bias)
+        result: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
+        return result
+
+
+def _apply_weights(layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rows = x if isinstance(x, torch.Tensor) else x.data.to(torch.float32)
+    return torch.nn.functional.linear(rows, layer.weight.to(rows.dtype).t(), bias)
 
 
 def fp8_kernel(weight: torch.Tensor) -> Any:
@@ -78,7 +85,8 @@ def fp8_kernel(weight: torch.Tensor) -> Any:
     per_column.__iter__ = lambda self: iter((-1, 1))
     keys = [mock.Mock(scale=mock.Mock(static=False, group_shape=s)) for s in (per_token, per_column)]
     return mock.Mock(
-        spec=["config", "quant_fp8"],
+        spec=["config", "quant_fp8", "apply_weights"],
+        apply_weights=_apply_weights,
         config=mock.Mock(
             activation_quant_key=keys[0],
             weight_quant_key=keys[1],
@@ -267,6 +275,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         "FLUX_VLLM_TUNING",
         "FLUX_VLLM_SEQUENCE",
         "FLUX_VLLM_MOE",
+        "FLUX_VLLM_FP8_GEMM",
         "FLUX_BATCH_INVARIANT",
     ):
         monkeypatch.delenv(name, raising=False)

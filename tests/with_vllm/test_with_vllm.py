@@ -84,6 +84,7 @@ _FEW = {"with norm": SUMS}
 # The last sum feeds the head.
 _SEQUENCE = {"to own rows": SUMS, "from own rows": SUMS - 1}
 _EXPERTS = {"FLUX_VLLM_MOE": "auto"}
+_GEMMS = {"FLUX_VLLM_FP8_GEMM": "32"}
 _TOLD_RANGES = (
     f"Sequence parallel from {SEQUENCE_FROM} tokens on",
     f"Compiled for 1 to 16 tokens: vLLM {SUMS};",
@@ -191,7 +192,32 @@ RUNS = (
         told=("2 MoE fp8 layers from 17 tokens on", "sequence parallel"),
         settings=_EXPERTS,
     ),
-    Run("fp8 eager", "fp8_channel", "eager", {"plain": SUMS}, {"to own rows": SUMS}),
+    # Two column-parallel layers for each sum; in smaller batches row-parallel ones, too.
+    Run(
+        "fp8 gemms",
+        "fp8_block",
+        "ranges",
+        {**_FEW_FP8, "gemms": SUMS},
+        _SEQUENCE,
+        (
+            f"{2 * SUMS} linear fp8 layers with flux.gemm up to 32 tokens",
+            f"1 to 16 tokens: vLLM {SUMS}, flux {2 * SUMS} fp8 products;",
+            f"17 to 32 tokens: flux {SUMS} linear layers, {SUMS} with norm, "
+            f"quantised behind {SUMS - 1} norms, flux {SUMS} fp8 products;",
+            f"33 to 512 tokens: flux {SUMS} linear layers sequence parallel",
+        ),
+        settings=_GEMMS,
+        later={"gemms": 2 * SUMS},
+    ),
+    Run(
+        "fp8 eager",
+        "fp8_channel",
+        "eager",
+        {"plain": SUMS, "gemms": SUMS},
+        {"to own rows": SUMS},
+        settings=_GEMMS,
+        later={"gemms": 2 * SUMS},
+    ),
     # vLLM does not compile on CPUs with LoRA.
     Run(
         "LoRA", "adapter", "eager", {}, {}, told=(f"not used. {SUMS} row-parallel linear layers: LoRA is on",)

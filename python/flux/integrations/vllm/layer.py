@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.platforms import current_platform
 
 from flux import _invariance
-from flux.integrations.vllm import compiled, eager, uses
+from flux.integrations.vllm import compiled, eager, gemms, uses
 from flux.integrations.vllm.graph import SumRule
 from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import NEVER, report, setting
@@ -58,6 +58,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _serve_sums(self)
+        _serve_gemms(self)
         self._flux_fp8: Any = None
         why_not = _why_not(self)
         self._flux_serves = why_not is None
@@ -209,10 +210,53 @@ def _reasons_of_weights(layer: Any) -> Iterator[tuple[str, bool]]:
     found = fp8.of_layer(layer)
     yield str(found), isinstance(found, str)
     layer._flux_fp8 = found
-    fp8.install(_may_mark)
+    fp8.install(_may_mark, _put_gemm_before)
     # Without the pass, vLLM's products would be computed, too.
     yield "FLUX_VLLM is layer, and weights are fp8", settings.mode == "layer"
     yield "flux's fp8 layers are not batch invariant", bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def _serve_gemms(layer: Any) -> None:
+    """Lets flux look at all layers with fp8 weights, if it is to multiply small batches of them."""
+    is_fp8 = type(layer.quant_method).__name__ in _FP8_METHODS
+    if not is_fp8 or not setting("FLUX_VLLM_FP8_GEMM") or uses.missing("fp8") is not None:
+        return
+    from flux.integrations.vllm import fp8
+
+    fp8.install(_may_mark, _put_gemm_before)
+    if settings.mode != "layer":
+        compiled.install()
+        compiled.split_range(get_current_vllm_config_or_none(), setting("FLUX_VLLM_FP8_GEMM") + 1)
+
+
+def _put_gemm_before(layer: Any) -> None:
+    """Puts flux.gemm in front of vLLM's kernel of a layer with fp8 weights, if asked for and possible."""
+    up_to = setting("FLUX_VLLM_FP8_GEMM")
+    if not up_to:
+        return
+    from flux.integrations.vllm import fp8
+
+    found = fp8.of_layer(layer)
+    found = found if isinstance(found, str) else fp8.loaded(layer, found)
+    why_not = found if isinstance(found, str) else first_that_applies(_reasons_against_gemms(found))
+    if why_not is not None:
+        report.refused["linear fp8", f"not flux.gemm, because {why_not}"] += 1
+        return
+    config = get_current_vllm_config_or_none()
+    is_compiled = config is not None and config.compilation_config.mode == CompilationMode.VLLM_COMPILE
+    gemms.put_before(found, up_to, compiled.is_installed() and is_compiled)
+    report.gemms["linear fp8", up_to] += 1
+
+
+def _reasons_against_gemms(found: Any) -> Iterator[tuple[str, bool]]:
+    config, (n, k) = get_current_vllm_config_or_none(), found.shape
+    yield from common_reasons(config, found.out_dtype).items()
+    yield "VLLM_BATCH_INVARIANT is set", bool(envs.VLLM_BATCH_INVARIANT)
+    yield "its kernel has no apply_weights", not hasattr(found.kernel, "apply_weights")
+    yield "vLLM is told which GEMM to use", _chosen_gemm(config)
+    if not current_platform.is_cpu():  # whose products are torch's
+        unfused = unfused_reason(n, k, torch.float8_e4m3fn, "gemm", found.scaling)
+        yield f"flux has no kernel: {unfused}", unfused is not None
 
 
 def _may_mark(layer: Any, found: Any) -> bool:

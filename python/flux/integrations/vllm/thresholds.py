@@ -258,7 +258,8 @@ def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
-    limits = f"{setting('FLUX_VLLM_MIN_TOKENS')} {setting('FLUX_VLLM_SEQUENCE')} {_invariance.active()}"
+    names = ("FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_SEQUENCE", "FLUX_VLLM_FP8_GEMM")
+    limits = f"{[setting(name) for name in names]} {_invariance.active()}"
     return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
