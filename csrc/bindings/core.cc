@@ -341,8 +341,6 @@ void bind_selection(py::module_& m) {
       .def_property_readonly("operand_bytes", &gemm::TileConfig::operand_bytes, "1: fp8, 2: bf16 and fp16.")
       .def_property_readonly("promotes", &gemm::TileConfig::promotes,
                              "Whether the product of each k-block is added to fp32 registers.")
-      .def_property_readonly("is_on_trial", &gemm::is_on_trial,
-                             "Whether only the plain GEMM has it, and no plan chooses it by itself.")
       .def_property_readonly("smem_bytes", &gemm::smem_bytes)
       .def_property_readonly("supports_transposed_weight", &gemm::supports_transposed_weight)
       .def_property_readonly("supports_split", &gemm::supports_split)

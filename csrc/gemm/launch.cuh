@@ -106,7 +106,6 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
   FLUX_CHECK(num_sms >= order.cluster_size(), num_sms, order.cluster_size());
   FLUX_CHECK(Store::kSplitsK == (order.split() > 1), "not the kernel for", order.split(), "parts of K");
   FLUX_CHECK(params.k_blocks >= order.split(), params.k_blocks, order.split());
-  FLUX_CHECK(order.split() == 1 || order.split() <= max_k_split(tile), order.split(), choice.config);
   runtime::Launch(std::min(room, wanted) * order.cluster_size(), kNumThreads, smem_bytes(tile), stream)
       .cluster(order.cluster_size())
       .early_start(!kWaitsForPeers && runtime::may_start_early(num_sms))

@@ -80,22 +80,16 @@ struct TilePromotion {
   }
   FLUX_DEVICE void add(const float (&product)[kProducts], const Row& x, const Column& w,
                        int column_part) const {
-    static_assert(kParts % kColumnParts == 0 || kColumnParts % kParts == 0);
-    constexpr int kScaled = kParts > kColumnParts ? kParts / kColumnParts : 1, kEach = kProducts / kScaled;
+    static_assert(kParts == 1 || kParts % kColumnParts == 0);
+    constexpr int kScaled = kParts == 1 ? 1 : kParts / kColumnParts, kEach = kProducts / kScaled;
 #pragma unroll
     for (int part = 0; part < kScaled; ++part) {
-      const int scaled_part = column_part * kParts / kColumnParts + part;
-      const float column = kParts == 1 || scaled_part < boundary ? w.before : w.behind;
+      const float column = kParts == 1 || column_part * kScaled + part < boundary ? w.before : w.behind;
       const float factors[2] = {x.first * column, x.second * column};
 #pragma unroll
       for (int i = part * kEach; i < (part + 1) * kEach; ++i) {
         sums[column_part * kProducts + i] += product[i] * factors[i / 2 % 2];
       }
-    }
-    if constexpr (Smem::kTile.held_products > 1) {
-      // Promoted here, while the next part is multiplied, and not when it has been.
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i) cute::warpgroup_fence_operand(sums[column_part * kProducts + i]);
     }
   }
 };

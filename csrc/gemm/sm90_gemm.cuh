@@ -14,7 +14,6 @@
 
 #include "gemm/epilogue.cuh"
 #include "gemm/mainloop.cuh"
-#include "gemm/mainloop_held.cuh"
 #include "gemm/policy.h"
 #include "gemm/scales.cuh"
 #include "gemm/smem.cuh"
@@ -27,9 +26,8 @@ namespace flux::gemm {
 constexpr int kNumThreads = 128 * (1 + kNumMathWarpgroups);
 // Of 65,536 registers a CTA uses 128 * 80 + 256 * 208 = 63,488. The storers of GEMM+ReduceScatter spill with 56
 // registers, and just fit into 72.
-// Tiles with rows of x in registers: 128 * 56 + 256 * 224 = 64,512. Their storers only store here.
-constexpr int producer_registers(const TileConfig& c) { return c.holds_rows() ? 56 : 80; }
-constexpr int math_registers(const TileConfig& c) { return c.holds_rows() ? 224 : 208; }
+constexpr int kProducerRegisters = 80;
+constexpr int kMathRegisters = 208;
 
 template <class Store>
 struct GemmParams {
@@ -102,7 +100,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   __syncthreads();
 
   if (warp < 4) {
-    ptx::setmaxnreg_dec<producer_registers(kTile)>();
+    ptx::setmaxnreg_dec<kProducerRegisters>();
     if (ptx::elect_one()) {
       if (warp == 0) {
         const int step = gridDim.x / cluster_size, last = order.num_clusters();
@@ -219,7 +217,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
   } else {
-    ptx::setmaxnreg_inc<math_registers(kTile)>();
+    ptx::setmaxnreg_inc<kMathRegisters>();
     constexpr int kAccumulators = kBlockN / 2;
     const int warpgroup = warp / 4 - 1;
     const int thread = threadIdx.x % 128;
@@ -238,15 +236,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       return Operands{make_descriptor(smem.a(stage) + warpgroup * 64 * 128, 0, 1024),
                       make_b_descriptor<kMajorB>(smem.b(stage))};
     };
-    // A lane's row of the 16 of its warp, and its half of the 32 bytes of a step, in the 128-byte swizzle.
-    const int held_row = thread / 32 * 16 + thread % 16;
-    [[maybe_unused]] const uint32_t held =
-        (warpgroup * 64 + held_row) * kBlockBytes + (thread % 32 / 16 ^ held_row % 8) * 16;
-    [[maybe_unused]] const auto load_rows = [&](int stage, uint32_t (&x)[kBlockBytes / 32][kHeldWords]) {
-      const uint32_t at = smem.a(stage) + held;
-#pragma unroll
-      for (int step = 0; step < kBlockBytes / 32; ++step) ptx::ldmatrix_x4(at ^ step * 32, x[step]);
-    };
     const auto release = [&](int stage) {
       if (releases) ptx::mbarrier_arrive_cluster(smem.empty(stage), filler);
     };
@@ -259,6 +248,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
         const Source x = Store::source(params, call, tile);
         if constexpr (kTile.promotes()) {
           constexpr int kPartN = kBlockN / column_parts(kTile);
+          float products[kPartN / 2];
 #pragma unroll
           for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
           const ColumnScales<kBlockN> columns(params.scales, tile.n * kBlockN, params.n, params.k_blocks,
@@ -272,16 +262,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
               columns.before,
               columns.behind,
               columns.boundary};
-          if constexpr (kTile.holds_rows()) {
-            float products[kTile.held_products][kPartN / 2];
-            multiply_held_fp8<kPartN, kTile.held_products>(
-                params.scales.e5m2, ring, part.num_blocks, products, full, load_rows,
-                [&](int stage) { return make_descriptor(smem.b(stage), 0, 1024); }, release, promotion);
-          } else {
-            float products[kPartN / 2];
-            multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kPartN>(
-                params.scales.e5m2, ring, part.num_blocks, products, full, operands, release, promotion);
-          }
+          multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kPartN>(params.scales.e5m2, ring, part.num_blocks,
+                                                               products, full, operands, release, promotion);
         } else {
           using Mma = Wgmma<E4M3xE4M3, kBlockN, Major::K, Major::K>;
           multiply<Mma, 32, 32>(ring, part.num_blocks, d, full, operands, release);

@@ -40,7 +40,7 @@ constexpr int kPartBytes = 2 * 128 * 16;
 // then the parts of this CTA's share that other CTAs have sent.
 template <class Smem, class Part>
 struct Meeting {
-  static constexpr int kMaxOthers = max_k_split(Smem::kTile) - 1;
+  static constexpr int kMaxOthers = kMaxKSplit - 1;
   static constexpr int kOwnBytes = kNumMathWarpgroups * Part::kChunks * kPartBytes;
   static constexpr int kShareBytes = Part::kMaxChunks * kPartBytes;  // of a warpgroup and a CTA, at most
   static_assert(kOwnBytes + kMaxOthers * kNumMathWarpgroups * kShareBytes <=

@@ -37,11 +37,7 @@ struct TileConfig {
   int slab_n;
   int slabs;
   Arithmetic arithmetic = Arithmetic::k16Bit;
-  // Of a tile that promotes, with its rows of x in registers: how many parts of its columns have registers for their
-  // products. 0: wgmma reads the rows from shared memory (docs/design/fp8.md#rows-in-registers).
-  int held_products = 0;
 
-  constexpr bool holds_rows() const { return held_products > 0; }
   constexpr bool is_fp8() const { return arithmetic != Arithmetic::k16Bit; }
   constexpr bool promotes() const { return arithmetic == Arithmetic::kPromoted; }
   constexpr int operand_bytes() const { return is_fp8() ? 1 : 2; }
@@ -69,10 +65,7 @@ constexpr TileConfig kTileConfigs[] = {
     {15, 256, 3, 64, 5, Arithmetic::kFast},
     {16, 256, 4, 32, 3, Arithmetic::kPromoted},
     {17, 256, 3, 64, 4, Arithmetic::kPromoted},
-    {18, 256, 4, 32, 3, Arithmetic::kPromoted, 1},
-    {19, 256, 4, 32, 3, Arithmetic::kPromoted, 2},
-    {20, 128, 5, 64, 3, Arithmetic::kPromoted, 2},
-    {21, 192, 5, 32, 2, Arithmetic::kPromoted},
+    {18, 192, 5, 32, 2, Arithmetic::kPromoted},
 };
 // clang-format on
 constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
@@ -123,16 +116,12 @@ constexpr bool supports_transposed_weight(const TileConfig& c) { return c.block_
 
 // Few fp8 tiles are compiled: those of 64 and 128 columns that promote serve problems with few tiles, also if they may
 // be fast (docs/design/fp8.md#instances).
-constexpr bool is_chosen_fp8(const TileConfig& c) {
-  return c.promotes() && c.block_n <= 128 && !c.holds_rows();
-}
+constexpr bool is_chosen_fp8(const TileConfig& c) { return c.promotes() && c.block_n <= 128; }
 
-// Wider tiles do not split K (docs/design/cost-model.md#split-k), but for those whose rows of x are in registers. Of 256
-// columns, sums of two CTAs fit into the stages.
+// Wider tiles do not split K (docs/design/cost-model.md#split-k).
 constexpr bool supports_split(const TileConfig& c) {
-  return c.is_fp8() ? is_chosen_fp8(c) || (c.holds_rows() && c.block_n > 128) : c.block_n <= 160;
+  return c.is_fp8() ? is_chosen_fp8(c) : c.block_n <= 160;
 }
-constexpr int max_k_split(const TileConfig& c) { return c.block_n > 160 ? 2 : 3; }
 
 // Tiles for ranks that exchange rows (gemm_ar/exchange_store.cuh): the slabs must hold a whole tile. Wider tiles
 // are for more rows than this path serves.
@@ -143,17 +132,16 @@ constexpr bool supports_exchange(const TileConfig& c) {
 // Tiles that are sent to other ranks. The slabs should hold a whole tile, or the math warps wait for the link.
 constexpr bool holds_tile(const TileConfig& c) { return c.slab_n * c.slabs >= c.block_n; }
 constexpr bool supports_sending(const TileConfig& c) {
-  return !c.is_fp8() || (holds_tile(c) && c.block_n >= 128 && !c.holds_rows());
+  return !c.is_fp8() || (holds_tile(c) && c.block_n >= 128);
 }
 // Of two tiles that differ only in their slabs, the one with fewer.
 constexpr bool supports_keeping(const TileConfig& c) {
   return !c.is_fp8() || c.block_n < 256 || !holds_tile(c);
 }
-// Tiles that only the plain GEMM has, as long as they have not been timed: no plan chooses them by itself.
-constexpr bool is_on_trial(const TileConfig& c) {
-  return c.holds_rows() || (c.promotes() && c.block_n == 192);
+// The fp8 tile of 192 columns serves the plain GEMM only: it was timed with no peers (docs/design/fp8.md#cost-model).
+constexpr bool supports_gathering(const TileConfig& c) {
+  return supports_keeping(c) && !(c.is_fp8() && c.block_n == 192);
 }
-constexpr bool supports_gathering(const TileConfig& c) { return supports_keeping(c) && !is_on_trial(c); }
 
 // Shared memory that a launch no longer needs for its tiles.
 struct SpareMemory {
@@ -166,8 +154,6 @@ constexpr int panel_n(const TileConfig& c) { return c.slab_n % 64 == 0 ? 64 : c.
 
 // Parts of the columns of a tile that promotes. They are multiplied one after the other, so that the registers for the
 // product of one part are enough.
-constexpr int column_parts(const TileConfig& c) {
-  return c.holds_rows() ? c.block_n / 128 * c.held_products : c.promotes() && c.block_n > 192 ? 2 : 1;
-}
+constexpr int column_parts(const TileConfig& c) { return c.promotes() && c.block_n > 192 ? 2 : 1; }
 
 }  // namespace flux::gemm

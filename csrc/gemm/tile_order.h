@@ -32,7 +32,7 @@ struct Tile {
 // x, for two tiles in one row. kSplit2, kSplit3: one tile, of which each CTA multiplies a part of K
 // (split_k.cuh).
 enum class Cluster : int { kNone = 1, kPairM = 2, kPairN = 3, kSplit2 = 4, kSplit3 = 5 };
-constexpr int kMinKSplit = 2;
+constexpr int kMinKSplit = 2, kMaxKSplit = 3;
 
 enum class Peers { kTakeTurns, kOneByOne, kGathered };
 

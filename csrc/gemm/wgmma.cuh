@@ -59,24 +59,6 @@ FLUX_WGMMA_ATOM(224)
 FLUX_WGMMA_ATOM(256)
 #undef FLUX_WGMMA_ATOM
 
-// The same with A in registers, as ptx::ldmatrix_x4 reads 32 bytes of 16 rows for each warp.
-template <class Operands, int kN>
-struct HeldWgmmaAtom;
-#define FLUX_HELD_WGMMA_ATOM(n)                                         \
-  template <>                                                           \
-  struct HeldWgmmaAtom<E4M3xE4M3, n> {                                  \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_RS_TN<>; \
-  };                                                                    \
-  template <>                                                           \
-  struct HeldWgmmaAtom<E5M2xE4M3, n> {                                  \
-    using Type = cute::SM90::GMMA::MMA_64x##n##x32_F32E5M2E4M3_RS_TN<>; \
-  };
-FLUX_HELD_WGMMA_ATOM(64)
-FLUX_HELD_WGMMA_ATOM(128)
-#undef FLUX_HELD_WGMMA_ATOM
-
-constexpr int kHeldWords = 4;  // of A, for a step
-
 // Operands: the type of both, or a pair of fp8 types.
 template <class Operands, int kN, Major kMajorA, Major kMajorB>
 struct Wgmma {
@@ -91,23 +73,6 @@ struct Wgmma {
   FLUX_DEVICE static void call(uint64_t a, uint64_t b, float (&d)[kAccumulators], ScaleOut scale,
                                std::index_sequence<kI...>) {
     WgmmaAtom<Operands, kN, kMajorA, kMajorB>::Type::fma(a, b, d[kI]..., scale);
-  }
-};
-
-template <class Operands, int kN>
-struct HeldWgmma {
-  static constexpr int kAccumulators = kN / 2;
-
-  FLUX_DEVICE static void step(const uint32_t (&a)[kHeldWords], uint64_t b, float (&d)[kAccumulators],
-                               bool accumulate) {
-    call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<kAccumulators>());
-  }
-
- private:
-  template <size_t... kI>
-  FLUX_DEVICE static void call(const uint32_t (&a)[kHeldWords], uint64_t b, float (&d)[kAccumulators],
-                               ScaleOut scale, std::index_sequence<kI...>) {
-    HeldWgmmaAtom<Operands, kN>::Type::fma(a[0], a[1], a[2], a[3], b, d[kI]..., scale);
   }
 };
 

@@ -250,22 +250,20 @@ def test_fp8_problems_get_fp8_tiles_that_promote_unless_they_may_be_fast(
     assert 256 in wide
 
 
-def test_tiles_on_trial_are_listed_last_and_only_chosen_by_name() -> None:
-    on_trial = [tile for tile in FP8_TILES.values() if tile.is_on_trial]
-    assert on_trial
-    for m, n, k in ((256, 8192, 14336), (512, 4096, 7168), (2048, 8192, 14336)):
+def test_192_columns_are_chosen_where_they_were_measured_to_win_and_by_the_plain_gemm_only() -> None:
+    (wide,) = (tile for tile in FP8_TILES.values() if tile.block_n == 192)
+    measured = {(256, 12288, 24576): True, (512, 4096, 7168): False}
+    measured |= {(m, 8192, 14336): False for m in (256, 512, 2048)}
+    for (m, n, k), wins in measured.items():
         choice = core.select_gemm(m, n, k, False, 132, operand_bytes=1)
-        names = [name for name, _ in choice.candidates]
-        marks = [any(name.startswith(tile.name) for tile in on_trial) for name in names]
-        assert not FP8_TILES[choice.config].is_on_trial
-        assert marks == sorted(marks) and sum(marks) > len(on_trial)
-        assert names[0].startswith(choice.name)
-        for tile in on_trial:
-            assert core.select_gemm(m, n, k, False, 132, tile.id, operand_bytes=1).config == tile.id
+        assert (choice.config == wide.id) == wins, choice.name
+        assert choice.candidates[0][0].startswith(choice.name)
+        assert any(name.startswith(wide.name) for name, _ in choice.candidates)
+        for select, ranks in ((core.select_gemm_ar, ()), (core.select_ag_gemm, (2,))):
+            chosen = select(m, n, k, False, *ranks, 132, operand_bytes=1)
+            assert not any(name.startswith(wide.name) for name, _ in chosen.candidates)
             with pytest.raises(ValueError, match="config"):
-                core.select_gemm_ar(m, n, k, False, 132, tile.id, operand_bytes=1)
-            with pytest.raises(ValueError, match="config"):
-                core.select_ag_gemm(m, n, k, False, 2, 132, tile.id, operand_bytes=1)
+                select(m, n, k, False, *ranks, 132, wide.id, operand_bytes=1)
 
 
 def test_tiles_serve_only_their_operands() -> None:

@@ -31,10 +31,8 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9
 _TMA_LOOP = re.compile(r"UTMALDG[^\n]*\n[^\n]*\n[^\n]*BRA\.U\.ANY")
 _LINE = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 _RESOURCES = re.compile(r"Function (\S+):\s+(REG:.*)")
-# C7517 is a wait before the first k-block of a tile, where there are registers for the products of two parts.
 _PTXAS_COMPLAINT = re.compile(
-    r"\(C7(?!517\).*sm90_gemmI\w+?ELi(?:19|20)E)\d{3}\)|Potential Performance Loss"
-    r"|[1-9]\d* bytes (?:spill|stack)|Local memory used"
+    r"\(C7\d{3}\)|Potential Performance Loss|[1-9]\d* bytes (?:spill|stack)|Local memory used"
 )
 
 

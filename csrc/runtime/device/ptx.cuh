@@ -335,13 +335,6 @@ FLUX_DEVICE void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint3
                "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-// ldmatrix: the reverse.
-FLUX_DEVICE void ldmatrix_x4(uint32_t row_address, uint32_t (&words)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(row_address)
-               : "memory");
-}
 // stmatrix of two 8x8 matrices, transposed; lanes 0 to 15 supply the row addresses.
 FLUX_DEVICE void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(a),

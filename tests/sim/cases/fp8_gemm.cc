@@ -124,8 +124,7 @@ void split_k(uint64_t seed) {
   Random random(seed);
   const int config = draw_tile(random, flux::gemm::supports_split);
   const TileConfig& tile = flux::gemm::kTileConfigs[config];
-  const bool splits_thrice = flux::gemm::max_k_split(tile) > 2 && random.below(2) == 0;
-  const Cluster cluster = splits_thrice ? Cluster::kSplit3 : Cluster::kSplit2;
+  const Cluster cluster = random.one_of({Cluster::kSplit2, Cluster::kSplit3});
   const int size = cluster == Cluster::kSplit2 ? 2 : 3;
   const Shape shape = {std::max(1, extent(random, 128, 2, 8) - random.below(8)),
                        extent(random, tile.block_n, 2, 8), 128 * (size - 1) + extent(random, 128, 4, 16)};

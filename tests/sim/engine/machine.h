@@ -132,7 +132,6 @@ struct WgmmaOp {
   WgmmaShape shape;
   uint64_t a, b;
   float* accumulators[32];
-  const uint32_t* held[32];  // null: A is in shared memory
   bool accumulate;
   Past past;  // of the first lane that issues it
   int arrived = 0;

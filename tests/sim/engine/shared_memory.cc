@@ -148,19 +148,4 @@ void store_matrices(uint32_t row_address, const uint32_t* fragments, int matrice
   }
 }
 
-void load_matrices(uint32_t row_address, uint32_t* fragments, int matrices, const Where& where) {
-  uint64_t addresses[32];
-  warp_exchange(~0u, row_address, addresses, where);
-  const int lane = self().thread % 32;
-  for (int matrix = 0; matrix < matrices; ++matrix) {
-    // Of each row a lane gets two elements.
-    const auto row = static_cast<uint32_t>(addresses[matrix * 8 + lane / 4]);
-    if (row % 16 != 0) report("misaligned ldmatrix", machine.running, &where);
-    const uint8_t* const from = checked(here(), row + lane % 4 * 4, 4, "ldmatrix", where);
-    // Stale rows beyond an edge may be read, as by wgmma.
-    read_shared(here(), row + lane % 4 * 4, 4, plain("ldmatrix", where), /*written_only=*/false);
-    std::memcpy(&fragments[matrix], from, 4);
-  }
-}
-
 }  // namespace sim

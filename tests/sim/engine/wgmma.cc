@@ -90,20 +90,6 @@ void read_operand(Cta& cta, const Operand& operand, int first, int rows, const A
   }
 }
 
-// Of 8-bit elements: lane t has four neighbours along K of row t / 4 in its first word, of the row eight below in the
-// second, and of the next 16 of K in the other two.
-void read_held(const WgmmaOp& op, float (*values)[kMaxN]) {
-  for (int t = 0; t < 32; ++t) {
-    for (int word = 0; word < 4; ++word) {
-      uint8_t bytes[4];
-      std::memcpy(bytes, &op.held[t][word], sizeof(bytes));
-      for (int i = 0; i < 4; ++i) {
-        values[word / 2 * 16 + t % 4 * 4 + i][t / 4 + word % 2 * 8] = widen(bytes + i, op.shape.a);
-      }
-    }
-  }
-}
-
 __attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const float (*b)[kMaxN], int n,
                                               int steps, float (*sums)[kMaxN]) {
   for (int m = 0; m < kM; ++m) {
@@ -164,11 +150,7 @@ void run(Cta& cta, int number, WgmmaOp& op) {
   const Access access = {"wgmma",        epoch, 0, op.past, nullptr, /*async=*/true, /*sees_copies=*/true,
                          /*noted=*/false};
   const int n = op.shape.n;
-  if (op.held[0] != nullptr) {
-    read_held(op, a);
-  } else {
-    read_operand(cta, Operand(op.a, op.shape.a, op.shape.a_mn_major), number % 4 * kM, kM, access, a);
-  }
+  read_operand(cta, Operand(op.a, op.shape.a, op.shape.a_mn_major), number % 4 * kM, kM, access, a);
   read_operand(cta, Operand(op.b, op.shape.b, op.shape.b_mn_major), 0, n, access, b);
   // Lane t has, in each block of eight columns, two neighbours of row t / 4, and of the row eight below.
   const auto for_each = [&](auto use) {
@@ -210,8 +192,7 @@ void queue_next(Cta& cta, int number) {
 
 void wgmma_fence() { self().wgmma_fenced = true; }
 
-void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators, bool accumulate,
-           const uint32_t* held) {
+void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators, bool accumulate) {
   Fiber& fiber = self();
   Cta& cta = here();
   if (!fiber.wgmma_fenced)
@@ -219,13 +200,12 @@ void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators,
   const int number = fiber.thread / 32;
   TensorWarp& warp = cta.tensor_warps[static_cast<size_t>(number)];
   const auto at = static_cast<size_t>(fiber.wgmmas++ - warp.done);
-  while (warp.ops.size() <= at) warp.ops.push_back({shape, a, b, {}, {}, accumulate, fiber.clock});
+  while (warp.ops.size() <= at) warp.ops.push_back({shape, a, b, {}, accumulate, fiber.clock});
   WgmmaOp& op = warp.ops[at];
   if (op.a != a || op.b != b || op.accumulate != accumulate || op.shape.n != shape.n) {
     report("lanes of a warp issue different wgmmas");
   }
   op.accumulators[fiber.thread % 32] = accumulators;
-  op.held[fiber.thread % 32] = held;
   if (++op.arrived == 32) queue_next(cta, number);
 }
 

@@ -38,8 +38,6 @@ void load_shared(uint32_t address, void* bytes, int count, const Where& where);
 // The calling warp's lanes together: `matrices` 8x8 matrices, lane l supplies the address of row l.
 void store_matrices(uint32_t row_address, const uint32_t* fragments, int matrices, bool transposed,
                     const Where& where);
-// The reverse, not transposed.
-void load_matrices(uint32_t row_address, uint32_t* fragments, int matrices, const Where& where);
 
 // --- mbarriers ---
 constexpr int kThisCta = -1;
@@ -73,9 +71,7 @@ struct WgmmaShape {
   bool a_mn_major, b_mn_major;
 };
 void wgmma_fence();
-// held: this thread's four words of A, which is then in registers; they are read when the operation runs.
-void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators, bool accumulate,
-           const uint32_t* held = nullptr);
+void wgmma(const WgmmaShape& shape, uint64_t a, uint64_t b, float* accumulators, bool accumulate);
 void wgmma_commit();
 void wgmma_wait(int pending);
 

@@ -36,23 +36,6 @@ struct SimAtom {
   static ScaleOut last(ScaleOut& scale, ScaleOut) { return scale; }
 };
 
-// With A in registers, four neighbours in memory.
-template <int kN, sim::Element kElementA, sim::Element kElementB>
-struct SimHeldAtom {
-  template <class... More>
-  static void fma(const uint32_t& a, const uint32_t&, const uint32_t&, const uint32_t&, uint64_t b,
-                  float& first, More&... more) {
-    static_assert(sizeof...(more) == kN / 2);
-    ScaleOut scale = ScaleOut::One;
-    ((scale = last(more, scale)), ...);
-    sim::wgmma({kN, kElementA, kElementB, false, false}, 0, b, &first, scale == ScaleOut::One, &a);
-  }
-
- private:
-  static ScaleOut last(float&, ScaleOut scale) { return scale; }
-  static ScaleOut last(ScaleOut& scale, ScaleOut) { return scale; }
-};
-
 template <int kN, sim::Element kA, sim::Element kB>
 using SimKMajorAtom = SimAtom<kN, kA, kB, Major::K, Major::K>;
 
@@ -82,14 +65,6 @@ FLUX_SIM_ATOMS(192)
 FLUX_SIM_ATOMS(224)
 FLUX_SIM_ATOMS(256)
 #undef FLUX_SIM_ATOMS
-#define FLUX_SIM_HELD_ATOMS(n)                                                                        \
-  template <ScaleIn = ScaleIn::One, ScaleIn = ScaleIn::One>                                           \
-  using MMA_64x##n##x32_F32E4M3E4M3_RS_TN = SimHeldAtom<n, sim::Element::kE4M3, sim::Element::kE4M3>; \
-  template <ScaleIn = ScaleIn::One, ScaleIn = ScaleIn::One>                                           \
-  using MMA_64x##n##x32_F32E5M2E4M3_RS_TN = SimHeldAtom<n, sim::Element::kE5M2, sim::Element::kE4M3>;
-FLUX_SIM_HELD_ATOMS(64)
-FLUX_SIM_HELD_ATOMS(128)
-#undef FLUX_SIM_HELD_ATOMS
 #undef FLUX_SIM_FP8_ATOM
 
 }  // namespace SM90::GMMA

@@ -185,9 +185,6 @@ inline void stmatrix_x4(uint32_t row_address, uint32_t a, uint32_t b, uint32_t c
   const uint32_t fragments[4] = {a, b, c, d};
   sim::store_matrices(row_address, fragments, 4, /*transposed=*/false, where);
 }
-inline void ldmatrix_x4(uint32_t row_address, uint32_t (&words)[4], FLUX_SIM_HERE) {
-  sim::load_matrices(row_address, words, 4, where);
-}
 inline void stmatrix_x2_transposed(uint32_t row_address, uint32_t a, uint32_t b, FLUX_SIM_HERE) {
   const uint32_t fragments[2] = {a, b};
   sim::store_matrices(row_address, fragments, 2, /*transposed=*/true, where);
