@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import check_sass
 import pytest
+
+from flux import _native
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = [ROOT / "python" / "flux" / "_C.so", ROOT / "build" / "kernels" / "lib" / "flux" / "_C.so"]
@@ -32,11 +36,38 @@ def built_library() -> Path:
     return newest
 
 
+@functools.cache
+def built_kernels() -> list[check_sass.Kernel]:
+    return check_sass.read_kernels(built_library())
+
+
 @needs_tools
 def test_kernels_use_hopper_and_no_local_memory() -> None:
-    kernels = check_sass.read_kernels(built_library())
+    kernels = built_kernels()
     assert any(kernel.is_gemm for kernel in kernels)
     assert {kernel.name: kernel.faults() for kernel in kernels if kernel.faults()} == {}
+
+
+def is_of_fp8_tile(kernel: check_sass.Kernel) -> bool:
+    """By the number of its tile, which follows the type and, of dense GEMMs, the layout of the weight."""
+    found = re.search(
+        r"sm90_(?:grouped_)?gemm(_swap_ab)?I\d+[a-z_0-9]+?(?:L\w+?MajorE\dE)?Li(\d+)E", kernel.name
+    )
+    assert found is not None, kernel.name
+    tile, core = int(found[2]), _native.core
+    return tile >= core.NUM_SWAP_AB if found[1] else core.tile_config(tile).operand_bytes == 1
+
+
+@needs_tools
+def test_fp8_tiles_multiply_fp8_and_others_do_not() -> None:
+    """And fit into the registers of a CTA: 384 threads may have 168 each at launch."""
+    gemms = [kernel for kernel in built_kernels() if kernel.is_gemm]
+    of_fp8 = [kernel for kernel in gemms if is_of_fp8_tile(kernel)]
+    assert of_fp8 and len(of_fp8) < len(gemms)
+    for kernel in gemms:
+        right, wrong = ("QGMMA", "HGMMA") if kernel in of_fp8 else ("HGMMA", "QGMMA")
+        assert kernel.opcodes[right] and not kernel.opcodes[wrong], kernel.name
+        assert kernel.registers <= 168, kernel.name
 
 
 def test_library_loads_without_a_driver() -> None:
