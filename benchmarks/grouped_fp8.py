@@ -165,6 +165,7 @@ def main() -> None:
                 name, kind, *(f"{label} {us}" for label, us in best), *rows[-1]["notes"], sep="  ", flush=True
             )
             facts = {
+                "what": "microseconds of grouped GEMMs of fp8 operands, benchmarks/grouped_fp8.py",
                 "flux": flux.__version__,
                 "gpu": torch.cuda.get_device_name(),
                 "torch": torch.__version__,

@@ -69,6 +69,8 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
         if not here or model["fp8"] or model["experts"] or "stock-graph" not in results["runs"]:
             continue
         ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
+        # Without vLLM's fusion all batches are flux's; by default some are vLLM's.
+        ours = [run for run in ours if "-unfused" in run] or ours
         for metric, stock in results["runs"]["stock-graph"]["tokens_per_s"].items():
             rates = [r for run in ours if (r := results["runs"][run]["tokens_per_s"].get(metric))]
             what, _, tokens = metric.partition(" ")
