@@ -9,13 +9,12 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
 - "FlashInfer", "vLLM": cuBLAS, and all-reduce, residual and RMSNorm of that package, where it is installed;
 - "flux": gemm_ar with residual and norm, the other two products by cuBLAS;
 - "gemm": these two by flux.gemm, too;
-- "early": and kernels of flux begin to load weights before the kernel before them has ended;
-- "gated": and the product with gate and up projection multiplies them, too;
 - "reduced": cuBLAS, and flux.all_reduce with residual and norm;
-- "reduced, gate", "reduced, behind": and by flux, as in "gated", the product with gate and up projection, or
-  all products that are not summed;
-- "apart": as "gated", but a product and its sum by flux.gemm and flux.all_reduce;
-- "parts": as "flux", but so.
+- "reduced, gate": and the product with gate and up projection, which multiplies them, too, by a kernel of
+  flux that begins to load its weight before the one in front has ended;
+- "reduced, behind": and all other products that are not summed by such kernels;
+- "apart": and those that are summed;
+- "parts": as "flux", but by flux.gemm and flux.all_reduce.
 
 The file has microseconds a layer, for each number of tokens and arm: the median of rounds with a drawn order.
 """
@@ -43,8 +42,7 @@ from torch.multiprocessing.spawn import spawn
 
 import flux
 from flux import peers
-from flux.ops import gemm, gemm_ar
-from flux.ops._end import End
+from flux.ops import gemm
 
 HEAD = 128
 CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
@@ -141,10 +139,6 @@ def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
     def by_flux(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
         return flux.gemm_ar(x, weight, group=group, residual=residual, norm_weight=norm, eps=EPS)
 
-    def early(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
-        end = End(norm, EPS)
-        return gemm_ar._call(x, weight, None, False, residual, end, group, weight_is_constant=True)
-
     def reduced(product: Any) -> Any:
         def summed(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
             total = product(x, weight)
@@ -165,9 +159,7 @@ def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
 
         found[name] = Arm(by_package, cublas, inside=inside)
     found |= {"flux": Arm(by_flux, cublas), "gemm": Arm(by_flux, flux.gemm)}
-    found["early"] = Arm(early, gemm.serving)
     gates = functools.partial(gemm.serving, swiglu=True)
-    found["gated"] = Arm(early, gemm.serving, gates)
     found["reduced"] = Arm(reduced(cublas), cublas)
     found["reduced, gate"] = Arm(reduced(cublas), cublas, gates)
     found["reduced, behind"] = Arm(reduced(cublas), gemm.serving, gates)

@@ -185,10 +185,9 @@ void gemm_ar_op(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out,
                 std::optional<Tensor> residual_out, std::optional<Tensor> scale_x,
                 std::optional<Tensor> scale_w, bool fast, std::optional<Tensor> q,
                 std::optional<Tensor> q_scale, int64_t granularity, bool ue8m0,
-                std::optional<Tensor> quant_scale, std::optional<Tensor> parts, bool weight_is_constant) {
-  gemm::GemmArgs args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
-                                  scales_of(x, scale_x, scale_w, fast));
-  args.weight_is_constant = weight_is_constant;
+                std::optional<Tensor> quant_scale, std::optional<Tensor> parts) {
+  const gemm::GemmArgs args = gemm_args(x, weight, bias, out, transpose_weight, config, num_sms,
+                                        scales_of(x, scale_x, scale_w, fast));
   enqueue(x,
           {address_of(x), address_of(weight), address_of(bias), address_of(out), address_of(residual),
            address_of(norm_weight), address_of(residual_out), address_of(scale_x), address_of(scale_w),

@@ -22,6 +22,7 @@ from flux.comm.cpu import CpuWorkspace
 from flux.ops import all_reduce as reduce_ops
 from flux.ops import gemm_ar as ops
 from flux.ops import gemm_rs, plan_ar
+from flux.ops.gemm import SERVED_TOKENS
 from flux.testing import GemmRsCase, spawn, tolerance
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -162,6 +163,18 @@ def norms(rank: int, world_size: int) -> str:
                     if not ((got.double() - exact).abs() <= rtol * exact.abs() + info.smallest_normal).all():
                         return f"{dtype}: beyond the tolerance"
     return ""
+
+
+def serving(rank: int, world_size: int) -> str:
+    """What graphs of models that serve call, with a few tokens, with more of them, and with a bias."""
+    answers = []
+    for m, bias in ((3, False), (SERVED_TOKENS + 1, False), (3, True)):
+        case = GemmRsCase(m, 24, 16, world_size, torch.bfloat16, bias=bias, seed=m)
+        x, weight, added = case.inputs(rank)
+        residual, ones = 2 * torch.ones(m, 24).bfloat16(), torch.ones(24).bfloat16()
+        norm, total = ops.serving(x, weight, added, residual, ones, 1e-6, None)
+        answers += [compare(total, case.expected_sum() + 2), compare(norm, ops.rms_norm(total, ones, 1e-6))]
+    return "; ".join(a for a in answers if a)
 
 
 def other_forms(rank: int, world_size: int) -> str:
@@ -320,7 +333,7 @@ def unfused(rank: int, world_size: int) -> str:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (two_shot, random_data, norms, other_forms, torch_sees, skewed, too_large_to_exchange)
+    for f in (two_shot, random_data, norms, serving, other_forms, torch_sees, skewed, too_large_to_exchange)
 }
 
 

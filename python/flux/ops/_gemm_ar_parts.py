@@ -113,14 +113,8 @@ def fused_cuda(
     end: End,
     scales: Scales | None,
     repeated: tuple[known.Recipe, Tensor] | None = None,
-    weight_is_constant: bool = False,
 ) -> Made | None:
-    """Launches the kernel.
-
-    Args:
-        repeated: recipe (flux.comm.known) and result of a call that is to be known.
-        weight_is_constant: as of the kernel.
-    """
+    """Launches the kernel. repeated: recipe (flux.comm.known) and result of a call that is to be known."""
     # Allocations may run out of memory, so they come before the call is opened.
     target, norms = writable(total), end.norm_weight is not None
     # Large sums take two launches, whose second adds the squares of a row in another order.
@@ -134,8 +128,6 @@ def fused_cuda(
     operands = (aligned(x), aligned(weight), readable_if_any(bias), first)
     extras = (readable_if_any(residual), readable_if_any(end.norm_weight))
     how = _scales.for_kernel(x, scales) | end.for_kernel(made)
-    if weight_is_constant:
-        how["weight_is_constant"] = True
     with workspace.enter(plan) as (symm_buffer, _):
         # num_sms, equal on all ranks: CTAs wait for the CTAs of peers that have the same share.
         options = (plan.transpose_weight, symm_buffer, plan.choice, workspace.num_sms, plan.mode)
@@ -148,7 +140,6 @@ def fused_cuda(
     read = (*operands[:3], *extras, *of_scales)
     if (
         repeated is not None
-        and not weight_is_constant
         and repeats
         and in_place(read, (*repeated[0].given[2:7], *repeated[0].given[10 : 10 + len(of_scales)]))
     ):

@@ -312,11 +312,8 @@ def _call(
     group: ProcessGroup,
     out: Tensor | None = None,
     scales: Scales | None = None,
-    weight_is_constant: bool = False,
 ) -> Any:
-    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher. weight_is_constant: of the
-    kernel.
-    """
+    """The sum, or with a norm what `end` makes of it. Without torch's dispatcher."""
     if group.size() == 1:
         shape, m, n, k = _check.gemm_ar_args("gemm_ar", x, weight, bias, transpose_weight, residual, scales)
         end = end.checked("gemm_ar", n, x, scales)
@@ -329,11 +326,11 @@ def _call(
         if added is not None:
             torch.add(product, added, out=total)
         return end.of(out)
-    if not weight_is_constant and (calls := known.of_groups.get(group)) is not None:
+    if (calls := known.of_groups.get(group)) is not None:
         done = calls.call_below(*_given(x, weight, bias, transpose_weight, residual, end, out, scales))
         if done is not None:
             return done
-    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales, weight_is_constant)
+    arguments = (x, weight, bias, transpose_weight, residual, end, group, out, scales)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
 
@@ -384,7 +381,6 @@ def _among_ranks(
     group: ProcessGroup,
     out: Tensor | None,
     scales: Scales | None = None,
-    weight_is_constant: bool = False,
 ) -> Any:
     workspace = registry.find(group, x.device)
     op = "gemm_ar" if end.norm_weight is None else "gemm_ar_norm"
@@ -450,7 +446,7 @@ def _among_ranks(
             elif isinstance(workspace, CudaWorkspace):
                 tensors = (x, weight, bias, residual, total)
                 repeated = (recipe, out)
-                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated, weight_is_constant)
+                made = parts.fused_cuda(workspace, plan, *tensors, end, scales, repeated)
             elif isinstance(workspace, CpuWorkspace):
                 parts.fused_cpu(workspace, plan, epoch, x, weight, bias, residual, total, scales)
             else:
