@@ -186,7 +186,8 @@ def _run_norm(
     scale_w: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear_all_reduce by flux, then residual and RMSNorm; returns the norm and the sum."""
-    if scale_x is None and gemm.in_graph(x):
+    # The products of `serving` depend on the number of tokens.
+    if scale_x is None and gemm.in_graph(x) and not _invariance.active():
         of_sum = (x, plain(weight), plain_if_any(bias), residual, norm_weight, eps, group_name)
         with torch.no_grad():
             return gemm_ar.serving(*of_sum)
