@@ -3,7 +3,7 @@
     python benchmarks/decode_layer.py [--model llama-3-70b] [--m 1 16 64 128 256] [--arms NAME ...]
         [--json FILE]
 
-The layer has the shape of Llama-3. In place of attention, a kernel reads as many bytes of keys and values. A
+The layer is one of --model. In place of attention, a kernel reads as many bytes of keys and values. A
 CUDA graph has several layers with weights of their own, so no weight is in the L2. Arms:
 
 - "FlashInfer", "vLLM": cuBLAS, and all-reduce, residual and RMSNorm of that package, where it is installed;
@@ -43,22 +43,11 @@ from torch.multiprocessing.spawn import spawn
 import flux
 from flux import peers
 from flux.ops import gemm
+from vllm_models import MODELS, Model
 
-HEAD = 128
 CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
 LAYERS, REPLAYS, ROUNDS = 16, 10, 9
 EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int = 8
-
-
-SHAPES = {"llama-3-8b": Shape(4096, 14336, 32), "llama-3-70b": Shape(8192, 28672, 64)}
 
 
 @dataclass(frozen=True)
@@ -83,16 +72,16 @@ class Layer:
     norm: Tensor
 
     @staticmethod
-    def made(ranks: Ranks, shape: Shape) -> Layer:
+    def made(ranks: Ranks, model: Model) -> Layer:
         def weight(n: int, k: int) -> Tensor:
             return torch.randn(n, k, device=ranks.device).to(ranks.dtype) * k**-0.5
 
-        p, hidden = ranks.world_size, shape.hidden
+        p, hidden, head = ranks.world_size, model.hidden, model.head_dim
         return Layer(
-            qkv=weight((shape.heads + 2 * shape.kv_heads) * HEAD // p, hidden),
-            o=weight(hidden, shape.heads * HEAD // p),
-            gate_up=weight(2 * shape.ffn // p, hidden),
-            down=weight(hidden, shape.ffn // p),
+            qkv=weight((model.heads + 2 * model.kv_heads) * head // p, hidden),
+            o=weight(hidden, model.heads * head // p),
+            gate_up=weight(2 * model.ffn // p, hidden),
+            down=weight(hidden, model.ffn // p),
             norm=torch.ones(hidden, device=ranks.device, dtype=ranks.dtype),
         )
 
@@ -247,7 +236,7 @@ def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) ->
     torch.manual_seed(rank)
     rows: dict[int, Any] = {}
     with torch.no_grad():
-        layers = [Layer.made(ranks, SHAPES[options.model]) for _ in range(LAYERS)]
+        layers = [Layer.made(ranks, MODELS[options.model]) for _ in range(LAYERS)]
         for m in options.m:
             rows[m] = measured(ranks, layers, m, options)
             if rank:
@@ -267,7 +256,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=SHAPES, default="llama-3-8b", help="default llama-3-8b")
+    dense = [name for name, model in MODELS.items() if not model.experts]
+    parser.add_argument("--model", choices=dense, default="llama-3-8b", help="shape (default llama-3-8b)")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
     parser.add_argument("--profile", action="store_true", help="print when kernels run")
