@@ -26,6 +26,8 @@ All that uses NVLink multicast is off, and so is vLLM's fusion in all runs. With
 as users have them, and a run of flux may leave all to vLLM; multicast is on then, unless the environment
 forbids it (NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1), in which case FlashInfer sums without.
 The file is written after each round, and no round begins that would not end before --timeout.
+To measure several models in one go, start N of these with --turns FOLDER N: all their engines come up at the
+same time, then one benchmark after the other measures.
 Ends with 1 if something is wrong: a GPU whose clock is low under load (then no engine is waited for), an
 engine that did not come up, a flux run without flux (be it only for its experts), a stock run with it.
 """
@@ -33,8 +35,10 @@ engine that did not come up, a flux run without flux (be it only for its experts
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -46,7 +50,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from vllm_engine import Engine, Gone, Settings, stop
 from vllm_models import MODELS, TWINS, Model
@@ -349,6 +353,19 @@ def complete(record: dict[str, Any], measured: Measurement, options: argparse.Na
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def wait_for_turn(folder: Path, count: int, deadline: float) -> IO[str]:
+    """Until the engines of `count` benchmarks are up, and no other benchmark measures. After the deadline it
+    waits for no further ones to come up. Returns the lock, to be closed when the engines have ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.getpid()}.up").touch()
+    while len(list(folder.glob("*.up"))) < count and time.monotonic() < deadline:
+        time.sleep(0.2)
+    lock = (folder / "turn").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
 def take_clocks(record: dict[str, Any], key: str) -> list[str]:
     """Keeps what nvidia-smi says of all GPUs under load. Returns what is wrong with them."""
     import torch
@@ -416,6 +433,12 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
+    parser.add_argument(
+        "--turns",
+        nargs=2,
+        metavar=("FOLDER", "N"),
+        help="N of these benchmarks share the GPUs, and FOLDER, which is empty at first",
+    )
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument(
         "--logs", type=Path, help="folder of the engines' logs and caches (default temporary)"
@@ -450,6 +473,7 @@ def main() -> int:
     settings.write_model()
     say(f"logs in {folder}")
     engines: dict[str, Engine] = {}
+    lock: IO[str] | None = None
     try:
         for run in options.runs:
             engines[run] = Engine(run, settings)
@@ -462,7 +486,11 @@ def main() -> int:
         if not options.cpu:
             measured.faults += take_clocks(record, "gpus_load")
         if not measured.faults:
-            measured.wait_until_ready(start + START_SHARE * options.timeout)
+            up = start + START_SHARE * options.timeout
+            measured.wait_until_ready(up)
+            if options.turns:
+                lock = wait_for_turn(Path(options.turns[0]), int(options.turns[1]), up)
+                say("its turn")
             measured.take_all(options.rounds, write)
             if not options.cpu:
                 measured.faults += take_clocks(record, "gpus_after")
@@ -470,6 +498,8 @@ def main() -> int:
         print_tables(record)
     finally:
         stop(engines)
+        if lock:
+            lock.close()
     return 1 if record["faults"] else 0
 
 

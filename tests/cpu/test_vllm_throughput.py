@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -279,6 +280,34 @@ def test_rounds_that_would_end_too_late_are_not_begun(
     assert engine.asked.count("trace") == 1, "a second would be late"
     measured.add_rates()
     assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10
+
+
+def test_benchmarks_that_share_gpus_measure_in_turns(benchmark: Any, tmp_path: Path) -> None:
+    folder, count = tmp_path / "turns", 3
+    ways = [os.pipe() for _ in range(count)]
+    children = []
+    for _, write in ways:
+        if (child := os.fork()) == 0:
+            lock = benchmark.wait_for_turn(folder, count, time.monotonic() + 60)
+            up = len(list(folder.glob("*.up")))
+            start = time.monotonic()
+            time.sleep(0.2)
+            os.write(write, json.dumps([up, start, time.monotonic()]).encode())
+            lock.close()
+            os._exit(0)
+        children.append(child)
+        time.sleep(0.1)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    found = sorted((json.loads(os.read(read, 1000)) for read, _ in ways), key=lambda each: each[1])
+    assert [up for up, _, _ in found] == [count] * count
+    for (_, _, end), (_, start, _) in itertools.pairwise(found):
+        assert end <= start
+
+
+def test_a_benchmark_that_never_comes_up_is_not_waited_for(benchmark: Any, tmp_path: Path) -> None:
+    with benchmark.wait_for_turn(tmp_path, 2, time.monotonic() + 0.3) as lock:
+        assert lock.writable()
 
 
 def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
