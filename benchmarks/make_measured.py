@@ -27,7 +27,7 @@ def measured() -> dict[str, Any]:
     machines = set()
     # Thresholds are those of one machine.
     for path in sorted(
-        [*RESULTS.glob("*-gemm_ar-*xH200-*.json"), *RESULTS.glob("*-all_reduce-*xH200-*.json")]
+        path for op in ("gemm_ar", "all_reduce", "decode") for path in RESULTS.glob(f"*-{op}-*xH200-*.json")
     ):
         results = json.loads(path.read_text())
         machines.add((results["machine"]["arch"], results["machine"]["sms"]))
@@ -69,12 +69,13 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
         if not here or model["fp8"] or model["experts"] or "stock-graph" not in results["runs"]:
             continue
         ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
-        # Without vLLM's fusion all batches are flux's; by default some are vLLM's.
-        ours = [run for run in ours if "-unfused" in run] or ours
+        # Without vLLM's fusion all batches are flux's; by default prefill is, and some of decoding is vLLM's.
+        unfused = [run for run in ours if "-unfused" in run]
         for metric, stock in results["runs"]["stock-graph"]["tokens_per_s"].items():
-            rates = [r for run in ours if (r := results["runs"][run]["tokens_per_s"].get(metric))]
             what, _, tokens = metric.partition(" ")
-            if not rates or what not in ("prefill", "decode"):
+            asked = {"prefill": unfused or ours, "decode": unfused}.get(what, [])
+            rates = [r for run in asked if (r := results["runs"][run]["tokens_per_s"].get(metric))]
+            if not rates:
                 continue
             speedup, hidden = round(min(rates) / stock, 3), model["hidden"]
             shape = (ranks, hidden, int(tokens or 0))

@@ -77,7 +77,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
         "768 to 8192 tokens": "sequence parallel",
     }
     said = found(tmp_path, LLAMA, "--tp", "2")
-    assert said["vLLM's fusion"] == "compiled batches of up to 767 tokens stay vLLM's"
+    assert said["vLLM's fusion"] == "compiled batches of 1 to 63 and 129 to 767 tokens stay vLLM's"
     assert said["sequence parallel"] == "compiled batches from 768 tokens on"
 
 
@@ -126,6 +126,12 @@ def test_why_not(
     assert found(tmp_path, config, *options)[name] == value
 
 
+def test_experts_of_decoding_stay_vllms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the batches that vLLM captures in CUDA graphs by default."""
+    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
+    assert found(tmp_path, QWEN_MOE)["experts"] == "flux from 513 tokens on (prefill only)"
+
+
 def test_settings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "300")
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
@@ -133,8 +139,9 @@ def test_settings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found(tmp_path, LLAMA, "--tp", "4")["sequence parallel"] == "no: it is turned off"
     said = found(tmp_path, QWEN_MOE, "--tp", "4")
     assert said["o_proj [2048, 1024]"] == "flux from 300 tokens on (FLUX_VLLM_MIN_TOKENS)"
-    assert said["experts"] == "flux for large batches"
-    assert found(tmp_path, DEEPSEEK, "--tp", "4")["experts"] == "flux for large batches"
+    from_300 = "flux from 300 tokens on (FLUX_VLLM_MIN_TOKENS)"
+    assert said["experts"] == from_300
+    assert found(tmp_path, DEEPSEEK, "--tp", "4")["experts"] == from_300
     assert found(tmp_path, DEEPSEEK, "--tp", "32")["experts"].endswith("sizes are not multiples of 128")
     monkeypatch.setenv("FLUX_VLLM", "off")
     assert found(tmp_path, LLAMA)["flux"] == "not used, because FLUX_VLLM is off"

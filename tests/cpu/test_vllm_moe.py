@@ -229,6 +229,19 @@ def test_when_models_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPat
     assert not build()._flux_may_sum and not reports.report.served
 
 
+def test_batches_of_vllms_cuda_graphs_stay_vllms(with_moe: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it captures up to 512 tokens. With 128 sequences flux's experts were slower than vLLM's."""
+    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS")
+    monkeypatch.delenv("FLUX_VLLM_SEQUENCE")
+    plugin.register()
+    runner = build()
+    with mock.patch("flux.integrations.vllm.moe.own_experts", return_value="a part"):
+        for tokens, who in ((512, "vLLM's kernel"), (513, "a part")):
+            x = torch.ones(tokens, HIDDEN)
+            assert runner._apply_quant_method(hidden_states=x, router_logits=x)[1] == who
+    assert reports.report.served == {("MoE", 513, "prefill only"): 1}
+
+
 def test_who_computes_a_batch(with_moe: Modules) -> None:
     """vLLM; flux this rank's part, which vLLM sums; flux all of it; flux of own rows."""
     plugin.register()

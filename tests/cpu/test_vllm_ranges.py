@@ -19,6 +19,7 @@ from flux.integrations.vllm.sequence import Sharded
 
 vllm, registry, row_parallel = stand_in.vllm, stand_in.registry, stand_in.row_parallel
 WEIGHT = torch.ones(16, 8)
+BYTES_OF_A_ROW = 4 * 16
 
 
 class Pass:
@@ -115,7 +116,7 @@ def test_layers_are_kept_where_vllm_would_fuse(
     config = stand_in.configuration()
     begins = iter((8, 2, 16))
     monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: next(begins))
-    monkeypatch.setattr(layer, "over_fusion_up_to", lambda *problem: 7)
+    monkeypatch.setattr(layer, "few_over_fusion", lambda *problem: range(1, 8))
     monkeypatch.setattr(compiled, "_is_measured_kind", [True])
 
     def given_back(start: int, end: int) -> list[Any]:
@@ -138,15 +139,15 @@ def test_layers_are_kept_where_vllm_would_fuse(
 def test_few_tokens_are_kept_where_vllm_would_fuse(
     vllm: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In ranges that end where all kinds of layers may be kept, if flux serves one token, too."""
+    """In ranges within the numbers of tokens with which all kinds of layers may be kept."""
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "1")
     plugin.register()
     from flux.integrations.vllm import compiled, layer
 
-    config = stand_in.configuration(fuses=True)
-    ends = iter((6, 20, 0, 100))
+    config = stand_in.configuration(fused_bytes=BYTES_OF_A_ROW * 64)
+    few = iter((range(1, 7), range(1, 21), range(4, 6), range(0), range(1, 101)))
     monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 32)
-    monkeypatch.setattr(layer, "over_fusion_up_to", lambda *problem: next(ends))
+    monkeypatch.setattr(layer, "few_over_fusion", lambda *problem: next(few))
     monkeypatch.setattr(compiled, "_is_measured_kind", [True])
 
     def unfused(start: int, end: int) -> int:
@@ -162,12 +163,51 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
         assert unfused(1, 6) == 0, "of such models none was measured"
         compiled._is_measured_kind[0] = True
         row_parallel(vllm, WEIGHT)
-        assert unfused(1, 6) == 0
+        assert [unfused(1, 3), unfused(3, 5), unfused(4, 5), unfused(4, 6)] == [0, 0, 5, 0]
+        row_parallel(vllm, WEIGHT)
+        assert unfused(4, 5) == 0
         endpoints = config.compilation_config.compile_ranges_endpoints
-        assert endpoints == [6, 20, 31, 512], "none for few tokens"
+        assert endpoints == [3, 5, 6, 20, 31, 64, 512], "64: no fusion, and the end of products behind norms"
         row_parallel(vllm, WEIGHT)
         endpoints = config.compilation_config.compile_ranges_endpoints
-        assert endpoints == [6, 20, 31, 64, 100, 512], "products behind norms are flux's up to 64 tokens"
+        assert endpoints == [3, 5, 6, 20, 31, 64, 100, 512]
+
+
+@pytest.mark.parametrize(
+    ("fused", "few", "is_moe", "expected"),
+    [
+        (0, range(0), False, [2, 8, 64, 100, 399, 512]),
+        (50, range(0), False, [64, 100, 399, 512]),
+        (256, range(0), False, [399, 512]),
+        (256, range(20, 41), False, [19, 40, 399, 512]),
+        (256, range(64, 129), False, [63, 128, 399, 512]),
+        (256, range(1, 201), False, [8, 64, 200, 399, 512]),
+        (256, range(1, 201), True, [512]),
+    ],
+)
+def test_no_range_begins_where_both_sides_are_vllms(
+    vllm: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    fused: int,
+    few: range,
+    is_moe: bool,
+    expected: list[int],
+) -> None:
+    """A range costs a compilation. Up to `fused` tokens vLLM fuses; the layer is flux's from 9 on, sums are
+    flux's from 3 to 100, and products behind norms up to 64. Of models with experts none was measured
+    against vLLM's fusion.
+    """
+    monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "9")
+    plugin.register()
+    from flux.integrations.vllm import layer
+
+    monkeypatch.setattr(layer, "sums", lambda ranks, device: (3, BYTES_OF_A_ROW * 100))
+    monkeypatch.setattr(layer, "over_fusion_from", lambda *problem: 400)
+    monkeypatch.setattr(layer, "few_over_fusion", lambda *problem: few)
+    config = stand_in.configuration(fused_bytes=BYTES_OF_A_ROW * fused, is_moe=is_moe)
+    with mock.patch("flux.integrations.vllm.layer.get_current_vllm_config_or_none", lambda: config):
+        row_parallel(vllm, WEIGHT)
+    assert config.compilation_config.compile_ranges_endpoints == expected
 
 
 def test_vllms_own_sequence_parallelism_comes_first(

@@ -21,9 +21,9 @@ from flux.integrations.vllm.thresholds import (
     Row,
     Sum,
     decide,
+    few_over_fusion,
     from_tokens,
     over_fusion_from,
-    over_fusion_up_to,
     sequence_from,
     sums,
     up_to_bytes,
@@ -132,27 +132,47 @@ def test_where_vllm_would_fuse(
 @pytest.mark.parametrize(
     ("decodes", "tokens"),
     [
-        ([(2, 4096, 1, 1.05), (2, 4096, 64, 1.1)], 64),
-        ([(2, 4096, 64, 1.1), (2, 4096, 1, 1.01)], 0),
-        ([(2, 4096, 1, 1.05), (2, 4096, 16, 1.01), (2, 4096, 64, 1.1)], 1),
-        ([(2, 4096, 16, 1.05), (2, 2048, 16, 0.9)], 16),
-        ([(2, 2048, 16, 0.9), (2, 16384, 16, 1.05)], 0),
-        ([(2, 4096, 16, 1.05), (2, 16384, 16, 0.9), (2, 1024, 16, 0.9), (4, 4096, 16, 0.9)], 16),
-        ([(4, 4096, 16, 1.05)], 0),
-        ([], 0),
+        ([(2, 4096, 1, 1.05), (2, 4096, 64, 1.1)], range(1, 65)),
+        (
+            [(2, 4096, 64, 1.1), (2, 4096, 1, 1.005), (2, 4096, 128, 1.02), (2, 4096, 256, 1.005)],
+            range(64, 129),
+        ),
+        ([(2, 4096, 1, 1.05), (2, 4096, 16, 0.99), (2, 4096, 64, 1.1), (2, 4096, 65, 1.1)], range(64, 66)),
+        ([(2, 4096, 1, 1.05), (2, 4096, 16, 0.99), (2, 4096, 64, 1.1)], range(1, 2)),
+        ([(2, 4096, 16, 1.05), (2, 4096, 16, 0.9)], range(0)),
+        ([(2, 4096, 16, 1.05), (2, 2048, 16, 0.9)], range(16, 17)),
+        ([(2, 2048, 16, 0.9), (2, 16384, 16, 1.05)], range(0)),
+        (
+            [(2, 4096, 16, 1.05), (2, 16384, 16, 0.9), (2, 1024, 16, 0.9), (4, 4096, 16, 0.9)],
+            range(16, 17),
+        ),
+        ([(4, 4096, 16, 1.05)], range(0)),
+        ([], range(0)),
     ],
 )
-def test_up_to_how_many_tokens_where_vllm_would_fuse(
-    monkeypatch: pytest.MonkeyPatch, decodes: list[tuple[int, int, int, float]], tokens: int
+def test_with_how_few_tokens_where_vllm_would_fuse(
+    monkeypatch: pytest.MonkeyPatch, decodes: list[tuple[int, int, int, float]], tokens: range
 ) -> None:
     for name in ("SEQUENCE", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     measured = Measured(tuple(rows(1.1)), (), (), tuple(Decode(*each) for each in decodes))
     monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
-    assert over_fusion_up_to(4096, BF16, 2, CPU) == tokens
-    assert over_fusion_up_to(4096, BF16, 2, CPU, "row") == 0, "of fp8 no model was measured"
+    assert few_over_fusion(4096, 1, BF16, 2, CPU) == tokens
+    assert few_over_fusion(4096, 1, BF16, 2, CPU, "row") == range(0), "of fp8 no model was measured"
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
-    assert over_fusion_up_to(4096, BF16, 2, CPU) == 0
+    assert few_over_fusion(4096, 1, BF16, 2, CPU) == range(0)
+
+
+def test_a_layer_that_begins_later_than_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured model had such layers, too; of one that only has about its size nothing is known."""
+    for name in ("SEQUENCE", "TUNING"):
+        monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
+    measured = Measured(tuple(rows(1.1)), (), (), (Decode(2, 4096, 16, 1.1), Decode(2, 4096, 64, 1.1)))
+    monkeypatch.setattr(thresholds, "_measured", lambda tuning, machine: measured)
+    for n in (4096, 5120):
+        assert few_over_fusion(n, 16, BF16, 2, CPU) == range(16, 65)
+    assert few_over_fusion(4096, 17, BF16, 2, CPU) == range(16, 65)
+    assert few_over_fusion(5120, 17, BF16, 2, CPU) == range(0)
 
 
 @pytest.mark.parametrize(

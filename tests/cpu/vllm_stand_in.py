@@ -105,9 +105,12 @@ def configuration(
     linear_backend: str = "auto",
     mode: str = "VLLM_COMPILE",
     lora: Any = None,
-    fuses: bool = False,
+    fused_bytes: int = 0,
+    is_moe: bool = False,
 ) -> Any:
-    passes = mock.Mock(fuse_allreduce_rms=fuses, enable_sp=False)
+    """fused_bytes: up to which sums vLLM fuses them with RMSNorm; 0: none."""
+    passes = mock.Mock(fuse_allreduce_rms=fused_bytes > 0, enable_sp=False)
+    passes.flashinfer_max_size = lambda ranks: fused_bytes
     return mock.Mock(
         parallel_config=mock.Mock(use_ubatching=use_ubatching),
         kernel_config=mock.Mock(linear_backend=linear_backend),
@@ -115,6 +118,7 @@ def configuration(
             mode=CompilationMode[mode], compile_ranges_endpoints=[512], pass_config=passes
         ),
         lora_config=lora,
+        model_config=mock.Mock(is_moe=is_moe),
     )
 
 

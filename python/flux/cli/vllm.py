@@ -67,13 +67,16 @@ def examine(model: forecast.Model, ranks: int) -> Iterator[Finding]:
             yield Finding(section, shape, f"vLLM's own: {forecast.why_not(model, width, ranks, device)}")
     if model.experts:
         reason = next(why for why, applies in _against_experts(model, ranks) if applies)
-        yield Finding(section, "experts", reason or "flux for large batches", "info" if reason else "ok")
+        begin, why = thresholds.experts_from()
+        flux = f"flux {where_from(begin)} ({why})"
+        yield Finding(section, "experts", reason or flux, "info" if reason else "ok")
     yield _norms(section, model, ranks, device)
     few, many = forecast.over_fusion(model, ranks, device)
     fused = min(forecast.fused_by_vllm(model, ranks), many - 1)
-    if fused > few:
-        which = f"of up to {fused}" if few == 0 else f"of {few + 1} to {fused}"
-        yield Finding(section, "vLLM's fusion", f"compiled batches {which} tokens stay vLLM's")
+    stay = [(1, min(fused, few.start - 1)), (few.stop, fused)] if few else [(1, fused)]
+    which = " and ".join(f"{start} to {end}" for start, end in stay if start <= end)
+    if which:
+        yield Finding(section, "vLLM's fusion", f"compiled batches of {which} tokens stay vLLM's")
     first, why = forecast.sequence_from(model, ranks, device)
     if first is not None and fused >= forecast.MOST_TOKENS:
         first, why = None, f"vLLM fuses sums of up to {fused} tokens"

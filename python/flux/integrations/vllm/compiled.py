@@ -51,8 +51,9 @@ _ALL_REDUCE_FUSIONS = (_WITH_NORM, "SequenceParallelism")
 _installed: list[str] = []
 # By vLLM's name of the group.
 _sums: dict[str, SumRule] = {}
-# Of each kind of layer that flux serves, up to and from how many tokens it does also where vLLM would fuse.
-_over_fusion: set[tuple[int, int]] = set()
+# Of each kind of layer that flux serves, with how few and from how many tokens on it does also where vLLM
+# would fuse.
+_over_fusion: set[tuple[range, int]] = set()
 # Whether the model that vLLM compiles now is of a kind that was measured against vLLM's fusion: sequence
 # parallel in large batches, with sums of linear layers only.
 _is_measured_kind = [False]
@@ -69,7 +70,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
     def __init__(self, others: list[Any]) -> None:
         self.counts: dict[Any, Counter[str]] = {}  # of a range, over its graphs
         measured = _over_fusion if _is_measured_kind[0] else set()
-        self.few_over_fusion = min((few for few, _ in measured), default=0)
+        kinds = [few for few, _ in measured] or [range(0)]
+        self.few_over_fusion = range(max(few.start for few in kinds), min(few.stop for few in kinds))
         self.over_fusion = max((many for _, many in measured), default=NEVER)
         self.fusions = [o for o in others if any(name in type(o).__name__ for name in _ALL_REDUCE_FUSIONS)]
 
@@ -79,7 +81,8 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         # Calls that must be batch invariant are the same in all ranges.
         fusions = [] if _invariance.active() else self.fusions
         names = [type(f).__name__ for f in fusions if f.is_applicable_for_range(compile_range)]
-        if end <= self.few_over_fusion or start >= self.over_fusion:
+        few = self.few_over_fusion
+        if (few.start <= start and end < few.stop) or start >= self.over_fusion:
             names = [name for name in names if _WITH_NORM not in name]
         counts = self.counts.setdefault((start, end), Counter())
         unshard(graph, None if names else end)
@@ -202,13 +205,13 @@ def serve_sums(vllm_group: str, rule: SumRule) -> None:
     _sums[vllm_group] = rule
 
 
-def serve_over_fusion(config: Any, few: int, many: int) -> None:
-    """Lets flux keep a kind of layer up to `few` tokens and from `many` on where vLLM would fuse its
+def serve_over_fusion(config: Any, few: range, many: int) -> None:
+    """Lets flux keep a kind of layer with `few` tokens and from `many` on where vLLM would fuse its
     all-reduce with RMSNorm. In a range all kinds stay vLLM's, or none, as in the models that were measured.
     """
     _over_fusion.add((few, many))
-    split_range(config, few + 1)
-    split_range(config, many)
+    for tokens in (few.start, few.stop, many):
+        split_range(config, tokens)
 
 
 def split_range(config: Any, tokens: int) -> None:

@@ -143,14 +143,16 @@ def fused_by_vllm(model: Model, ranks: int) -> int:
     return FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
 
 
-def over_fusion(model: Model, ranks: int, device: torch.device) -> tuple[int, int]:
-    """Up to and from how many tokens on flux's layers are flux's also where vLLM would fuse all-reduces."""
-    begins = [begin for _, begin, _ in layers(model, ranks, device)]
+def over_fusion(model: Model, ranks: int, device: torch.device) -> tuple[range, int]:
+    """With how few and from how many tokens on flux's layers are flux's also where vLLM would fuse
+    all-reduces.
+    """
+    begins = max((begin for _, begin, _ in layers(model, ranks, device)), default=NEVER)
     if model.experts or sequence_from(model, ranks, device)[0] is None:
-        return 0, NEVER
-    kind = (model.hidden, torch.bfloat16, ranks, device, _scales(model))
-    few = thresholds.over_fusion_up_to(*kind) if max(begins, default=NEVER) <= 1 else 0
-    return few, max(thresholds.over_fusion_from(*kind), *begins)
+        return range(0), NEVER
+    how = (torch.bfloat16, ranks, device, _scales(model))
+    few = thresholds.few_over_fusion(model.hidden, begins, *how)
+    return few, max(thresholds.over_fusion_from(model.hidden, *how), begins)
 
 
 def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, str]]:
@@ -160,10 +162,11 @@ def ranges(model: Model, ranks: int, device: torch.device) -> list[tuple[int, st
     sequence, _ = sequence_from(model, ranks, device)
     first, nbytes = thresholds.sums(ranks, device) if ranks > 1 else (1, 0)
     sums = range(first, nbytes // (model.hidden * 2) + 1)
-    edges = {1, few + 1, vllm + 1, over, *begins, sums.start, sums.stop, *([sequence] if sequence else [])}
+    edges = {1, few.start, few.stop, vllm + 1, over, *begins, sums.start, sums.stop, sequence or 1}
     found: list[tuple[int, str]] = []
-    for start in sorted(edge for edge in edges if edge <= MOST_TOKENS):
-        told = "vLLM" if few < start <= vllm and start < over else _at(model, start, begins, sequence, sums)
+    for start in sorted(edge for edge in edges if 1 <= edge <= MOST_TOKENS):
+        fuses = start <= vllm and start not in few and start < over
+        told = "vLLM" if fuses else _at(model, start, begins, sequence, sums)
         if not found or found[-1][1] != told:
             found.append((start, told))
     return found

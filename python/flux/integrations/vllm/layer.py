@@ -22,9 +22,9 @@ from flux.integrations.vllm.op import linear_all_reduce
 from flux.integrations.vllm.report import NEVER, report, setting
 from flux.integrations.vllm.thresholds import (
     ALIGNMENT,
+    few_over_fusion,
     from_tokens,
     over_fusion_from,
-    over_fusion_up_to,
     sums,
 )
 from flux.ops._scales import Scaling
@@ -81,19 +81,24 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             self._cpu_skip_gemm_dispatch = True
         if settings.mode != "layer":
             compiled.install()
-            compiled.split_range(config, self._flux_from)
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
-            device = current_device()
-            kind = (self.output_size, self.params_dtype, self.tp_size, device, scales)
-            few = over_fusion_up_to(*kind) if self._flux_from <= 1 else 0
-            has_few = self._flux_from <= SERVED_TOKENS and (sequence is None or sequence > SERVED_TOKENS)
-            if has_few and not _invariance.active() and (few > SERVED_TOKENS or not _fuses_sums(config)):
-                compiled.split_range(config, SERVED_TOKENS + 1)
-            compiled.serve_over_fusion(config, few, max(over_fusion_from(*kind), self._flux_from))
+            how = (self.params_dtype, self.tp_size, current_device(), scales)
+            few, many = range(0), NEVER
+            if not _has_experts(config):
+                few = few_over_fusion(self.output_size, self._flux_from, *how)
+                many = max(over_fusion_from(self.output_size, *how), self._flux_from)
+            compiled.serve_over_fusion(config, few, many)
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
             # vLLM's cache were compiled for the same ranges.
             if sequence is not None:
                 compiled.split_range(config, sequence)
+            begins = [self._flux_from]
+            first = max(self._flux_from, few.start)
+            if first < SERVED_TOKENS < (sequence or NEVER) and not _invariance.active():
+                begins.append(SERVED_TOKENS + 1)
+            for tokens in begins:
+                if tokens > _fused_by_vllm(config, self) or tokens in few or tokens >= many:
+                    compiled.split_range(config, tokens)
 
     def forward(self, input_: Any) -> Any:
         eager_stays = settings.mode == "pass" and not torch.compiler.is_compiling()
@@ -305,8 +310,9 @@ def _serve_sums(layer: RowParallelLinear) -> None:
     rule = SumRule(str(group.device_group.group_name), first, nbytes)
     compiled.install()
     compiled.serve_sums(str(group.unique_name), rule)
-    compiled.split_range(config, first)
-    compiled.split_range(config, nbytes // (layer.output_size * layer.params_dtype.itemsize) + 1)
+    for tokens in (first, nbytes // (layer.output_size * layer.params_dtype.itemsize) + 1):
+        if tokens > _fused_by_vllm(config, layer):
+            compiled.split_range(config, tokens)
 
 
 def _reasons_against_sums(layer: RowParallelLinear, config: Any) -> Iterator[tuple[str, bool]]:
@@ -360,7 +366,20 @@ def _chosen_gemm(config: Any) -> bool:
     return getattr(kernels, "linear_backend", "auto") != "auto"
 
 
-def _fuses_sums(config: Any) -> bool:
-    """Whether vLLM fuses all-reduces with RMSNorm."""
-    passes = None if config is None else getattr(config.compilation_config, "pass_config", None)
-    return bool(getattr(passes, "fuse_allreduce_rms", False))
+def _has_experts(config: Any) -> bool:
+    """Whether the model is one with experts; older versions of vLLM do not say. Against vLLM's fusion only
+    dense models were measured.
+    """
+    return bool(getattr(getattr(config, "model_config", None), "is_moe", False))
+
+
+def _fused_by_vllm(config: Any, layer: Any) -> int:
+    """Up to how many tokens vLLM fuses the all-reduce of a layer with RMSNorm; 0 if it does not, or does not
+    say.
+    """
+    passes: Any = None if config is None else getattr(config.compilation_config, "pass_config", None)
+    if not getattr(passes, "fuse_allreduce_rms", False) or not hasattr(passes, "flashinfer_max_size"):
+        return 0
+    largest: int = passes.flashinfer_max_size(layer.tp_size) or 0
+    row: int = layer.output_size * layer.params_dtype.itemsize
+    return largest // row

@@ -23,15 +23,13 @@ from flux.integrations.vllm import compiled, expert_rows, layer
 from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import NEVER, report, setting, tell
-from flux.integrations.vllm.thresholds import ALIGNMENT, experts_sum_from
+from flux.integrations.vllm.thresholds import ALIGNMENT, experts_from, experts_sum_from
 from flux.moe.routing import MAX_TOP_K
 from flux.ops._scales import BLOCK, Scaling
 from flux.ops.plan import current_device
 
 _NAME = "MoERunner"
 _KIND = "MoE"
-# Larger batches were faster where it was measured, batches of 16 and 64 slower (docs/vllm.md).
-_FROM_TOKENS = 128
 # vLLM's kernels for experts that do not repack the weights (gates first). (The kernel for CPUs
 # repacks them; see _keep_weights.)
 _KERNELS = ("TRITON", "CPU")
@@ -55,8 +53,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             report.refused[_KIND, why_not] += 1
             return
         group, moe, experts = get_tp_group(), self.moe_config, self.routed_experts
-        forced = setting("FLUX_VLLM_MIN_TOKENS")
-        self._flux_from = forced or _FROM_TOKENS
+        self._flux_from, why = experts_from()
         self._flux_slices = group.world_size if moe.moe_parallel_config.use_ep else 1
         self._flux_may_sum = self.shared_experts is None and _are_in_order(experts.expert_map, group)
         if self._flux_may_sum and self._flux_slices == 1:
@@ -64,7 +61,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             self._flux_sums_from = max(self._flux_from, experts_sum_from(*problem))
         kind = _KIND if type(experts.quant_method) is UnquantizedFusedMoEMethod else f"{_KIND} fp8"
         kind = f"{kind}, own part," if self._flux_sums_from == NEVER else kind
-        report.served[kind, self._flux_from, "FLUX_VLLM_MIN_TOKENS" if forced else "prefill only"] += 1
+        report.served[kind, self._flux_from, why] += 1
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
         self._flux_copies: dict[str, torch.Tensor] = {}

@@ -31,11 +31,15 @@ ALIGNMENT = 8
 SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
+# Of whole models; the samples of both engines are taken in turns.
+_NOISE_OF_MODELS = 0.01
 # A sum of so many bytes is bound by the links, of which gemm_rs hides half: on GPUs like those that were
 # measured, and on others.
 _BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
+# Above the batches that vLLM decodes in CUDA graphs by default. Measured: docs/vllm.md#moe-layers.
+_EXPERTS_FROM = 513
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Decode:
     speedup: float
 
 
+_NO_TOKENS = range(0)
 _Model = TypeVar("_Model", Prefill, Decode)
 
 
@@ -169,15 +174,22 @@ def over_fusion_from(n: int, dtype: torch.dtype, ranks: int, device: torch.devic
     return sequence if slowest >= 1 + _NOISE else NEVER
 
 
-def over_fusion_up_to(n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "") -> int:
-    """Up to how many rows of n flux runs layers also where vLLM would fuse their all-reduce with residual and
-    RMSNorm: as many as models like those of over_fusion_from were measured to decode faster, and with fewer.
-    0: none.
+def few_over_fusion(
+    n: int, begins: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = ""
+) -> range:
+    """With how few rows of n flux runs layers also where vLLM would fuse their all-reduce with residual and
+    RMSNorm: with as many as models like those of over_fusion_from were measured to decode faster.
+
+    Args:
+        begins: from how many rows on the layer is flux's where vLLM does not fuse. If that is in the middle,
+            only a model with as many columns as the measured one is like it.
     """
     if scales or sequence_from(n, dtype, ranks, device) is None:
-        return 0
-    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).decodes
-    return _faster_up_to((each.tokens, each.speedup) for each in _nearest(measured, n, ranks))
+        return _NO_TOKENS
+    measured = _nearest(_measured(setting("FLUX_VLLM_TUNING"), _machine(device)).decodes, n, ranks)
+    found = _faster_between((each.tokens, each.speedup) for each in measured)
+    alike = begins <= found.start or any(each.hidden == n for each in measured)
+    return found if alike else _NO_TOKENS
 
 
 def _nearest(models: Iterable[_Model], n: int, ranks: int) -> list[_Model]:
@@ -206,6 +218,12 @@ def sequence_from(
     if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
         return None
     return _composed_from(n, dtype, ranks, device)
+
+
+def experts_from() -> tuple[int, str]:
+    """From how many tokens on flux runs the experts of MoE layers, and why from there."""
+    forced = setting("FLUX_VLLM_MIN_TOKENS")
+    return (forced, "FLUX_VLLM_MIN_TOKENS") if forced else (_EXPERTS_FROM, "prefill only")
 
 
 def experts_sum_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int:
@@ -254,12 +272,27 @@ def _faster_up_to(measured: Iterable[tuple[int, float]]) -> int:
     return largest
 
 
+def _faster_between(measured: Iterable[tuple[int, float]]) -> range:
+    """The sizes around most measured (size, speedup) one after the other at which flux was faster."""
+    slowest: dict[int, float] = {}
+    for size, speedup in measured:
+        slowest[size] = min(speedup, slowest.get(size, speedup))
+    runs: list[list[int]] = [[]]
+    for size in sorted(slowest):
+        if slowest[size] >= 1 + _NOISE_OF_MODELS:
+            runs[-1].append(size)
+        else:
+            runs.append([])
+    longest = max(runs, key=len)
+    return range(longest[0], longest[-1] + 1) if longest else _NO_TOKENS
+
+
 def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
     tuning = setting("FLUX_VLLM_TUNING")
     data = Path(tuning or SHIPPED).read_bytes()
     names = ("FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_SEQUENCE", "FLUX_VLLM_FP8_GEMM")
-    limits = f"{[setting(name) for name in names]} {_invariance.active()}"
+    limits = f"{[setting(name) for name in names]} {_EXPERTS_FROM} {_invariance.active()}"
     return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
