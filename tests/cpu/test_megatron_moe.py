@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import traceback
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -344,6 +346,69 @@ def parameters_arrive(rank: int, world_size: int, layout: dict[str, Any]) -> Non
     assert not [m for m in told.messages if "FluxMoELayer" in m], told.messages
 
 
+def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Each pass reads the experts' weights where they lie: laid out at conversion, and in the buffer of the
+    distributed optimizer. The results are those of copies.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from flux.integrations.megatron import convert_model
+
+    config = make_moe_config(layout, **SWIGLU)
+    stock, ours = moe_pair(config, rank)
+    experts = {n: p for n, p in ours.named_parameters() if ".local_experts." in n}
+    shapes = {p.shape for p in experts.values()}
+
+    def addresses() -> list[int]:
+        return [p.data_ptr() for p in experts.values()]
+
+    def copies_of(step: Any) -> int:
+        stack = mock.Mock(side_effect=torch.stack)
+        with mock.patch.object(torch, "stack", stack):
+            step()
+        return sum(call.args[0][0].shape in shapes for call in stack.call_args_list)
+
+    def step() -> None:
+        found.append(train(ours, rank)[:2])
+
+    found: list[Any] = []
+    assert copies_of(step) == 0
+    for p in experts.values():
+        p.data = p.data.clone()
+    assert copies_of(step) == 8, "two layers of two products, forward and backward"
+    convert_model(ours)
+    assert copies_of(step) == 0
+    ours.double().float()
+    assert copies_of(step) == 0
+    for grads in found[1:]:
+        assert_alike(grads, found[0])
+    # An optimizer's step and a checkpoint reach what the layers read.
+    train(stock, rank)
+    for model in (stock, ours):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert_alike(forward(ours, rank), forward(stock, rank))
+    saved = io.BytesIO()
+    torch.save({n: p.detach() for n, p in ours.named_parameters()}, saved)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1.0)
+    saved.seek(0)
+    ours.load_state_dict(torch.load(saved), strict=False)
+    with OnCpu():
+        assert copies_of(lambda: assert_alike(train(ours, rank)[:2], train(stock, rank)[:2])) == 0
+        before, grads = addresses(), train(stock, rank)[1]
+        ours.zero_grad(set_to_none=True)
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        wrapped = DistributedDataParallel(config, options, ours)
+        assert not set(before) & set(addresses()), "they lie in its buffer"
+        assert copies_of(lambda: forward(wrapped, rank).backward()) == 0
+        assert_alike({n: p.main_grad for n, p in ours.named_parameters()}, grads)
+        before = addresses()
+        convert_model(ours)
+        assert addresses() == before, "the buffer keeps its parameters"
+
+
 def groups() -> Any:
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -381,6 +446,7 @@ SCENARIOS = {
         dispatchers_of_others,
         under_autocast,
         parameters_arrive,
+        weights_without_copies,
     ),
     "TP 2, EP 2": (equal_to_stock, delayed_gradients, uneven_tokens, parameters_arrive),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flux.integrations.megatron.weights import stacked
 from flux.layers.weight_grads import DeferredGrads, collecting, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
@@ -41,7 +42,8 @@ How = tuple[bool, DeferredGrads | None]
 
 
 class _Layer(torch.autograd.Function):
-    # Weights are stacked for each pass and not kept: a copy of all layers' experts would be their size again.
+    # Each pass stacks the weights, and under autocast casts them. Copies are not kept: those
+    # of all layers would be as large as all experts.
     @staticmethod
     def forward(
         ctx: Any, number: int, how: How, routing: Routing, x: Tensor, scores: Tensor, *weights: Tensor
@@ -52,17 +54,17 @@ class _Layer(torch.autograd.Function):
             collecting(weight, fusion and needed) for weight, needed in zip(weights, needs, strict=True)
         ]
         ctx.deferred, ctx.leaves = deferred, () if deferred is None else weights
-        x, *weights = autocast.cast_if_enabled(x, *weights)  # type: ignore[assignment]
+        x, weight = autocast.cast_if_enabled(x, stacked(weights))
         ctx.number, ctx.sizes = number, routing[TENSORS:]
         ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
         layer = gemm_gather_rs if number else ag_scatter_gemm
-        return layer(x, torch.stack(weights), routing)
+        return layer(x, weight, routing)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
         routing = Routing._make([*saved[:TENSORS], *ctx.sizes])
-        weight = torch.stack(saved[TENSORS:])
+        weight = stacked(saved[TENSORS:]).to(x.dtype)
         needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
         of_weights: OfWeights | None = partial(_of_weights, ctx.parameters) if any(needs) else None
         if of_weights is not None and ctx.deferred is not None:

@@ -74,6 +74,8 @@ def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> d
             adopt(module, _LINEARS[type(module)], may_be_fp8=module in numbered)
         elif type(module) is MoELayer:
             FluxMoELayer.adopt(module)
+        elif isinstance(module, FluxMoELayer):
+            module.lay_out_experts()  # they may have got other weights since
     found = coverage(model)
     left = {name: reason for name, reason in found.items() if reason is not None}
     summary = f"{len(found) - len(left)} of {len(found)} parallel layers run on flux"

@@ -18,12 +18,14 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 
 from flux.integrations.megatron.experts import expert_layer
 from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, tell
+from flux.integrations.megatron.weights import lay_out
 from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
 from flux.ops import autocast
 
 Tensor = torch.Tensor
+_LINEARS = ("linear_fc1", "linear_fc2")  # of an expert
 
 
 class FluxMoELayer(MoELayer):  # type: ignore[misc]
@@ -43,6 +45,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     """
 
     token_dispatcher: Any
+    flux_unfit: str | None = "it is not built yet"
 
     def __init__(
         self,
@@ -80,6 +83,21 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
             self._dispatchers[True] = _NoDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )
+        self.lay_out_experts()
+
+    def lay_out_experts(self) -> None:
+        """Moves the experts' weights of fc1 into one tensor, and those of fc2 into another, so that no pass
+        copies them. Leaves those alone that share memory already.
+        """
+        if self.flux_unfit is None:
+            for name in _LINEARS:
+                lay_out(self._weights(name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FluxMoELayer:
+        # As of .to() and .cuda(), which give each parameter memory of its own.
+        super()._apply(fn, recurse)
+        self.lay_out_experts()
+        return self
 
     def why_never(self) -> str | None:
         """Why all calls run in Megatron's own code, or None. The same on all ranks."""
@@ -149,7 +167,9 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor, *args: Any) -> Any:
         if not self._flux_runs:
             return super().routed_experts_compute(hidden_states, probs, *args)
-        ids, weights = chosen(self.token_dispatcher.routing_map, probs, self.config.moe_router_topk)
+        ids, weights = chosen(
+            self.token_dispatcher.routing_map, probs, self.config.moe_router_topk, self.num_local_experts
+        )
         self.token_dispatcher.routing_map = None
         routing = route(
             ids,
@@ -161,10 +181,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         )
         for module, hook in self._hooks():
             hook(module, ())
-        w1, w2 = (
-            [getattr(expert, name).weight for expert in self.experts.local_experts]
-            for name in ("linear_fc1", "linear_fc2")
-        )
+        w1, w2 = (self._weights(name) for name in _LINEARS)
         fusion = all(collects(self, weight) for weight in (*w1, *w2))
         first, second = self._deferred
         rows = self._activate(expert_layer(0, hidden_states, w1, routing, fusion, first))
@@ -189,7 +206,11 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
 
     def _linears(self) -> list[torch.nn.Module]:
         experts = getattr(self.experts, "local_experts", ())
-        return [getattr(expert, name) for expert in experts for name in ("linear_fc1", "linear_fc2")]
+        return [getattr(expert, name) for expert in experts for name in _LINEARS]
+
+    def _weights(self, name: str) -> list[Tensor]:
+        """Of the experts' fc1 or fc2. The last expert comes first, as in `chosen`."""
+        return [getattr(expert, name).weight for expert in reversed(self.experts.local_experts)]
 
     def _most_tokens(self, x: Tensor) -> int | None:
         """What no rank exceeds; None if all have as many as this one. Read on the host."""
@@ -232,9 +253,20 @@ def _only_fetches(hook: Callable[..., Any]) -> bool:
     return name.startswith(f"{data_parallel.__name__}.DistributedDataParallel._make_forward_pre_hook.")
 
 
-def chosen(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Experts, -1 for none, and probabilities [tokens, k] of a map and of probabilities [tokens, experts]."""
+def chosen(routing_map: Tensor, probs: Tensor, top_k: int, local_experts: int) -> tuple[Tensor, Tensor]:
+    """Experts, -1 for none, and probabilities [tokens, k] of a map and of probabilities [tokens, experts].
+
+    Experts are numbered in reverse within each slice of `local_experts`: on every rank, whatever the layout
+    of its weights, for all ranks must number alike (flux.integrations.megatron.weights says what for).
+    """
     # A stable sort: the first k are the chosen experts, in order, whatever the machine.
-    found, ids = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
-    ids = ids[:, :top_k]
-    return torch.where(found[:, :top_k] > 0, ids, -1), probs.gather(1, ids)
+    found, experts = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+    experts = experts[:, :top_k]
+    ids = torch.where(found[:, :top_k] > 0, _reversed_in_slices(experts, local_experts), -1)
+    return ids, probs.gather(1, experts)
+
+
+def _reversed_in_slices(experts: Tensor, size: int) -> Tensor:
+    if size & (size - 1) == 0:
+        return experts ^ (size - 1)  # one launch; slices begin at multiples of their size
+    return experts + (size - 1) - 2 * (experts % size)

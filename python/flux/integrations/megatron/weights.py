@@ -1,0 +1,98 @@
+"""The weights of a layer's experts as one tensor: where they lie in memory, and how to avoid copies of them.
+
+Megatron's distributed optimizer moves all parameters into one buffer, in reverse order of registration: the
+last expert's fc2, its fc1, then those of the expert before. So the experts of a layer are listed in reverse
+here, and weights of one kind follow each other at a positive distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flux._log import say_once
+
+Tensor = torch.Tensor
+_ALIGNMENT = 16  # bytes: what TMA needs of an address, and of the distance of two experts
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """The weights [E, N, K] of E experts, each [N, K]: a view if they lie at equal distances, else a copy.
+
+    Never a view where gradients of the result are recorded, for those would reach the first weight only.
+    """
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+        return torch.stack(list(weights))
+    distance = _distance(weights)
+    if distance is None:
+        if not torch.compiler.is_compiling():
+            say_once("weights of a layer's experts do not lie at equal distances: each pass copies them")
+        return torch.stack(list(weights))
+    first = weights[0]
+    return first.as_strided((len(weights), *first.shape), (distance, first.shape[1], 1))
+
+
+def lay_out(weights: Sequence[Tensor]) -> None:
+    """Moves the weights of E experts into one new tensor, in their order; each becomes a part of it.
+
+    Parameters stay the same objects, with the same values. While it runs, memory holds the weights twice.
+    Leaves weights alone that lie at equal distances already, that share memory with other tensors, such as
+    those in a buffer of Megatron's data parallelism, and those without memory (meta).
+    """
+    if len(weights) < 2 or _distance(weights) is not None or not _may_move(weights):
+        return
+    first = weights[0]
+    with torch.no_grad():
+        whole = first.new_empty(len(weights), *first.shape, requires_grad=False)
+        for weight, place in zip(weights, whole, strict=True):
+            place.copy_(weight)
+            weight.data = place
+
+
+def _distance(weights: Sequence[Tensor]) -> int | None:
+    """Elements from each weight to the next one, if it is the same everywhere, and kernels can read them."""
+    if torch.compiler.is_compiling() or not _alike(weights):
+        return None
+    first, size = weights[0], weights[0].numel()
+    if len(weights) == 1 or size == 0:
+        return size
+    width, starts = first.element_size(), list(map(Tensor.data_ptr, weights))
+    start, step = starts[0], starts[1] - starts[0]
+    if start % _ALIGNMENT or step % _ALIGNMENT or step < size * width:
+        return None
+    end = start + len(weights) * step
+    if starts != list(range(start, end, step)):
+        return None
+    storage = first.untyped_storage()
+    last = storage.data_ptr() + storage.nbytes() - size * width
+    return step // width if starts[-1] <= last else None
+
+
+def _alike(weights: Sequence[Tensor]) -> bool:
+    """Whether they are ordinary contiguous tensors, with memory, of one shape and dtype."""
+    # By sets and maps: a layer may have a hundred experts, and these run in each pass.
+    return (
+        set(map(type, weights)) <= _PLAIN
+        and len({weight.dtype for weight in weights}) == 1
+        and len({weight.shape for weight in weights}) == 1
+        and all(map(Tensor.is_contiguous, weights))
+        and not weights[0].is_meta
+    )
+
+
+def _may_move(weights: Sequence[Tensor]) -> bool:
+    """Whether each weight is alone in its memory, and may get another one."""
+
+    def is_alone(weight: Tensor) -> bool:
+        storage = weight.untyped_storage()
+        own = storage.nbytes() == weight.numel() * weight.element_size()
+        shared = weight.device.type == "cpu" and storage.is_shared()  # by processes; CUDA's always say so
+        return own and not shared and not weight.is_inference()
+
+    if not _alike(weights) or torch.is_inference_mode_enabled():
+        return False
+    apart = len({weight.data_ptr() for weight in weights}) == len(weights)
+    on_one_device = len({weight.device for weight in weights}) == 1
+    return apart and on_one_device and all(map(is_alone, weights))
