@@ -79,20 +79,16 @@ class Attention(torch.nn.Module):
 
 class GroupedExperts(torch.nn.Module):
     """Megatron's SequentialMLP as two grouped GEMMs of torch, which Megatron-Core has only with Transformer
-    Engine. The weights of its experts become views of one tensor, so that nothing is copied in a step.
+    Engine. Its weights are one tensor each, so that nothing is copied in a step.
     """
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.first = self._stack([expert.linear_fc1.weight for expert in experts.local_experts])
-        self.second = self._stack([expert.linear_fc2.weight for expert in experts.local_experts])
-
-    @staticmethod
-    def _stack(weights: list[torch.nn.Parameter]) -> torch.nn.Parameter:
-        stacked = torch.stack([weight.data for weight in weights])
-        for weight, view in zip(weights, stacked, strict=True):
-            weight.data = view
-        return torch.nn.Parameter(stacked)
+        first, second = (
+            torch.stack([getattr(expert, name).weight.data for expert in experts.local_experts])
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        self.first, self.second = torch.nn.Parameter(first), torch.nn.Parameter(second)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor, **_: Any) -> tuple[Tensor, None]:
         ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
@@ -205,7 +201,15 @@ def engine_spec(config: Any) -> Any:
     return get_gpt_decoder_block_spec(config, True, normalization=config.normalization)
 
 
-def build(settings: Settings, config: Any, spec: Any, on_flux: bool, device: torch.device) -> Any:
+def build(
+    settings: Settings,
+    config: Any,
+    spec: Any,
+    on_flux: bool,
+    device: torch.device,
+    weights: dict[str, Any],
+) -> Any:
+    """A model with the parameters of `weights`, where it has those."""
     from megatron.core.models.gpt import GPTModel
 
     from flux.integrations.megatron import convert_model, convert_spec
@@ -218,8 +222,9 @@ def build(settings: Settings, config: Any, spec: Any, on_flux: bool, device: tor
         settings.model.sequence,
         position_embedding_type="rope",
     ).to(device)
+    share_weights(model, weights)
     if on_flux:
-        convert_model(model)
+        convert_model(model)  # lays out the weights of experts, too
     return model
 
 
@@ -258,8 +263,7 @@ def candidates(
 
     def make(spec_of: Callable[[Any], Any], on_flux: bool, **options: Any) -> Any:
         config = configure(settings, **options)
-        model = build(settings, config, spec_of(config), on_flux, device)
-        share_weights(model, weights)
+        model = build(settings, config, spec_of(config), on_flux, device, weights)
         weights.update({} if weights else model.named_parameters())
         return model
 
