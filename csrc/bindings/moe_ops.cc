@@ -77,14 +77,21 @@ runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
   return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
 }
 
-// The arguments that all grouped GEMMs share. x [m, k], weight [experts, n, k], out [num_rows, ...], all contiguous.
+// Of each expert [n, k]: the rows or the columns are contiguous. Those of a single expert may be any step apart.
+runtime::Matrices weights_of(const Tensor& weight, bool transposed) {
+  const int64_t rows = weight.size(transposed ? 2 : 1), stride = weight.stride(transposed ? 2 : 1);
+  const int64_t experts = weight.size(0), step = experts > 1 ? weight.stride(0) : rows * stride;
+  return {{weight.data_ptr(), rows, weight.size(transposed ? 1 : 2), stride}, experts, step};
+}
+
+// The arguments that all grouped GEMMs share. x [m, k] and out [num_rows, ...] are contiguous; weight [experts, n, k].
 moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const Tensor& out, int64_t config,
                                   int64_t num_sms, const std::optional<Tensor>& scale_x,
                                   const std::optional<Tensor>& scale_w, bool fast) {
   moe::GroupedGemmArgs args = {};
   args.x = rows_of(x, x.size(1));
-  args.weight = rows_of(weight, x.size(1));
-  args.experts = static_cast<int>(weight.size(0));
+  args.transpose_weight = weight.stride(2) != 1;
+  args.weight = weights_of(weight, args.transpose_weight);
   args.num_rows = static_cast<int>(out.size(0));
   args.out = out.data_ptr();
   args.dtype = dtype_of(out);
@@ -102,7 +109,7 @@ moe::GroupedGemmArgs grouped_args(const Tensor& x, const Tensor& weight, const T
 // The same arguments with other tensors; scales: of x and weight.
 moe::GroupedGemmArgs at(void* x, void* weight, void* out, Addresses scales, moe::GroupedGemmArgs args) {
   args.x.data = x;
-  args.weight.data = weight;
+  args.weight.first.data = weight;
   args.out = out;
   args.scales.x = static_cast<const float*>(scales[0]);
   args.scales.weight = static_cast<const float*>(scales[1]);
@@ -119,13 +126,13 @@ moe::Layout layout_of(const runtime::SymmBuffer& symm, int64_t ep_size, int64_t 
           .max_tokens = static_cast<int>(max_tokens)};
 }
 
-// x [m, k], weight [experts, n, k], out [num_rows, n or n / 2], all contiguous.
+// x [m, k], weight [experts, n, k], out [num_rows, n or n / 2].
 void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> rows, int64_t activation,
                      Tensor out, Tensor schedule, int64_t config, int64_t num_sms,
                      std::optional<Tensor> scale_x, std::optional<Tensor> scale_w, bool fast) {
   moe::GroupedGemmArgs args = grouped_args(x, weight, out, config, num_sms, scale_x, scale_w, fast);
   args.activation = static_cast<int>(activation);
-  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts), schedule.numel());
+  FLUX_CHECK(schedule.numel() >= moe::schedule_words(args.num_rows, args.experts()), schedule.numel());
   enqueue(x,
           {address_of(x), address_of(weight), address_of(offsets), address_of(rows), address_of(out),
            address_of(schedule), address_of(scale_x), address_of(scale_w)},
@@ -137,7 +144,7 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
           });
 }
 
-// x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2], all contiguous.
+// x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2].
 void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int64_t ep_size,
                         int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
                         Tensor out, int64_t symm_buffer, int64_t config, int64_t num_sms,
@@ -155,7 +162,7 @@ void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int
 }
 
 // x [max_rows, k], weight [local experts, n, k], weights [world_size, max_tokens, top_k], products
-// [max_rows, n], out [tokens, n], all contiguous.
+// [max_rows, n], out [tokens, n], all but weight contiguous.
 void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tensor weights, int64_t ep_size,
                        int64_t num_experts, Tensor products, Tensor out, int64_t symm_buffer, int64_t config,
                        int64_t tiles_per_chunk, int64_t communication_ctas, int64_t num_sms,

@@ -87,10 +87,11 @@ void launch(const GemmArgs& args, const Choice& choice, const TileOrder& order, 
     FLUX_CHECK(tile.promotes() || !(params.scales.blocks || params.scales.e5m2), choice.config);
   }
   // Results in fp32 are stored without it.
-  params.d = args.dtype == runtime::DType::kFloat32
-                 ? params.a
-                 : make_sharded_tensor_map(args.out, args.dtype, panel_n(tile), 64,
-                                           static_cast<int>(args.out.rows / rows_per_shard));
+  params.d =
+      args.dtype == runtime::DType::kFloat32
+          ? params.a
+          : make_tensor_map(runtime::shards_of(args.out, static_cast<int>(args.out.rows / rows_per_shard)),
+                            args.dtype, panel_n(tile), 64);
   params.order = order;
   params.rows_per_shard = rows_per_shard;
   params.k_blocks = ceil_div(args.k(), block_k);

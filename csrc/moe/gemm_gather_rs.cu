@@ -12,7 +12,7 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
   FLUX_CHECK(args.config >= 0 && combine.tiles_per_chunk > 0, args.config, combine.tiles_per_chunk);
   FLUX_CHECK(combine.communication_ctas >= 0, combine.communication_ctas);
   const int num_sms = runtime::usable_sms(args.num_sms);
-  const int n = static_cast<int>(args.weight.rows / args.experts);
+  const int n = args.n();
   const int block_n = gemm::kTileConfigs[args.config].block_n;
   const ColumnChunks chunks = {ceil_div(n, block_n), combine.tiles_per_chunk};
   const int block_rows = Layout::block_rows(layout.max_tokens);

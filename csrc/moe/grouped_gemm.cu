@@ -49,7 +49,7 @@ Schedule schedule_by_expert(const int32_t* offsets, int experts, int num_rows, i
 
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
   const Schedule schedule =
-      schedule_by_expert(args.offsets, args.experts, args.num_rows, args.schedule, stream);
+      schedule_by_expert(args.offsets, args.experts(), args.num_rows, args.schedule, stream);
   if (args.is_fp8()) {
     grouped_gemm_fp8(args, schedule, stream);
     return;

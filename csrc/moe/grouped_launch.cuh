@@ -29,11 +29,11 @@ struct GroupedFamily {
 
   template <class Element, gemm::Major kMajorB, int kTile>
   static constexpr auto kernel() -> void (*)(Params) {
-    if constexpr (kMajorB == gemm::Major::MN || !is_grouped_config(kTile) ||
+    if constexpr ((kFp8 && kMajorB == gemm::Major::MN) || !is_grouped_config(kTile) ||
                   gemm::kTileConfigs[kTile].is_fp8() != kFp8) {
       return nullptr;
     } else {
-      return sm90_grouped_gemm<Element, kTile, Rows>;
+      return sm90_grouped_gemm<Element, kMajorB, kTile, Rows>;
     }
   }
 };
@@ -47,7 +47,7 @@ gemm::KernelTable<GroupedFamily<Rows, kFp8>>& grouped_kernels() {
 inline void check_layout(const GroupedGemmArgs& args, const Layout& layout, const runtime::SymmBuffer& symm) {
   FLUX_CHECK(symm.world_size == layout.world_size && symm.world_size >= 2, symm.world_size,
              layout.world_size);
-  FLUX_CHECK(args.experts == layout.local_experts(), args.experts, layout.local_experts());
+  FLUX_CHECK(args.experts() == layout.local_experts(), args.experts(), layout.local_experts());
 }
 
 // Checks that the workspace has room for slot rows, and for `signals` signals of each source.
@@ -65,7 +65,7 @@ inline GroupedScales grouped_scales(const GroupedGemmArgs& args, bool in_order) 
   GroupedScales scales = {};
   scales.weight = s.weight;
   scales.weight_step = s.weight_step;
-  scales.weight_rows = static_cast<int>(args.weight.rows);
+  scales.weight_rows = args.experts() * args.n();
   scales.blocks = s.blocks;
   scales.e5m2 = s.x_dtype == runtime::DType::kE5M2;
   if (!in_order) return scales;
@@ -84,16 +84,17 @@ template <class Rows, bool kFp8 = false>
 void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int expected_rows,
                     const typename Rows::Params& rows, cudaStream_t stream, int tiles_per_chunk = 0) {
   const int num_sms = runtime::usable_sms(args.num_sms);
-  const int k = static_cast<int>(args.x.columns), n = static_cast<int>(args.weight.rows / args.experts);
+  const int k = static_cast<int>(args.x.columns), n = args.n(), experts = args.experts();
   const bool swiglu = static_cast<Activation>(args.activation) == Activation::kSwiglu;
   const int columns = swiglu ? n / 2 : n;
-  FLUX_CHECK(k % 8 == 0 && columns % 8 == 0 && args.experts > 0, k, columns, args.experts);
-  FLUX_CHECK(args.x.row_stride == k && args.weight.row_stride == k, args.x.row_stride,
-             args.weight.row_stride);
+  FLUX_CHECK(k % 8 == 0 && columns % 8 == 0 && experts > 0, k, columns, experts);
+  FLUX_CHECK(args.x.row_stride == k, args.x.row_stride, k);
+  FLUX_CHECK((args.transpose_weight ? args.weight.first.rows : args.weight.first.columns) == k, k);
+  FLUX_CHECK(!(args.transpose_weight && swiglu), "a transposed weight is not split into gates and ups");
 
-  const int config = args.config >= 0 ? args.config
-                                      : choose_grouped_config(expected_rows, args.experts, n, k, num_sms,
-                                                              args.operand_bytes());
+  const int config = args.config >= 0
+                         ? args.config
+                         : choose_grouped_config(expected_rows, experts, n, k, num_sms, args.operand_bytes());
   FLUX_CHECK(is_grouped_config(config), config);
   const gemm::TileConfig& tile = gemm::kTileConfigs[config];
   FLUX_CHECK(args.is_fp8() == kFp8 && tile.is_fp8() == kFp8, kFp8, config);
@@ -102,7 +103,9 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
 
   GroupedParamsFor<kFp8, Rows> params;
   const auto weight_dtype = kFp8 ? runtime::DType::kE4M3 : args.dtype;
-  params.weight = runtime::make_tensor_map(args.weight, weight_dtype, tile.block_k(), tile.block_n / 2);
+  params.weight = args.transpose_weight
+                      ? runtime::make_tensor_map(args.weight, weight_dtype, 64, tile.block_k())
+                      : runtime::make_tensor_map(args.weight, weight_dtype, tile.block_k(), tile.block_n / 2);
   if constexpr (Rows::kInOrder) {
     const auto x_dtype = kFp8 ? args.scales.x_dtype : args.dtype;
     params.x = runtime::make_tensor_map(args.x, x_dtype, tile.block_k(), gemm::kBlockM);
@@ -120,7 +123,7 @@ void launch_grouped(const GroupedGemmArgs& args, const Schedule& schedule, int e
   params.out = args.out;
   params.rows = rows;
   runtime::Launch(num_sms, kGroupedThreads, grouped_smem_bytes(tile), stream)
-      .run(grouped_kernels<Rows, kFp8>().get(args.dtype, /*transpose_weight=*/false, config), params);
+      .run(grouped_kernels<Rows, kFp8>().get(args.dtype, args.transpose_weight, config), params);
 }
 
 }  // namespace flux::moe

@@ -14,8 +14,8 @@ struct Job {
   int num_rows;      // valid rows, at most kBlockM; 0: no more tiles
   int first_row;     // first row in the result
   int first_column;  // first column in the result
-  int weight_row;    // row of the weight for the first column
-  int chunk;         // chunk of columns
+  int expert;
+  int chunk;  // chunk of columns
 };
 
 // The queue in shared memory, from `base` on.
@@ -89,7 +89,7 @@ struct JobWriter {
   // Called by all lanes after each has written its locations.
   FLUX_DEVICE void put(const JobQueue& queue, const Job& job) {
     if (ptx::lane() == 0) {
-      const int words[] = {job.num_rows, job.first_row, job.first_column, job.weight_row, job.chunk};
+      const int words[] = {job.num_rows, job.first_row, job.first_column, job.expert, job.chunk};
 #pragma unroll
       for (int i = 0; i < JobQueue::kWords; ++i) ptx::store_shared(queue.word(cursor.index, i), words[i]);
     }

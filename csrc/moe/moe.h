@@ -40,14 +40,14 @@ void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_
 // --- grouped GEMM ---
 
 struct GroupedGemmArgs {
-  runtime::Matrix x;       // [m, k], contiguous
-  runtime::Matrix weight;  // [experts * n, k], contiguous
+  runtime::Matrix x;         // [m, k], contiguous
+  runtime::Matrices weight;  // of each expert: [n, k], or [k, n] if transposed (16 bits, not for swiglu)
+  bool transpose_weight;
   const int32_t* offsets;  // [experts + 1]
   const int32_t* rows;     // [num_rows]: row of x for each row of the result; null: the same row
-  int experts;
-  int num_rows;    // rows of the result: at least offsets[experts]
-  int activation;  // Activation (sm90_grouped_gemm.cuh)
-  void* out;       // [num_rows, n], or n / 2 columns for swiglu
+  int num_rows;            // rows of the result: at least offsets[experts]
+  int activation;          // Activation (sm90_grouped_gemm.cuh)
+  void* out;               // [num_rows, n], or n / 2 columns for swiglu
   // Scratch memory of schedule_words(...) words; need not be initialised.
   int32_t* schedule;
   runtime::DType dtype;  // of the result, and of 16-bit operands
@@ -56,6 +56,8 @@ struct GroupedGemmArgs {
   // Of fp8 operands. The weight's: one for each expert, or for each row of `weight`; blocks of each expert's weight.
   gemm::Scales scales = {};
 
+  int experts() const { return static_cast<int>(weight.count); }
+  int n() const { return static_cast<int>(transpose_weight ? weight.first.columns : weight.first.rows); }
   // A rank without tokens has no scales of x.
   bool is_fp8() const { return scales.weight != nullptr; }
   int scale_columns() const {  // of a row of x

@@ -69,8 +69,9 @@ enum class Activation { kNone, kSilu, kGelu, kSwiglu };
 
 template <class Rows>
 struct GroupedParams {
-  CUtensorMap weight;  // [experts * n, k], boxes of half a tile's columns
-  CUtensorMap x;       // [rows, k], if kInOrder
+  CUtensorMap
+      weight;     // [experts][n, k], boxes of half a tile's columns; MN-major: [experts][k, n], of 64 columns
+  CUtensorMap x;  // [rows, k], if kInOrder
   const int32_t* offsets;
   const TileEntry* tiles;
   const int32_t* num_tile_rows;
@@ -161,11 +162,27 @@ FLUX_DEVICE Job look_up(const GroupedParams<Rows>& p, int num_tile_rows, int til
   return {.num_rows = num_rows,
           .first_row = first_row,
           .first_column = column,
-          .weight_row = tile.expert * p.n + column,
+          .expert = tile.expert,
           .chunk = chunk};
 }
 
-template <class Element, int kConfig, class Rows>
+// second_half: from the first column of the weight that a tile needs to that of the second half of its columns.
+template <gemm::Major kMajorB, int kBlockN>
+FLUX_DEVICE void load_weight(const CUtensorMap* map, uint32_t b, uint32_t full, int k, const Job& job,
+                             int second_half) {
+  if constexpr (kMajorB == gemm::Major::K) {
+    ptx::tma_load_3d(map, b, full, k, job.first_column, job.expert);
+    ptx::tma_load_3d(map, b + kBlockN / 2 * 128, full, k, job.first_column + second_half, job.expert);
+  } else {
+#pragma unroll
+    for (int panel = 0; panel < kBlockN / 64; ++panel) {
+      ptx::tma_load_3d(map, b + panel * gemm::kPanelBytes, full, job.first_column + panel * 64, k,
+                       job.expert);
+    }
+  }
+}
+
+template <class Element, gemm::Major kMajorB, int kConfig, class Rows>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
     sm90_grouped_gemm(const __grid_constant__ typename GroupedKernel<kConfig, Rows>::Params params) {
   using gemm::kBlockM;
@@ -174,7 +191,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   constexpr bool kReadsJobs = !Rows::kInOrder || kFp8;  // math warps need to know which tile it is
   constexpr int kBlockN = kTile.block_n;
   constexpr int kSlabChunks = kTile.slab_n / gemm::kChunkN;
-  static_assert(!kFp8 || kTile.promotes());
+  static_assert(!kFp8 || (kTile.promotes() && kMajorB == gemm::Major::K));
   static_assert(Rows::kInOrder || !Rows::kCombine, "only storers count what is stored");
   static_assert(!Rows::kInOrder || !Rows::kArrive, "rows that arrive must be gathered");
   static_assert(gemm::panel_n(kTile) == 64 && grouped_smem_bytes(kTile) <= gemm::kSmemLimit);
@@ -202,7 +219,6 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 
   const int k_blocks = ceil_div(params.k, kTile.block_k());
   const int num_tile_rows = *params.num_tile_rows;
-  // From the first row of the weight that a tile needs to that of the second half of its columns.
   const int second_half = params.activation == Activation::kSwiglu ? params.n / 2 : kBlockN / 2;
   // Columns of the result that a tile computes.
   const int tile_columns = params.activation == Activation::kSwiglu ? kBlockN / 2 : kBlockN;
@@ -238,9 +254,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
               // Rows after the expert's last one are loaded too, and dropped at the end.
               ptx::tma_load_2d(&params.x, smem.a(ring.index), full, kb * kTile.block_k(), job.first_row);
             }
-            ptx::tma_load_2d(&params.weight, b, full, kb * kTile.block_k(), job.weight_row);
-            ptx::tma_load_2d(&params.weight, b + kBlockN / 2 * 128, full, kb * kTile.block_k(),
-                             job.weight_row + second_half);
+            load_weight<kMajorB, kBlockN>(&params.weight, b, full, kb * kTile.block_k(), job, second_half);
           }
         }
       }
@@ -273,8 +287,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
             ptx::store_shared(queue.place(jobs.cursor.index, row + lane), place);
           }
           if constexpr (Rows::kArrive) {
-            const int expert = job.weight_row / params.n;
-            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, expert, last_row))
+            if (job.num_rows > 0 && !Rows::admit(params.rows, call, progress, job.expert, last_row))
               smem.set_failed();
           }
         }
@@ -371,7 +384,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     // no fence. A fence for the async proxy would wait for the running wgmmas (docs/design/moe.md#the-grouped-gemm).
     const auto operands = [&](int stage, int) {
       return gemm::Operands{gemm::make_descriptor(smem.a(stage) + warpgroup * 64 * 128, 0, 1024),
-                            gemm::make_descriptor(smem.b(stage), 0, 1024)};
+                            gemm::make_b_descriptor<kMajorB>(smem.b(stage))};
     };
     const auto release = [&](int stage) {
       if (ptx::lane() == 0) ptx::mbarrier_arrive(smem.empty(stage));
@@ -386,14 +399,15 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         if (job.num_rows == 0) break;
       }
       if constexpr (!kFp8) {
-        using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, gemm::Major::K>;
-        gemm::multiply<Mma, 32, 32, 1, /*kReleasesEarly=*/true>(ring, k_blocks, d, full, operands, release);
+        using Mma = gemm::Wgmma<Element, kBlockN, gemm::Major::K, kMajorB>;
+        gemm::multiply<Mma, 32, gemm::kBStepBytes<kMajorB>, 1, /*kReleasesEarly=*/true>(
+            ring, k_blocks, d, full, operands, release);
       } else {
         constexpr int kPartN = kBlockN / gemm::column_parts(kTile);
         float products[kPartN / 2];
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) d[i] = 0.0f;
-        const WeightRows at = {job.weight_row / params.n, job.weight_row % params.n, second_half};
+        const WeightRows at = {job.expert, job.first_column, second_half};
         const int before = Rows::kInOrder ? job.first_row % gemm::kScaleAlignment : 0;
         const auto promotion = grouped_promotion<kBlockN>(params.scales, at, params.n, k_blocks,
                                                           before + warpgroup * 64, smem, d);

@@ -9,9 +9,9 @@ namespace {
 thread_local KeptTensorMaps* kept_maps = nullptr;
 
 bool equal(const KeptTensorMaps::Geometry& a, const KeptTensorMaps::Geometry& b) {
-  return a.rows == b.rows && a.columns == b.columns && a.row_stride == b.row_stride && a.shards == b.shards &&
-         a.dimensions == b.dimensions && a.box_columns == b.box_columns && a.box_rows == b.box_rows &&
-         a.dtype == b.dtype && a.swizzle == b.swizzle;
+  return a.rows == b.rows && a.columns == b.columns && a.row_stride == b.row_stride && a.count == b.count &&
+         a.step == b.step && a.dimensions == b.dimensions && a.box_columns == b.box_columns &&
+         a.box_rows == b.box_rows && a.dtype == b.dtype && a.swizzle == b.swizzle;
 }
 
 void replace_address(CUtensorMap& map, const void* address) {
@@ -34,16 +34,16 @@ CUtensorMapSwizzle swizzle_of(int row_bytes) {
                            : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
-CUtensorMap encode_all(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
-                       int box_rows, int dimensions, int64_t shards) {
+CUtensorMap encode_all(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
+                       int box_rows, int dimensions) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode_tiled = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
 
-  const int64_t rows = matrix.rows / shards, row_stride = matrix.row_stride * element_bytes(dtype);
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(shards)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride),
-                                 static_cast<cuuint64_t>(rows * row_stride)};
+  const Matrix& matrix = matrices.first;
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(matrix.rows),
+                               static_cast<cuuint64_t>(matrices.count)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(matrix.row_stride * element_bytes(dtype)),
+                                 static_cast<cuuint64_t>(matrices.step * element_bytes(dtype))};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   CUtensorMap map;
@@ -52,20 +52,21 @@ CUtensorMap encode_all(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swi
                    element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), "matrix", matrix.data, matrix.rows,
-             matrix.columns, matrix.row_stride, "box", box_columns, box_rows, "shards", shards);
+             matrix.columns, matrix.row_stride, "box", box_columns, box_rows, "matrices", matrices.count,
+             matrices.step);
   return map;
 }
 
-CUtensorMap encode(const Matrix& matrix, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
-                   int box_rows, int dimensions, int64_t shards) {
-  const auto make = [&] {
-    return encode_all(matrix, dtype, swizzle, box_columns, box_rows, dimensions, shards);
-  };
+CUtensorMap encode(const Matrices& matrices, DType dtype, CUtensorMapSwizzle swizzle, int box_columns,
+                   int box_rows, int dimensions) {
+  const Matrix& matrix = matrices.first;
+  const auto make = [&] { return encode_all(matrices, dtype, swizzle, box_columns, box_rows, dimensions); };
   if (kept_maps == nullptr) return make();
   const KeptTensorMaps::Geometry geometry = {.rows = matrix.rows,
                                              .columns = matrix.columns,
                                              .row_stride = matrix.row_stride,
-                                             .shards = shards,
+                                             .count = matrices.count,
+                                             .step = matrices.step,
                                              .dimensions = dimensions,
                                              .box_columns = box_columns,
                                              .box_rows = box_rows,
@@ -98,19 +99,18 @@ CUtensorMap KeptTensorMaps::next(const void* address, const Geometry& geometry, 
 }
 
 CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows) {
-  return encode(matrix, dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns, box_rows,
-                /*dimensions=*/2, /*shards=*/1);
+  return encode(shards_of(matrix, 1), dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns,
+                box_rows, /*dimensions=*/2);
 }
 
 CUtensorMap make_vector_map(const Matrix& vectors, int box_columns) {
-  return encode(vectors, DType::kFloat32, CU_TENSOR_MAP_SWIZZLE_NONE, box_columns, /*box_rows=*/1,
-                /*dimensions=*/2, /*shards=*/1);
+  return encode(shards_of(vectors, 1), DType::kFloat32, CU_TENSOR_MAP_SWIZZLE_NONE, box_columns,
+                /*box_rows=*/1, /*dimensions=*/2);
 }
 
-CUtensorMap make_sharded_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows,
-                                    int shards) {
-  return encode(matrix, dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns, box_rows,
-                /*dimensions=*/3, shards);
+CUtensorMap make_tensor_map(const Matrices& matrices, DType dtype, int box_columns, int box_rows) {
+  return encode(matrices, dtype, swizzle_of(box_columns * element_bytes(dtype)), box_columns, box_rows,
+                /*dimensions=*/3);
 }
 
 }  // namespace flux::runtime

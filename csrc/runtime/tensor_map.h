@@ -33,10 +33,20 @@ CUtensorMap make_tensor_map(const Matrix& matrix, DType dtype, int box_columns, 
 // Tensor map of fp32 vectors, one in each row of the matrix. A box is a part of one of them, not swizzled.
 CUtensorMap make_vector_map(const Matrix& vectors, int box_columns);
 
-// Tensor map of a matrix whose rows are `shards` shards of equal height. The shard is the third coordinate, so a box
-// does not cross from one shard into the next.
-CUtensorMap make_sharded_tensor_map(const Matrix& matrix, DType dtype, int box_columns, int box_rows,
-                                    int shards);
+// `count` matrices of equal sizes, one every `step` elements.
+struct Matrices {
+  Matrix first;
+  int64_t count, step;
+};
+
+// Their tensor map. The number of the matrix is the third coordinate, so a box does not cross from one into the next.
+CUtensorMap make_tensor_map(const Matrices& matrices, DType dtype, int box_columns, int box_rows);
+
+// A matrix whose rows are `count` shards of equal height.
+inline Matrices shards_of(const Matrix& matrix, int count) {
+  const int64_t rows = matrix.rows / count;
+  return {{matrix.data, rows, matrix.columns, matrix.row_stride}, count, rows * matrix.row_stride};
+}
 
 // The tensor maps of a launch that is repeated with other tensors of the same sizes: mostly, only addresses change.
 class KeptTensorMaps {
@@ -50,7 +60,7 @@ class KeptTensorMaps {
   };
 
   struct Geometry {
-    int64_t rows, columns, row_stride, shards;
+    int64_t rows, columns, row_stride, count, step;
     int dimensions, box_columns, box_rows;
     DType dtype;
     CUtensorMapSwizzle swizzle;

@@ -87,6 +87,39 @@ def test_torch_sees_the_operator() -> None:
     torch.testing.assert_close(compiled(x, weight, OFFSETS), flux.grouped_gemm(x, weight, OFFSETS))
 
 
+@pytest.mark.parametrize(
+    ("layout", "activation", "in_place"),
+    [
+        (lambda w: w, "swiglu", True),
+        (lambda w: apart(w, (8, 8)), "swiglu", True),
+        (lambda w: apart(w, (8, 4)), None, False),  # rows do not begin at multiples of 16 bytes
+        (lambda w: apart(w.mT, (8, 8)).mT, None, True),
+        (lambda w: apart(w.mT, (8, 8)).mT, "swiglu", False),  # tiles of gates and ups need [N, K]
+        (lambda w: apart(w.mT, (1, 4)).mT, None, False),
+        (lambda w: w.repeat_interleave(2, 2)[..., ::2], None, False),
+        (lambda w: torch.cat([w.flatten().new_zeros(1), w.flatten()])[1:].view(w.shape), None, False),
+    ],
+)
+def test_weights_are_read_where_they_lie_if_tma_can(layout: Any, activation: Any, in_place: bool) -> None:
+    weight = layout(integers(E, N, K).bfloat16())
+    read = ops.readable_weight(weight, activation, None)
+    assert (read is weight) == in_place and torch.equal(read, weight)
+    assert in_place or read.is_contiguous()
+    one = ops.readable_weight(weight[2:3], activation, None)
+    assert torch.equal(one, weight[2:3]) and (one.data_ptr() == weight[2].data_ptr()) == in_place
+
+
+def test_weights_that_overlap_are_copied() -> None:
+    weight = integers(1, N, K).bfloat16().expand(E, N, K)
+    assert torch.equal(read := ops.readable_weight(weight, None, None), weight) and read.is_contiguous()
+
+
+def apart(weight: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+    """The same weights, with rows and columns between them."""
+    experts, n, k = weight.shape
+    return weight.new_zeros(experts, n + padding[0], k + padding[1])[:, :n, :k].copy_(weight)
+
+
 X, W = torch.ones(8, K), torch.ones(E, N, K)
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"x": X[0]}, ("x", "2 dimensions", "1")),

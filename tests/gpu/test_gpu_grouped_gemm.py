@@ -30,6 +30,36 @@ def inputs(
     return x.to(dtype), weight.to(dtype), offsets, rows
 
 
+def laid_out(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The weights [E, N, K] as others store them. Between them is NaN, with which nothing may be multiplied."""
+    experts, n, k = weight.shape
+
+    def view(shape: tuple[int, int, int], transposed: bool) -> torch.Tensor:
+        room = torch.full(shape, float("nan"), dtype=weight.dtype, device="cuda")
+        found = room.transpose(1, 2)[:, :n, :k] if transposed else room[:, :n, :k]
+        return found.copy_(weight)
+
+    return {
+        "[N, K]": weight,
+        "[N, K], apart": view((experts, n + 24, k + 8), False),
+        "[K, N]": view((experts, k, n), True),
+        "[K, N], apart": view((experts, k + 24, n + 8), True),
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_read_where_they_lie(config: int, dtype: torch.dtype) -> None:
+    for seed, (n, k) in enumerate([(8, 8), (200, 72), (520, 264), (136, 1608)]):
+        x, weight, offsets, rows = inputs([0, 1, 129, 300], n, k, dtype, seed)
+        expected = grouped.reference(x, weight, offsets, rows)
+        for name, each in laid_out(weight).items():
+            assert grouped.readable_weight(each, None, None) is each
+            out = torch.full_like(expected, 7)
+            grouped.launch(x, each, offsets, rows, None, out, config)
+            assert torch.equal(out, expected), (name, n, k)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_shape(config: int, dtype: torch.dtype) -> None:

@@ -13,6 +13,8 @@ def check(ranks: EmulatedMoeRanks, case: MoeCase, config: int, per_chunk: int, c
     layouts, p = ranks.route(case), range(case.world_size)
     how = f"of {case}, {config}, {per_chunk}, {ctas}"
     xs, w1s, w2s = ([make(r).cuda() for r in p] for make in (case.x, case.w1, case.w2))
+    if (config + per_chunk) % 2:  # as the backward passes have them
+        w1s, w2s = ([w.transpose(1, 2).contiguous().transpose(1, 2) for w in ws] for ws in (w1s, w2s))
     out0 = ranks.ag_scatter_gemm(xs, w1s, config=config)
     ranks.check()
     for r in p:

@@ -163,6 +163,14 @@ FLUX_DEVICE void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar,
       : "memory");
 }
 
+FLUX_DEVICE void tma_load_3d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Multicast: writes to the same shared-memory offset in every CTA of `cta_mask`, and completes on each CTA's mbarrier.
 FLUX_DEVICE void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y,
                                        uint16_t cta_mask) {

@@ -226,7 +226,8 @@ def _launch(
     scales: Scales | None,
     recipe: known.Recipe,
 ) -> None:
-    operands = (readable(x), readable(weight))  # before the launch: copies may run out of memory
+    # Before the launch: copies may run out of memory.
+    operands = (readable(x), grouped_gemm.readable_weight(weight, activation, scales))
     sizes = (routing.ep_size, routing.num_experts, layout.top_k, routing.max_tokens)
     activation_id = 0 if activation is None else grouped_gemm.ACTIVATIONS.index(activation) + 1
     with workspace.enter(plan) as (symm_buffer, _):

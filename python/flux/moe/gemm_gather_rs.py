@@ -236,7 +236,7 @@ def launch(
     """Launches the kernel. recipe: of the call, if it is to be known (flux.comm.known)."""
     rows, n, dtype = x.shape[0], weight.shape[1], plan.result_dtype
     # Allocations may run out of memory, so they come before the call is opened.
-    operands = (readable(x), readable(weight))
+    operands = (readable(x), grouped_gemm.readable_weight(weight, None, scales))
     products, out = x.new_empty(rows, n, dtype=dtype), x.new_empty(routing.num_tokens, n, dtype=dtype)
     sizes = (routing.ep_size, routing.num_experts, products, out)
     with workspace.enter(plan) as (symm_buffer, _):

@@ -27,6 +27,23 @@ def aligned(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
+def aligned_experts(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """As aligned, for the weights [E, N, K] of experts, which may lie apart.
+
+    Args:
+        transposed: each may be stored as [K, N], too.
+    """
+    step, rows, columns = weight.stride()
+    count, n, k = weight.shape
+    lines, length, stride = (n, k, rows) if columns == 1 else (k, n, columns)
+    unit = columns == 1 or (transposed and rows == 1)
+    apart = count == 1 or (step >= lines * stride and step * weight.element_size() % 16 == 0)
+    whole = stride >= length and stride * weight.element_size() % 16 == 0
+    if weight.data_ptr() % 16 == 0 and unit and whole and apart:
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
+
+
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is contiguous and 16-byte aligned, as kernels read it, else a copy."""
     if tensor.data_ptr() % 16 == 0 and tensor.is_contiguous():

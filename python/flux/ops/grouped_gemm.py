@@ -14,7 +14,7 @@ from flux.ops import _check, _gate, _invariant, _scales
 from flux.ops._library import library
 from flux.ops._product import wide_expert
 from flux.ops._scales import Scales
-from flux.ops._tensors import in_place, readable, taken
+from flux.ops._tensors import aligned_experts, in_place, readable, taken
 from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 
@@ -281,6 +281,12 @@ def schedule_words(num_rows: int, experts: int) -> int:
     return 4 * (num_rows // _BLOCK_M + experts) + 1
 
 
+def readable_weight(weight: torch.Tensor, activation: str | None, scales: Scales | None) -> torch.Tensor:
+    """The weights of experts as the kernels read them: themselves, or a copy."""
+    # wgmma takes fp8 along K only, and tiles of transposed weights are not split into gates and ups.
+    return aligned_experts(weight, transposed=scales is None and activation != "swiglu")
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -301,7 +307,8 @@ def launch(
     """
     words = schedule_words(out.shape[0], weight.shape[0])
     schedule = torch.empty(words, dtype=torch.int32, device=x.device)
-    read = (readable(x), readable(weight), offsets, None if rows is None else rows.to(torch.int32))
+    in_order = None if rows is None else rows.to(torch.int32)
+    read = (readable(x), readable_weight(weight, activation, scales), offsets, in_order)
     options = (NUMBERS[activation], out, schedule, config, num_sms)
     enqueue = functools.partial(_kernel, *read, *options, **_scales.for_kernel(x, scales))
     enqueue()

@@ -114,7 +114,6 @@ struct SortedRows {
   void give(flux::moe::GroupedGemmArgs& args) const {
     args.offsets = device_offsets;
     args.rows = indexed ? device_rows : nullptr;
-    args.experts = experts();
     args.num_rows = room;
     args.schedule =
         static_cast<int32_t*>(sim::allocate(flux::moe::schedule_words(room, experts()) * 4, 0, "schedule"));
@@ -126,6 +125,48 @@ struct SortedRows {
       const auto at = static_cast<size_t>(expert);
       for (int row = offsets[at]; row < offsets[at + 1]; ++row) use(expert, rows[static_cast<size_t>(row)]);
     }
+  }
+};
+
+// Weights of experts, each [n, k], or [k, n] if transposed. Behind each lie rows of NaN, or none.
+struct Weights {
+  int experts, n, k;
+  bool transposed;
+  int step;  // rows from one expert to the next
+  Values values;
+
+  Weights(Random& random, int device, int experts, int n, int k, bool transposed, DType dtype)
+      : experts(experts),
+        n(n),
+        k(k),
+        transposed(transposed),
+        step((transposed ? k : n) + random.below(2) * 24),
+        values(device, "weight", experts * step, transposed ? n : k, 8 * random.below(2)) {
+    values.fill(random, dtype, 1);
+    for (int row = 0; row < values.rows; ++row) {
+      uint16_t* const at = values.data + static_cast<int64_t>(row) * values.stride;
+      if (row % step >= (transposed ? k : n)) std::fill(at, at + values.columns, Values::kUntouched);
+    }
+  }
+  void give(flux::moe::GroupedGemmArgs& args) const {
+    args.transpose_weight = transposed;
+    args.weight = {{values.data, transposed ? k : n, values.columns, values.stride},
+                   experts,
+                   static_cast<int64_t>(step) * values.stride};
+  }
+  // Appends a row of x, times the weight of an expert.
+  void multiply_row(const int* x, int expert, std::vector<int>& to) const {
+    for (int column = 0; column < n; ++column) {
+      int sum = 0;
+      for (int i = 0; i < k; ++i) {
+        const int row = expert * step + (transposed ? i : column);
+        sum += x[i] * values.at(row, transposed ? column : i);
+      }
+      to.push_back(sum);
+    }
+  }
+  std::string words() const {
+    return std::to_string(n) + " x " + std::to_string(k) + (transposed ? ", [K, N]" : ", [N, K]");
   }
 };
 

@@ -90,7 +90,7 @@ struct Operands {
   void give(flux::moe::GroupedGemmArgs& args, const Fp8Values& x, const ScaleValues& x_scales,
             const Experts& experts) const {
     args.x = x.matrix();
-    args.weight = experts.weight.matrix();
+    args.weight = shards_of(experts.weight.matrix(), experts.weight.rows / experts.n);
     args.scales.x = x_scales.data;
     args.scales.weight = experts.scales;
     args.scales.x_step = x_scales.kind == Kind::kRows;
@@ -229,7 +229,6 @@ void layers(uint64_t seed) {
       operands0.give(args, own.x, own.x_scales, weights0[at]);
       const bool of_rows = args.scales.blocks || args.scales.x_step > 0;
       if (of_rows && choices.tokens[at] == 0) args.scales.x = nullptr;  // torch's address of no elements
-      args.experts = experts;
       args.num_rows = mine.max_rows();
       args.activation = static_cast<int>(activation);
       args.out = own.hidden.data;

@@ -23,6 +23,7 @@ using cases::RoutingArrays;
 using cases::SortedRows;
 using cases::start;
 using cases::Values;
+using cases::Weights;
 using cases::words;
 
 void route(uint64_t seed) {
@@ -73,17 +74,6 @@ void route(uint64_t seed) {
   }
 }
 
-// One row of x times the weight of an expert [experts * n, k].
-void multiply_row(const int* x, const Values& weight, int expert, int n, std::vector<int>& to) {
-  for (int column = 0; column < n; ++column) {
-    const int* const other =
-        &weight.values[static_cast<size_t>(expert * n + column) * static_cast<size_t>(weight.columns)];
-    int sum = 0;
-    for (int i = 0; i < weight.columns; ++i) sum += x[i] * other[i];
-    to.push_back(sum);
-  }
-}
-
 const int* row_of(const Values& x, int row) {
   return &x.values[static_cast<size_t>(row) * static_cast<size_t>(x.columns)];
 }
@@ -98,16 +88,15 @@ void grouped_gemm(uint64_t seed) {
   const int experts = many ? 300 : random.between(1, 6),
             n = many ? 16 : draw_columns(random, config, activation, 2);
   const int k = 8 * random.between(1, many ? 2 : 30), num_sms = random.one_of({1, 2, 4});
+  const bool transposed = !swiglu && random.below(2) == 0;
   start(seed, 1, random.one_of({1, 2, 8}), random);
 
   const SortedRows sorted(random, experts, indexed,
                           [&] { return many ? random.below(3) : random.one_of({0, 1, 40, 128, 129, 300}); });
-  cases::describe(sorted.words() + std::to_string(n) + " x " + std::to_string(k) + ", tile " +
-                  std::to_string(config) + ", activation " + std::to_string(static_cast<int>(activation)) +
-                  ", " + std::to_string(num_sms) + " SMs, " + std::to_string(sim::machine.config.resident) +
-                  " resident");
-  Values weight(0, "weight", experts * n, k);
-  weight.fill(random, dtype, 1);
+  const Weights weight(random, 0, experts, n, k, transposed, dtype);
+  cases::describe(sorted.words() + weight.words() + ", tile " + std::to_string(config) + ", activation " +
+                  std::to_string(static_cast<int>(activation)) + ", " + std::to_string(num_sms) + " SMs, " +
+                  std::to_string(sim::machine.config.resident) + " resident");
   std::vector<Values> xs, outs;
   for (int call = 0; call < 2; ++call) {
     xs.emplace_back(0, "x", sorted.m, k);
@@ -116,7 +105,7 @@ void grouped_gemm(uint64_t seed) {
     flux::moe::GroupedGemmArgs args = {};
     sorted.give(args);
     args.x = xs.back().matrix();
-    args.weight = weight.matrix();
+    weight.give(args);
     args.activation = static_cast<int>(activation);
     args.out = outs.back().data;
     args.dtype = dtype;
@@ -127,8 +116,7 @@ void grouped_gemm(uint64_t seed) {
   cudaDeviceSynchronize();
   for (size_t call = 0; call < 2; ++call) {
     std::vector<int> sums;
-    sorted.for_each(
-        [&](int expert, int row) { multiply_row(row_of(xs[call], row), weight, expert, n, sums); });
+    sorted.for_each([&](int expert, int row) { weight.multiply_row(row_of(xs[call], row), expert, sums); });
     expect_rows(outs[call], cases::activated(sums, n, activation), dtype, call == 0 ? "out" : "second out");
   }
 }
@@ -189,17 +177,18 @@ struct Layers {
 
 struct Sizes {
   int k0, n0, k1, n1;
+  bool transposed0, transposed1;
   Activation activation;
 };
 
 // Each sorted row times the weight of its expert.
 template <class Row>
 std::vector<int> sorted_product(const Choices& choices, int rank, const RoutingArrays& routing,
-                                const Values& weight, int n, const Row& row_at) {
+                                const Weights& weight, const Row& row_at) {
   std::vector<int> sums;
   for (int expert = 0; expert < choices.of(rank).local_experts(); ++expert) {
     for (int row = routing.offsets[expert]; row < routing.offsets[expert + 1]; ++row) {
-      multiply_row(row_at(row), weight, expert, n, sums);
+      weight.multiply_row(row_at(row), expert, sums);
     }
   }
   return sums;
@@ -220,6 +209,8 @@ void layers(uint64_t seed) {
   sizes.n0 = draw_columns(random, config0, sizes.activation, 2);
   sizes.k1 = 8 * random.between(1, 8);
   sizes.n1 = draw_columns(random, config1, Activation::kNone, many ? 2 : 3);
+  sizes.transposed0 = sizes.activation != Activation::kSwiglu && random.below(3) == 0;
+  sizes.transposed1 = random.below(3) == 0;
   const int num_sms = many ? 2 : random.one_of({2, 3, 4});
   const int comm_ctas = random.between(0, num_sms), tiles_per_chunk = random.between(1, 2);
   const bool routes = random.below(3) == 0;
@@ -238,8 +229,9 @@ void layers(uint64_t seed) {
                    : only_1 ? ", layer 1, "
                             : ", ") +
                   (routes ? "routed, " : "") + std::to_string(sizes.n0) + " x " + std::to_string(sizes.k0) +
-                  " activation " + std::to_string(static_cast<int>(sizes.activation)) + ", " +
-                  std::to_string(sizes.n1) + " x " + std::to_string(sizes.k1) + ", tiles " +
+                  (sizes.transposed0 ? " [K, N]" : "") + " activation " +
+                  std::to_string(static_cast<int>(sizes.activation)) + ", " + std::to_string(sizes.n1) +
+                  " x " + std::to_string(sizes.k1) + (sizes.transposed1 ? " [K, N]" : "") + ", tiles " +
                   std::to_string(config0) + " and " + std::to_string(config1) + ", " +
                   std::to_string(num_sms) + " SMs, " + std::to_string(comm_ctas) +
                   " communicate, chunks of " + std::to_string(tiles_per_chunk));
@@ -251,12 +243,10 @@ void layers(uint64_t seed) {
                       routes ? route_exchange_bytes(layout) : 0});
   const int experts = layout.local_experts(),
             columns0 = sizes.activation == Activation::kSwiglu ? sizes.n0 / 2 : sizes.n0;
-  std::vector<Values> weights0, weights1;
+  std::vector<Weights> weights0, weights1;
   for (int rank = 0; rank < world_size; ++rank) {
-    weights0.emplace_back(rank, "weight 0", experts * sizes.n0, sizes.k0);
-    weights0.back().fill(random, dtype, 1);
-    weights1.emplace_back(rank, "weight 1", experts * sizes.n1, sizes.k1);
-    weights1.back().fill(random, dtype, 1);
+    weights0.emplace_back(random, rank, experts, sizes.n0, sizes.k0, sizes.transposed0, dtype);
+    weights1.emplace_back(random, rank, experts, sizes.n1, sizes.k1, sizes.transposed1, dtype);
   }
   std::vector<std::vector<Layers>> all(static_cast<size_t>(kCalls));
   for (int call = 0; call < kCalls; ++call) {
@@ -278,8 +268,7 @@ void layers(uint64_t seed) {
       }
       flux::moe::GroupedGemmArgs args = {};
       args.x = own.x.matrix();
-      args.weight = weights0[static_cast<size_t>(rank)].matrix();
-      args.experts = experts;
+      weights0[static_cast<size_t>(rank)].give(args);
       args.num_rows = mine.max_rows();
       args.activation = static_cast<int>(sizes.activation);
       args.out = own.hidden.data;
@@ -288,7 +277,7 @@ void layers(uint64_t seed) {
       args.num_sms = num_sms;
       if (!only_1) flux::moe::ag_scatter_gemm(args, mine, own.routing.out, symm, nullptr);
       args.x = own.sorted.matrix();
-      args.weight = weights1[static_cast<size_t>(rank)].matrix();
+      weights1[static_cast<size_t>(rank)].give(args);
       args.activation = 0;
       args.out = own.products.data;
       args.config = config1;
@@ -316,12 +305,12 @@ void layers(uint64_t seed) {
           const cases::Place place = cases::place_of(mine, routing, row);
           return row_of(ranks[static_cast<size_t>(place.source)].x, place.token);
         };
-        const auto hidden = sorted_product(choices, rank, routing, weights0[at], sizes.n0, token_of);
+        const auto hidden = sorted_product(choices, rank, routing, weights0[at], token_of);
         expect_rows(own.hidden, cases::activated(hidden, sizes.n0, sizes.activation), dtype,
                     name + ": hidden");
       }
       if (!only_0) {
-        products[at] = sorted_product(choices, rank, routing, weights1[at], sizes.n1,
+        products[at] = sorted_product(choices, rank, routing, weights1[at],
                                       [&](int row) { return row_of(own.sorted, row); });
         expect_rows(own.products, cases::activated(products[at], sizes.n1, Activation::kNone), dtype,
                     name + ": products");

@@ -270,8 +270,7 @@ Op layers(const Setup& setup) {
     const flux::moe::Layout mine = choices->of(rank);
     flux::moe::GroupedGemmArgs args = {};
     args.x = at(xs, call, rank).matrix();
-    args.weight = weights[static_cast<size_t>(rank)].matrix();
-    args.experts = experts;
+    args.weight = shards_of(weights[static_cast<size_t>(rank)].matrix(), experts);
     args.num_rows = rows;
     args.out = at(hidden, call, rank).data;
     args.dtype = dtype;

@@ -91,8 +91,7 @@ const Refusal kRefusals[] = {
      [](const Operands& operands, const Ranks&) {
        flux::moe::GroupedGemmArgs args = {};
        args.x = operands.x.matrix();
-       args.weight = operands.weight.matrix();
-       args.experts = 1;
+       args.weight = shards_of(operands.weight.matrix(), 1);
        args.num_rows = kM;
        args.out = operands.out.data;
        args.dtype = DType::kFloat32;

@@ -68,13 +68,15 @@ Access completing_on(const char* what, const Cta& cta, const MBarrier& barrier, 
 
 }  // namespace
 
-void tma_load(const void* map_address, uint32_t dst, uint32_t bar, int x, int y, uint32_t ctas,
-              const Where& where) {
+void tma_load(const void* map_address, uint32_t dst, uint32_t bar, std::initializer_list<int> at,
+              uint32_t ctas, const Where& where) {
   maybe_preempt();
-  const TensorMap map = tensor_map_at(map_address, 2, where);
+  const TensorMap map = tensor_map_at(map_address, static_cast<int>(at.size()), where);
+  int place[3] = {};
+  std::copy(at.begin(), at.end(), place);
   // The hardware would take 128 bytes, with a pattern that does not begin where the box does.
   aligned(dst, map.swizzle_bytes(), "destination of a swizzled TMA load", where);
-  first_column(x, map, where);
+  first_column(place[0], map, where);
   Cta& own = here();
   const uint32_t targets = ctas == 0 ? 1u << own.rank_in_cluster : ctas;
   for (int rank = 0; rank < 16; ++rank) {
@@ -85,7 +87,7 @@ void tma_load(const void* map_address, uint32_t dst, uint32_t bar, int x, int y,
     issue(false, [=, past = issue_past(), in_flight = InFlight(cta)] {
       Cta& to = *in_flight.cta;
       const Access access = completing_on("TMA load", to, barrier_at(to, bar, where), past, place_of(where));
-      for_each_piece(map, {x, y, 0}, [&](int64_t offset, const uint8_t* address, int bytes) {
+      for_each_piece(map, place, [&](int64_t offset, const uint8_t* address, int bytes) {
         uint8_t piece[16] = {};
         if (address != nullptr) {
           check_global(address, bytes, "TMA load", where);

@@ -72,11 +72,15 @@ inline void mbarrier_wait(uint32_t bar, uint32_t phase, FLUX_SIM_HERE) {
 
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 inline void tma_load_2d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y, FLUX_SIM_HERE) {
-  sim::tma_load(map, dst, bar, x, y, 0, where);
+  sim::tma_load(map, dst, bar, {x, y}, 0, where);
+}
+inline void tma_load_3d(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y, int z,
+                        FLUX_SIM_HERE) {
+  sim::tma_load(map, dst, bar, {x, y, z}, 0, where);
 }
 inline void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t bar, int x, int y,
                                   uint16_t cta_mask, FLUX_SIM_HERE) {
-  sim::tma_load(map, dst, bar, x, y, cta_mask, where);
+  sim::tma_load(map, dst, bar, {x, y}, cta_mask, where);
 }
 inline void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z, FLUX_SIM_HERE) {
   sim::tma_store(map, src, x, y, z, where);
