@@ -68,7 +68,9 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
         here = (results["machine"]["arch"], results["machine"]["sms"]) == machine
         if not here or model["fp8"] or model["experts"] or "stock-graph" not in results["runs"]:
             continue
+        # Runs that were told from how many tokens on say nothing of flux's own choice.
         ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
+        ours = [run for run in ours if "-from" not in run]
         # Without vLLM's fusion all batches are flux's; by default prefill is, and some of decoding is vLLM's.
         unfused = [run for run in ours if "-unfused" in run]
         for metric, stock in results["runs"]["stock-graph"]["tokens_per_s"].items():

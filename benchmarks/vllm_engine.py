@@ -13,7 +13,9 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -30,12 +32,18 @@ import vllm_profile
 import vllm_trace
 from vllm_models import Model
 
+# The name of a run (vllm_throughput.py).
+RUN = re.compile(
+    r"(stock|flux(-from(?P<first>[1-9]\d*))?(-fp8gemm(?P<fp8_gemm>[1-9]\d*))?)(-nccl)?(-unfused)?-(graph|eager)"
+)
 LOG_LINES = 40
 CAUSES = 5
 COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
 # How often what is profiled runs: once might be the one time that is slow, or that is not.
 PROFILED = 4
+# So many times a single prompt is read for one sample, which is their median.
+PROMPT_TIMES = 5
 # Of normal numbers in fp8, whose largest is 448.
 FP8_SPREAD = 32
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -83,6 +91,7 @@ class Settings:
     Attributes:
         min_tokens: FLUX_VLLM_MIN_TOKENS; None: flux's default.
         defaults: vLLM's fusions are on if it would have them on, and multicast too if the machine allows it.
+        longest: tokens of the longest sequence, if the model's are shorter.
     """
 
     model: Model
@@ -93,6 +102,7 @@ class Settings:
     cpu: bool
     folder: Path
     defaults: bool = False
+    longest: int = 0
 
     def fuses(self, run: str) -> bool:
         """Whether vLLM may fuse an all-reduce with what follows."""
@@ -108,7 +118,7 @@ class Settings:
             "seed": 0,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
-            "max_model_len": self.model.length,
+            "max_model_len": max(self.model.length, self.longest),
             "max_num_batched_tokens": self.model.batched_tokens,
             "max_num_seqs": self.model.sequences,
             "enable_prefix_caching": False,
@@ -130,6 +140,9 @@ class Settings:
 
     def environment(self, run: str) -> dict[str, str]:
         with_flux = run.startswith("flux")
+        named = RUN.fullmatch(run)
+        first, fp8_gemm = (named["first"], named["fp8_gemm"]) if named else (None, None)
+        first = first or ("auto" if self.min_tokens is None else str(self.min_tokens))
         paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ,
@@ -139,7 +152,8 @@ class Settings:
             "PYTHONPATH": os.pathsep.join(paths),
             "FLUX_VLLM": "auto" if with_flux else "off",
             "FLUX_VLLM_MOE": "auto" if with_flux and self.model.experts else "off",
-            "FLUX_VLLM_MIN_TOKENS": "auto" if self.min_tokens is None else str(self.min_tokens),
+            "FLUX_VLLM_MIN_TOKENS": first,
+            "FLUX_VLLM_FP8_GEMM": fp8_gemm or "off",
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),
@@ -291,6 +305,11 @@ class Commands:
         self._timed(prompts, 1)
         return self._timed(prompts, 1)
 
+    def prompt(self, prompts: list[list[int]]) -> float:
+        """prefill of a single prompt, PROMPT_TIMES times: the median."""
+        self._timed(prompts, 1)
+        return statistics.median(self._timed(prompts, 1) for _ in range(PROMPT_TIMES))
+
     def decode(self, prompts: list[list[int]], count: int) -> float:
         """Seconds of `count` steps of all prompts at once: with them, less without them."""
         self._timed(prompts, 1)
@@ -340,9 +359,9 @@ class Probe:
     """Becomes a base class of vLLM's workers (worker_extension_cls)."""
 
     def probe_state(self) -> dict[str, Any]:
-        """Of this rank, since it started: flux's calls for linear layers and for experts, how many of these
-        were made while a CUDA graph was captured, and through what tiles went; vLLM's all-reduce backends,
-        row-parallel layers and layers of experts; a sum over weights.
+        """Of this rank, since it started: flux's calls for linear layers, experts and products, how many of
+        these were made while a CUDA graph was captured, and through what tiles went; vLLM's all-reduce
+        backends, row-parallel layers and layers of experts; a sum over weights.
         """
         from vllm.distributed import get_tp_group
 
@@ -353,7 +372,7 @@ class Probe:
         model: Any = self.model_runner.model  # type: ignore[attr-defined]
         kinds = [type(module).__name__ for module in model.modules()]
         return {
-            "flux_calls": {kind: _calls[kind] for kind in ("linear", "experts", "captured")},
+            "flux_calls": {kind: _calls[kind] for kind in ("linear", "experts", "products", "captured")},
             "flux_through": [w.transport for w in registry.existing(group.device_group) if w.why_not is None],
             "backends": [n for n, b in found.items() if b is not None and not getattr(b, "disabled", False)],
             "row_parallel": dict(Counter(kind for kind in kinds if "RowParallel" in kind)),
@@ -419,6 +438,7 @@ def prepare_worker() -> None:
     DummyModelLoader.load_weights = load_weights
     flux.gemm_ar = _counted("linear", flux.gemm_ar)
     flux.gemm_rs = _counted("linear", flux.gemm_rs)
+    flux.gemm = _counted("products", flux.gemm)
     flux.moe.gemm_gather_rs = _counted("experts", flux.moe.gemm_gather_rs)
 
 

@@ -11,6 +11,7 @@ _KINDS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+POSITIONS = 4096
 _E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
 # As checkpoints of compressed-tensors say it.
 _FP8 = {
@@ -67,7 +68,7 @@ class Model:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": POSITIONS,
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
             "tie_word_embeddings": False,

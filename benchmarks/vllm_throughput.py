@@ -4,14 +4,21 @@
     python benchmarks/vllm_throughput.py --cpu      a rehearsal: a tiny model, vLLM's build for CPUs
 
 The model has the shape of a known one (--model), but fewer layers, a smaller vocabulary and seeded random
-weights. A run is a vLLM engine of its own, named
-(stock|flux)[-nccl][-unfused]-(graph|eager): without or with flux, and FLUX_VLLM_MOE=auto if there are
-experts; -nccl without vLLM's custom all-reduce; -unfused without its fusion of the all-reduce with RMSNorm,
-which flux leaves alone by default; graph compiled and in CUDA graphs. All
-engines start at the same time and stay up, but work one at a time: samples are taken in rounds whose order
-rotates. Of every metric the median counts.
+weights. A run is a vLLM engine of its own, named by what it has:
+
+    (stock|flux)    without or with flux, and FLUX_VLLM_MOE=auto if there are experts
+    [-from<N>]      of flux only: FLUX_VLLM_MIN_TOKENS=N
+    [-fp8gemm<N>]   of flux only, with --fp8: FLUX_VLLM_FP8_GEMM=N
+    [-nccl]         without vLLM's custom all-reduce
+    [-unfused]      without its fusion of the all-reduce with RMSNorm, which flux leaves alone by default
+    -(graph|eager)  compiled and in CUDA graphs, or neither
+
+All engines start at the same time and stay up, but work one at a time. Each takes every metric once, which
+does not count: kernels of Triton are compiled at the first call of a size. Then samples are taken in rounds
+whose order rotates. Of every metric the median counts.
 
 - prefill: prompts' tokens per second until each prompt has its first token.
+- prompt N (--prompts): the same of a single prompt of N tokens.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
@@ -40,7 +47,6 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -52,13 +58,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from vllm_engine import Engine, Gone, Settings, stop
-from vllm_models import MODELS, TWINS, Model
+from vllm_engine import RUN, Engine, Gone, Settings, stop
+from vllm_models import MODELS, POSITIONS, TWINS, Model
 from vllm_trace import requests
 
 # Of --timeout: what then is not up would take the others' time.
 START_SHARE = 2 / 3
 RUNS = ["stock-graph", "flux-graph", "stock-nccl-graph", "stock-eager", "flux-eager"]
+# The share of a trace's requests that come before its samples.
+WARM_UP_SHARE = 4
 # Of each sequence, when a decode is recorded.
 PROFILED_TOKENS = 8
 # For what comes after the rounds, and for engines to end.
@@ -71,7 +79,8 @@ KINDS = {"linear": "row_parallel", "experts": "experts"}
 class Work:
     """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
     prompts: how many tokens those have that are to be answered; trace: how many requests; arrivals: how many
-    of them in a second, for each way to serve them (0: all at once); trace_rounds: how often."""
+    of them in a second, for each way to serve them (0: all at once); trace_rounds: how often; singles: tokens
+    of prompts that come alone."""
 
     prefill: tuple[int, int]
     decode: tuple[int, ...]
@@ -82,6 +91,7 @@ class Work:
     trace: int
     arrivals: tuple[float, ...] = (0.0,)
     trace_rounds: int = 3
+    singles: tuple[int, ...] = ()
 
 
 WORK = Work((16, 1024), (16, 64), 128, (5, 17, 40, 64, 130, 200, 333, 512), 32, (4, 400), 2000)
@@ -160,14 +170,18 @@ class Measurement:
         count, length = work.prefill
         long = prompts(*[length] * count)
         short = {size: prompts(*[16] * size) for size in work.decode}
+        metrics: dict[str, tuple[Any, ...]] = {"prefill": ("prefill", long)}
+        metrics |= {f"prompt {size}": ("prompt", prompts(size)) for size in work.singles}
+        metrics |= {f"decode {size}": ("decode", batch, work.decode_tokens) for size, batch in short.items()}
+        for asked in metrics.values():
+            self.each(*asked)
         start = time.monotonic()
         for turn in range(rounds):
             if not self.has_time(start, turn, LAST_S):
                 say(f"no time for more than {turn} rounds")
                 break
-            self.sample("prefill", self.each("prefill", long, rotate=turn))
-            for size, batch in short.items():
-                self.sample(f"decode {size}", self.each("decode", batch, work.decode_tokens, rotate=turn))
+            for metric, asked in metrics.items():
+                self.sample(metric, self.each(*asked, rotate=turn))
             self.keep("state", self.each("state"))
             write()
         count, length = work.forced
@@ -185,8 +199,12 @@ class Measurement:
 
     def take_traces(self, write: Callable[[], None]) -> None:
         """A sample of each, in turns."""
-        work, model, start = self.work, self.model, time.monotonic()
-        for turn in range(work.trace_rounds if work.trace else 0):
+        work, model = self.work, self.model
+        if not work.trace or not self.has_time(time.monotonic(), 0):
+            return
+        self.each("trace", -(-work.trace // WARM_UP_SHARE), model.length, 0.0, model.vocabulary)
+        start = time.monotonic()
+        for turn in range(work.trace_rounds):
             if not self.has_time(start, turn):
                 say(f"no time for more than {turn} traces")
                 break
@@ -203,6 +221,7 @@ class Measurement:
     def add_rates(self) -> None:
         """Tokens per second of every run: of its median sample."""
         tokens = {"prefill": math.prod(self.work.prefill)}
+        tokens |= {f"prompt {size}": size for size in self.work.singles}
         tokens |= {f"decode {size}": size * self.work.decode_tokens for size in self.work.decode}
         tokens["trace"] = sum(each.answer for each in requests(self.work.trace, self.model.length))
         for run in self.runs.values():
@@ -309,6 +328,10 @@ def faults_of(
             if run.startswith("flux") and not defaults and (idle or not end["flux_through"]):
                 which = f" for {' and '.join(idle)}" if idle else ""
                 faults.append(f"{run}: rank {rank} did not run flux's kernels{which}")
+            # For CPUs, vLLM compiles one range, which is of larger batches, too.
+            is_one_range = cpu and run.endswith("-graph")
+            if "-fp8gemm" in run and not is_one_range and not calls.get("products"):
+                faults.append(f"{run}: rank {rank} did not multiply by flux.gemm")
     if len(weights) != len({rank for rank, _ in weights}):
         faults.append("the runs don't have the same weights")
     for pair in comparisons:
@@ -391,8 +414,8 @@ def print_tables(record: dict[str, Any]) -> None:
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     def run(name: str) -> str:
-        if not re.fullmatch(r"(stock|flux)(-nccl)?(-unfused)?-(graph|eager)", name):
-            expected = "(stock|flux)[-nccl][-unfused]-(graph|eager)"
+        if not RUN.fullmatch(name):
+            expected = "(stock|flux[-from<N>][-fp8gemm<N>])[-nccl][-unfused]-(graph|eager)"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
         return name
 
@@ -416,6 +439,14 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         "--fp8", action="store_true", help="linear layers in fp8; not for models with experts"
     )
     parser.add_argument("--decode", nargs="+", type=int, metavar="N", help="sequences (default 16 64)")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="single prompts of N tokens, too, which takes little time",
+    )
     parser.add_argument(
         "--trace", type=int, metavar="N", help="requests of the trace (default 2000; 0: none)"
     )
@@ -447,6 +478,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if len(set(options.runs)) < len(options.runs):
         parser.error("--runs: a run twice")
+    if not options.fp8 and any("-fp8gemm" in run for run in options.runs):
+        parser.error("--runs: -fp8gemm is for --fp8")
+    if not all(0 < size < POSITIONS for size in options.prompts):
+        parser.error(f"--prompts: at most {POSITIONS - 1} tokens, and one at least")
     if options.fp8 and MODELS[options.model].experts:
         parser.error(f"--fp8: {options.model} has experts")
     return options
@@ -465,11 +500,16 @@ def main() -> int:
         decode=tuple(options.decode or work.decode),
         trace=work.trace if options.trace is None else options.trace,
         arrivals=(*work.arrivals, *options.arrivals),
+        singles=tuple(options.prompts),
     )
     folder = (options.logs or Path(tempfile.mkdtemp(prefix="vllm-throughput-"))).resolve()
     min_tokens = 1 if options.min_tokens is None and not options.defaults else options.min_tokens
     limits = (options.gpu_memory, options.timeout)
-    settings = Settings(model, options.tp, min_tokens, *limits, options.cpu, folder, options.defaults)
+    # With the first token of its answer.
+    longest = max(options.prompts, default=0) + 1
+    settings = Settings(
+        model, options.tp, min_tokens, *limits, options.cpu, folder, options.defaults, longest
+    )
     settings.write_model()
     say(f"logs in {folder}")
     engines: dict[str, Engine] = {}

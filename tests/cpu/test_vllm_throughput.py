@@ -258,9 +258,11 @@ class _Clock:
     def __init__(self, seconds: float) -> None:
         self.now, self.seconds, self.ready = 0.0, seconds, True
         self.asked: list[str] = []
+        self.arguments: list[tuple[Any, ...]] = []
 
     def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
         self.asked.append(command)
+        self.arguments.append(arguments)
         self.now += self.seconds
         return {"seconds": self.seconds} if command == "trace" else self.seconds
 
@@ -271,15 +273,91 @@ def test_rounds_that_would_end_too_late_are_not_begun(
     engine = _Clock(10.0)
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
     model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
-    # Two answers first; a round is four (prefill, two decodes, the state); then forced, traces and the state.
-    measured = benchmark.Measurement({"stock-graph": engine}, work, model, 20.0 + 3 * 40 + benchmark.LAST_S)
+    # Two answers first, and what warms up (prefill, two decodes); a round is these and the state; then come
+    # forced prompts, traces behind one that warms up, and the state.
+    limit = 20.0 + 30 + 3 * 40 + benchmark.LAST_S
+    measured = benchmark.Measurement({"stock-graph": engine}, work, model, limit)
     written: list[int] = []
     measured.take_all(7, lambda: written.append(len(engine.asked)))
-    assert engine.asked.count("prefill") == 3
-    assert written == [6, 10, 14, 15, 16], "after each round, the forced prompts and the trace"
-    assert engine.asked.count("trace") == 1, "a second would be late"
+    assert engine.asked.count("prefill") == 4
+    assert written == [9, 13, 17, 18, 20], "after each round, the forced prompts and the trace"
+    traces = [given for asked, given in zip(engine.asked, engine.arguments, strict=True) if asked == "trace"]
+    assert [given[0] for given in traces] == [5, 20], "a part to warm up, and one: a second would be late"
+    assert len(measured.runs["stock-graph"]["samples_s"]["trace"]) == 1
     measured.add_rates()
     assert measured.runs["stock-graph"]["tokens_per_s"]["prefill"] == math.prod(work.prefill) / 10
+
+
+def test_the_first_call_of_every_metric_is_no_sample(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Triton compiles: samples of one engine had been up to 370 % apart."""
+
+    class Compiling(_Clock):
+        def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
+            asked = f"{command} of {[len(prompt) for prompt in arguments[0]] if arguments else []}"
+            new = asked not in self.told
+            self.told.add(asked)
+            seconds = super().ask(deadline, command, *arguments)
+            return 100.0 if new else seconds
+
+        told: set[str] = set()
+
+    engine = Compiling(1.0)
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: engine.now)
+    work = replace(benchmark.TINY_WORK, trace=0, singles=(8, 24))
+    measured = benchmark.Measurement({"flux-graph": engine}, work, benchmark.TWINS["llama-3-8b"], 1e3)
+    measured.take_all(2, lambda: None)
+    samples = measured.runs["flux-graph"]["samples_s"]
+    assert samples == {
+        name: [1.0, 1.0] for name in ("prefill", "prompt 8", "prompt 24", "decode 2", "decode 4")
+    }
+    measured.add_rates()
+    assert measured.runs["flux-graph"]["tokens_per_s"]["prompt 24"] == 24.0
+    single = engine.arguments[engine.asked.index("prompt")][0]
+    assert [len(prompt) for prompt in single] == [8]
+
+
+def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
+    assert benchmark.options_of(["--prompts", "256", "4095"]).prompts == [256, 4095]
+    for wrong in ("4096", "0"):
+        with pytest.raises(SystemExit):
+            benchmark.options_of(["--prompts", wrong])
+    model = benchmark.MODELS["llama-3-8b"]
+    for longest, expected in ((0, 2048), (1025, 2048), (2049, 2049)):
+        settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, longest=longest)
+        assert settings.arguments("flux-graph")["max_model_len"] == expected
+
+
+def test_a_run_may_have_settings_of_its_own(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUX_VLLM_FP8_GEMM", "8")  # that of the shell counts for nothing
+    settings = benchmark.Settings(benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, True)
+    found = {
+        run: [settings.environment(run)[f"FLUX_VLLM_{name}"] for name in ("MIN_TOKENS", "FP8_GEMM")]
+        for run in (
+            "stock-graph",
+            "flux-graph",
+            "flux-fp8gemm64-graph",
+            "flux-from256-fp8gemm64-unfused-graph",
+        )
+    }
+    assert list(found.values()) == [["auto", "off"], ["auto", "off"], ["auto", "64"], ["256", "64"]]
+    assert benchmark.options_of(["--fp8", "--runs", *found]).runs == list(found)
+    assert benchmark.pairs_of(list(found)) == [("stock-graph", run) for run in list(found)[1:]]
+    for wrong in (["flux-fp8gemm64-graph"], ["--fp8", "stock-fp8gemm64-graph"], ["--fp8", "flux-from-graph"]):
+        with pytest.raises(SystemExit):
+            benchmark.options_of([*wrong[:-1], "--runs", wrong[-1]])
+    settings = replace(settings, min_tokens=1)
+    assert settings.environment("flux-graph")["FLUX_VLLM_MIN_TOKENS"] == "1"
+
+
+@pytest.mark.parametrize(("products", "faults"), [(0, 1), (5, 0)])
+def test_a_run_with_products_of_flux_has_some(benchmark: Any, products: int, faults: int) -> None:
+    run = _run((0, 0), (0, 0), [])
+    run["state"][0]["flux_calls"]["products"] = products
+    assert len(benchmark.faults_of({"flux-fp8gemm64-graph": run}, [], cpu=False, defaults=True)) == faults
+    assert len(benchmark.faults_of({"flux-fp8gemm64-eager": run}, [], cpu=True, defaults=True)) == faults
+    assert not benchmark.faults_of({"flux-fp8gemm64-graph": run}, [], cpu=True, defaults=True)
 
 
 def test_benchmarks_that_share_gpus_measure_in_turns(benchmark: Any, tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def _state(state: dict[str, Any]) -> str:
     )
     calls = state["flux_calls"]
     if isinstance(calls, dict):  # by kind, in files from 98821ce on
-        calls = f"{calls['linear']} for linear layers, {calls['experts']} for experts"
+        products = f", {calls['products']} for products" if calls.get("products") else ""
+        calls = f"{calls['linear']} for linear layers, {calls['experts']} for experts{products}"
     line = f"{layers}; all-reduce by {', '.join(state['backends']) or 'the platform'}; calls of flux: {calls}"
     return f"{line}, through {', '.join(state['flux_through'])}" if state["flux_through"] else line
 
