@@ -73,6 +73,70 @@ void combine_op(Tensor products, Tensor positions, Tensor weights, Tensor out) {
           });
 }
 
+// The rows of a tensor, of which the first offsets[-1] belong to experts.
+moe::ExpertRows expert_rows(const Tensor& tensor) {
+  FLUX_CHECK(tensor.dim() == 2, tensor.dim());
+  const auto size = [&](int i) { return static_cast<int>(tensor.size(i)); };
+  return {.end = nullptr, .count = size(0), .columns = size(1), .dtype = dtype_of(tensor)};
+}
+
+moe::ExpertRows up_to(void* offsets, int64_t num_offsets, moe::ExpertRows rows) {
+  rows.end = words(offsets) + num_offsets - 1;
+  return rows;
+}
+
+runtime::Matrix matrix(const void* data, const moe::ExpertRows& rows, int64_t columns) {
+  return {data, rows.count, columns, columns};
+}
+
+// x [m, n], tokens and scores [rows], out [rows, n].
+void gather_rows_op(Tensor x, Tensor tokens, Tensor offsets, std::optional<Tensor> scores, Tensor out) {
+  FLUX_CHECK(x.dim() == 2 && x.size(1) == out.size(1) && tokens.numel() == out.size(0), x.dim(), x.size(1),
+             tokens.numel());
+  enqueue(x, {address_of(x), address_of(tokens), address_of(offsets), address_of(scores), address_of(out)}, 0,
+          [rows = expert_rows(out), ends = offsets.numel()](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::gather_rows(up_to(a[2], ends, rows), a[0], words(a[1]), static_cast<const float*>(a[3]),
+                             a[4], stream);
+          });
+}
+
+// rows and x [rows, n], scores and dots [rows].
+void finish_rows_op(Tensor rows, Tensor offsets, std::optional<Tensor> scores, std::optional<Tensor> x,
+                    std::optional<Tensor> dots) {
+  FLUX_CHECK(x.has_value() == dots.has_value(), x.has_value());
+  if (x.has_value())
+    FLUX_CHECK(x->numel() == rows.numel() && dots->numel() == rows.size(0), x->numel(), dots->numel());
+  enqueue(rows, {address_of(rows), address_of(offsets), address_of(scores), address_of(x), address_of(dots)},
+          0,
+          [extent = expert_rows(rows), ends = offsets.numel()](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::finish_rows(up_to(a[1], ends, extent), a[0], static_cast<const float*>(a[2]), a[3],
+                             static_cast<float*>(a[4]), stream);
+          });
+}
+
+// product [rows, n], out [rows, n], or n / 2 for swiglu.
+void activate_rows_op(Tensor product, Tensor offsets, int64_t activation, Tensor out) {
+  FLUX_CHECK(product.dim() == 2 && product.size(0) == out.size(0), product.dim(), out.size(0));
+  enqueue(product, {address_of(product), address_of(offsets), address_of(out)}, 0,
+          [rows = expert_rows(out), columns = product.size(1), ends = offsets.numel(),
+           activation = static_cast<int>(activation)](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::activate_rows(up_to(a[1], ends, rows), activation, matrix(a[0], rows, columns), a[2],
+                               stream);
+          });
+}
+
+// grad as out of activate_rows_op, product and out as its product.
+void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int64_t activation, Tensor out) {
+  FLUX_CHECK(product.dim() == 2 && product.size(0) == grad.size(0), product.dim(), grad.size(0));
+  FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
+  enqueue(grad, {address_of(grad), address_of(product), address_of(offsets), address_of(out)}, 0,
+          [rows = expert_rows(grad), columns = product.size(1), ends = offsets.numel(),
+           activation = static_cast<int>(activation)](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::activation_grad(up_to(a[2], ends, rows), activation, a[0], matrix(a[1], rows, columns), a[3],
+                                 stream);
+          });
+}
+
 runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
   return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
 }
@@ -193,6 +257,10 @@ void gemm_gather_rs_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, Tens
 STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_moe_route", TORCH_BOX(&flux::bindings::route_op));
   m.impl("_moe_combine", TORCH_BOX(&flux::bindings::combine_op));
+  m.impl("_moe_gather_rows", TORCH_BOX(&flux::bindings::gather_rows_op));
+  m.impl("_moe_finish_rows", TORCH_BOX(&flux::bindings::finish_rows_op));
+  m.impl("_moe_activate_rows", TORCH_BOX(&flux::bindings::activate_rows_op));
+  m.impl("_moe_activation_grad", TORCH_BOX(&flux::bindings::activation_grad_op));
   m.impl("_moe_ag_scatter_gemm", TORCH_BOX(&flux::bindings::ag_scatter_gemm_op));
   m.impl("_moe_gemm_gather_rs", TORCH_BOX(&flux::bindings::gemm_gather_rs_op));
   m.impl("_grouped_gemm", TORCH_BOX(&flux::bindings::grouped_gemm_op));

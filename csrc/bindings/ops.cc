@@ -293,6 +293,7 @@ void prepare_op() {
   moe::prepare_ag_scatter_gemm();
   moe::prepare_gemm_gather_rs();
   moe::prepare_combine();
+  moe::prepare_expert_rows();
 }
 
 // ---- kept launches ---------------------------------------------------------------------------------------------

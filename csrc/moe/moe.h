@@ -37,6 +37,34 @@ void route(const Layout& layout, int block_m, const OwnChoices& own, const runti
 void combine(const runtime::Matrix& products, runtime::DType dtype, const int32_t* positions,
              const float* weights, int64_t tokens, int top_k, void* out, cudaStream_t stream);
 
+// --- rows between GEMMs ---
+
+// Rows in the order of a routing, of 16-bit elements; contiguous, 16-byte aligned, a multiple of eight columns.
+// Experts have the first *end of them. Nothing else is read, and what results have there is written only where it says so.
+struct ExpertRows {
+  const int32_t* end;  // in device memory: the last of the offsets
+  int count;           // of all rows
+  int columns;
+  runtime::DType dtype;
+};
+
+// out[row] = x[tokens[row]] * scores[row]; scores null: x[tokens[row]].
+void gather_rows(const ExpertRows& rows, const void* x, const int32_t* tokens, const float* scores, void* out,
+                 cudaStream_t stream);
+
+// dots[row] = data[row] . x[row], if x is not null; then data[row] *= scores[row], if scores is not null. Zeros in data
+// and dots for rows that no expert has.
+void finish_rows(const ExpertRows& rows, void* data, const float* scores, const void* x, float* dots,
+                 cudaStream_t stream);
+
+// out = activation(product). Columns are those of out; for swiglu, the product has twice as many.
+void activate_rows(const ExpertRows& rows, int activation, const runtime::Matrix& product, void* out,
+                   cudaStream_t stream);
+
+// The gradient of `product` from that of its activation's result, whose columns are given.
+void activation_grad(const ExpertRows& rows, int activation, const void* grad, const runtime::Matrix& product,
+                     void* out, cudaStream_t stream);
+
 // --- grouped GEMM ---
 
 struct GroupedGemmArgs {
@@ -46,7 +74,7 @@ struct GroupedGemmArgs {
   const int32_t* offsets;  // [experts + 1]
   const int32_t* rows;     // [num_rows]: row of x for each row of the result; null: the same row
   int num_rows;            // rows of the result: at least offsets[experts]
-  int activation;          // Activation (sm90_grouped_gemm.cuh)
+  int activation;          // Activation (activation.cuh)
   void* out;               // [num_rows, n], or n / 2 columns for swiglu
   // Scratch memory of schedule_words(...) words; need not be initialised.
   int32_t* schedule;
@@ -96,6 +124,7 @@ void gemm_gather_rs(const GroupedGemmArgs& args, const CombineArgs& combine, con
 // Load the kernels. Lazy loading would wait for a kernel that spins on a peer.
 void prepare_route();
 void prepare_combine();
+void prepare_expert_rows();
 void prepare_grouped_gemm();
 void prepare_ag_scatter_gemm();
 void prepare_gemm_gather_rs();

@@ -48,6 +48,7 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/mainloop.cuh"
 #include "gemm/smem.cuh"
+#include "moe/activation.cuh"
 #include "moe/grouped_scales.cuh"
 #include "moe/job_queue.cuh"
 #include "moe/plan.h"
@@ -64,8 +65,6 @@ constexpr int grouped_math_registers(const gemm::TileConfig& c) {
   return gemm::column_parts(c) > 1 ? 208 : 200;
 }
 constexpr int kGroupedLaunchRegisters = 168;
-
-enum class Activation { kNone, kSilu, kGelu, kSwiglu };
 
 template <class Rows>
 struct GroupedParams {
@@ -105,8 +104,6 @@ constexpr int kAskBefore = 16;
 constexpr int grouped_smem_bytes(const gemm::TileConfig& c) {
   return gemm::smem_bytes(c) + JobQueue::kBytes + 8;
 }
-
-FLUX_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 template <int kAccumulators>
 FLUX_DEVICE void activate(Activation activation, float (&d)[kAccumulators]) {

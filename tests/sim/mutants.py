@@ -41,6 +41,7 @@ KERNELS_OF = {
     "moe_route": ("moe/routing.cu",),
     "grouped_gemm": ("moe/grouped_gemm.cu",),
     "moe_combine": ("moe/combine.cu",),
+    "expert_rows": ("moe/expert_rows.cu",),
     "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),
     "copy_queue": (),
     "refused": (*_AR, "gemm_ar/gemm_ar_fp8.cu"),

@@ -51,8 +51,14 @@ class Program:
 _RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "norm_bits")
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
 _GATHER += ["ag_gemm/ag_gemm_fp8.cu"]
-_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/ag_scatter_gemm.cu"]
-_MOE += ["moe/gemm_gather_rs.cu", "moe/grouped_gemm_fp8.cu", "moe/layers_fp8.cu", "gemm/select.cc"]
+_MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/expert_rows.cu"]
+_MOE += [
+    "moe/ag_scatter_gemm.cu",
+    "moe/gemm_gather_rs.cu",
+    "moe/grouped_gemm_fp8.cu",
+    "moe/layers_fp8.cu",
+    "gemm/select.cc",
+]
 _RANKS = ["gemm_rs/gemm_rs.cu", "gemm_ar/gemm_ar.cu", "gemm_ar/gemm_ar_tiles.cu"]
 _RANKS += ["gemm_rs/gemm_rs_fp8.cu", "gemm_ar/gemm_ar_fp8.cu", "gemm_ar/int8_sum.cu"]
 _ALL = (*dict.fromkeys((*_GATHER, *_RANKS, *_GEMM, *_MOE)), *_RUNTIME)
@@ -76,7 +82,11 @@ PROGRAMS = {
         ),
         Program("int8", ("gemm_ar/int8_sum.cu", *_RUNTIME), ("int8_sum", "int8_sum_frozen")),
         Program("gather", (*_GATHER, *_RUNTIME), ("all_gather", "ag_gemm")),
-        Program("moe", (*_MOE, *_RUNTIME), ("moe_route", "grouped_gemm", "moe_combine", "moe_layers")),
+        Program(
+            "moe",
+            (*_MOE, *_RUNTIME),
+            ("moe_route", "grouped_gemm", "moe_combine", "expert_rows", "moe_layers"),
+        ),
         Program("fp8_moe", (*_MOE, *_RUNTIME), ("fp8_grouped_gemm", "fp8_moe_layers"), helpers=("fp8",)),
         Program(
             "dead",

@@ -17,6 +17,7 @@ from flux._log import say_once
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.routing import Routing, tokens_of_rows
+from flux.moe.rows import activation_grad, finish_rows, gather_rows
 from flux.ops import _check
 from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
@@ -32,39 +33,13 @@ OfWeights = Callable[[Tensor, Tensor, Tensor], Any]
 TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
 
 
-def activation_grad(grad: Tensor, product: Tensor, activation: str) -> Tensor:
-    """Gradient of the product [rows, N], from that of its activation; computed in the wide type."""
-    wide = wide_type(grad.dtype)
-    g, z = grad.to(wide), product.to(wide)
-    if activation == "gelu":
-        result: Tensor = torch.ops.aten.gelu_backward(g, z)
-    elif activation == "silu":
-        result = g * _silu_slope(z)
-    else:
-        gate, up = z.chunk(2, dim=-1)
-        of_up = g * torch.nn.functional.silu(gate)
-        result = torch.cat([g * up * _silu_slope(gate), of_up], -1)
-    return result.to(grad.dtype)
-
-
-def _silu_slope(z: Tensor) -> Tensor:
-    # By hand: torch's own backward pass of it has none itself.
-    sigmoid = z.sigmoid()
-    return sigmoid * (1 + z * (1 - sigmoid))
-
-
 def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The tokens of all ranks [p * max_tokens, ...], and the index of each row's token."""
+    """The tokens of all ranks [p * max_tokens, ...], and the index of each row's token, int32."""
     limit = routing.max_tokens
-    padded = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
-    tokens = tokens_of_rows(routing) if limit else routing.rows
-    return all_gather(padded, group=routing.group_name), tokens
-
-
-def before_end(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows [R, ...], with zeros for rows that belong to no expert."""
-    here = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
-    return torch.where(here.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+    if x.shape[0] < limit:
+        x = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
+    tokens = tokens_of_rows(routing).int() if limit else routing.rows
+    return all_gather(x, group=routing.group_name), tokens
 
 
 def each_row_once(positions: Tensor) -> Tensor:
@@ -100,17 +75,18 @@ def _grouped_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets, rows = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     if ctx.activation is not None:
-        grad = activation_grad(grad, grouped_gemm(x, weight, offsets, rows=rows), ctx.activation)
+        product = grouped_gemm(x, weight, offsets, rows=rows)
+        grad = activation_grad(grad, product, offsets, ctx.activation)
     rows = None if rows is None else rows.clamp(min=0)
     grad_x = None
     if needs_x:
-        grad_x = before_end(grouped_gemm(grad, weight.transpose(1, 2), offsets), offsets)
+        grad_x, _ = finish_rows(grouped_gemm(grad, weight.transpose(1, 2), offsets), offsets)
         if rows is not None:
             sums = grad_x.new_zeros(ctx.tokens, grad_x.shape[1], dtype=wide_type(grad.dtype))
             grad_x = sums.index_add(0, rows, grad_x.to(sums.dtype)).to(grad.dtype)
     grad_weight = None
     if needs_weight:
-        grad_weight = expert_grads(grad, x if rows is None else x.index_select(0, rows), offsets)
+        grad_weight = expert_grads(grad, x if rows is None else gather_rows(x, rows, offsets), offsets)
     return none_for_rest(ctx, grad_x, grad_weight)
 
 
@@ -151,9 +127,9 @@ def layer0_grads(
         everybody, tokens = gathered(x, routing)
         if activation is not None and weight is not None:
             product = grouped_gemm(everybody, weight, routing.offsets, rows=tokens)
-            grad = activation_grad(grad, product, activation)
+            grad = activation_grad(grad, product, routing.offsets, activation)
         if of_weights is not None:
-            grad_weight = of_weights(grad, everybody.index_select(0, tokens), routing.offsets)
+            grad_weight = of_weights(grad, gather_rows(everybody, tokens, routing.offsets), routing.offsets)
     if needs_x and weight is not None:
         unweighted = routing._replace(weights=each_row_once(routing.positions))
         grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), unweighted)
@@ -194,12 +170,12 @@ def layer1_grads(
     of_weights: OfWeights | None,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
     """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights."""
-    offsets, wide = routing.offsets, wide_type(grad.dtype)
-    scores = weights_of_rows(routing, wide)[:, None]
+    offsets = routing.offsets
+    scores = weights_of_rows(routing, wide_type(grad.dtype))
     grad_x = grad_weight = grad_scores = None
     if of_weights is not None:
         everybody, tokens = gathered(grad, routing)
-        scaled = (everybody.index_select(0, tokens).to(wide) * scores).to(grad.dtype)
+        scaled = gather_rows(everybody, tokens, offsets, scores)
         grad_weight = of_weights(scaled, x, offsets)  # type: ignore[arg-type]
     if weight is not None:
         flipped = weight.transpose(1, 2)
@@ -207,14 +183,11 @@ def layer1_grads(
             back = grouped_gemm(everybody, flipped, offsets, rows=tokens)
         else:
             back = ag_scatter_gemm(grad, flipped, routing)
-        back = before_end(back, offsets).to(wide)
-        if needs_x:
-            grad_x = (back * scores).to(grad.dtype)
-        if needs_scores and x is not None:
-            # Dot product of a row's result with the gradient of its token, without recomputing the result.
-            dots = before_end((back * x.to(wide)).sum(-1), offsets)
+        # Dot product of a row's result with the gradient of its token, without recomputing the result.
+        grad_x, dots = finish_rows(back, offsets, scores, x if needs_scores else None)
+        if dots is not None:
             grad_scores = _of_choices(dots, routing.positions).to(routing.weights.dtype)
-    return grad_x, grad_weight, grad_scores
+    return grad_x if needs_x else None, grad_weight, grad_scores
 
 
 def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
@@ -296,7 +269,7 @@ def _expert_grads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_output, x, offsets = ctx.saved_tensors
     of_rows = grouped_gemm(x, grad, offsets)
     of_x = grouped_gemm(grad_output, grad.transpose(1, 2), offsets)
-    return before_end(of_rows, offsets), before_end(of_x, offsets), None
+    return finish_rows(of_rows, offsets)[0], finish_rows(of_x, offsets)[0], None
 
 
 library.impl("grouped_wgrad", _expert_grads_by_loop, "CPU")

@@ -92,6 +92,17 @@ library.define(
 )
 # Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
 library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
+# Between GEMMs: see moe/rows.py. Without x, finish_rows returns no dot products, but an empty tensor.
+library.define(
+    "moe_gather_rows(Tensor x, Tensor tokens, Tensor offsets, Tensor? scores) -> Tensor", tags=_TAGS
+)
+library.define(
+    "moe_finish_rows(Tensor(a!) rows, Tensor offsets, Tensor? scores, Tensor? x) -> Tensor", tags=_TAGS
+)
+library.define("moe_activate_rows(Tensor product, Tensor offsets, str activation) -> Tensor", tags=_TAGS)
+library.define(
+    "moe_activation_grad(Tensor grad, Tensor product, Tensor offsets, str activation) -> Tensor", tags=_TAGS
+)
 _MOE = "Tensor x, Tensor weight, Tensor[] routing, int num_experts, int ep_size, int max_tokens"
 library.define(
     f"moe_ag_scatter_gemm({_MOE}, str? activation, str group_name, {_SCALES}) -> Tensor", tags=_TAGS
@@ -184,6 +195,17 @@ library.define(
     f"int tiles_per_chunk, int communication_ctas, int num_sms, {_FP8}) -> ()"
 )
 library.define("_moe_combine(Tensor products, Tensor positions, Tensor weights, Tensor(a!) out) -> ()")
+# activation: as for _grouped_gemm, and there is one.
+library.define(
+    "_moe_gather_rows(Tensor x, Tensor tokens, Tensor offsets, Tensor? scores, Tensor(a!) out) -> ()"
+)
+library.define(
+    "_moe_finish_rows(Tensor(a!) rows, Tensor offsets, Tensor? scores, Tensor? x, Tensor(b!)? dots) -> ()"
+)
+library.define("_moe_activate_rows(Tensor product, Tensor offsets, int activation, Tensor(a!) out) -> ()")
+library.define(
+    "_moe_activation_grad(Tensor grad, Tensor product, Tensor offsets, int activation, Tensor(a!) out) -> ()"
+)
 # Loads every kernel.
 library.define("_prepare() -> ()")
 # Kept launches (csrc/runtime/launch_table.h): after _keep, this thread's kernel operators keep their launches

@@ -18,7 +18,7 @@ from flux.ops._tensors import aligned_experts, in_place, readable, taken
 from flux.ops.plan import PlanInput, can_run_fused
 from flux.ops.quantize import dequantized
 
-ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/sm90_grouped_gemm.cuh
+ACTIVATIONS = ("silu", "gelu", "swiglu")  # in the order of csrc/moe/activation.cuh
 NUMBERS = {None: 0} | {name: 1 + i for i, name in enumerate(ACTIVATIONS)}
 _OP = known.operator()
 _BLOCK_M: int = _native.core.tile_configs()[0].block_m

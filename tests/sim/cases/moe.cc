@@ -1,5 +1,6 @@
-// Mixtures of experts: routing, grouped GEMM, both layers, and the sum over experts.
+// Mixtures of experts: routing, grouped GEMM, both layers, the sum over experts, and steps between GEMMs.
 #include <algorithm>
+#include <cmath>
 
 #include "cuda_runtime_api.h"
 #include "experts.h"
@@ -156,6 +157,125 @@ void combine(uint64_t seed) {
     }
   }
   expect_rows(out, expected, dtype, "out");
+}
+
+// Fails unless rows are these after one rounding, where fast functions are off by less, and all others are untouched.
+void expect_near(const Values& out, const std::vector<double>& rows, DType dtype, const char* name) {
+  const double allowed = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-10, none = 1e-40;
+  for (int64_t i = 0; i < static_cast<int64_t>(out.rows) * out.columns; ++i) {
+    const bool inside = i < static_cast<int64_t>(rows.size());
+    const double right = inside ? rows[static_cast<size_t>(i)] : 0, got = cases::widened(out.data[i], dtype);
+    if (inside ? std::abs(got - right) <= allowed * std::abs(right) + none
+               : out.data[i] == Values::kUntouched)
+      continue;
+    sim::report(std::string(name) + "[" + std::to_string(i / out.columns) + "][" +
+                    std::to_string(i % out.columns) + "] is " + std::to_string(got) + ", and not " +
+                    (inside ? std::to_string(right) : "left alone"),
+                nullptr);
+  }
+}
+
+float* copied_floats(const std::vector<float>& values, const char* name) {
+  const auto bytes = static_cast<int64_t>(values.size()) * 4;
+  auto* const floats = static_cast<float*>(sim::allocate(std::max<int64_t>(4, bytes), 0, name));
+  std::copy(values.begin(), values.end(), floats);
+  sim::mark_written(floats, bytes);
+  return floats;
+}
+
+// The steps between GEMMs. Nobody has written the rows behind the last one of experts, so that reading them is an error.
+void expert_rows(uint64_t seed) {
+  Random random(seed);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const auto activation = random.one_of({Activation::kSilu, Activation::kGelu, Activation::kSwiglu});
+  const bool scaled = random.below(3) > 0, dotted = random.below(3) > 0,
+             gated = activation == Activation::kSwiglu;
+  const bool many = random.below(4) == 0;  // rows: more than warps of a launch
+  const int end = many ? 530 : random.one_of({0, 1, 9, 40}), count = end + random.one_of({0, 1, 30});
+  const int n = 8 * (many ? random.between(1, 4) : random.one_of({31, 33, random.between(1, 300)}));
+  start(seed, 1, random.one_of({1, 8}), random);
+  cases::describe(std::to_string(end) + " of " + std::to_string(count) + " rows of " + std::to_string(n) +
+                  (scaled ? ", scaled" : "") + (dotted ? ", with dot products" : "") + ", activation " +
+                  std::to_string(static_cast<int>(activation)));
+  const flux::moe::ExpertRows rows = {copied({end}, 0, "end"), count, n, dtype};
+  const auto made = [&](const char* name, int columns) {
+    return Values(0, name, std::max(1, count), columns);
+  };
+  const auto filled = [&](const char* name, int columns, int most) {
+    Values values = made(name, columns);
+    values.rows = end;
+    values.fill(random, dtype, most);
+    values.rows = std::max(1, count);
+    return values;
+  };
+  std::vector<float> scores;
+  std::vector<int32_t> tokens;
+  for (int row = 0; row < end; ++row) {
+    scores.push_back(random.one_of({1.0f, 2.0f, 0.5f, -4.0f}));
+    tokens.push_back(random.below(20));
+  }
+  const float* const device_scores = scaled ? copied_floats(scores, "scores") : nullptr;
+  const auto score = [&](int row) { return scaled ? scores[static_cast<size_t>(row)] : 1.0f; };
+
+  Values x(0, "x", 20, n), gathered = made("gathered", n);
+  x.fill(random, dtype, 8);
+  flux::moe::gather_rows(rows, x.data, copied(tokens, 0, "tokens"), device_scores, gathered.data, nullptr);
+
+  Values finished = filled("finished", n, 8);
+  const Values other = filled("other", n, 4);
+  // One more than there are: it must stay as it is.
+  float* const dots = copied_floats(std::vector<float>(static_cast<size_t>(count) + 1, 77), "dots");
+  flux::moe::finish_rows(rows, finished.data, device_scores, dotted ? other.data : nullptr,
+                         dotted ? dots : nullptr, nullptr);
+
+  // Some are so large that functions are at their limits, where they are exact.
+  Values product = filled("product", gated ? 2 * n : n, 3);
+  for (int i = 0; i < end * n; i += 3) {
+    const int at = i / n * product.columns + i % n, value = random.one_of({-128, 128});
+    product.values[static_cast<size_t>(at)] = value;
+    product.data[at] = cases::rounded(static_cast<float>(value), dtype);
+  }
+  const Values grad = filled("grad", n, 4);
+  Values active = made("active", n), of_product = made("gradient of product", product.columns);
+  const int number = static_cast<int>(activation);
+  flux::moe::activate_rows(rows, number, product.matrix(), active.data, nullptr);
+  flux::moe::activation_grad(rows, number, grad.data, product.matrix(), of_product.data, nullptr);
+  cudaDeviceSynchronize();
+
+  std::vector<float> of_gather, of_finish, sums;
+  std::vector<double> of_active, slopes;
+  for (int row = 0; row < end; ++row) {
+    float sum = 0;
+    std::vector<double> of_ups;
+    for (int i = 0; i < n; ++i) {
+      of_gather.push_back(score(row) * static_cast<float>(x.at(tokens[static_cast<size_t>(row)], i)));
+      of_finish.push_back(score(row) * static_cast<float>(finished.at(row, i)));
+      sum += static_cast<float>(finished.at(row, i) * other.at(row, i));
+      const double z = product.at(row, i), up = gated ? product.at(row, n + i) : 1, g = grad.at(row, i);
+      const double sigmoid = 1 / (1 + std::exp(-z)), share = 0.5 * std::erfc(-z * std::sqrt(0.5));
+      const bool gelu = activation == Activation::kGelu;
+      const double density = std::exp(-z * z / 2) / std::sqrt(2 * std::acos(-1.0));
+      of_active.push_back((gelu ? z * share : z * sigmoid) * up);
+      slopes.push_back(g * up * (gelu ? share + z * density : sigmoid + z * sigmoid * (1 - sigmoid)));
+      of_ups.push_back(g * z * sigmoid);
+    }
+    if (gated) slopes.insert(slopes.end(), of_ups.begin(), of_ups.end());
+    sums.push_back(sum);
+  }
+  expect_rows(gathered, of_gather, dtype, "gathered");
+  of_finish.resize(static_cast<size_t>(count) * static_cast<size_t>(n));
+  expect_rows(finished, of_finish, dtype, "finished");
+  sums.resize(static_cast<size_t>(count));
+  sums.push_back(77);
+  for (size_t row = 0; row < sums.size(); ++row) {
+    const float right = dotted ? sums[row] : 77;
+    if (dots[row] != right)
+      sim::report("dots[" + std::to_string(row) + "] is " + std::to_string(dots[row]) + ", and not " +
+                      std::to_string(right),
+                  nullptr);
+  }
+  expect_near(active, of_active, dtype, "active");
+  expect_near(of_product, slopes, dtype, "gradient of product");
 }
 
 // One rank's operands and results of one call of both layers.
@@ -332,5 +452,6 @@ int main(int argc, char** argv) {
                           {{"moe_route", route},
                            {"grouped_gemm", grouped_gemm},
                            {"moe_combine", combine},
+                           {"expert_rows", expert_rows},
                            {"moe_layers", layers}});
 }

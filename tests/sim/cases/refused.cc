@@ -104,6 +104,11 @@ const Refusal kRefusals[] = {
        flux::moe::combine(operands.out.matrix(), DType::kFloat32, nullptr, nullptr, 1, 1, operands.out.data,
                           nullptr);
      }},
+    {"gather_rows",
+     [](const Operands& operands, const Ranks&) {
+       flux::moe::gather_rows({nullptr, 1, 8, DType::kFloat32}, nullptr, nullptr, nullptr, operands.out.data,
+                              nullptr);
+     }},
     {"quantize",
      [](const Operands& operands, const Ranks&) {
        flux::gemm::quantize(operands.out.matrix(), DType::kFloat32, kM, {}, nullptr);

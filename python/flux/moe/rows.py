@@ -1,0 +1,210 @@
+"""Steps between the GEMMs of expert layers and of their backward passes, over rows in the order of a routing:
+torch's formulas, and kernels of one pass each, which skip the rows that no expert has.
+
+Gradients of gradients take the formulas: kernels have no derivative but that of `activate_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flux.comm import cuda
+from flux.ops._library import library
+from flux.ops._tensors import readable, readable_if_any, wide_type
+from flux.ops.grouped_gemm import NUMBERS, activate
+
+Tensor = torch.Tensor
+
+
+def kernel_takes(rows: Tensor, columns: int) -> bool:
+    """Whether there are kernels for rows with so many columns of this dtype on this device."""
+    vectors = rows.dtype in (torch.bfloat16, torch.float16) and columns % 8 == 0
+    return rows.is_cuda and vectors and cuda.why_not(rows.device) is None
+
+
+def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None = None) -> Tensor:
+    """x[tokens], each row times its entry of `scores`; rounded once.
+
+    Args:
+        x: [M, H].
+        tokens: int32 or int64 [R].
+        offsets: [E + 1]; what rows from offsets[-1] on hold is not specified.
+        scores: [R] in the wide type, or None.
+    """
+    function = _gathered if torch.is_grad_enabled() else _gather_op
+    result: Tensor = function(x, tokens, offsets, scores)
+    return result
+
+
+def finish_rows(
+    rows: Tensor, offsets: Tensor, scores: Tensor | None = None, x: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Each row times its entry of `scores`, and the dot products of the rows (before) with those of x.
+
+    Both are zero from offsets[-1] on, where neither rows nor x are read.
+
+    Args:
+        rows: [R, I]; may be overwritten.
+        scores: [R] in the wide type, or None.
+        x: [R, I], or None.
+
+    Returns:
+        [R, I], and [R] in the wide type, or None without x.
+    """
+    if torch.is_grad_enabled():
+        return _finished(rows, offsets, scores, x)
+    dots = _finish_op(rows, offsets, scores, x)
+    return rows, None if x is None else dots
+
+
+def activate_rows(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    """The activation of products [R, N], computed in the wide type and rounded once. Differentiable.
+
+    What rows from offsets[-1] on hold is not specified, in the result and in its gradient.
+    """
+    result: Tensor = _activate_op(product, offsets, activation)
+    return result
+
+
+def activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    """Gradient of the product [R, N], from that of its activation; computed in the wide type."""
+    function = _activation_grad if torch.is_grad_enabled() else _activation_grad_op
+    result: Tensor = function(grad, product, offsets, activation)
+    return result
+
+
+def before_end(rows: Tensor, offsets: Tensor) -> Tensor:
+    """rows [R, ...], with zeros for rows that belong to no expert."""
+    here = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return torch.where(here.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+
+
+def _gathered(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None) -> Tensor:
+    rows = x.index_select(0, tokens)
+    return rows if scores is None else (rows.to(scores.dtype) * scores[:, None]).to(x.dtype)
+
+
+def _finished(
+    rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    rows, wide = before_end(rows, offsets), wide_type(rows.dtype)
+    dots = None
+    if x is not None:
+        dots = before_end((rows.to(wide) * x.to(wide)).sum(-1), offsets)
+    if scores is not None:
+        rows = (rows.to(wide) * scores[:, None]).to(rows.dtype)
+    return rows, dots
+
+
+def _activated(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    return activate(product.to(wide_type(product.dtype)), activation).to(product.dtype)
+
+
+def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    wide = wide_type(grad.dtype)
+    g, z = grad.to(wide), product.to(wide)
+    if activation == "gelu":
+        result: Tensor = torch.ops.aten.gelu_backward(g, z)
+    elif activation == "silu":
+        result = g * _silu_slope(z)
+    else:
+        gate, up = z.chunk(2, dim=-1)
+        of_up = g * torch.nn.functional.silu(gate)
+        result = torch.cat([g * up * _silu_slope(gate), of_up], -1)
+    return result.to(grad.dtype)
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    # By hand: torch's own backward pass of it has none itself.
+    sigmoid = z.sigmoid()
+    return sigmoid * (1 + z * (1 - sigmoid))
+
+
+def _gather_fake(x: Tensor, tokens: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(tokens.shape[0], x.shape[1])
+
+
+def _gather_cuda(x: Tensor, tokens: Tensor, offsets: Tensor, scores: Tensor | None) -> Tensor:
+    if not kernel_takes(x, x.shape[1]):
+        return _gathered(x, tokens, offsets, scores)
+    out = _gather_fake(x, tokens)
+    _gather_kernel(readable(x), tokens.to(torch.int32), offsets, scores, out)
+    return out
+
+
+def _finish_fake(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
+    return rows.new_empty(0 if x is None else rows.shape[0], dtype=wide_type(rows.dtype))
+
+
+def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
+    finished, dots = _finished(rows, offsets, scores, x)
+    rows.copy_(finished)
+    return _finish_fake(rows, offsets, scores, x) if dots is None else dots
+
+
+def _finish_cuda(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
+    in_place = rows.is_contiguous() and rows.data_ptr() % 16 == 0
+    if not in_place or not kernel_takes(rows, rows.shape[1]):
+        return _finish(rows, offsets, scores, x)
+    dots = _finish_fake(rows, offsets, scores, x)
+    _finish_kernel(rows, offsets, scores, readable_if_any(x), None if x is None else dots)
+    return dots
+
+
+def _activate_fake(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    return product.new_empty(product.shape[0], product.shape[1] // (2 if activation == "swiglu" else 1))
+
+
+def _activate_cuda(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    out = _activate_fake(product, offsets, activation)
+    if not kernel_takes(product, out.shape[1]):
+        return _activated(product, offsets, activation)
+    _activate_kernel(readable(product), offsets, NUMBERS[activation], out)
+    return out
+
+
+def _activation_grad_fake(grad: Tensor, product: Tensor, *_: Any) -> Tensor:
+    return product.new_empty(product.shape)
+
+
+def _activation_grad_cuda(grad: Tensor, product: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    if not kernel_takes(product, grad.shape[1]):
+        return _activation_grad(grad, product, offsets, activation)
+    out = _activation_grad_fake(grad, product)
+    _activation_grad_kernel(readable(grad), readable(product), offsets, NUMBERS[activation], out)
+    return out
+
+
+def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    product, offsets, ctx.activation = inputs
+    ctx.save_for_backward(product, offsets)
+
+
+def _activate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    product, offsets = ctx.saved_tensors
+    return activation_grad(grad, product, offsets, ctx.activation), None, None
+
+
+for _name, _torch, _cuda, _fake in (
+    ("moe_gather_rows", _gathered, _gather_cuda, _gather_fake),
+    ("moe_finish_rows", _finish, _finish_cuda, _finish_fake),
+    ("moe_activate_rows", _activated, _activate_cuda, _activate_fake),
+    ("moe_activation_grad", _activation_grad, _activation_grad_cuda, _activation_grad_fake),
+):
+    library.impl(_name, _torch, "CPU")
+    library.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"flux::{_name}", _fake, lib=library)
+torch.library.register_autograd(
+    "flux::moe_activate_rows", _activate_backward, setup_context=_activate_setup, lib=library
+)
+
+_gather_op: Any = torch.ops.flux.moe_gather_rows.default
+_finish_op: Any = torch.ops.flux.moe_finish_rows.default
+_activate_op: Any = torch.ops.flux.moe_activate_rows.default
+_activation_grad_op: Any = torch.ops.flux.moe_activation_grad.default
+_gather_kernel: Any = torch.ops.flux._moe_gather_rows.default
+_finish_kernel: Any = torch.ops.flux._moe_finish_rows.default
+_activate_kernel: Any = torch.ops.flux._moe_activate_rows.default
+_activation_grad_kernel: Any = torch.ops.flux._moe_activation_grad.default
