@@ -22,6 +22,7 @@ from flux.integrations.megatron.weights import lay_out
 from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
+from flux.moe.rows import activate_rows
 from flux.ops import autocast
 
 Tensor = torch.Tensor
@@ -184,7 +185,8 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         w1, w2 = (self._weights(name) for name in _LINEARS)
         fusion = all(collects(self, weight) for weight in (*w1, *w2))
         first, second = self._deferred
-        rows = self._activate(expert_layer(0, hidden_states, w1, routing, fusion, first))
+        product = expert_layer(0, hidden_states, w1, routing, fusion, first)
+        rows = self._activate(product, routing.offsets)
         # Megatron multiplies by the probabilities before the second product: the same, it is linear.
         return expert_layer(1, rows, w2, routing, fusion, second), None
 
@@ -220,10 +222,12 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.flux_group)
         return int(most)
 
-    def _activate(self, product: Tensor) -> Tensor:
+    def _activate(self, product: Tensor, offsets: Tensor) -> Tensor:
         """Megatron's activation. Not in the GEMM: there the product would have to be made again backward."""
         config = self.config
         activation = config.activation_func
+        if _is_swiglu(config):
+            return activate_rows(product, offsets, "swiglu")
         if not config.gated_linear_unit:
             result: Tensor = activation(product)
             return result
@@ -243,6 +247,12 @@ class _NoDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
+
+
+def _is_swiglu(config: Any) -> bool:
+    """Whether the activation is silu(gate) * up and nothing else."""
+    gated = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    return gated and config.activation_func_clamp_value is None and config.glu_linear_offset == 0
 
 
 def _only_fetches(hook: Callable[..., Any]) -> bool:
