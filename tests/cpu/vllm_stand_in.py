@@ -118,7 +118,7 @@ def configuration(
             mode=CompilationMode[mode], compile_ranges_endpoints=[512], pass_config=passes
         ),
         lora_config=lora,
-        model_config=mock.Mock(is_moe=is_moe),
+        model_config=mock.Mock(get_num_experts=lambda: 8 if is_moe else 0),
     )
 
 

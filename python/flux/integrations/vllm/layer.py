@@ -367,10 +367,9 @@ def _chosen_gemm(config: Any) -> bool:
 
 
 def _has_experts(config: Any) -> bool:
-    """Whether the model is one with experts; older versions of vLLM do not say. Against vLLM's fusion only
-    dense models were measured.
-    """
-    return bool(getattr(getattr(config, "model_config", None), "is_moe", False))
+    """Whether vLLM says that the model has experts. Only dense models were measured against its fusion."""
+    model: Any = getattr(config, "model_config", None)
+    return hasattr(model, "get_num_experts") and bool(model.get_num_experts())
 
 
 def _fused_by_vllm(config: Any, layer: Any) -> int:
