@@ -63,6 +63,8 @@ class Settings:
     cpu: bool
     rounds: int
     iters: int
+    names: tuple[str, ...] = ()  # of candidates beside stock; none: all
+    profile: bool = False
 
 
 class Attention(torch.nn.Module):

@@ -15,8 +15,9 @@ GEMM. With Transformer Engine installed, its spec runs stock, with its overlap (
 A candidate that cannot run is listed with the reason.
 
 Each model has processes of its own, and the file is written after each. A model that would not end before
---timeout does not begin. Ends with 1 if something is wrong: a GPU whose clock is low under load, another loss
-or other gradients than stock's, or a model that failed.
+--timeout does not begin. With --profile, a pass of each candidate is recorded, too: the times of its kernels
+on the first rank, and how long the GPU had something to do. Ends with 1 if something is wrong: a GPU whose
+clock is low under load, another loss or other gradients than stock's, or a model that failed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import kernel_profile
 from flux.testing import SpawnError, spawn
 from megatron_candidates import (
     ENGINE,
@@ -59,7 +61,12 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
     timer = make_timer(device, dist.group.WORLD)
     models, skipped, runs = {}, {}, {}
     gradients: dict[str, Tensor] = {}
-    for name, make in candidates(settings, device, {}).items():
+    makers = candidates(settings, device, {})
+    if unknown := set(settings.names) - makers.keys():
+        raise ValueError(f"--candidates: expected some of {sorted(makers)}, got {sorted(unknown)}")
+    for name, make in makers.items():
+        if settings.names and name not in ("stock", *settings.names):
+            continue
         try:
             model = make()
             loss = loss_of(model, settings, device)
@@ -88,6 +95,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
         for name, samples in timer.interleaved(calls, settings.iters, settings.rounds).items():
             runs[name]["samples_ms"][kind] = samples
             runs[name]["host_bound"] += [kind] * (name in timer.host_bound)
+            if settings.profile:
+                runs[name].setdefault("profiles", {})[kind] = profile_of(calls[name], not settings.cpu)
     return {"candidates": runs, "skipped": skipped}
 
 
@@ -105,6 +114,15 @@ def step_mib(call: Callable[[], None]) -> float:
     call()
     torch.cuda.synchronize()
     return float((torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def profile_of(call: Callable[[], None], cuda: bool) -> dict[str, Any]:
+    """kernel_profile.summary of a call on this rank."""
+    profiler = kernel_profile.start(cuda)
+    call()
+    if cuda:
+        torch.cuda.synchronize()
+    return kernel_profile.summary(profiler, cuda)
 
 
 def _forward(model: Any, settings: Settings, device: torch.device) -> None:
@@ -213,6 +231,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate (default 7)")
     parser.add_argument("--iters", type=int, default=3, help="steps of a sample (default 3)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
+    parser.add_argument(
+        "--candidates", nargs="+", default=[], metavar="NAME", help="beside stock (default all)"
+    )
+    parser.add_argument("--profile", action="store_true", help="record the kernels of a step, too")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--cpu", action="store_true", help="tiny models in fp32, in processes")
     options = parser.parse_args(arguments)
@@ -230,7 +252,8 @@ def settings_of(options: argparse.Namespace, asked: str) -> Settings:
     model = MODELS[name].tiny() if options.cpu else MODELS[name]
     changes = {"layers": options.layers, "sequence": options.sequence}
     model = dataclasses.replace(model, **{key: value for key, value in changes.items() if value})
-    return Settings(model, options.tp, int(ep or 1), options.cpu, options.rounds, options.iters)
+    limits = (options.rounds, options.iters, tuple(options.candidates), options.profile)
+    return Settings(model, options.tp, int(ep or 1), options.cpu, *limits)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import vllm_profile
+import kernel_profile
 import vllm_trace
 from vllm_models import Model
 
@@ -328,7 +328,7 @@ class Commands:
         return states
 
     def profile(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
-        """vllm_profile.summary of `count` tokens of all prompts on the first rank, PROFILED times; how long
+        """kernel_profile.summary of `count` tokens of all prompts on the first rank, PROFILED times; how long
         each took.
         """
         self._timed(prompts, count)
@@ -384,9 +384,9 @@ class Probe:
         """Starts to record this rank's kernels; then stops, and sums them up."""
         cuda: bool = self.device.type == "cuda"  # type: ignore[attr-defined]
         if starts:
-            self.probed = vllm_profile.start(cuda)
+            self.probed = kernel_profile.start(cuda)
             return None
-        return vllm_profile.summary(self.probed, cuda)
+        return kernel_profile.summary(self.probed, cuda)
 
 
 def fill_with_weights(model: Any) -> None:

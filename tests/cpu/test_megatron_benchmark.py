@@ -37,7 +37,18 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_rehearsal(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     models = ["llama-3-8b", "mixtral-8x7b:2"]
-    arguments = ["--models", *models, "--cpu", "--rounds", "2", "--iters", "1", "--json", str(file)]
+    arguments = [
+        "--models",
+        *models,
+        "--cpu",
+        "--rounds",
+        "2",
+        "--iters",
+        "1",
+        "--json",
+        str(file),
+        "--profile",
+    ]
     run = subprocess.run(
         [sys.executable, "-W", "ignore", str(FOLDER / "megatron_model.py"), *arguments],
         capture_output=True,
@@ -50,7 +61,11 @@ def test_rehearsal(tmp_path: Path) -> None:
     for model, names in zip(result["models"], (OWN, OWN | DISPATCHED), strict=True):
         assert model["candidates"].keys() == names and not model["skipped"]
         for run_of_one in model["candidates"].values():
-            assert all(len(run_of_one["samples_ms"][kind]) == 2 for kind in training.PASSES)
+            for kind in training.PASSES:
+                assert len(run_of_one["samples_ms"][kind]) == 2
+                found = run_of_one["profiles"][kind]
+                assert 0 < found["busy_ms"] <= found["span_ms"] and found["kernels"]
+    assert "stock, alltoall, training: " in run.stdout
     assert run.stdout.count("training ") == len(OWN) + len(OWN | DISPATCHED)
 
 
@@ -130,6 +145,17 @@ def test_distance_of_gradients(benchmark: Any) -> None:
     theirs = {**copy.copy(ours), "b": torch.tensor([1.0])}
     del theirs["c"]
     assert benchmark.distance(ours, theirs) == pytest.approx(3 / 10**0.5)
+
+
+def test_some_candidates(benchmark: Any, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    arguments = ["--models", "llama-3-8b", "--cpu", "--rounds", "1", "--iters", "1", "--json", str(file)]
+    assert benchmark.main([*arguments, "--candidates", "flux"]) == 0
+    result = json.loads(file.read_text())
+    assert list(result["models"][0]["candidates"]) == ["stock", "flux"]
+    assert benchmark.main([*arguments, "--candidates", "flax"]) == 1
+    (fault,) = json.loads(file.read_text())["faults"]
+    assert "expected some of ['flux', 'flux, gathered x kept', 'stock'], got ['flax']" in fault
 
 
 def test_models_have_their_time(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,7 +389,7 @@ def test_a_benchmark_that_never_comes_up_is_not_waited_for(benchmark: Any, tmp_p
 
 
 def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
-    profile = importlib.import_module("vllm_profile")
+    profile = importlib.import_module("kernel_profile")
     events = [("b", 2e3, 5e3), ("a", 1e3, 3e3), ("a", 9e3, 10e3), ("c", 9.5e3, 9.6e3), ("d", 10.5e3, 11e3)]
     assert profile.of_events(events) == {
         "span_ms": 10.0,
@@ -401,7 +401,7 @@ def test_profile_of_kernels_that_overlap(benchmark: Any) -> None:
 
 
 def test_a_profile_has_what_ran(benchmark: Any) -> None:
-    profile = importlib.import_module("vllm_profile")
+    profile = importlib.import_module("kernel_profile")
     running = profile.start(cuda=False)
     torch.ones(4).sum()
     found = profile.summary(running, cuda=False)

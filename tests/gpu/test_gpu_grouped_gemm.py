@@ -31,7 +31,7 @@ def inputs(
 
 
 def laid_out(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The weights [E, N, K] as others store them. Between them is NaN, with which nothing may be multiplied."""
+    """The weights [E, N, K] as others store them; between them is NaN, which nothing may be multiplied by."""
     experts, n, k = weight.shape
 
     def view(shape: tuple[int, int, int], transposed: bool) -> torch.Tensor:

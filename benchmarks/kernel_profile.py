@@ -1,4 +1,4 @@
-"""Where an engine of vllm_throughput.py spends its time: the kernels of a rank, by torch's profiler."""
+"""Where an engine or a model spends its time: the kernels of a rank, by torch's profiler."""
 
 from __future__ import annotations
 
