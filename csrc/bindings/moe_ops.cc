@@ -137,6 +137,23 @@ void activation_grad_op(Tensor grad, Tensor product, Tensor offsets, int64_t act
           });
 }
 
+// rows and product as grad and product of activation_grad_op; scores and dots [rows].
+void finish_activation_op(Tensor rows, Tensor product, Tensor offsets, Tensor scores, int64_t activation,
+                          Tensor out, Tensor dots) {
+  FLUX_CHECK(product.dim() == 2 && product.size(0) == rows.size(0), product.dim(), rows.size(0));
+  FLUX_CHECK(out.numel() == product.numel(), out.numel(), product.numel());
+  FLUX_CHECK(scores.numel() == rows.size(0) && dots.numel() == rows.size(0), scores.numel(), dots.numel());
+  enqueue(rows,
+          {address_of(rows), address_of(product), address_of(offsets), address_of(scores), address_of(out),
+           address_of(dots)},
+          0,
+          [extent = expert_rows(rows), columns = product.size(1), ends = offsets.numel(),
+           activation = static_cast<int>(activation)](Addresses a, uint32_t, cudaStream_t stream) {
+            moe::finish_activation(up_to(a[2], ends, extent), activation, a[0], matrix(a[1], extent, columns),
+                                   static_cast<const float*>(a[3]), a[4], static_cast<float*>(a[5]), stream);
+          });
+}
+
 runtime::Matrix rows_of(const Tensor& tensor, int64_t columns) {
   return {tensor.data_ptr(), tensor.numel() / columns, columns, columns};
 }
@@ -260,6 +277,7 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_moe_gather_rows", TORCH_BOX(&flux::bindings::gather_rows_op));
   m.impl("_moe_finish_rows", TORCH_BOX(&flux::bindings::finish_rows_op));
   m.impl("_moe_activate_rows", TORCH_BOX(&flux::bindings::activate_rows_op));
+  m.impl("_moe_finish_activation", TORCH_BOX(&flux::bindings::finish_activation_op));
   m.impl("_moe_activation_grad", TORCH_BOX(&flux::bindings::activation_grad_op));
   m.impl("_moe_ag_scatter_gemm", TORCH_BOX(&flux::bindings::ag_scatter_gemm_op));
   m.impl("_moe_gemm_gather_rs", TORCH_BOX(&flux::bindings::gemm_gather_rs_op));

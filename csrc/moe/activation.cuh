@@ -21,4 +21,14 @@ FLUX_DEVICE float silu_slope(float x) {
   return sigmoid * (1.0f + x * (1.0f - sigmoid));
 }
 
+// Of swiglu: of its gate.
+template <Activation kActivation>
+FLUX_DEVICE float activated(float x) {
+  return kActivation == Activation::kGelu ? gelu(x) : gemm::silu(x);
+}
+template <Activation kActivation>
+FLUX_DEVICE float slope(float x) {
+  return kActivation == Activation::kGelu ? gelu_slope(x) : silu_slope(x);
+}
+
 }  // namespace flux::moe

@@ -2,6 +2,7 @@
 // once, computes in fp32, and skips the rows that no expert has, whose number only the device knows.
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "moe/activation.cuh"
 #include "moe/moe.h"
@@ -57,6 +58,23 @@ FLUX_DEVICE uint4 scaled(const uint4& values, float scale) {
 }
 
 template <class Element>
+FLUX_DEVICE float dot(const uint4& values, const uint4& others) {
+  float a[kVector], b[kVector], sum = 0;
+  gemm::widen<Element>(values, a);
+  gemm::widen<Element>(others, b);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
+  return sum;
+}
+
+// Called by a warp: stores the sum of the values of its lanes.
+FLUX_DEVICE void store_sum(float* to, float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, distance);
+  if (threadIdx.x % 32 == 0) *to = value;
+}
+
+template <class Element>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(Extent extent, const uint4* x, const int32_t* tokens, const float* scores,
                        uint4* out) {
@@ -78,12 +96,12 @@ __global__ void __launch_bounds__(kThreads)
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     finish_rows_kernel(Extent extent, uint4* rows, const float* scores, const uint4* x, float* dots) {
-  const int end = *extent.end, lane = threadIdx.x % 32;
+  const int end = *extent.end;
   for_each_row(extent.rows, [&](int row) {
     uint4* const mine = rows + int64_t{row} * extent.vectors;
     float sum = 0;
     if (row >= end) {
-      for (int vector = lane; vector < extent.vectors; vector += 32) mine[vector] = {0, 0, 0, 0};
+      for (int vector = threadIdx.x % 32; vector < extent.vectors; vector += 32) mine[vector] = {0, 0, 0, 0};
     } else if (scores != nullptr || x != nullptr) {
       const uint4* const other = x == nullptr ? nullptr : x + int64_t{row} * extent.vectors;
       const float score = scores == nullptr ? 1.0f : scores[row];
@@ -93,20 +111,11 @@ __global__ void __launch_bounds__(kThreads)
         if (other != nullptr) others[i] = __ldg(other + vector);
       };
       for_each_vector(extent.vectors, load, [&](int i, int vector) {
-        if (other != nullptr) {
-          float a[kVector], b[kVector];
-          gemm::widen<Element>(values[i], a);
-          gemm::widen<Element>(others[i], b);
-#pragma unroll
-          for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
-        }
+        if (other != nullptr) sum += dot<Element>(values[i], others[i]);
         if (scores != nullptr) mine[vector] = scaled<Element>(values[i], score);
       });
     }
-    if (x == nullptr) return;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
-    if (lane == 0) dots[row] = sum;
+    if (x != nullptr) store_sum(dots + row, sum);
   });
 }
 
@@ -139,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
       operands.widen(i, gate, up);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        result[j] = kActivation == Activation::kGelu ? gelu(gate[j]) : gemm::silu(gate[j]);
+        result[j] = activated<kActivation>(gate[j]);
         if constexpr (kGated) result[j] *= up[j];
       }
       to[vector] = gemm::round<Element>(result);
@@ -147,33 +156,53 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// What layer 1's backward pass has before the activation's: the gradient is of rows times their scores.
+struct Finish {
+  const float* scores;
+  uint4* rows;  // the result of the activation; may be where the gradient is
+  float* dots;  // gradient . row
+};
+
 // extent: of the gradient of the activation's result. out: gradients of the product.
-template <class Element, Activation kActivation>
+template <class Element, Activation kActivation, bool kFinish>
 __global__ void __launch_bounds__(kThreads)
-    activation_grad_kernel(Extent extent, const uint4* grad, const uint4* product, uint4* out) {
+    activation_grad_kernel(Extent extent, const uint4* grad, const uint4* product, uint4* out,
+                           Finish finish) {
   constexpr bool kGated = kActivation == Activation::kSwiglu;
   for_each_row(*extent.end, [&](int row) {
     const int64_t at = int64_t{row} * extent.vectors, from = at * (kGated ? 2 : 1);
+    const float score = kFinish ? finish.scores[row] : 1.0f;
+    float sum = 0;
     Operands<Element, kGated> operands;
     uint4 grads[kBatch];
     const auto load = [&](int i, int vector) {
       operands.load(product + from, extent.vectors, i, vector);
-      grads[i] = __ldg(grad + at + vector);
+      grads[i] = grad[at + vector];
     };
     for_each_vector(extent.vectors, load, [&](int i, int vector) {
-      float gate[kVector], up[kVector], of_gate[kVector], of_up[kVector];
+      float g[kVector], gate[kVector], up[kVector], active[kVector], of_gate[kVector];
       operands.widen(i, gate, up);
-      gemm::widen<Element>(grads[i], of_up);
+      gemm::widen<Element>(grads[i], g);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        of_gate[j] =
-            of_up[j] * (kActivation == Activation::kGelu ? gelu_slope(gate[j]) : silu_slope(gate[j]));
+        active[j] = activated<kActivation>(gate[j]);
+        of_gate[j] = score * g[j] * slope<kActivation>(gate[j]);
         if constexpr (kGated) of_gate[j] *= up[j];
-        if constexpr (kGated) of_up[j] *= gemm::silu(gate[j]);
       }
       out[from + vector] = gemm::round<Element>(of_gate);
-      if constexpr (kGated) out[from + extent.vectors + vector] = gemm::round<Element>(of_up);
+      if constexpr (kGated) {
+        float of_up[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) of_up[j] = score * g[j] * active[j], active[j] *= up[j];
+        out[from + extent.vectors + vector] = gemm::round<Element>(of_up);
+      }
+      if constexpr (kFinish) {
+        const uint4 rounded = gemm::round<Element>(active);
+        finish.rows[at + vector] = rounded;
+        sum += dot<Element>(grads[i], rounded);
+      }
     });
+    if constexpr (kFinish) store_sum(finish.dots + row, sum);
   });
 }
 
@@ -207,8 +236,10 @@ void launch_for(int activation, const ExpertRows& rows, const runtime::Matrix& p
 template <Activation kActivation>
 void load_activation() {
   runtime::load(activate_rows_kernel<__nv_bfloat16, kActivation>, activate_rows_kernel<__half, kActivation>,
-                activation_grad_kernel<__nv_bfloat16, kActivation>,
-                activation_grad_kernel<__half, kActivation>);
+                activation_grad_kernel<__nv_bfloat16, kActivation, false>,
+                activation_grad_kernel<__half, kActivation, false>,
+                activation_grad_kernel<__nv_bfloat16, kActivation, true>,
+                activation_grad_kernel<__half, kActivation, true>);
 }
 
 const uint4* vectors(const void* data) { return static_cast<const uint4*>(data); }
@@ -239,8 +270,18 @@ void activate_rows(const ExpertRows& rows, int activation, const runtime::Matrix
 void activation_grad(const ExpertRows& rows, int activation, const void* grad, const runtime::Matrix& product,
                      void* out, cudaStream_t stream) {
   launch_for(activation, rows, product, [&](auto constant) {
-    launch(rows, activation_grad_kernel<__nv_bfloat16, constant>, activation_grad_kernel<__half, constant>,
-           stream, vectors(grad), vectors(product.data), vectors(out));
+    launch(rows, activation_grad_kernel<__nv_bfloat16, constant, false>,
+           activation_grad_kernel<__half, constant, false>, stream, vectors(grad), vectors(product.data),
+           vectors(out), Finish());
+  });
+}
+
+void finish_activation(const ExpertRows& rows, int activation, void* data, const runtime::Matrix& product,
+                       const float* scores, void* out, float* dots, cudaStream_t stream) {
+  launch_for(activation, rows, product, [&](auto constant) {
+    launch(rows, activation_grad_kernel<__nv_bfloat16, constant, true>,
+           activation_grad_kernel<__half, constant, true>, stream, vectors(std::as_const(data)),
+           vectors(product.data), vectors(out), Finish{scores, vectors(data), dots});
   });
 }
 

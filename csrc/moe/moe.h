@@ -65,6 +65,11 @@ void activate_rows(const ExpertRows& rows, int activation, const runtime::Matrix
 void activation_grad(const ExpertRows& rows, int activation, const void* grad, const runtime::Matrix& product,
                      void* out, cudaStream_t stream);
 
+// The end of layer 1's backward pass, and the gradient of the activation before it. `data` has the gradients of rows times
+// their scores, and then the rows, activation(product); dots[row] = gradient . row, and out is the gradient of product.
+void finish_activation(const ExpertRows& rows, int activation, void* data, const runtime::Matrix& product,
+                       const float* scores, void* out, float* dots, cudaStream_t stream);
+
 // --- grouped GEMM ---
 
 struct GroupedGemmArgs {

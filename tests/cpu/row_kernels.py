@@ -53,6 +53,20 @@ def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, number: int
     out[:end] = of_z
 
 
+def _finish_activation(
+    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, number: int, out: Tensor, dots: Tensor
+) -> None:
+    assert rows.is_contiguous() and product.is_contiguous()
+    active, end = torch.empty_like(rows), int(offsets[-1])
+    _activate(product, offsets, number, active)
+    dots.fill_(float("nan"))
+    dots[:end] = (rows[:end].to(dots.dtype) * active[:end].to(dots.dtype)).sum(-1)
+    grad = torch.full_like(rows, float("nan"), dtype=wide_type(rows.dtype))
+    grad[:end] = rows[:end].to(grad.dtype) * scores[:end, None]
+    _activation_grad(grad, product, offsets, number, out)
+    rows[:] = active
+
+
 class _Activate(torch.autograd.Function):
     """The operator, with its implementation for GPUs and its derivative."""
 
@@ -69,6 +83,7 @@ def kernels_on_cpus() -> Iterator[Counter[str]]:
         for name, kernel in (
             ("gather", _gather),
             ("finish", _finish),
+            ("finish_activation", _finish_activation),
             ("activate", _activate),
             ("activation_grad", _activation_grad),
         ):

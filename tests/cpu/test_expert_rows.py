@@ -105,6 +105,32 @@ def test_activations_and_their_gradients(activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_finished_in_one_pass(activation: str) -> None:
+    product, columns = nowhere(integers(13, 7, 32)), 16 if activation == "swiglu" else 32
+    back, scores = nowhere(integers(14, 7, columns)), torch.tensor([2.0, 0.5, -1.0, 4.0, 1.0, NAN, NAN])
+    leaf, score = product.float().requires_grad_(), scores.clone().requires_grad_()
+    rows = steps.activate_rows(leaf, OFFSETS, activation)
+    (rows.to(torch.bfloat16).float() * score[:, None])[:5].backward(back[:5].float())
+    assert leaf.grad is not None and score.grad is not None
+    given = (product, OFFSETS, scores, activation)
+    kept = steps.finish_activation(back, *given)  # for gradients of gradients
+    assert torch.isnan(back[5:]).all()
+    with torch.no_grad():
+        by_torch = steps.finish_activation(back.clone(), *given)
+        unaligned = torch.empty(7, columns + 1, dtype=back.dtype)[:, 1:]
+        unaligned.copy_(back)
+        with kernels_on_cpus() as ran:
+            by_kernel = steps.finish_activation(back.clone(), *given)
+            assert ran == {"finish_activation": 1}
+            elsewhere = steps.finish_activation(unaligned, *given)
+    assert ran["finish_activation"] == 1
+    for of_product, active, dots in (kept, by_torch, by_kernel, elsewhere):
+        torch.testing.assert_close(of_product[:5], leaf.grad[:5].bfloat16(), rtol=2**-6, atol=1e-6)
+        assert torch.equal(active[:5], rows[:5].bfloat16())
+        torch.testing.assert_close(dots[:5], score.grad[:5])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_have_gradients_of_gradients(activation: str) -> None:
     g = torch.Generator().manual_seed(7)
     x = torch.randn(5, 4, generator=g, dtype=torch.float64, requires_grad=True)
@@ -126,4 +152,6 @@ def test_torch_sees_what_operators_do() -> None:
         product = integers(11, 7, 16).requires_grad_()
         grad = integers(12, 7, 8 if activation == "swiglu" else 16)
         torch.library.opcheck(ops.moe_activate_rows.default, (product, OFFSETS, activation))
+        given = (grad, product.detach(), OFFSETS, scores, activation)
+        torch.library.opcheck(ops.moe_finish_activation.default, given)
         torch.library.opcheck(ops.moe_activation_grad.default, (grad, product.detach(), OFFSETS, activation))

@@ -5,6 +5,7 @@ against one rank that holds all experts, what travels, torch.compile. One set of
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from row_kernels import kernels_on_cpus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
-from flux.moe import reference
+from flux.moe import autograd, reference
+from flux.moe.rows import activate_rows, activation_grad
 from flux.testing import spawn
 from flux.testing.moe_data import MoeCase
 
@@ -256,6 +258,31 @@ def what_travels(rank: int, p: int) -> str:
 
 
 @asked_at(2)
+def activation_in_layer1(rank: int, p: int) -> str:
+    """The activation's gradient as part of layer 1's is that of both, one after the other."""
+    case = MoeCase((140, 20), HIDDEN, COLUMNS, 8, 3, 2, torch.float64, dropped=0.2)
+    routing = route(case, *case.routing(rank))
+    end, offsets = int(routing.offsets[-1]), routing.offsets
+    product = padded(torch.randn(end, 2 * COLUMNS, dtype=case.dtype), routing)
+    weight = torch.randn(case.local_experts, HIDDEN, COLUMNS, dtype=case.dtype)
+    grad = torch.randn(case.tokens[rank], HIDDEN, dtype=case.dtype)
+    given = (weight, routing, True, True, autograd.expert_grads)
+    rows = activate_rows(product, offsets, "swiglu")
+    of_rows, *others = autograd.layer1_grads(grad, rows, *given)
+    assert of_rows is not None
+    expected = [activation_grad(of_rows, product, offsets, "swiglu")[:end], *others]
+    told = []
+    for graph, manager in ((True, nullcontext), (False, nullcontext), (False, kernels_on_cpus)):
+        with torch.set_grad_enabled(graph), manager():
+            of_product, *found = autograd.layer1_grads(grad, product, *given, activation="swiglu")
+        assert of_product is not None
+        for got, want in zip((of_product[:end], *found), expected, strict=True):
+            if not torch.allclose(got, want, rtol=1e-6):
+                told.append(f"{manager.__name__} {graph}: {(got - want).abs().max()}")
+    return "; ".join(told)
+
+
+@asked_at(2)
 def steps_of_kernels(rank: int, p: int) -> str:
     """Nothing depends on rows that the kernels of flux.moe.rows do not write."""
     with kernels_on_cpus() as ran:
@@ -292,7 +319,9 @@ def torch_sees(rank: int, p: int) -> str:
     return ""
 
 
-SCENARIOS = by_name(layer0_exact, layer1_exact, whole_layer, what_travels, steps_of_kernels, torch_sees)
+SCENARIOS = by_name(
+    layer0_exact, layer1_exact, whole_layer, what_travels, activation_in_layer1, steps_of_kernels, torch_sees
+)
 
 
 def run_everything(rank: int, world_size: int) -> dict[str, str]:

@@ -77,6 +77,17 @@ def test_activations(end: int, more: int, n: int, dtype: torch.dtype, activation
     of_all = steps._activation_grad(grad.double(), product.double(), offsets, activation)
     torch.testing.assert_close(of_product[:end].double(), of_all[:end], **close)
 
+    scores = integers(7, end + more, dtype=torch.float32)
+    rows = nowhere(grad.clone(), end)
+    with torch.no_grad():
+        of_both, active, found = steps.finish_activation(rows, product, offsets, scores, activation)
+    assert active is rows
+    torch.testing.assert_close(active[:end].double(), expected[:end], **close)
+    dots = (grad[:end].double() * active[:end].double()).sum(-1)
+    torch.testing.assert_close(found[:end].double(), dots, rtol=1e-4, atol=1e-5 * n**0.5 * 200)
+    scaled = of_all * scores[:, None].double()
+    torch.testing.assert_close(of_both[:end].double(), scaled[:end], **close)
+
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_of_nobody_are_neither_read_nor_written(activation: str) -> None:
@@ -87,7 +98,14 @@ def test_rows_of_nobody_are_neither_read_nor_written(activation: str) -> None:
     result, of_product = torch.full_like(grad, 7), torch.full_like(product, 7)
     torch.ops.flux._moe_activate_rows(product, offsets_to(end), number, result)
     torch.ops.flux._moe_activation_grad(grad, product, offsets_to(end), number, of_product)
-    for out in (result, of_product):
+    of_both, dots, scores = (
+        torch.full_like(product, 7),
+        torch.full_like(grad[:, 0].float(), 7),
+        grad[:, 0].float(),
+    )
+    torch.ops.flux._moe_finish_activation(grad, product, offsets_to(end), scores, number, of_both, dots)
+    assert torch.isnan(grad[end:]).all()
+    for out in (result, of_product, of_both, dots):
         assert torch.isfinite(out).all() and (out[end:] == 7).all() and (out[:end] != 7).any()
 
 

@@ -17,7 +17,7 @@ from flux._log import say_once
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.routing import Routing, tokens_of_rows
-from flux.moe.rows import activation_grad, finish_rows, gather_rows
+from flux.moe.rows import activation_grad, finish_activation, finish_rows, gather_rows
 from flux.ops import _check
 from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
@@ -168,15 +168,21 @@ def layer1_grads(
     needs_x: bool,
     needs_scores: bool,
     of_weights: OfWeights | None,
+    activation: str | None = None,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
-    """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights."""
+    """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights.
+
+    activation: x and weight are there, x is the product whose activation are the layer's rows, and the first
+    result is the gradient of the product.
+    """
     offsets = routing.offsets
     scores = weights_of_rows(routing, wide_type(grad.dtype))
-    grad_x = grad_weight = grad_scores = None
+    grad_x = grad_weight = grad_scores = dots = None
     if of_weights is not None:
         everybody, tokens = gathered(grad, routing)
-        scaled = gather_rows(everybody, tokens, offsets, scores)
-        grad_weight = of_weights(scaled, x, offsets)  # type: ignore[arg-type]
+        if activation is None:
+            scaled = gather_rows(everybody, tokens, offsets, scores)
+            grad_weight = of_weights(scaled, x, offsets)  # type: ignore[arg-type]
     if weight is not None:
         flipped = weight.transpose(1, 2)
         if of_weights is not None:  # the gradients of all ranks have already been gathered
@@ -184,8 +190,13 @@ def layer1_grads(
         else:
             back = ag_scatter_gemm(grad, flipped, routing)
         # Dot product of a row's result with the gradient of its token, without recomputing the result.
-        grad_x, dots = finish_rows(back, offsets, scores, x if needs_scores else None)
-        if dots is not None:
+        if activation is None or x is None:
+            grad_x, dots = finish_rows(back, offsets, scores, x if needs_scores else None)
+        else:
+            grad_x, x, dots = finish_activation(back, x, offsets, scores, activation)
+            if of_weights is not None:
+                grad_weight = of_weights(gather_rows(everybody, tokens, offsets, scores), x, offsets)
+        if dots is not None and needs_scores:
             grad_scores = _of_choices(dots, routing.positions).to(routing.weights.dtype)
     return grad_x if needs_x else None, grad_weight, grad_scores
 

@@ -59,6 +59,25 @@ def finish_rows(
     return rows, None if x is None else dots
 
 
+def finish_activation(
+    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """finish_rows with x = activate_rows(product), and the activation_grad of that, in one pass.
+
+    What rows from offsets[-1] on hold is not specified.
+
+    Args:
+        rows: [R, I], gradients of rows times `scores`; may be overwritten.
+
+    Returns:
+        The gradient of the product [R, N], the activation's result [R, I], and the dot products [R].
+    """
+    if torch.is_grad_enabled():
+        return _finished_activation(rows, product, offsets, scores, activation)
+    of_product, dots = _finish_activation_op(rows, product, offsets, scores, activation)
+    return of_product, rows, dots
+
+
 def activate_rows(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
     """The activation of products [R, N], computed in the wide type and rounded once. Differentiable.
 
@@ -96,6 +115,15 @@ def _finished(
     if scores is not None:
         rows = (rows.to(wide) * scores[:, None]).to(rows.dtype)
     return rows, dots
+
+
+def _finished_activation(
+    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = activate_rows(product, offsets, activation)
+    grad, dots = _finished(rows, offsets, scores, x)
+    assert dots is not None
+    return _activation_grad(grad, product, offsets, activation), x, dots
 
 
 def _activated(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
@@ -144,13 +172,40 @@ def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | No
     return _finish_fake(rows, offsets, scores, x) if dots is None else dots
 
 
+def _in_place(rows: Tensor) -> bool:
+    """Whether kernels can overwrite the rows."""
+    return rows.is_contiguous() and rows.data_ptr() % 16 == 0 and kernel_takes(rows, rows.shape[1])
+
+
 def _finish_cuda(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:
-    in_place = rows.is_contiguous() and rows.data_ptr() % 16 == 0
-    if not in_place or not kernel_takes(rows, rows.shape[1]):
+    if not _in_place(rows):
         return _finish(rows, offsets, scores, x)
     dots = _finish_fake(rows, offsets, scores, x)
     _finish_kernel(rows, offsets, scores, readable_if_any(x), None if x is None else dots)
     return dots
+
+
+def _finish_activation_fake(rows: Tensor, product: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return product.new_empty(product.shape), rows.new_empty(rows.shape[0], dtype=wide_type(rows.dtype))
+
+
+def _finish_activation(
+    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    of_product, x, dots = _finished_activation(rows, product, offsets, scores, activation)
+    rows.copy_(x)
+    return of_product, dots
+
+
+def _finish_activation_cuda(
+    rows: Tensor, product: Tensor, offsets: Tensor, scores: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    if not _in_place(rows):
+        return _finish_activation(rows, product, offsets, scores, activation)
+    of_product, dots = _finish_activation_fake(rows, product)
+    given = (rows, readable(product), offsets, scores)
+    _finish_activation_kernel(*given, NUMBERS[activation], of_product, dots)
+    return of_product, dots
 
 
 def _activate_fake(product: Tensor, offsets: Tensor, activation: str) -> Tensor:
@@ -190,6 +245,12 @@ def _activate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 for _name, _torch, _cuda, _fake in (
     ("moe_gather_rows", _gathered, _gather_cuda, _gather_fake),
     ("moe_finish_rows", _finish, _finish_cuda, _finish_fake),
+    (
+        "moe_finish_activation",
+        _finish_activation,
+        _finish_activation_cuda,
+        _finish_activation_fake,
+    ),
     ("moe_activate_rows", _activated, _activate_cuda, _activate_fake),
     ("moe_activation_grad", _activation_grad, _activation_grad_cuda, _activation_grad_fake),
 ):
@@ -202,9 +263,11 @@ torch.library.register_autograd(
 
 _gather_op: Any = torch.ops.flux.moe_gather_rows.default
 _finish_op: Any = torch.ops.flux.moe_finish_rows.default
+_finish_activation_op: Any = torch.ops.flux.moe_finish_activation.default
 _activate_op: Any = torch.ops.flux.moe_activate_rows.default
 _activation_grad_op: Any = torch.ops.flux.moe_activation_grad.default
 _gather_kernel: Any = torch.ops.flux._moe_gather_rows.default
 _finish_kernel: Any = torch.ops.flux._moe_finish_rows.default
+_finish_activation_kernel: Any = torch.ops.flux._moe_finish_activation.default
 _activate_kernel: Any = torch.ops.flux._moe_activate_rows.default
 _activation_grad_kernel: Any = torch.ops.flux._moe_activation_grad.default

@@ -99,6 +99,11 @@ library.define(
 library.define(
     "moe_finish_rows(Tensor(a!) rows, Tensor offsets, Tensor? scores, Tensor? x) -> Tensor", tags=_TAGS
 )
+library.define(
+    "moe_finish_activation(Tensor(a!) rows, Tensor product, Tensor offsets, Tensor scores, str activation) "
+    "-> (Tensor, Tensor)",
+    tags=_TAGS,
+)
 library.define("moe_activate_rows(Tensor product, Tensor offsets, str activation) -> Tensor", tags=_TAGS)
 library.define(
     "moe_activation_grad(Tensor grad, Tensor product, Tensor offsets, str activation) -> Tensor", tags=_TAGS
@@ -203,6 +208,10 @@ library.define(
     "_moe_finish_rows(Tensor(a!) rows, Tensor offsets, Tensor? scores, Tensor? x, Tensor(b!)? dots) -> ()"
 )
 library.define("_moe_activate_rows(Tensor product, Tensor offsets, int activation, Tensor(a!) out) -> ()")
+library.define(
+    "_moe_finish_activation(Tensor(a!) rows, Tensor product, Tensor offsets, Tensor scores, int activation, "
+    "Tensor(b!) out, Tensor(c!) dots) -> ()"
+)
 library.define(
     "_moe_activation_grad(Tensor grad, Tensor product, Tensor offsets, int activation, Tensor(a!) out) -> ()"
 )

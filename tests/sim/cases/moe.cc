@@ -240,6 +240,14 @@ void expert_rows(uint64_t seed) {
   const int number = static_cast<int>(activation);
   flux::moe::activate_rows(rows, number, product.matrix(), active.data, nullptr);
   flux::moe::activation_grad(rows, number, grad.data, product.matrix(), of_product.data, nullptr);
+  // Gradients, over which the rows are written.
+  Values both = made("gradients and rows", n), of_both = made("gradient of both", product.columns);
+  std::copy(grad.data, grad.data + end * n, both.data);
+  sim::mark_written(both.data, end * n * int64_t{2});
+  float* const both_dots =
+      copied_floats(std::vector<float>(static_cast<size_t>(count) + 1, 77), "dots of both");
+  flux::moe::finish_activation(rows, number, both.data, product.matrix(), copied_floats(scores, "scores"),
+                               of_both.data, both_dots, nullptr);
   cudaDeviceSynchronize();
 
   std::vector<float> of_gather, of_finish, sums;
@@ -276,6 +284,23 @@ void expert_rows(uint64_t seed) {
   }
   expect_near(active, of_active, dtype, "active");
   expect_near(of_product, slopes, dtype, "gradient of product");
+  expect_near(both, of_active, dtype, "rows");
+  for (int row = 0; row < end; ++row) {
+    double sum = 0, most = 0;
+    for (int i = 0; i < n; ++i) {
+      const double term = grad.at(row, i) * of_active[static_cast<size_t>(row * n + i)];
+      sum += term, most += std::abs(term);
+    }
+    // Rows are rounded before.
+    if (std::abs(both_dots[row] - sum) > most * 0x1p-8)
+      sim::report("dot product of row " + std::to_string(row) + " is " + std::to_string(both_dots[row]) +
+                      ", and not " + std::to_string(sum),
+                  nullptr);
+    for (int i = 0; i < product.columns; ++i)
+      slopes[static_cast<size_t>(row * product.columns + i)] *= scores[static_cast<size_t>(row)];
+  }
+  if (both_dots[count] != 77) sim::report("a dot product of no row was written", nullptr);
+  expect_near(of_both, slopes, dtype, "gradient of both");
 }
 
 // One rank's operands and results of one call of both layers.

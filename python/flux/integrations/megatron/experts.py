@@ -15,6 +15,7 @@ from flux.layers.weight_grads import DeferredGrads, collecting, placeholder, sto
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
 from flux.moe.routing import Routing
+from flux.moe.rows import activate_rows
 from flux.ops import autocast
 
 Tensor = torch.Tensor
@@ -27,18 +28,20 @@ def expert_layer(
     routing: Routing,
     fusion: bool,
     deferred: DeferredGrads | None = None,
+    activation: str | None = None,
 ) -> Tensor:
     """flux.moe.ag_scatter_gemm (number 0) or gemm_gather_rs (number 1) with one weight for each expert.
 
     Args:
         fusion: add the gradients of weights to their `main_grad`, if all have one.
         deferred: leave the gradients of weights to its `compute`.
+        activation: of x, before layer 1. Its result is made again in the backward pass.
     """
-    result: Tensor = _apply(number, (fusion, deferred), routing, x, routing.weights, *weights)
+    result: Tensor = _apply(number, (fusion, deferred, activation), routing, x, routing.weights, *weights)
     return result
 
 
-How = tuple[bool, DeferredGrads | None]
+How = tuple[bool, DeferredGrads | None, str | None]
 
 
 class _Layer(torch.autograd.Function):
@@ -48,7 +51,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, number: int, how: How, routing: Routing, x: Tensor, scores: Tensor, *weights: Tensor
     ) -> Tensor:
-        fusion, deferred = how
+        fusion, deferred, ctx.activation = how
         needs = ctx.needs_input_grad[5:]
         ctx.parameters = [
             collecting(weight, fusion and needed) for weight, needed in zip(weights, needs, strict=True)
@@ -57,6 +60,8 @@ class _Layer(torch.autograd.Function):
         x, weight = autocast.cast_if_enabled(x, stacked(weights))
         ctx.number, ctx.sizes = number, routing[TENSORS:]
         ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
+        if ctx.activation is not None:
+            x = activate_rows(x, routing.offsets, ctx.activation)
         layer = gemm_gather_rs if number else ag_scatter_gemm
         return layer(x, weight, routing)
 
@@ -71,7 +76,9 @@ class _Layer(torch.autograd.Function):
             of_weights = partial(_defer, ctx.deferred, ctx.leaves, needs, of_weights)
         of_scores: Tensor | None = None
         if ctx.number:
-            of_x, made, of_scores = layer1_grads(grad, x, weight, routing, needs_x, needs_scores, of_weights)
+            of_x, made, of_scores = layer1_grads(
+                grad, x, weight, routing, needs_x, needs_scores, of_weights, ctx.activation
+            )
         else:
             of_x, made = layer0_grads(
                 grad, x if of_weights else None, weight, routing, None, needs_x, of_weights

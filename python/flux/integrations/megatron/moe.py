@@ -22,7 +22,6 @@ from flux.integrations.megatron.weights import lay_out
 from flux.layers import DeferredGrads
 from flux.moe import route
 from flux.moe.routing import MAX_TOP_K
-from flux.moe.rows import activate_rows
 from flux.ops import autocast
 
 Tensor = torch.Tensor
@@ -186,9 +185,10 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         fusion = all(collects(self, weight) for weight in (*w1, *w2))
         first, second = self._deferred
         product = expert_layer(0, hidden_states, w1, routing, fusion, first)
-        rows = self._activate(product, routing.offsets)
+        activation = "swiglu" if _is_swiglu(self.config) else None
+        rows = self._activate(product) if activation is None else product
         # Megatron multiplies by the probabilities before the second product: the same, it is linear.
-        return expert_layer(1, rows, w2, routing, fusion, second), None
+        return expert_layer(1, rows, w2, routing, fusion, second, activation), None
 
     def backward_dw(self, *args: Any, **options: Any) -> None:
         """Gradients of weights that the oldest backward pass left (delay_wgrad_compute)."""
@@ -222,12 +222,10 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.flux_group)
         return int(most)
 
-    def _activate(self, product: Tensor, offsets: Tensor) -> Tensor:
+    def _activate(self, product: Tensor) -> Tensor:
         """Megatron's activation. Not in the GEMM: there the product would have to be made again backward."""
         config = self.config
         activation = config.activation_func
-        if _is_swiglu(config):
-            return activate_rows(product, offsets, "swiglu")
         if not config.gated_linear_unit:
             result: Tensor = activation(product)
             return result
