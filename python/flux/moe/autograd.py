@@ -38,16 +38,14 @@ def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     limit = routing.max_tokens
     if x.shape[0] < limit:
         x = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
-    tokens = tokens_of_rows(routing).int() if limit else routing.rows
+    tokens = tokens_of_rows(routing) if limit else routing.rows
     return all_gather(x, group=routing.group_name), tokens
 
 
 def each_row_once(positions: Tensor) -> Tensor:
     """Weights [..., k] of 0 and 1 that count each row of a token once, even if it chose an expert twice."""
-    k = positions.shape[-1]
-    earlier = torch.ones(k, k, dtype=torch.bool, device=positions.device).tril(-1)
     same = positions[..., :, None] == positions[..., None, :]
-    return (~(same & earlier).any(-1)).float()
+    return (~same.tril(-1).any(-1)).float()
 
 
 def weights_of_rows(routing: Routing, dtype: torch.dtype) -> Tensor:
@@ -205,7 +203,7 @@ def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
     """The entry of each choice [p, max_tokens, k] in `dots` [rows]; zero for choices without a row here."""
     if dots.shape[0] == 0:
         return dots.new_zeros(positions.shape)
-    return torch.where(positions >= 0, dots[positions.clamp(min=0).long()], 0)
+    return torch.where(positions >= 0, dots[positions.clamp(min=0)], 0)
 
 
 def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -242,7 +242,7 @@ def check_routing(op: str, routing: Routing, device: torch.device) -> None:
 
 
 def tokens_of_rows(routing: Routing) -> torch.Tensor:
-    """rank * max_tokens + token of each row, int64; for rows after the last one: any valid token."""
+    """rank * max_tokens + token of each row, int32; for rows after the last one: any valid token."""
     sizes = (routing.num_experts, routing.ep_size, routing.max_tokens)
     found: torch.Tensor = _tokens_op(routing.rows, routing.incoming, *sizes, routing.group_name)
     return found
@@ -260,7 +260,7 @@ def _tokens(
 
 
 def _tokens_fake(rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    return rows.new_empty(rows.shape, dtype=torch.int64)
+    return rows.new_empty(rows.shape)
 
 
 def _check_tensors(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:

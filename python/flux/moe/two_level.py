@@ -312,7 +312,7 @@ def tokens_of_rows(crowd: Crowd, rows: Tensor, incoming: Tensor) -> Tensor:
     if crowd.share is not None:
         origin = incoming[crowd.ranks + crowd.nodes :]
         inside = reference.tokens_of_rows(rows, incoming[: crowd.ranks])
-        return origin.reshape(-1)[inside].long().clamp(min=0)
+        return origin.reshape(-1).index_select(0, inside).clamp(min=0)
     inside = reference.tokens_of_rows(rows, incoming.view(crowd.ranks, crowd.size))
     local, token = inside // crowd.size, inside % crowd.size
     return (token // crowd.limit * crowd.ranks + local) * crowd.limit + token % crowd.limit

@@ -71,7 +71,7 @@ def check_routing(routing: flux.moe.Routing, ids: Tensor, context: Context) -> s
     if int(torch.bincount(row, minlength=1).max()) > 1:
         return "two choices share a row"
     token = torch.arange(chosen.shape[0] * chosen.shape[1], device=ids.device).view(*chosen.shape[:2], 1)
-    there = reference.tokens_of_rows(routing.rows, routing.incoming)[row]
+    there = reference.tokens_of_rows(routing.rows, routing.incoming)[row].long()
     return "exact" if torch.equal(there, token.expand_as(chosen)[here]) else "a row holds another token"
 
 
