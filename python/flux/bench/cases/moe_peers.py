@@ -295,4 +295,4 @@ class Parts:
 
 def used_rows(routing: flux.moe.Routing) -> Tensor:
     """source * max_tokens + token of each valid row."""
-    return reference.tokens_of_rows(routing.rows, routing.incoming)[: int(routing.offsets[-1])]
+    return reference.tokens_of_rows(routing.rows, routing.incoming)[: int(routing.offsets[-1])].long()
