@@ -4,6 +4,7 @@ A small stand-in has the names of vLLM that the runner touches.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
 import types
@@ -177,6 +178,27 @@ def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> 
     assert stand_in.registry(with_moe)["MoERunner"] is other
     (line,) = [record.message for record in caplog.records]
     assert "another plugin has replaced MoERunner by TheirRunner" in line
+
+
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_vllms_workspace_is_sized_in_the_first_batch(with_moe: Modules, tokens: int) -> None:
+    """vLLM's kernel allocates what its largest batch needs while vLLM still allows it."""
+    plugin.register()
+    runner = build()
+    theirs = runner._flux_theirs
+    x = torch.ones(tokens, HIDDEN)
+    names = ("experts_of_own_rows", "summed_experts", "own_experts")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch(f"flux.integrations.vllm.moe.{name}"))
+        runner._apply_quant_method(hidden_states=x[:3], router_logits=x[:3])
+        assert [call.args[0].shape for call in theirs.call_args_list] == [(3, HIDDEN)]
+        theirs.reset_mock()
+        for _ in range(2):
+            runner._apply_quant_method(hidden_states=x, router_logits=x)
+    ((largest, weights, ids),) = [call.args for call in theirs.call_args_list]
+    assert largest.shape == (3, HIDDEN) and largest.dtype == x.dtype  # flux begins with 4 tokens
+    assert weights.shape == ids.shape == (3, TOP_K) and ids.dtype == torch.int32
 
 
 NOT_SERVED = {

@@ -86,6 +86,7 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
                 hidden_states=hidden_states, router_logits=router_logits, **others
             )
             return result
+        self._size_workspace(hidden_states)
         weights, ids = self.router.select_experts(
             hidden_states=hidden_states,
             router_logits=router_logits,
@@ -114,7 +115,8 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         same tokens, vLLM runs shared experts outside of that kernel.
         """
         experts, own_group = self.routed_experts, _group_of_this_rank()
-        forward = experts.forward_modular
+        forward = self._flux_theirs = experts.forward_modular
+        self._flux_has_sized = False
 
         def own_part(
             x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -122,11 +124,21 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             if x.shape[0] < self._flux_from:
                 theirs: torch.Tensor = forward(x, topk_weights, topk_ids, *args, **kwargs)
                 return theirs
+            self._size_workspace(x)
             here = experts.expert_map
             ids = topk_ids if here is None else here[topk_ids]
             return own_experts(x, ids, topk_weights, *self._weights(), own_group, scales=self._scales())
 
         experts.forward_modular = own_part
+
+    def _size_workspace(self, x: torch.Tensor) -> None:
+        """Before flux's first batch, runs vLLM's kernel on as many tokens as it may get later. That batch is
+        vLLM's profiling run; after it, vLLM's workspace must not grow.
+        """
+        rows, self._flux_has_sized = 0 if self._flux_has_sized else self._flux_from - 1, True
+        if rows > 0:
+            choices = torch.zeros(rows, self.moe_config.experts_per_token, device=x.device)
+            self._flux_theirs(x.new_zeros(rows, x.shape[1]), choices, choices.int())
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         w13, w2 = map(self._loaded, _WEIGHTS)
