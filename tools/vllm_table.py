@@ -1,4 +1,4 @@
-"""Prints what runs on flux in vLLM, for popular models and token counts: the tables of docs/vllm.md.
+"""Prints what runs on flux in vLLM, for popular models and token counts: the tables of docs/vllm-models.md.
 
     python tools/vllm_table.py
 

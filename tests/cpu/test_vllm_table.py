@@ -25,7 +25,7 @@ def measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_it() -> None:
-    page = (ROOT / "docs" / "vllm.md").read_text()
+    page = (ROOT / "docs" / "vllm-models.md").read_text()
     assert tool.table() in page and tool.quantised() in page
     assert all(f"`{name}={value}`" in page for name, value in tool.ASKED.items())
 
