@@ -1,4 +1,4 @@
-"""MoE layers of the vLLM plugin as far as they go without vLLM: which are served, when, and what is computed.
+"""MoE layers of the vLLM plugin as far as they go without vLLM: which are served, and when.
 A small stand-in has the names of vLLM that the runner touches.
 """
 
@@ -15,18 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import vllm_stand_in as stand_in
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-import flux
 from flux.integrations import vllm as plugin
-from flux.integrations.vllm import expert_rows, op
-from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm import expert_rows
 from flux.integrations.vllm import report as reports
-from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.sequence import NEVER
-from flux.moe import reference
 from flux.ops import plan
-from flux.testing import spawn
 
 vllm = stand_in.vllm
 Modules = dict[str, types.ModuleType]
@@ -380,122 +374,3 @@ def test_on_gpus_there_is_one_copy_of_the_weights(with_moe: Modules, monkeypatch
         assert runner._apply_quant_method(hidden_states=x, router_logits=x) == (None, "flux's")
     assert ours.call_args.args[3] is experts.w13_weight and ours.call_args.args[4] is experts.w2_weight
     assert select.call_args.kwargs["topk_indices_dtype"] is torch.int32
-
-
-def experts_of_all_ranks(rank: int, p: int) -> list[str]:
-    """Exact: gates are 0 or so large that silu changes nothing, and only integers and quarters of them are
-    added up.
-    """
-    answers = []
-    group = dist.group.WORLD.group_name
-    g = torch.Generator().manual_seed(p)
-
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high + 1, shape, generator=g).float()
-
-    w13 = torch.stack([32 * integers(0, 2, EXPERTS, p, 8, HIDDEN), integers(-2, 2, EXPERTS, p, 8, HIDDEN)], 2)
-    w2 = integers(-2, 2, EXPERTS, HIDDEN, p, 8)
-    mine = w13[:, rank].reshape(EXPERTS, 16, HIDDEN), w2[:, :, rank].contiguous()
-    whole = w13.transpose(1, 2).reshape(EXPERTS, 2 * p * 8, HIDDEN), w2.reshape(EXPERTS, HIDDEN, p * 8)
-    for tokens in (1, p - 1, p, 2 * p + 1, 150):
-        x = integers(0, 2, tokens, HIDDEN)
-        ids = torch.rand(tokens, EXPERTS, generator=g).topk(TOP_K).indices.int()
-        weights = integers(1, 4, tokens, TOP_K) / 4
-        with mock.patch.object(flux.moe, "gemm_gather_rs", wraps=flux.moe.gemm_gather_rs) as layer1:
-            result = summed_experts(x, ids, weights, *mine, group, rank, p)
-        expected = reference.moe_mlp(x, ids, weights, *whole)
-        if not torch.equal(result, expected) or layer1.call_count != 1:
-            answers.append(f"{tokens} tokens: {(result - expected).abs().max()}, {layer1.call_count} calls")
-        share = -(-tokens // p)
-        own = torch.arange(rank * share, (rank + 1) * share) % tokens  # the last ones again, as padding
-        parts = experts_of_own_rows(x[own], ids[own], weights[own], *mine, group)
-        if not torch.equal(parts, expected[own]):
-            answers.append(f"own rows of {tokens} tokens: {(parts - expected[own]).abs().max()}")
-    experts = slice(rank * EXPERTS // p, (rank + 1) * EXPERTS // p)
-    parts = experts_of_own_rows(
-        x[own], ids[own], weights[own], whole[0][experts], whole[1][experts], group, p
-    )
-    if not torch.equal(parts, expected[own]):
-        answers.append(f"whole experts: {(parts - expected[own]).abs().max()}")
-    return answers
-
-
-def own_parts(rank: int, p: int) -> list[str]:
-    """Ranks' parts, summed up: of columns of all experts, and of whole experts."""
-    answers = []
-    alone = dist.new_group([rank], backend="gloo", use_local_synchronization=True).group_name
-    g = torch.Generator().manual_seed(p)
-
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high + 1, shape, generator=g).float()
-
-    experts = 2 * p
-    w13 = torch.stack([32 * integers(0, 2, experts, p, 8, HIDDEN), integers(-2, 2, experts, p, 8, HIDDEN)], 2)
-    w2 = integers(-2, 2, experts, HIDDEN, p, 8)
-    whole = w13.transpose(1, 2).reshape(experts, 2 * p * 8, HIDDEN), w2.reshape(experts, HIDDEN, p * 8)
-    columns = w13[:, rank].reshape(experts, 16, HIDDEN), w2[:, :, rank].contiguous()
-    mine = slice(2 * rank, 2 * rank + 2)
-    here = torch.full((experts,), -1).index_put_((torch.arange(experts)[mine],), torch.tensor([0, 1]))
-    for tokens in (1, 2 * p + 1, 150):
-        x = integers(0, 2, tokens, HIDDEN)
-        ids = torch.rand(tokens, experts, generator=g).topk(TOP_K).indices.int()
-        weights = integers(1, 4, tokens, TOP_K) / 4
-        expected = reference.moe_mlp(x, ids, weights, *whole)
-        for name, arguments in (
-            ("columns", (ids, weights, *columns)),
-            ("experts", (here[ids.long()].int(), weights, whole[0][mine], whole[1][mine])),
-        ):
-            total = own_experts(x, *arguments, alone)
-            dist.all_reduce(total)
-            if not torch.equal(total, expected):
-                answers.append(f"{name}, {tokens} tokens: {(total - expected).abs().max()}")
-    return answers
-
-
-def test_own_parts_of_experts() -> None:
-    assert spawn(own_parts, 2, backend="gloo") == [[]] * 2
-
-
-@pytest.mark.parametrize("p", [2, 3])
-def test_experts_of_all_ranks(p: int) -> None:
-    assert spawn(experts_of_all_ranks, p, backend="gloo") == [[]] * p
-
-
-def sums(rank: int, p: int) -> list[str]:
-    answers = []
-    library = stand_in.define_all_reduce()
-    x = torch.full((3, 8), rank + 1.0)
-    for min_tokens, expected in ((3, rank + 1.0), (4, 3.0)):
-        arguments = (x, min_tokens, "tp:0")
-        compiled = torch.compile(op.all_reduce_below, backend="aot_eager", fullgraph=True, dynamic=True)
-        for name, call in (("eager", op.all_reduce_below), ("compiled", compiled)):
-            if not torch.equal(call(*arguments), torch.full((3, 8), expected)):
-                answers.append(f"{name}, from {min_tokens} tokens: {call(*arguments)[0, 0]}")
-        torch.library.opcheck(torch.ops.flux_vllm.all_reduce_below.default, arguments)
-    del library
-    return answers
-
-
-def test_sums_of_vllms_experts() -> None:
-    assert spawn(sums, 2, backend="gloo") == [[]] * 2
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_settled_graph(reduced: bool) -> None:
-    library = stand_in.define_all_reduce()
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    with FakeTensorMode():
-        x.meta["val"] = torch.empty(7, 8)
-    below = graph.call_function(torch.ops.flux_vllm.all_reduce_below.default, (x, 5, "tp:0"))
-    after = graph.call_function(torch.ops.aten.relu.default, (below,))
-    graph.output(after)
-    assert graphs.settle_sums(graph, 4, 5) == 0, "each call decides"
-    assert graphs.settle_sums(graph, *((5, 9) if reduced else (1, 4))) == 1
-    graph.lint()
-    if reduced:
-        assert after.args == (x,)
-    else:
-        assert after.args[0].target is torch.ops.vllm.all_reduce.default
-        assert after.args[0].args == (x, "tp:0") and after.args[0].meta["val"].shape == (7, 8)
-    del library
