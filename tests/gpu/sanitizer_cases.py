@@ -9,7 +9,9 @@ from test_gpu_fp8 import KEEPING, SENDING, TILES, operands
 
 import flux
 from flux._native import core
+from flux.moe import rows as steps
 from flux.ops._end import End
+from flux.ops.grouped_gemm import ACTIVATIONS
 from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
 from flux.testing.emulate_moe import EmulatedMoeRanks
@@ -43,7 +45,7 @@ def main() -> None:
     ranks = EmulatedRanks(2, timeout_s=60.0)
     for case, config in (
         (GemmRsCase(12, 264, 264, 2, bias=True), CHOSEN),
-        (GemmRsCase(1, 2056, 72, 2, bias=True), CHOSEN),  # two CTAs share the row that is normalised
+        (GemmRsCase(1, 2056, 72, 2, bias=True), CHOSEN),  # a row of several vectors a thread
         (summed, 9 | ALONE << 8),
         (summed, 5 | SPLIT_BY_2 << 8),
         (summed, 0 | ALONE << 8),  # two launches
@@ -79,18 +81,21 @@ def main() -> None:
                 assert torch.equal(collected[rank], gathering.gathered("cuda")), (rank, gathering)
                 assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
     mixture()
+    steps_between()
     scaled()
     scaled_ranks()
     print("all exact")
 
 
 def mixture() -> None:
-    """Both layers, with experts shared and distributed."""
+    """Both layers, with experts shared and distributed, of weights [N, K] and [K, N]."""
     ranks = EmulatedMoeRanks(2, timeout_s=60.0)
     for ep_size in (1, 2):
         case = MoeCase((40, 35), 136, 72, 4, 3, ep_size, torch.bfloat16, "skewed", 0.1)
         layouts = ranks.route(case)
         xs, w1s, w2s = ([make(rank).cuda() for rank in range(2)] for make in (case.x, case.w1, case.w2))
+        if ep_size == 2:
+            w1s, w2s = ([w.mT.contiguous().mT for w in ws] for ws in (w1s, w2s))
         results = ranks.ag_scatter_gemm(xs, w1s, config=9)
         ranks.check()
         for rank, result in enumerate(results):
@@ -101,6 +106,33 @@ def mixture() -> None:
         ranks.check()
         for rank, result in enumerate(results):
             assert torch.equal(result.cpu(), case.layer1(rank)), (rank, case)
+
+
+def steps_between() -> None:
+    """The steps between the GEMMs of expert layers; what rows from the end on hold is not specified."""
+    end, n = 37, 264
+    offsets = torch.tensor([0, 5, end], dtype=torch.int32, device="cuda")
+    scores = torch.arange(40.0, device="cuda") % 3
+    x = (torch.arange(40 * n, device="cuda").view(40, n) % 5 - 2).bfloat16()
+    tokens = torch.arange(40, device="cuda").flip(0).int()
+    with torch.no_grad():
+        gathered = steps.gather_rows(x, tokens, offsets, scores)
+        finished, dots = steps.finish_rows(x.clone(), offsets, scores, x)
+    assert torch.equal(gathered[:end], (x.flip(0).float() * scores[:, None]).bfloat16()[:end])
+    assert torch.equal(finished[:end], (x.float() * scores[:, None]).bfloat16()[:end])
+    assert dots is not None and torch.equal(dots[:end], x.float().square().sum(-1)[:end])
+    for activation in ACTIVATIONS:
+        product = torch.cat([x, x.flip(1)], -1) if activation == "swiglu" else x
+        given = (product, offsets, activation)
+        for with_kernels in (True, False):
+            with torch.set_grad_enabled(not with_kernels):
+                result = steps.activation_grad(x, *given)
+                whole = steps.finish_activation(x.clone(), product, offsets, scores, activation)
+            if with_kernels:
+                found = (result, steps.activate_rows(*given), *whole)
+        expected = (result, whole[1], *whole)
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours[:end], right[:end], rtol=0.02, atol=0.02)
 
 
 def scaled() -> None:
