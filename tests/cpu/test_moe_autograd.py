@@ -260,7 +260,7 @@ def what_travels(rank: int, p: int) -> str:
 @asked_at(2)
 def activation_in_layer1(rank: int, p: int) -> str:
     """The activation's gradient as part of layer 1's is that of both, one after the other."""
-    case = MoeCase((140, 20), HIDDEN, COLUMNS, 8, 3, 2, torch.float64, dropped=0.2)
+    case = MoeCase((140, 20, 33, 7)[:p], HIDDEN, COLUMNS, 8, 3, 2, torch.float64, dropped=0.2)
     routing = route(case, *case.routing(rank))
     end, offsets = int(routing.offsets[-1]), routing.offsets
     product = padded(torch.randn(end, 2 * COLUMNS, dtype=case.dtype), routing)
