@@ -83,17 +83,32 @@ def _number(value: str) -> float | None:
         return None
 
 
-def smi() -> list[dict[str, Any]]:
-    """Per GPU: name, driver, clocks (MHz, now and maximum), power (W), temperature. [] without nvidia-smi."""
+def smi(devices: Sequence[torch.device] | None = None) -> list[dict[str, Any]]:
+    """Per GPU (None: per GPU of the machine): name, driver, clocks (MHz, now and maximum), power (W),
+    temperature. [] without nvidia-smi.
+    """
     query = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    if devices is not None:
+        # CUDA_VISIBLE_DEVICES numbers GPUs anew for torch, but not for nvidia-smi.
+        properties: Any = torch.cuda.get_device_properties
+        query.append("--id=" + ",".join(f"GPU-{properties(device).uuid}" for device in devices))
     return parse_smi(run_text(query) or "")
 
 
-def smi_under_load(devices: Sequence[torch.device], reads: bool = True) -> list[dict[str, Any]]:
+def smi_under_load(
+    devices: Sequence[torch.device], read: Sequence[torch.device] | None = None
+) -> list[dict[str, Any]]:
     """Multiplies matrices for about two seconds on each of `devices`, so that clocks settle. Returns `smi` of
-    that time; [] unless `reads`, or if it was over too soon.
+    that time.
+
+    Args:
+        read: of which GPUs, if not of these: other processes may do the same on theirs.
+
+    Returns:
+        [] if `read` is empty, or if it was over too soon.
     """
     cuda: Any = torch.cuda
+    read = devices if read is None else read
     ends = []
     for device in devices:
         with cuda.device(device):
@@ -103,7 +118,7 @@ def smi_under_load(devices: Sequence[torch.device], reads: bool = True) -> list[
                 torch.mm(x, x, out=out)
             ends.append(cuda.Event())
             ends[-1].record()
-    load = smi() if reads and not any(end.query() for end in ends) else []
+    load = smi(read) if read and not any(end.query() for end in ends) else []
     for end in ends:
         end.synchronize()
     return load

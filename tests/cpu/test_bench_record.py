@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from flux import _native, machine
@@ -178,6 +180,18 @@ def test_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match="pip install matplotlib"):
         plot.require_matplotlib()
+
+
+def test_nvidia_smi_is_asked_for_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be idle, with a low clock."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(machine, "run_text", lambda query: asked.append(query))
+    uuids = {0: "c0ffee", 1: "decade"}
+    properties = lambda device: SimpleNamespace(uuid=uuids[device.index])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert machine.smi([torch.device("cuda", 1), torch.device("cuda", 0)]) == machine.smi() == []
+    assert asked[0][-1] == "--id=GPU-decade,GPU-c0ffee"
+    assert not any(word.startswith("--id") for word in asked[1])
 
 
 def test_nvidia_smi_is_parsed() -> None:

@@ -133,7 +133,10 @@ def run_rank(rank: int, world_size: int, settings: Settings) -> Record | None:
     with torch.no_grad():
         timer = make_timer(context.device, context.group)
         if context.cuda:
-            load = machine.smi_under_load([context.device], reads=rank == 0)
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            here = range(min(local, torch.cuda.device_count())) if rank == 0 else ()
+            read = [torch.device("cuda", i) for i in here]
+            load = machine.smi_under_load([context.device], read)
             if load:
                 record.machine["gpus_load"] = load
         with progress(rank == 0, len(settings.problems)) as (step, say):
