@@ -410,6 +410,41 @@ def weights_without_copies(rank: int, world_size: int, layout: dict[str, Any]) -
         assert addresses() == before, "the buffer keeps its parameters"
 
 
+def replaced_modules(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """No call walks the modules of the experts. Those that were replaced or changed since are found."""
+    stock, ours = (m.decoder.layers[0].mlp for m in moe_pair(make_moe_config(layout, **SWIGLU), rank))
+    x = torch.randn(5, BATCH, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+    def is_alike(calls_of_flux: int) -> None:
+        found = []
+        for layer in (stock, ours):
+            layer.zero_grad(set_to_none=True)
+            with Calls() as calls:
+                y = layer(x)[0]
+            y.sin().sum().backward()
+            found.append([y.detach(), {name: p.grad for name, p in layer.named_parameters()}])
+        assert len(calls.names) == calls_of_flux
+        assert_alike(found[1], found[0])
+
+    is_alike(4)
+    with torch.no_grad(), mock.patch.object(torch.nn.Module, "named_modules", side_effect=AssertionError):
+        ours(x)
+    for layer in (stock, ours):
+        other = copy.copy(layer.experts.local_experts[0].linear_fc1)
+        other._parameters = {**other._parameters, "weight": torch.nn.Parameter(other.weight.detach() * -2)}
+        layer.experts.local_experts[0].linear_fc1 = other
+        linear = layer.experts.local_experts[1].linear_fc2
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Tanh())
+    is_alike(4)
+    for layer in (stock, ours):
+        others = copy.copy(layer.experts)
+        others._modules = {"local_experts": torch.nn.ModuleList(reversed(layer.experts.local_experts))}
+        layer.experts = others
+    is_alike(4)
+    ours.experts.local_experts[1]._forward_pre_hooks = {0: lambda *_: None}  # another dict
+    is_alike(0)
+
+
 def groups() -> Any:
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -448,6 +483,7 @@ SCENARIOS = {
         under_autocast,
         parameters_arrive,
         weights_without_copies,
+        replaced_modules,
     ),
     "TP 2, EP 2": (equal_to_stock, delayed_gradients, uneven_tokens, parameters_arrive),
 }

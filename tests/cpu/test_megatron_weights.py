@@ -76,8 +76,8 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[Weights, Weights]], bool]] = {
 }
 
 
-def run(first: Weights, second: Weights) -> list[torch.Tensor]:
-    """The results of both layers, and the gradients of all."""
+def run(first: Weights, second: Weights, between: Callable[[], None] | None = None) -> list[torch.Tensor]:
+    """The results of both layers, and the gradients of all. between: the forward and the backward pass."""
     from flux.integrations.megatron.experts import expert_layer
 
     x = (torch.arange(TOKENS * HIDDEN).reshape(TOKENS, HIDDEN) % 7 - 3.0).requires_grad_()
@@ -85,6 +85,8 @@ def run(first: Weights, second: Weights) -> list[torch.Tensor]:
     routing = route(ids, torch.full(ids.shape, 2.0), EXPERTS)
     rows = expert_layer(0, x, first, routing, False)
     out = expert_layer(1, rows, second, routing, False)
+    if between:
+        between()
     out.backward(torch.arange(TOKENS * HIDDEN).reshape(TOKENS, HIDDEN) % 3 - 1.0)
     return [out.detach(), x.grad, *(weight.grad for weight in (*first, *second))]  # type: ignore[list-item]
 
@@ -122,6 +124,24 @@ def test_results_do_not_depend_on_the_layout(layout: str) -> None:
     # One tensor has the gradients of a layer: autograd stores its parts, and copies nothing.
     for weights in (first, second):
         assert len({weight.grad.untyped_storage().data_ptr() for weight in weights}) == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_weights_may_move_between_the_passes() -> None:
+    """As into the buffer of an optimizer that is made late."""
+    first, second = together()
+    gone = []
+
+    def move() -> None:
+        for weight in (first[1], *second):
+            gone.append(weight.data)
+            weight.data = weight.data.clone()
+            gone[-1].fill_(torch.nan)
+
+    with mock.patch.object(torch, "stack", side_effect=torch.stack) as stack:
+        found = run(first, second, move)
+    assert stack.call_count == 2 and len(gone) == 1 + EXPERTS
+    assert all(map(torch.equal, found, expected()))
 
 
 def test_a_view_reads_the_weights_themselves() -> None:

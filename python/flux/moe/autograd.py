@@ -51,10 +51,10 @@ def each_row_once(positions: Tensor) -> Tensor:
 def weights_of_rows(routing: Routing, dtype: torch.dtype) -> Tensor:
     """The routing weight of each row [rows]; zero for rows after the last one."""
     rows = routing.rows.shape[0]
-    # Choices without a row are scattered to one extra entry, which is dropped.
-    target = torch.where(routing.positions >= 0, routing.positions, rows).reshape(-1)
+    # Choices without a row, which are -1, are scattered to one extra entry, which is dropped.
+    target = routing.positions.remainder(rows + 1).reshape(-1)
     weights = routing.weights.reshape(-1).to(dtype)
-    return weights.new_zeros(rows + 1).index_add(0, target, weights)[:-1]
+    return weights.new_zeros(rows + 1).index_add_(0, target, weights)[:-1]
 
 
 def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -116,9 +116,10 @@ def layer0_grads(
     activation: str | None,
     needs_x: bool,
     of_weights: OfWeights | None,
+    distinct: bool = False,
 ) -> tuple[Tensor | None, Any]:
     """Gradient of x in ag_scatter_gemm, and what `of_weights` returns, None: not needed. x, weight: None if
-    the gradients asked for do not depend on them.
+    the gradients asked for do not depend on them. distinct: no token chose an expert twice.
     """
     grad_x = grad_weight = None
     if x is not None:
@@ -129,8 +130,10 @@ def layer0_grads(
         if of_weights is not None:
             grad_weight = of_weights(grad, gather_rows(everybody, tokens, routing.offsets), routing.offsets)
     if needs_x and weight is not None:
-        unweighted = routing._replace(weights=each_row_once(routing.positions))
-        grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), unweighted)
+        positions = routing.positions
+        # Seven launches or one.
+        ones = torch.ones_like(positions, dtype=torch.float32) if distinct else each_row_once(positions)
+        grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), routing._replace(weights=ones))
     return grad_x, grad_weight
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flux.integrations.megatron.weights import stacked
-from flux.layers.weight_grads import DeferredGrads, collecting, placeholder, store_grad
+from flux.integrations.megatron.weights import stacked_at
+from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
 from flux.moe.routing import Routing
@@ -31,6 +31,7 @@ def expert_layer(
     activation: str | None = None,
 ) -> Tensor:
     """flux.moe.ag_scatter_gemm (number 0) or gemm_gather_rs (number 1) with one weight for each expert.
+    The gradients are those of tokens that choose an expert once only, as with Megatron's routing maps.
 
     Args:
         fusion: add the gradients of weights to their `main_grad`, if all have one.
@@ -53,11 +54,12 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         fusion, deferred, ctx.activation = how
         needs = ctx.needs_input_grad[5:]
-        ctx.parameters = [
-            collecting(weight, fusion and needed) for weight, needed in zip(weights, needs, strict=True)
-        ]
-        ctx.deferred, ctx.leaves = deferred, () if deferred is None else weights
-        x, weight = autocast.cast_if_enabled(x, stacked(weights))
+        # Only if all collect: one product has the gradients of all.
+        collect = fusion and all(needs) and all(getattr(w, "main_grad", None) is not None for w in weights)
+        ctx.collecting, ctx.deferred = weights if collect else (), deferred
+        ctx.leaves = () if deferred is None else weights
+        weight, ctx.places = stacked_at(weights)
+        x, weight = autocast.cast_if_enabled(x, weight)
         ctx.number, ctx.sizes = number, routing[TENSORS:]
         ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
         if ctx.activation is not None:
@@ -69,9 +71,9 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
         routing = Routing._make([*saved[:TENSORS], *ctx.sizes])
-        weight = stacked(saved[TENSORS:]).to(x.dtype)
+        weight = stacked_at(saved[TENSORS:], ctx.places)[0].to(x.dtype)
         needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
-        of_weights: OfWeights | None = partial(_of_weights, ctx.parameters) if any(needs) else None
+        of_weights: OfWeights | None = partial(_of_weights, ctx.collecting) if any(needs) else None
         if of_weights is not None and ctx.deferred is not None:
             of_weights = partial(_defer, ctx.deferred, ctx.leaves, needs, of_weights)
         of_scores: Tensor | None = None
@@ -81,7 +83,7 @@ class _Layer(torch.autograd.Function):
             )
         else:
             of_x, made = layer0_grads(
-                grad, x if of_weights else None, weight, routing, None, needs_x, of_weights
+                grad, x if of_weights else None, weight, routing, None, needs_x, of_weights, distinct=True
             )
         return None, None, None, of_x, of_scores, *(made or [None] * len(needs))
 
@@ -108,11 +110,21 @@ def _defer(
 
 
 def _of_weights(
-    parameters: Sequence[Tensor | None], grad: Tensor, x: Tensor, offsets: Tensor
-) -> list[Tensor | None]:
-    """What autograd gets for each weight."""
-    collecting = [parameter for parameter in parameters if parameter is not None]
-    if len(collecting) < len(parameters):
-        return list(expert_grads(grad, x, offsets).unbind())
-    add_expert_grads(grad, x, offsets, [parameter.main_grad for parameter in collecting])  # type: ignore[attr-defined]
-    return [placeholder(parameter, x.dtype) for parameter in collecting]
+    collecting: Sequence[Any], grad: Tensor, x: Tensor, offsets: Tensor
+) -> Sequence[Tensor | None]:
+    """What autograd gets for each weight. collecting: all weights, if their gradients go into main_grad."""
+    if not collecting:
+        return expert_grads(grad, x, offsets).unbind()  # type: ignore[no-any-return]
+    main_grads = [weight.main_grad for weight in collecting]
+    add_expert_grads(grad, x, offsets, main_grads)
+    return _placeholders(collecting, x.dtype)
+
+
+def _placeholders(weights: Sequence[Any], dtype: torch.dtype) -> Sequence[Tensor | None]:
+    """`placeholder` of each weight."""
+    if any(not hasattr(w, "grad_added_to_main_grad") or getattr(w, "zero_out_wgrad", False) for w in weights):
+        return [placeholder(weight, dtype) for weight in weights]
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    first = weights[0]
+    return first.new_empty(len(weights), *first.shape, dtype=dtype, requires_grad=False).unbind()  # type: ignore[no-any-return]

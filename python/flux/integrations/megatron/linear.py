@@ -78,10 +78,10 @@ def save_gathered_inputs(model: torch.nn.Module, save: SaveGathered = "auto") ->
             module.flux_saves_gathered = save
 
 
-def collects(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
-    """Whether a layer's gradients of a weight go into its main_grad."""
+def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
+    """Whether a layer's gradients of its weights go into their main_grad."""
     # Megatron-FSDP allocates its buffers during the backward pass, and expects them to be overwritten.
-    return bool(layer.flux_accumulates) and not hasattr(weight, "__fsdp_param__")
+    return bool(layer.flux_accumulates) and not any(hasattr(w, "__fsdp_param__") for w in weights)
 
 
 class FluxLinear(torch.nn.Module):

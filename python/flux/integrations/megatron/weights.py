@@ -8,6 +8,7 @@ here, and weights of one kind follow each other at a positive distance.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,20 +19,40 @@ _ALIGNMENT = 16  # bytes: what TMA needs of an address, and of the distance of t
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
+class Places(NamedTuple):
+    """Where weights lie that a view reads as one tensor."""
+
+    addresses: list[int]
+    distance: int  # elements from each weight to the next one
+
+
 def stacked(weights: Sequence[Tensor]) -> Tensor:
     """The weights [E, N, K] of E experts, each [N, K]: a view if they lie at equal distances, else a copy.
 
     Never a view where gradients of the result are recorded, for those would reach the first weight only.
     """
+    return stacked_at(weights)[0]
+
+
+def stacked_at(weights: Sequence[Tensor], before: Places | None = None) -> tuple[Tensor, Places | None]:
+    """`stacked`, and where the weights lie if the result is a view.
+
+    Args:
+        before: the second result for these weights in the forward pass. If they are at the same addresses
+            still, nothing else about them is looked at.
+    """
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        return torch.stack(list(weights))
-    distance = _distance(weights)
-    if distance is None:
-        if not torch.compiler.is_compiling():
+        return torch.stack(list(weights)), None
+    compiling = torch.compiler.is_compiling()
+    same = before is not None and not compiling and _addresses(weights) == before.addresses
+    places = before if same else _places(weights)
+    if places is None:
+        if not compiling:
             say_once("weights of a layer's experts do not lie at equal distances: each pass copies them")
-        return torch.stack(list(weights))
+        return torch.stack(list(weights)), None
     first = weights[0]
-    return first.as_strided((len(weights), *first.shape), (distance, first.shape[1], 1))
+    whole = first.as_strided((len(weights), *first.shape), (places.distance, first.shape[1], 1))
+    return whole, places
 
 
 def lay_out(weights: Sequence[Tensor]) -> None:
@@ -41,7 +62,7 @@ def lay_out(weights: Sequence[Tensor]) -> None:
     Leaves weights alone that lie at equal distances already, that share memory with other tensors, such as
     those in a buffer of Megatron's data parallelism, and those without memory (meta).
     """
-    if len(weights) < 2 or _distance(weights) is not None or not _may_move(weights):
+    if len(weights) < 2 or _places(weights) is not None or not _may_move(weights):
         return
     first = weights[0]
     with torch.no_grad():
@@ -51,23 +72,27 @@ def lay_out(weights: Sequence[Tensor]) -> None:
             weight.data = place
 
 
-def _distance(weights: Sequence[Tensor]) -> int | None:
-    """Elements from each weight to the next one, if it is the same everywhere, and kernels can read them."""
+def _addresses(weights: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, weights))
+
+
+def _places(weights: Sequence[Tensor]) -> Places | None:
+    """Where the weights lie, if their distances are the same everywhere, and kernels can read them."""
     if torch.compiler.is_compiling() or not _alike(weights):
         return None
-    first, size = weights[0], weights[0].numel()
+    first, size, addresses = weights[0], weights[0].numel(), _addresses(weights)
     if len(weights) == 1 or size == 0:
-        return size
-    width, starts = first.element_size(), list(map(Tensor.data_ptr, weights))
-    start, step = starts[0], starts[1] - starts[0]
+        return Places(addresses, size)
+    width = first.element_size()
+    start, step = addresses[0], addresses[1] - addresses[0]
     if start % _ALIGNMENT or step % _ALIGNMENT or step < size * width:
         return None
     end = start + len(weights) * step
-    if starts != list(range(start, end, step)):
+    if addresses != list(range(start, end, step)):
         return None
     storage = first.untyped_storage()
     last = storage.data_ptr() + storage.nbytes() - size * width
-    return step // width if starts[-1] <= last else None
+    return Places(addresses, step // width) if addresses[-1] <= last else None
 
 
 def _alike(weights: Sequence[Tensor]) -> bool:
