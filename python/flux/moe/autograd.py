@@ -131,7 +131,7 @@ def layer0_grads(
             grad_weight = of_weights(grad, gather_rows(everybody, tokens, routing.offsets), routing.offsets)
     if needs_x and weight is not None:
         positions = routing.positions
-        # Seven launches or one.
+        # Five launches or one.
         ones = torch.ones_like(positions, dtype=torch.float32) if distinct else each_row_once(positions)
         grad_x = gemm_gather_rs(grad, weight.transpose(1, 2), routing._replace(weights=ones))
     return grad_x, grad_weight
