@@ -106,6 +106,25 @@ def test_rows_of_the_tile_before_do_not_matter(config: int) -> None:
     assert torch.equal(out[128:], grouped.reference(x, weight, offsets, rows)[128:])
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(dtype: torch.dtype, indexed: bool) -> None:
+    """Exact, as on the CPU; gradients of rows that no expert has are zero, whatever comes for them."""
+    x, weight, offsets, rows = inputs([0, 1, 129, 40], 264, 136, dtype, 5)
+    source = x if indexed else torch.cat([x[:170], x.new_full((3, 136), float("nan"))])
+    answers = []
+    for device in ("cuda", "cpu"):
+        leaves = [each.detach().to(device).requires_grad_() for each in (source, weight)]
+        given = rows.to(device) if indexed else None
+        result = flux.grouped_gemm(*leaves, offsets.to(device), rows=given)
+        grad = (torch.arange(result.numel(), device=device).view(result.shape) % 3 - 1).to(dtype)
+        grad[170:] = float("nan")
+        result.backward(grad)
+        answers.append([leaf.grad.cpu() for leaf in leaves])
+    for ours, right in zip(*answers, strict=True):
+        assert torch.equal(ours, right) and ours.isfinite().all()
+
+
 def test_replays_in_a_graph_with_other_offsets() -> None:
     x, weight, offsets, rows = inputs([260, 130, 0, 9], 264, 200, torch.bfloat16, 3)
     flux.grouped_gemm(x, weight, offsets, rows=rows)
