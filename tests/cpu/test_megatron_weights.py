@@ -150,7 +150,7 @@ def test_a_view_reads_the_weights_themselves() -> None:
     for name, (make, in_place) in LAYOUTS.items():
         for weights in make():
             with torch.no_grad():
-                whole = stacked(weights)
+                whole, _ = stacked(weights)
                 same = [whole[e].data_ptr() == weight.data_ptr() for e, weight in enumerate(weights)]
                 assert same == [in_place] * EXPERTS, name
                 assert torch.equal(whole, torch.stack(list(weights)))
@@ -161,7 +161,7 @@ def test_a_view_reads_the_weights_themselves() -> None:
             with torch.no_grad():
                 assert all(
                     torch.equal(part, old - e)
-                    for e, (part, old) in enumerate(zip(stacked(weights), before, strict=True))
+                    for e, (part, old) in enumerate(zip(stacked(weights)[0], before, strict=True))
                 )
 
 
@@ -174,7 +174,7 @@ def test_what_is_copied() -> None:
         return [flat[s : s + shape[0] * shape[1]].view(shape) for s in starts]
 
     def is_view(weights: list[torch.Tensor]) -> bool:
-        made = stacked(weights)
+        made, _ = stacked(weights)
         assert torch.equal(made, torch.stack(weights))
         return made.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
@@ -191,14 +191,14 @@ def test_what_is_copied() -> None:
     }.items():
         assert not is_view(weights), reason
     leaf = flat.clone().requires_grad_()
-    recorded = stacked([leaf[:32].view(4, 8), leaf[32:64].view(4, 8)])
+    recorded, _ = stacked([leaf[:32].view(4, 8), leaf[32:64].view(4, 8)])
     recorded.sum().backward()
     assert torch.equal(leaf.grad, (torch.arange(400) < 64).float()), "each weight gets its gradient"  # type: ignore[arg-type]
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        assert stacked([torch.empty(4, 8), torch.empty(4, 8)]).shape == (2, 4, 8)
-    assert stacked([torch.empty(4, 8, device="meta")] * 2).is_meta
+        assert stacked([torch.empty(4, 8), torch.empty(4, 8)])[0].shape == (2, 4, 8)
+    assert stacked([torch.empty(4, 8, device="meta")] * 2)[0].is_meta
 
 
 def test_compiled_layers_copy() -> None:
@@ -206,7 +206,7 @@ def test_compiled_layers_copy() -> None:
     from flux.integrations.megatron.weights import stacked
 
     first, _ = together()
-    compiled = torch.compile(lambda weights: stacked(weights) + 1, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda weights: stacked(weights)[0] + 1, backend="aot_eager", fullgraph=True)
     for weights in (first, [torch.nn.Parameter(w.detach() + 2) for w in first]):
         with torch.no_grad():
             assert torch.equal(compiled(weights), torch.stack(weights) + 1)

@@ -21,8 +21,7 @@ def aligned(matrix: torch.Tensor) -> torch.Tensor:
         if matrix.is_contiguous():  # the kernels' K and N are multiples of 16 bytes
             return matrix
         row_stride, column_stride = matrix.stride()
-        whole = row_stride * matrix.element_size() % 16 == 0
-        if column_stride == 1 and whole and row_stride >= matrix.shape[1]:
+        if column_stride == 1 and _rows_fit(matrix, row_stride, matrix.shape[1]):
             return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
 
@@ -37,11 +36,15 @@ def aligned_experts(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     count, n, k = weight.shape
     lines, length, stride = (n, k, rows) if columns == 1 else (k, n, columns)
     unit = columns == 1 or (transposed and rows == 1)
-    apart = count == 1 or (step >= lines * stride and step * weight.element_size() % 16 == 0)
-    whole = stride >= length and stride * weight.element_size() % 16 == 0
-    if weight.data_ptr() % 16 == 0 and unit and whole and apart:
+    apart = count == 1 or _rows_fit(weight, step, lines * stride)
+    if weight.data_ptr() % 16 == 0 and unit and _rows_fit(weight, stride, length) and apart:
         return weight
     return weight.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_fit(tensor: torch.Tensor, stride: int, length: int) -> bool:
+    """Whether TMA can read rows of `length` elements that begin every `stride` elements."""
+    return stride >= length and stride * tensor.element_size() % 16 == 0
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flux.integrations.megatron.weights import stacked_at
+from flux.integrations.megatron.weights import stacked
 from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
@@ -58,7 +58,7 @@ class _Layer(torch.autograd.Function):
         collect = fusion and all(needs) and all(getattr(w, "main_grad", None) is not None for w in weights)
         ctx.collecting, ctx.deferred = weights if collect else (), deferred
         ctx.leaves = () if deferred is None else weights
-        weight, ctx.places = stacked_at(weights)
+        weight, ctx.places = stacked(weights)
         x, weight = autocast.cast_if_enabled(x, weight)
         ctx.number, ctx.sizes = number, routing[TENSORS:]
         ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
@@ -71,7 +71,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
         routing = Routing._make([*saved[:TENSORS], *ctx.sizes])
-        weight = stacked_at(saved[TENSORS:], ctx.places)[0].to(x.dtype)
+        weight = stacked(saved[TENSORS:], ctx.places)[0].to(x.dtype)
         needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
         of_weights: OfWeights | None = partial(_of_weights, ctx.collecting) if any(needs) else None
         if of_weights is not None and ctx.deferred is not None:

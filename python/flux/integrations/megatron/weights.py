@@ -26,16 +26,11 @@ class Places(NamedTuple):
     distance: int  # elements from each weight to the next one
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """The weights [E, N, K] of E experts, each [N, K]: a view if they lie at equal distances, else a copy.
+def stacked(weights: Sequence[Tensor], before: Places | None = None) -> tuple[Tensor, Places | None]:
+    """The weights [E, N, K] of E experts, each [N, K], and where they lie: a view if they lie at equal
+    distances, else a copy and None.
 
     Never a view where gradients of the result are recorded, for those would reach the first weight only.
-    """
-    return stacked_at(weights)[0]
-
-
-def stacked_at(weights: Sequence[Tensor], before: Places | None = None) -> tuple[Tensor, Places | None]:
-    """`stacked`, and where the weights lie if the result is a view.
 
     Args:
         before: the second result for these weights in the forward pass. If they are at the same addresses

@@ -135,8 +135,9 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         """Before flux's first batch, runs vLLM's kernel on as many tokens as it may get later. That batch is
         vLLM's profiling run; after it, vLLM's workspace must not grow.
         """
-        rows, self._flux_has_sized = 0 if self._flux_has_sized else self._flux_from - 1, True
-        if rows > 0:
+        rows = self._flux_from - 1
+        if rows > 0 and not self._flux_has_sized:
+            self._flux_has_sized = True
             choices = torch.zeros(rows, self.moe_config.experts_per_token, device=x.device)
             self._flux_theirs(x.new_zeros(rows, x.shape[1]), choices, choices.int())
 
