@@ -22,7 +22,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,7 +46,8 @@ PROFILED = 4
 PROMPT_TIMES = 5
 # Of normal numbers in fp8, whose largest is 448.
 FP8_SPREAD = 32
-CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+# To the end of vLLM's own list: a prompt of 512 tokens runs in a graph there.
+CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 # With these, and those of flux.machine, nothing makes NVLink multicast objects. Each engine's process
 # sets them (forbid_multicast): importing flux takes seconds, and no other engine should wait for that.
 NO_MULTICAST = {
@@ -71,6 +72,8 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "PYTHONUNBUFFERED": "1",
+    # To torch's monitor, an engine that was stopped for minutes looks as if it hung.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -157,6 +160,8 @@ class Settings:
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),
+            # An engine may be stopped in the empty step that follows its last answer.
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(self.timeout_s),
             "VLLM_CACHE_ROOT": str(self.folder / "cache" / run),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor" / run),
         }
@@ -172,7 +177,11 @@ class Gone(Exception):
 
 
 class Engine:
-    """A process with a vLLM in it, and the pipe to it. Its output goes to a file."""
+    """A process with a vLLM in it, and the pipe to it. Its output goes to a file.
+
+    vLLM's processes poll while they wait, and would take CPU time from the engine that is measured. So once
+    an engine is up, its processes run only while they are asked something: between commands they are stopped.
+    """
 
     def __init__(self, run: str, settings: Settings) -> None:
         self.log = log = settings.folder / f"{run}.log"
@@ -191,7 +200,22 @@ class Engine:
                 start_new_session=True,
             )
         theirs.close()
+        # Stopped processes do not notice that the benchmark was killed. This shell does, and continues them;
+        # then they read the end of the pipe, and end.
+        self.guard = subprocess.Popen(
+            ["sh", "-c", f"read _; kill -s CONT -- -{self.process.pid}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._send((settings.arguments(run), settings.defaults, settings.fuses(run)))
+
+    def come_up(self, deadline: float) -> None:
+        """Waits until vLLM is ready, and stops it. Raises Gone if that fails."""
+        self.receive(deadline)
+        self.ready = True
+        self._signal(signal.SIGSTOP)
 
     def receive(self, deadline: float) -> Any:
         """The answer to a command, or "ready". Raises Gone if there is none."""
@@ -209,14 +233,35 @@ class Engine:
         return "\n".join([*causes, f"{self.log} ends:", *lines[-LOG_LINES:]])
 
     def ask(self, deadline: float, command: str, *arguments: Any) -> Any:
-        self._send((command, arguments))
-        return self.receive(min(deadline, time.monotonic() + (TRACE_S if command == "trace" else COMMAND_S)))
+        """The answer to a command. Raises Gone if there is none."""
+        limit = TRACE_S if command == "trace" else COMMAND_S
+        with self._running():
+            self._send((command, arguments))
+            return self.receive(min(deadline, time.monotonic() + limit))
+
+    def close(self) -> None:
+        """Lets it go on, and end by itself."""
+        self.connection.close()
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """With all that it started, which else may go on to use GPUs."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.process.wait()
+        self.guard.communicate()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        """To all of its processes: vLLM's stay in the group of the one that started them."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # receive will know why
@@ -226,7 +271,7 @@ class Engine:
 def stop(engines: dict[str, Engine]) -> None:
     """Ends all, those that are up with a chance to clean up first, and whatever they started."""
     for engine in engines.values():
-        engine.connection.close()
+        engine.close()
     patience = time.monotonic() + STOP_S
     for engine in engines.values():
         with contextlib.suppress(subprocess.TimeoutExpired):

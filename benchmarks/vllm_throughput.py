@@ -13,9 +13,10 @@ weights. A run is a vLLM engine of its own, named by what it has:
     [-unfused]      without its fusion of the all-reduce with RMSNorm, which flux leaves alone by default
     -(graph|eager)  compiled and in CUDA graphs, or neither
 
-All engines start at the same time and stay up, but work one at a time. Each takes every metric once, which
-does not count: kernels of Triton are compiled at the first call of a size. Then samples are taken in rounds
-whose order rotates. Of every metric the median counts.
+All engines start at the same time and stay up, but work one at a time: those that are up and wait are
+stopped (SIGSTOP), because vLLM's processes poll. Each takes every metric once, which does not count: kernels
+of Triton are compiled at the first call of a size. Then samples are taken in rounds whose order rotates. Of
+every metric the median counts.
 
 - prefill: prompts' tokens per second until each prompt has its first token.
 - prompt N (--prompts): the same of a single prompt of N tokens.
@@ -124,14 +125,13 @@ class Measurement:
         waiting: dict[Any, str] = {engine.connection: run for run, engine in self.engines.items()}
         while waiting:
             readable = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            for connection in readable or list(waiting):  # those that are late are lost in receive
+            for connection in readable or list(waiting):  # those that are late are lost in come_up
                 run = waiting.pop(connection)
                 try:
-                    self.engines[run].receive(deadline)
+                    self.engines[run].come_up(deadline)
                 except Gone as error:
                     self.lose(run, error)
                     continue
-                self.engines[run].ready = True
                 self.runs[run]["start_s"] = round(time.monotonic() - start, 1)
                 say(f"{run} is up after {self.runs[run]['start_s']} s")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
 import math
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -88,6 +90,100 @@ def test_an_engine_that_does_not_come_up_says_why(
     finally:
         benchmark.stop({"stock-eager": engine})
     assert engine.process.returncode not in (None, 0)
+
+
+# A vLLM with a child, which ends with it. It says how it finds both of them in /proc.
+_VLLM = """
+import subprocess
+from pathlib import Path
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+class LLM:
+    def __init__(self, **arguments):
+        self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def collective_rpc(self, name):
+        return {pid: state(pid) for pid in ("self", self.child.pid)}
+"""
+
+
+@pytest.fixture
+def settings(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of an engine whose vLLM is _VLLM."""
+    compilation = tmp_path / "vllm" / "config" / "compilation.py"
+    compilation.parent.mkdir(parents=True)
+    compilation.write_text("import dataclasses\n\n@dataclasses.dataclass\nclass PassConfig: ...\n")
+    (tmp_path / "vllm" / "__init__.py").write_text(_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return benchmark.Settings(benchmark.TWINS["llama-3-8b"], 2, 1, 0.1, 450, True, tmp_path)
+
+
+def _state(pid: int) -> str:
+    """That of /proc, or "gone", also of a process that ended, and that nobody has waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return "gone" if state == "Z" else state
+
+
+def _become(expected: str, *pids: int) -> bool:
+    """Whether all of them are in this state soon: signals take a while."""
+    end = time.monotonic() + 20
+    while any(_state(pid) != expected for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_engines_run_only_while_they_are_asked(benchmark: Any, settings: Any) -> None:
+    """They poll: with six of them on 32 cores, samples of one engine were up to 80 % apart."""
+    engine = benchmark.Engine("stock-graph", settings)
+    try:
+        measured = benchmark.Measurement({"stock-graph": engine}, benchmark.TINY_WORK, settings.model, 0.0)
+        measured.wait_until_ready(time.monotonic() + 60)
+        assert measured.faults == []
+        assert _become("T", engine.process.pid)
+        for _ in range(2):
+            states = engine.ask(time.monotonic() + 60, "state")
+            child = max(pid for pid in states if pid != "self")
+            assert "T" not in states.values(), "while it was asked"
+            assert _become("T", engine.process.pid, child)
+    finally:
+        benchmark.stop({"stock-graph": engine})
+    assert engine.process.returncode == 0, "it ended by itself"
+    assert _become("gone", child)
+
+
+def test_stopped_engines_end_with_a_benchmark_that_is_killed(benchmark: Any, settings: Any) -> None:
+    read, write = os.pipe()
+    if (killed := os.fork()) == 0:
+        engine = benchmark.Engine("stock-graph", settings)
+        engine.come_up(time.monotonic() + 60)
+        os.write(write, str(engine.process.pid).encode())
+        time.sleep(60)
+        os._exit(0)
+    os.close(write)
+    engine = int(os.read(read, 100) or 0)
+    os.close(read)
+    stopped = engine and _become("T", engine)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    ended = engine and _become("gone", engine)
+    with contextlib.suppress(ProcessLookupError):
+        if engine:
+            os.killpg(engine, signal.SIGKILL)
+    assert stopped
+    assert ended
+
+
+def test_no_deadline_of_vllm_ends_while_an_engine_is_stopped(settings: Any) -> None:
+    environment = settings.environment("stock-graph")
+    assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "450"
+    assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +327,10 @@ def test_prompts_fit_into_the_engine(benchmark: Any, tmp_path: Path) -> None:
     for longest, expected in ((0, 2048), (1025, 2048), (2049, 2049)):
         settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path, longest=longest)
         assert settings.arguments("flux-graph")["max_model_len"] == expected
+    # As vLLM by default.
+    settings = benchmark.Settings(model, 2, 1, 0.1, 60, False, tmp_path)
+    captured = settings.arguments("flux-graph")["compilation_config"]["cudagraph_capture_sizes"]
+    assert max(captured) == 512
 
 
 def test_a_run_may_have_settings_of_its_own(
