@@ -196,15 +196,16 @@ def flux_layers(model: Any) -> list[str]:
 
 
 class Calls(TorchDispatchMode):
-    """Which of flux's operators for experts are called."""
+    """Which operators are called whose names begin like this; the rest of their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "flux::moe_") -> None:
         super().__init__()
         self.names: list[str] = []
+        self._prefix = prefix
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flux" and "moe" in func._schema.name:
-            self.names.append(func._schema.name.removeprefix("flux::moe_"))
+        if func._schema.name.startswith(self._prefix):
+            self.names.append(func._schema.name.removeprefix(self._prefix))
         return func(*args, **(kwargs or {}))
 
 

@@ -73,6 +73,18 @@ def train(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor],
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, calls.names
 
 
+def recorded(result: torch.Tensor) -> set[str]:
+    """Names of what autograd has recorded."""
+    names, todo, seen = set(), [result.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(node.name())
+            todo += [following for following, _ in node.next_functions]
+    return names
+
+
 def facts(model: Any, rank: int) -> dict[str, Any]:
     metadata = {"dp_cp_group": dist.new_group([rank], use_local_synchronization=True)}
     described = {}
@@ -179,6 +191,51 @@ def delayed_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> Non
     assert_alike(grads[2], grads[0])
 
 
+def what_training_costs(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """No routing is recorded, and both backward passes of a layer share the tokens of rows."""
+    _, ours = moe_pair(make_moe_config(layout, **SWIGLU), rank)
+    loss = forward(ours, rank)
+    names = recorded(loss)
+    assert any("_Layer" in name for name in names) and not [name for name in names if "route" in name]
+    with Calls("flux::") as calls:
+        loss.backward()
+    assert calls.names.count("moe_tokens_of_rows") == len(ours.decoder.layers) == 2
+    assert calls.names.count("reduce_scatter") == 2
+
+
+def gradients_of_scores(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    """Bit for bit those that a recorded routing gives, whatever the numbers of tokens, none too."""
+    from flux.integrations.megatron.experts import SharedTokens, expert_layer
+    from flux.moe import ag_scatter_gemm, gemm_gather_rs, route
+
+    g = torch.Generator().manual_seed(rank)
+    weights = [torch.randint(-2, 3, (2, 4, 4), generator=g).float() for _ in range(2)]
+    for tokens, dtype in (((3, 5), torch.float32), ((0, 5), torch.bfloat16), ((0, 0), torch.float32)):
+        count = tokens[rank]
+        x = torch.randint(-2, 3, (count, 4), generator=g).float()
+        ids = torch.stack([torch.randperm(4, generator=g)[:3] for _ in range(count)] or [torch.ones(3)])
+        ids = ids[:count].long()
+        scores = torch.randint(1, 4, (count, 3), generator=g).to(dtype)
+        found = []
+        for records in (True, False):
+            leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
+            given = leaves[1] if records else leaves[1].detach()
+            routing = route(ids, given, 4, ep_size=2, max_tokens=max(tokens))
+            if records:
+                out = gemm_gather_rs(ag_scatter_gemm(leaves[0], leaves[2], routing), leaves[3], routing)
+            else:
+                shared = SharedTokens()
+                rows = expert_layer(0, leaves[0], leaves[2].unbind(), routing, False, tokens=shared)
+                out = expert_layer(
+                    1, rows, leaves[3].unbind(), routing, False, scores=leaves[1], tokens=shared
+                )
+            out.backward(torch.ones_like(out))
+            found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        for one, other in zip(*found, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+        assert found[0][2].shape == (count, 3) and found[0][2].count_nonzero() >= count
+
+
 def uneven_tokens(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     """variable_seq_lengths. Stock gets as many tokens on all ranks, and a loss without the surplus."""
     uneven = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
@@ -241,6 +298,21 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     assert layer._why_not(torch.ones(1)) == "activations are offloaded to the CPU"
     layer.config._cpu_offloading_context = None
     assert layer._why_not(torch.ones(1).bfloat16()).startswith("x is torch.bfloat16, and its experts")
+    weight = layer.experts.local_experts[1].linear_fc2.weight
+    other = copy.copy(layer.experts.local_experts[0].linear_fc1)
+    other._parameters = {**other._parameters, "more": torch.nn.Parameter(torch.ones(1).double())}
+    for change, restore in (
+        (lambda: setattr(weight, "data", weight.double()), lambda: setattr(weight, "data", weight.float())),
+        (
+            lambda: setattr(layer.experts.local_experts[0], "linear_fc1", other),
+            lambda: other._parameters.pop("more"),
+        ),
+    ):
+        assert layer._why_not(torch.ones(1)) is None
+        change()
+        for _ in range(2):
+            assert layer._why_not(torch.ones(1)).startswith("x is torch.float32, and its experts")
+        restore()
     experts, layer.experts = layer.experts, torch.nn.Identity()
     assert layer._reason(groups()) == "its experts are Identity, not SequentialMLP"  # as of moe_grouped_gemm
     layer.experts = experts
@@ -477,6 +549,8 @@ SCENARIOS = {
         alltoall_becomes_flux,
         data_parallelism,
         delayed_gradients,
+        what_training_costs,
+        gradients_of_scores,
         uneven_tokens,
         falls_back,
         dispatchers_of_others,

@@ -25,20 +25,23 @@ from flux.ops._tensors import wide_type
 from flux.ops.all_gather import all_gather
 from flux.ops.autograd import no_scales, none_for_rest
 from flux.ops.grouped_gemm import grouped_gemm
+from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import wgrad_accum
 
 Tensor = torch.Tensor
 # Of gradients and inputs of all rows, and the offsets: what autograd gets for the weights.
 OfWeights = Callable[[Tensor, Tensor, Tensor], Any]
+# `tokens_of_rows`, or what gives the same for less.
+TokensOf = Callable[[Routing], Tensor]
 TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors; the last is weights
 
 
-def gathered(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def gathered(x: Tensor, routing: Routing, tokens_of: TokensOf = tokens_of_rows) -> tuple[Tensor, Tensor]:
     """The tokens of all ranks [p * max_tokens, ...], and the index of each row's token, int32."""
     limit = routing.max_tokens
     if x.shape[0] < limit:
         x = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
-    tokens = tokens_of_rows(routing) if limit else routing.rows
+    tokens = tokens_of(routing) if limit else routing.rows
     return all_gather(x, group=routing.group_name), tokens
 
 
@@ -48,13 +51,17 @@ def each_row_once(positions: Tensor) -> Tensor:
     return (~same.tril(-1).any(-1)).float()
 
 
-def weights_of_rows(routing: Routing, dtype: torch.dtype) -> Tensor:
-    """The routing weight of each row [rows]; zero for rows after the last one."""
-    rows = routing.rows.shape[0]
-    # Choices without a row, which are -1, are scattered to one extra entry, which is dropped.
-    target = routing.positions.remainder(rows + 1).reshape(-1)
+def rows_of_choices(routing: Routing) -> Tensor:
+    """The row of each choice [p * max_tokens * k]. For those without one here, which are -1 in `positions`,
+    the number of rows: an entry behind the last.
+    """
+    return routing.positions.remainder(routing.rows.shape[0] + 1).reshape(-1)
+
+
+def weights_of_rows(routing: Routing, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The routing weight of each row [rows]; zero for rows after the last one. rows: as rows_of_choices."""
     weights = routing.weights.reshape(-1).to(dtype)
-    return weights.new_zeros(rows + 1).index_add_(0, target, weights)[:-1]
+    return weights.new_zeros(routing.rows.shape[0] + 1).index_add_(0, rows, weights)[:-1]
 
 
 def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -117,13 +124,14 @@ def layer0_grads(
     needs_x: bool,
     of_weights: OfWeights | None,
     distinct: bool = False,
+    tokens_of: TokensOf = tokens_of_rows,
 ) -> tuple[Tensor | None, Any]:
     """Gradient of x in ag_scatter_gemm, and what `of_weights` returns, None: not needed. x, weight: None if
     the gradients asked for do not depend on them. distinct: no token chose an expert twice.
     """
     grad_x = grad_weight = None
     if x is not None:
-        everybody, tokens = gathered(x, routing)
+        everybody, tokens = gathered(x, routing, tokens_of)
         if activation is not None and weight is not None:
             product = grouped_gemm(everybody, weight, routing.offsets, rows=tokens)
             grad = activation_grad(grad, product, routing.offsets, activation)
@@ -170,6 +178,7 @@ def layer1_grads(
     needs_scores: bool,
     of_weights: OfWeights | None,
     activation: str | None = None,
+    tokens_of: TokensOf = tokens_of_rows,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
     """As layer0_grads, for gemm_gather_rs; the last result is the gradient of the routing's weights.
 
@@ -177,10 +186,11 @@ def layer1_grads(
     result is the gradient of the product.
     """
     offsets = routing.offsets
-    scores = weights_of_rows(routing, wide_type(grad.dtype))
+    choices = rows_of_choices(routing)
+    scores = weights_of_rows(routing, choices, wide_type(grad.dtype))
     grad_x = grad_weight = grad_scores = dots = None
     if of_weights is not None:
-        everybody, tokens = gathered(grad, routing)
+        everybody, tokens = gathered(grad, routing, tokens_of)
         if activation is None:
             scaled = gather_rows(everybody, tokens, offsets, scores)
             grad_weight = of_weights(scaled, x, offsets)  # type: ignore[arg-type]
@@ -198,15 +208,10 @@ def layer1_grads(
             if of_weights is not None:
                 grad_weight = of_weights(gather_rows(everybody, tokens, offsets, scores), x, offsets)
         if dots is not None and needs_scores:
-            grad_scores = _of_choices(dots, routing.positions).to(routing.weights.dtype)
+            # Choices without a row here get the zero behind the last row.
+            of_choices = torch.nn.functional.pad(dots, (0, 1)).index_select(0, choices)
+            grad_scores = of_choices.view(routing.positions.shape).to(routing.weights.dtype)
     return grad_x if needs_x else None, grad_weight, grad_scores
-
-
-def _of_choices(dots: Tensor, positions: Tensor) -> Tensor:
-    """The entry of each choice [p, max_tokens, k] in `dots` [rows]; zero for choices without a row here."""
-    if dots.shape[0] == 0:
-        return dots.new_zeros(positions.shape)
-    return torch.where(positions >= 0, dots[positions.clamp(min=0)], 0)
 
 
 def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -219,8 +224,15 @@ def _route_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | 
     of_all = grads[-1]
     if of_all is None:
         return (None,) * 7
-    mine = torch.ops.flux.reduce_scatter(of_all.flatten(0, 1), ctx.group_name)
-    return None, mine[: ctx.tokens].to(ctx.dtype), None, None, None, None, None
+    mine = own_scores_grad(of_all, ctx.group_name, ctx.tokens, ctx.dtype)
+    return None, mine, None, None, None, None, None
+
+
+def own_scores_grad(of_all: Tensor, group_name: str, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Gradient of the routing weights [tokens, k] that this rank gave `route`, from what each rank finds for
+    those of all ranks [p, max_tokens, k]. A collective.
+    """
+    return reduce_scatter(of_all.flatten(0, 1), group=group_name)[:tokens].to(dtype)
 
 
 def _expert_grads_fake(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

@@ -151,8 +151,8 @@ def tokens_of_rows(rows: Tensor, incoming: Tensor) -> Tensor:
     """source * max_tokens + token of each row of a routing; for rows after the last one: any valid token."""
     limit = incoming.shape[1]
     slot_rows = rows.clamp(min=0)
-    tokens = incoming.reshape(-1).index_select(0, slot_rows).clamp(min=0)
-    return tokens.add(slot_rows // limit, alpha=limit)
+    tokens = incoming.reshape(-1).index_select(0, slot_rows).clamp_(min=0)
+    return tokens.add_(slot_rows.floor_divide_(limit), alpha=limit)
 
 
 def ag_scatter_gemm(

@@ -13,12 +13,41 @@ import torch
 from flux.integrations.megatron.weights import stacked
 from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
-from flux.moe.autograd import TENSORS, OfWeights, add_expert_grads, expert_grads, layer0_grads, layer1_grads
-from flux.moe.routing import Routing
+from flux.moe.autograd import (
+    TENSORS,
+    OfWeights,
+    TokensOf,
+    add_expert_grads,
+    expert_grads,
+    layer0_grads,
+    layer1_grads,
+    own_scores_grad,
+)
+from flux.moe.routing import Routing, tokens_of_rows
 from flux.moe.rows import activate_rows
 from flux.ops import autocast
+from flux.ops._tensors import padded
+from flux.ops.all_gather import all_gather
 
 Tensor = torch.Tensor
+
+
+class SharedTokens:
+    """`tokens_of_rows` of a routing for both backward passes of a call. That of layer 1 comes first and makes
+    them, and that of layer 0 takes them away: nothing keeps them longer.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+
+    def keep(self, routing: Routing) -> Tensor:
+        if self._tokens is None:
+            self._tokens = tokens_of_rows(routing)
+        return self._tokens
+
+    def take(self, routing: Routing) -> Tensor:
+        tokens, self._tokens = self._tokens, None
+        return tokens_of_rows(routing) if tokens is None else tokens
 
 
 def expert_layer(
@@ -29,6 +58,8 @@ def expert_layer(
     fusion: bool,
     deferred: DeferredGrads | None = None,
     activation: str | None = None,
+    scores: Tensor | None = None,
+    tokens: SharedTokens | None = None,
 ) -> Tensor:
     """flux.moe.ag_scatter_gemm (number 0) or gemm_gather_rs (number 1) with one weight for each expert.
     The gradients are those of tokens that choose an expert once only, as with Megatron's routing maps.
@@ -37,12 +68,17 @@ def expert_layer(
         fusion: add the gradients of weights to their `main_grad`, if all have one.
         deferred: leave the gradients of weights to its `compute`.
         activation: of x, before layer 1. Its result is made again in the backward pass.
+        scores: of layer 1: the routing weights [tokens, k] that this rank gave `route`, which get a gradient.
+            So `route` itself need not be recorded, which takes the host longer than the call.
+        tokens: the same for both layers of a call.
     """
-    result: Tensor = _apply(number, (fusion, deferred, activation), routing, x, routing.weights, *weights)
+    shared = SharedTokens() if tokens is None else tokens
+    how = (fusion, deferred, activation, shared.keep if number else shared.take)
+    result: Tensor = _apply(number, how, routing, x, scores, *weights)
     return result
 
 
-How = tuple[bool, DeferredGrads | None, str | None]
+How = tuple[bool, DeferredGrads | None, str | None, TokensOf]
 
 
 class _Layer(torch.autograd.Function):
@@ -50,9 +86,9 @@ class _Layer(torch.autograd.Function):
     # of all layers would be as large as all experts.
     @staticmethod
     def forward(
-        ctx: Any, number: int, how: How, routing: Routing, x: Tensor, scores: Tensor, *weights: Tensor
+        ctx: Any, number: int, how: How, routing: Routing, x: Tensor, scores: Tensor | None, *weights: Tensor
     ) -> Tensor:
-        fusion, deferred, ctx.activation = how
+        fusion, deferred, ctx.activation, ctx.tokens_of = how
         needs = ctx.needs_input_grad[5:]
         # Only if all collect: one product has the gradients of all.
         collect = fusion and all(needs) and all(getattr(w, "main_grad", None) is not None for w in weights)
@@ -61,7 +97,7 @@ class _Layer(torch.autograd.Function):
         weight, ctx.places = stacked(weights)
         x, weight = autocast.cast_if_enabled(x, weight)
         ctx.number, ctx.sizes = number, routing[TENSORS:]
-        ctx.save_for_backward(x, *routing[: TENSORS - 1], scores, *weights)
+        ctx.save_for_backward(x, *routing[:TENSORS], scores, *weights)
         if ctx.activation is not None:
             x = activate_rows(x, routing.offsets, ctx.activation)
         layer = gemm_gather_rs if number else ag_scatter_gemm
@@ -71,24 +107,36 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
         routing = Routing._make([*saved[:TENSORS], *ctx.sizes])
-        weight = stacked(saved[TENSORS:], ctx.places)[0].to(x.dtype)
+        scores, weights = saved[TENSORS], saved[TENSORS + 1 :]
+        weight = stacked(weights, ctx.places)[0].to(x.dtype)
         needs_x, needs_scores, *needs = ctx.needs_input_grad[3:]
+        if needs_scores and torch.is_grad_enabled():
+            routing = routing._replace(weights=_of_all_ranks(scores, routing))
         of_weights: OfWeights | None = partial(_of_weights, ctx.collecting) if any(needs) else None
         if of_weights is not None and ctx.deferred is not None:
             of_weights = partial(_defer, ctx.deferred, ctx.leaves, needs, of_weights)
         of_scores: Tensor | None = None
         if ctx.number:
-            of_x, made, of_scores = layer1_grads(
-                grad, x, weight, routing, needs_x, needs_scores, of_weights, ctx.activation
+            of_x, made, of_all = layer1_grads(
+                grad, x, weight, routing, needs_x, needs_scores, of_weights, ctx.activation, ctx.tokens_of
             )
+            if of_all is not None:
+                of_scores = own_scores_grad(of_all, routing.group_name, routing.num_tokens, scores.dtype)
         else:
+            given = x if of_weights else None
             of_x, made = layer0_grads(
-                grad, x if of_weights else None, weight, routing, None, needs_x, of_weights, distinct=True
+                grad, given, weight, routing, None, needs_x, of_weights, True, ctx.tokens_of
             )
         return None, None, None, of_x, of_scores, *(made or [None] * len(needs))
 
 
 _apply: Any = _Layer.apply
+
+
+def _of_all_ranks(scores: Tensor, routing: Routing) -> Tensor:
+    """A routing's weights as a function of this rank's, for gradients of gradients."""
+    rows = padded(scores.float(), routing.max_tokens)
+    return all_gather(rows, group=routing.group_name).view(routing.weights.shape)
 
 
 def _defer(
