@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-# For what flux is called, and where vllm_engine.Probe tells which layers ask for it.
+# For what flux is called, and where vllm_probe.Probe tells which layers ask for it.
 KINDS = {"linear": "row_parallel", "experts": "experts"}
 
 

@@ -1,15 +1,13 @@
-"""A vLLM of vllm_throughput.py, in a process of its own, and what it brings into vLLM's workers.
+"""A vLLM of vllm_throughput.py, in a process of its own.
 
 :class:`Engine` is the benchmark's end of a pipe. At the other end :func:`serve` builds vLLM and then obeys
-commands. :class:`Probe` becomes a base class of vLLM's workers. Importing this module in a worker gives the
-model weights that count, and puts counters around the functions of flux that the plugin calls.
+commands. What it brings into vLLM's workers is in vllm_probe.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -20,15 +18,12 @@ import subprocess
 import sys
 import time
 import traceback
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import kernel_profile
 import vllm_trace
 from vllm_models import Model
 
@@ -44,8 +39,6 @@ STOP_S = 15
 PROFILED = 4
 # So many times a single prompt is read for one sample, which is their median.
 PROMPT_TIMES = 5
-# Of normal numbers in fp8, whose largest is 448.
-FP8_SPREAD = 32
 # To the end of vLLM's own list: a prompt of 512 tokens runs in a graph there.
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 # With these, and those of flux.machine, nothing makes NVLink multicast objects. Each engine's process
@@ -82,9 +75,6 @@ CPU_ENVIRONMENT = {
 }
 # Fusions of the all-reduce: with RMSNorm by FlashInfer; into a reduce-scatter.
 PASSES_OFF = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
-BACKENDS = ("pynccl_comm", "ca_comm", "symm_mem_comm", "fi_ar_comm")
-
-_calls: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -294,7 +284,7 @@ def serve(fd: int) -> None:
         if not fuses:
             known = {field.name for field in dataclasses.fields(PassConfig)}
             arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
-        commands = Commands(LLM(**arguments, worker_extension_cls="vllm_engine.Probe"))
+        commands = Commands(LLM(**arguments, worker_extension_cls="vllm_probe.Probe"))
         connection.send("ready")
         while True:
             try:
@@ -398,107 +388,3 @@ class Commands:
 
 def _logprobs(step: dict[int, Any]) -> dict[int, float]:
     return {int(token): float(entry.logprob) for token, entry in step.items()}
-
-
-class Probe:
-    """Becomes a base class of vLLM's workers (worker_extension_cls)."""
-
-    def probe_state(self) -> dict[str, Any]:
-        """Of this rank, since it started: flux's calls for linear layers, experts and products, how many of
-        these were made while a CUDA graph was captured, and through what tiles went; vLLM's all-reduce
-        backends, row-parallel layers and layers of experts; a sum over weights.
-        """
-        from vllm.distributed import get_tp_group
-
-        from flux.comm import registry
-
-        group = get_tp_group()
-        found = {name: getattr(group.device_communicator, name, None) for name in BACKENDS}
-        model: Any = self.model_runner.model  # type: ignore[attr-defined]
-        kinds = [type(module).__name__ for module in model.modules()]
-        return {
-            "flux_calls": {kind: _calls[kind] for kind in ("linear", "experts", "products", "captured")},
-            "flux_through": [w.transport for w in registry.existing(group.device_group) if w.why_not is None],
-            "backends": [n for n, b in found.items() if b is not None and not getattr(b, "disabled", False)],
-            "row_parallel": dict(Counter(kind for kind in kinds if "RowParallel" in kind)),
-            "experts": dict(Counter(kind for kind in kinds if "MoERunner" in kind)),
-            "weights": model.weights_sum,
-        }
-
-    def probe_profile(self, starts: bool) -> dict[str, Any] | None:
-        """Starts to record this rank's kernels; then stops, and sums them up."""
-        cuda: bool = self.device.type == "cuda"  # type: ignore[attr-defined]
-        if starts:
-            self.probed = kernel_profile.start(cuda)
-            return None
-        return kernel_profile.summary(self.probed, cuda)
-
-
-def fill_with_weights(model: Any) -> None:
-    """Seeded normal weights with which layers neither grow nor vanish. They differ from rank to rank, except
-    where all ranks have the same: norms, and gates that choose experts. vLLM's dummy weights are within 1e-3
-    of 0, norms too, and alike on all ranks: its layers would add less than rounding does. Weights in fp8 are
-    FP8_SPREAD times as large, and their scales as much smaller.
-    """
-    import torch
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    rank = get_tensor_model_parallel_rank()
-    total = 0.0
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            if name.endswith("_scale"):
-                scaled = weights.get(name.removesuffix("_scale"))
-                if scaled is not None:  # those of a KV cache say that there are none
-                    weight.fill_(scaled.shape[-1] ** -0.5 / FP8_SPREAD)
-                continue
-            norm = "norm" in name
-            shared = norm or ".gate." in name
-            generator = torch.Generator(device=weight.device)
-            generator.manual_seed(zlib.crc32(name.encode()) + (0 if shared else 7919 * (rank + 1)))
-            if weight.element_size() == 1:
-                wide = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-                weight.copy_(wide.normal_(std=FP8_SPREAD, generator=generator))
-                total += float(weight.flatten()[:1000].double().abs().sum())
-                continue
-            weight.normal_(generator=generator)
-            if norm:
-                weight.mul_(0.1).add_(1.0)
-            elif "embed" not in name:
-                weight.mul_(weight.shape[-1] ** -0.5)
-            total += float(weight.flatten()[:1000].double().abs().sum())
-    model.weights_sum = total
-
-
-def prepare_worker() -> None:
-    """In a worker, before it has a model."""
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    import flux
-
-    def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        fill_with_weights(model)
-
-    DummyModelLoader.load_weights = load_weights
-    flux.gemm_ar = _counted("linear", flux.gemm_ar)
-    flux.gemm_rs = _counted("linear", flux.gemm_rs)
-    flux.gemm = _counted("products", flux.gemm)
-    flux.moe.gemm_gather_rs = _counted("experts", flux.moe.gemm_gather_rs)
-
-
-def _counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    @functools.wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        _calls[kind] += 1
-        _calls["captured"] += torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return function(*args, **kwargs)
-
-    return counted
-
-
-# Workers are processes that vLLM spawns; in the engine's own there is no model to prepare.
-if multiprocessing.parent_process() is not None:
-    prepare_worker()

@@ -220,7 +220,7 @@ def test_vllm_fuses_in_runs_that_are_as_users_have_them(benchmark: Any, tmp_path
 
 
 def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = importlib.import_module("vllm_engine")
+    probe = importlib.import_module("vllm_probe")
     monkeypatch.setitem(sys.modules, "vllm.distributed", _Ranks)
     model = torch.nn.Module()
     for name, dtype in (("plain", torch.float32), ("small", torch.float8_e4m3fn)):
@@ -229,7 +229,7 @@ def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch
         model.add_module(name, layer)
     model.small.weight_scale = torch.nn.Parameter(torch.zeros(96, 1), requires_grad=False)
     model.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
-    engine.fill_with_weights(model)
+    probe.fill_with_weights(model)
     spread = [
         float(x.std()) for x in (model.plain.weight, model.small.weight.float() * model.small.weight_scale)
     ]
