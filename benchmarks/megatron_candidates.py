@@ -65,6 +65,7 @@ class Settings:
     iters: int
     names: tuple[str, ...] = ()  # of candidates beside stock; none: all
     profile: bool = False
+    graphs: bool = False
 
 
 class Attention(torch.nn.Module):
@@ -129,7 +130,8 @@ def initialise(settings: Settings) -> torch.device:
         expert_tensor_parallel_size=settings.tp // settings.ep,
     )
     if not settings.cpu:
-        random.model_parallel_cuda_manual_seed(1)
+        # Random numbers whose state a CUDA graph can keep.
+        random.model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True)
         return torch.device("cuda", torch.cuda.current_device())
     # Megatron asks for CUDA's device, streams and random numbers whatever the model is on. Its dispatcher
     # makes lists of sizes when it moves them to the CPU.
@@ -309,9 +311,42 @@ def candidates(
     return makers
 
 
-def loss_of(model: Any, settings: Settings, device: torch.device) -> Tensor:
+Batch = tuple[Tensor, Tensor, Tensor]  # tokens, positions, labels
+
+
+def batch_of(settings: Settings, device: torch.device) -> Batch:
     g = torch.Generator().manual_seed(3)
     tokens = torch.randint(settings.model.vocabulary, (1, settings.model.sequence), generator=g).to(device)
-    positions = torch.arange(settings.model.sequence, device=device)[None]
-    losses: Tensor = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+    return tokens, torch.arange(settings.model.sequence, device=device)[None], tokens.roll(-1, 1)
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    tokens, positions, labels = batch
+    losses: Tensor = model(tokens, positions, None, labels=labels)
     return losses.float().mean()
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """The replay of a step from a CUDA graph, captured as Megatron does (full_cuda_graph.py), and the loss
+    that a replay computes.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    from flux.ops.workspaces import without_copy_engines
+
+    # As converted models do if their config asks for CUDA graphs.
+    without_copy_engines(parallel_state.get_tensor_model_parallel_group())
+    without_copy_engines(parallel_state.get_expert_tensor_and_model_parallel_group())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    for state in get_all_rng_states().values():
+        graph.register_generator_state(state)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        loss = step()
+    return graph.replay, loss

@@ -16,8 +16,10 @@ A candidate that cannot run is listed with the reason.
 
 Each model has processes of its own, and the file is written after each. A model that would not end before
 --timeout does not begin. With --profile, a pass of each candidate is recorded, too: the times of its kernels
-on the first rank, and how long the GPU had something to do. Ends with 1 if something is wrong: a GPU whose
-clock is low under load, another loss or other gradients than stock's, or a model that failed.
+on the first rank, and how long the GPU had something to do. With --graphs, a training step is replayed from a
+CUDA graph, too, as by Megatron's cuda_graph_impl="full_iteration": of stock and flux, with experts only of
+flux, because stock dispatchers read the numbers of rows on the host. Ends with 1 if something is wrong: a GPU
+whose clock is low under load, another loss or other gradients than stock's, or a model that failed.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ from flux.testing import SpawnError, spawn
 from megatron_candidates import (
     ENGINE,
     MODELS,
+    Batch,
     Settings,
+    batch_of,
     candidates,
+    captured,
     initialise,
     loss_of,
 )
@@ -59,6 +64,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
 
     device = initialise(settings)
     timer = make_timer(device, dist.group.WORLD)
+    batch = batch_of(settings, device)
     models, skipped, runs = {}, {}, {}
     gradients: dict[str, Tensor] = {}
     makers = candidates(settings, device, {})
@@ -69,7 +75,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
             continue
         try:
             model = make()
-            loss = loss_of(model, settings, device)
+            loss = loss_of(model, batch)
             loss.backward()
         except Exception as error:
             if not (settings.model.experts or name.startswith(ENGINE)):
@@ -85,8 +91,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
     del gradients, found, loss
     passes: dict[str, dict[str, Callable[[], None]]] = {"forward": {}, "training": {}}
     for name, model in models.items():
-        passes["forward"][name] = lambda model=model: _forward(model, settings, device)
-        passes["training"][name] = lambda model=model: _train(model, settings, device)
+        passes["forward"][name] = lambda model=model: _forward(model, batch)
+        passes["training"][name] = lambda model=model: _train(model, batch)
     for kind, calls in passes.items():
         for name, call in calls.items():
             timer.warm(call)
@@ -97,6 +103,20 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
             runs[name]["host_bound"] += [kind] * (name in timer.host_bound)
             if settings.profile:
                 runs[name].setdefault("profiles", {})[kind] = profile_of(calls[name], not settings.cpu)
+    if settings.graphs:
+        for model in models.values():
+            # Stock dispatchers keep tensors of their last step, and so autograd's nodes of the parameters
+            # that all models share. A capture must not meet nodes that belong to another stream.
+            _forward(model, batch)
+        replays = {}
+        for name, model in models.items():
+            if name.startswith("flux") or not (settings.model.experts or name.startswith(ENGINE)):
+                replays[name], loss = captured(lambda model=model: _train(model, batch))
+                timer.warm(replays[name])
+                runs[name]["graph_loss"] = float(loss)
+        for name, samples in timer.interleaved(replays, settings.iters, settings.rounds).items():
+            runs[name]["samples_ms"]["graph"] = samples
+            runs[name]["host_bound"] += ["graph"] * (name in timer.host_bound)
     return {"candidates": runs, "skipped": skipped}
 
 
@@ -125,14 +145,16 @@ def profile_of(call: Callable[[], None], cuda: bool) -> dict[str, Any]:
     return kernel_profile.summary(profiler, cuda)
 
 
-def _forward(model: Any, settings: Settings, device: torch.device) -> None:
+def _forward(model: Any, batch: Batch) -> None:
     with torch.no_grad():
-        loss_of(model, settings, device)
+        loss_of(model, batch)
 
 
-def _train(model: Any, settings: Settings, device: torch.device) -> None:
-    loss_of(model, settings, device).backward()
+def _train(model: Any, batch: Batch) -> Tensor:
+    loss = loss_of(model, batch)
+    loss.backward()
     model.zero_grad(set_to_none=True)
+    return loss.detach()
 
 
 def faults_of(runs: dict[str, Any], experts: bool, exact: bool) -> list[str]:
@@ -144,6 +166,8 @@ def faults_of(runs: dict[str, Any], experts: bool, exact: bool) -> list[str]:
     for name, run in runs.items():
         if not abs(run["loss"] - expected) <= loss_share * abs(expected):
             faults.append(f"{name}: loss {run['loss']}, of stock {expected}")
+        if not abs(run.get("graph_loss", expected) - expected) <= loss_share * abs(expected):
+            faults.append(f"{name}: loss {run['graph_loss']} from a CUDA graph, of stock {expected}")
         if not run["gradients_apart"] <= gradient_share:
             faults.append(f"{name}: gradients are {run['gradients_apart']:.2g} of stock's apart from them")
     return faults
@@ -204,7 +228,7 @@ def measure_all(
                 measure, settings.tp, settings, backend=backend, env=env, timeout_s=deadline - start
             )[0]
         except SpawnError as error:
-            record["faults"].append(f"{name}: {str(error).strip()[-1000:]}")
+            record["faults"].append(f"{name}: {str(error).strip()[-2000:]}")
             continue
         longest = max(longest, time.monotonic() - start)
         model = {"name": name, "ep": settings.ep, "shape": dataclasses.asdict(settings.model), **found}
@@ -235,9 +259,14 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         "--candidates", nargs="+", default=[], metavar="NAME", help="beside stock (default all)"
     )
     parser.add_argument("--profile", action="store_true", help="record the kernels of a step, too")
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay a training step from a CUDA graph, too (GPUs)"
+    )
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--cpu", action="store_true", help="tiny models in fp32, in processes")
     options = parser.parse_args(arguments)
+    if options.cpu and options.graphs:
+        parser.error("--graphs: needs GPUs")
     for asked in options.models:
         name, _, ep = asked.partition(":")
         if name not in MODELS:
@@ -252,7 +281,7 @@ def settings_of(options: argparse.Namespace, asked: str) -> Settings:
     model = MODELS[name].tiny() if options.cpu else MODELS[name]
     changes = {"layers": options.layers, "sequence": options.sequence}
     model = dataclasses.replace(model, **{key: value for key, value in changes.items() if value})
-    limits = (options.rounds, options.iters, tuple(options.candidates), options.profile)
+    limits = (options.rounds, options.iters, tuple(options.candidates), options.profile, options.graphs)
     return Settings(model, options.tp, int(ep or 1), options.cpu, *limits)
 
 

@@ -283,14 +283,18 @@ def models(found: Sequence[Other]) -> list[str]:
         settings, machine = other.data["settings"], other.data["machine"]
         parts.append(f"megatron-core {machine['megatron-core']}. From {origin([other.source])}\n")
         for model in other.data["models"]:
-            cells: dict[str, list[str]] = {}
-            for _, name, ms, apart, ratio, host in training.lines(model):
+            cells: dict[str, dict[str, str]] = {name: {} for name in model["candidates"]}
+            for kind, name, ms, apart, ratio, host in training.lines(model):
                 text = f"{time(ms)} ({speed(ratio)}) ±{100 * apart:.0f} %{' *host*' if host else ''}"
-                cells.setdefault(name, []).append(text)
+                cells[name][kind] = text
+            graphs = [training.GRAPH] * any(training.GRAPH in line for line in cells.values())
+            kinds = [*training.PASSES, *graphs]
+            lines = []
             for name, run in model["candidates"].items():
-                cells[name].append(f"{run['step_mib'] / 1024:.1f} GiB")
-            head = [training.title(model, settings["tp"]), *training.PASSES, "memory of a step"]
-            parts.append(table(head, ([name, *line] for name, line in cells.items())))
+                memory = f"{run['step_mib'] / 1024:.1f} GiB"
+                lines.append([name, *(cells[name].get(kind, "–") for kind in kinds), memory])
+            names = [*training.PASSES, *("training, CUDA graph" for _ in graphs)]
+            parts.append(table([training.title(model, settings["tp"]), *names, "memory of a step"], lines))
             parts += [f"Not run: {name}: {reason}\n" for name, reason in model["skipped"].items()]
     return parts
 

@@ -113,7 +113,8 @@ all-reduce and RMSNorm. An engine without numbers was not up in time. See [vllm.
 MODELS = """\
 Whole models of Megatron-Core, in brackets the time over that of flux's fastest candidate with the same
 classes. Training: a forward and a backward pass. `grouped GEMM`: torch's, where Megatron-Core has
-one GEMM for each expert. *host*: the host set the pace. See [megatron.md](megatron.md#whole-models).
+one GEMM for each expert. CUDA graph: the step is replayed from one, which stock experts do not allow.
+*host*: the host set the pace. See [megatron.md](megatron.md#whole-models).
 """
 LOSSES = """\
 Megatron-Core from the same weights, stock and on flux, in a [picture](figures/megatron-losses.svg).

@@ -20,8 +20,10 @@ HIDDEN = 32  # all other sizes follow from this one
 EXPERTS, TOP_K = 4, 2
 
 
-def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
-    """Megatron's groups; and what stock Megatron lacks without Transformer Engine, and without CUDA."""
+def prepare(tensor_parallel: int, device: str = "cpu", graphs: bool = False, **sizes: Any) -> None:
+    """Megatron's groups; and what stock Megatron lacks without Transformer Engine, and without CUDA. graphs:
+    its random numbers can be captured in CUDA graphs.
+    """
     if device == "cpu":
         # Importing Megatron-Core 0.15 compiles an allocator for GPUs, and goes on without it after an error.
         cpp_extension.load_inline = compile_nothing
@@ -36,7 +38,7 @@ def prepare(tensor_parallel: int, device: str = "cpu", **sizes: Any) -> None:
         multi_latent_attention.TELinear = type("TELinear", (), {})
     parallel_state.initialize_model_parallel(tensor_parallel, **sizes)
     if device == "cuda":
-        random.model_parallel_cuda_manual_seed(1)
+        random.model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=graphs)
         return
     # It asks for the current device and for its random numbers, whatever the model is on.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -139,6 +141,16 @@ class LatentAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+def full_graphs() -> dict[str, Any]:
+    """Options of a config whose whole iterations are captured in CUDA graphs."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    if "cuda_graph_modules" in names:  # since 0.18
+        return {"cuda_graph_impl": "full_iteration"}
+    return {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}
+
+
 def sizes(config: Any) -> tuple[int, int]:
     """Of the vocabulary, and of a sequence."""
     return 2 * config.hidden_size, config.hidden_size // 2
@@ -176,10 +188,20 @@ def moe_pair(config: Any, rank: int, device: str = "cpu") -> tuple[Any, Any]:
 
 def token_losses(model: Any, seed: int, batch: int = BATCH) -> torch.Tensor:
     """Losses of one micro-batch [batch, sequence]."""
-    vocabulary, sequence = sizes(model.config)
+    return losses_of(model, tokens_of(model.config, seed, batch))
+
+
+def tokens_of(config: Any, seed: int, batch: int = BATCH) -> torch.Tensor:
+    """Of one micro-batch [batch, sequence], on the CPU."""
+    vocabulary, sequence = sizes(config)
+    return torch.randint(vocabulary, (batch, sequence), generator=torch.Generator().manual_seed(seed))
+
+
+def losses_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Losses of the tokens [batch, sequence]. Nothing of it waits for a GPU if the tokens are there."""
+    batch, sequence = tokens.shape
     device = next(model.parameters()).device
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (batch, sequence), generator=g).to(device)
+    tokens = tokens.to(device)
     positions = torch.arange(sequence, device=device).expand(batch, -1)
     mask = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device), 1)
     losses: torch.Tensor = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
@@ -265,10 +287,11 @@ BOTH = {**TP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"TP 2": (2, TP), "EP 2": (2, EP), "TP 2, EP 2": (4, BOTH)}
 
 
-def prepare_layout(layout: dict[str, Any], device: str = "cpu") -> None:
+def prepare_layout(layout: dict[str, Any], device: str = "cpu", **options: Any) -> None:
     prepare(
         layout["tensor_model_parallel_size"],
         device,
+        **options,
         expert_model_parallel_size=layout.get("expert_model_parallel_size", 1),
         expert_tensor_parallel_size=layout.get("expert_tensor_parallel_size"),
     )

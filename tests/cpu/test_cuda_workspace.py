@@ -12,12 +12,14 @@ import torch
 
 import flux
 from flux._native import core
-from flux.comm import cuda, symm_mem
+from flux.comm import cuda, registry, symm_mem
 from flux.comm.cuda import CudaWorkspace
+from flux.comm.workspace import carried_by_sms
 from flux.ops import ag_gemm, all_gather, gemm_rs
 from flux.ops import gemm_rs_with_gather as beside
 from flux.ops.plan import Plan, PlanInput, workspace_plan
 from flux.ops.plan_gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
+from flux.ops.workspaces import without_copy_engines
 
 
 class Echo:
@@ -191,6 +193,30 @@ def test_no_copy_engines_where_launches_block(machine: Machine, monkeypatch: pyt
     assert entered(workspace, chosen) == (workspace._symm_buffer.address, 0, 0)
     rows = workspace_plan(workspace, "gemm_rs", 16384, 8192, 8192, torch.bfloat16, False)
     assert rows.fused and not rows.copied
+
+
+def test_no_copy_engines_for_calls_that_graphs_capture(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a call makes the room that the captured one needs; also if the workspace exists already."""
+    x = torch.zeros(1024, 4096, dtype=torch.bfloat16)
+    workspace = make()
+    key: Any = (workspace.group, workspace.device)
+    monkeypatch.setitem(registry._workspaces, key, workspace)
+    assert all_gather.gather_plan(workspace, x).copied
+    try:
+        without_copy_engines(workspace.group)
+        again = CudaWorkspace.meet(workspace.group, workspace.device, "gemm_rs", Echo())  # type: ignore[arg-type]
+    finally:
+        carried_by_sms.clear()
+    chosen = all_gather.gather_plan(workspace, x)
+    assert not chosen.copied and "CUDA graphs capture" in chosen.transport
+    enter(workspace, chosen)
+    machine.capturing = True
+    assert entered(workspace, chosen) == (workspace._symm_buffer.address, 0, 0)
+    machine.capturing = False
+    later = CudaWorkspace(workspace.group, workspace.device, "gemm_rs", Echo(), core.CallTurn(()), again)  # type: ignore[arg-type]
+    assert not all_gather.gather_plan(later, x).copied
 
 
 def gathering(rows: int, k: int = 4096, world_size: int = 2) -> Plan:

@@ -19,6 +19,7 @@ from cases import Answers, by_name, run_scenarios
 from flux.ops import autograd
 from megatron_models import (
     KINDS,
+    MIXTURE,
     MODELS,
     Told,
     flux_layers,
@@ -430,8 +431,30 @@ def autocast(rank: int, world_size: int) -> None:
 
 
 # Megatron's groups are of two ranks. Importing it takes seconds: one set of processes for each world size.
+def cuda_graphs(rank: int, world_size: int) -> None:
+    """If the config asks for graphs, calls before a capture run as the captured ones."""
+    from megatron.core import parallel_state
+
+    from flux.comm.workspace import carried_by_sms
+    from flux.integrations.megatron import FluxColumnParallelLinear, convert_model
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    for options in ({}, MIXTURE):
+        stock, _ = pair(make_config(sequence_parallel=True, **options))
+        assert group not in carried_by_sms
+        stock.config.cuda_graph_impl = "full_iteration"  # now, for old releases would begin to capture layers
+        convert_model(stock)
+        assert group in carried_by_sms
+        carried_by_sms.clear()
+    config, options = stock.config, {"bias": False, "gather_output": False}
+    FluxColumnParallelLinear(32, 16, config=config, init_method=config.init_method, **options)
+    assert group in carried_by_sms
+    carried_by_sms.clear()
+
+
 SCENARIOS = {
     2: by_name(
+        cuda_graphs,
         in_place,
         fp32_residual,
         autocast,

@@ -118,6 +118,24 @@ def test_a_result_is_shown_and_stands_on_the_page(
     assert not rows and others[0].source.op == "megatron_model"
     text = "\n".join(page.models(others))
     assert "| stock | 12.0 ms (1.50) ±50 % | 36.0 ms (1.50) ±0 % *host* | 2.0 GiB |" in text
+    assert "CUDA graph" not in text
+
+
+def test_steps_from_cuda_graphs_are_shown(benchmark: Any, tmp_path: Path) -> None:
+    """A candidate that was not captured has no such time."""
+    result = result_of(TIMES)
+    result["models"][0]["candidates"]["flux"]["samples_ms"]["graph"] = [5.0, 5.0, 5.0]
+    found = [line[:3] for line in training.lines(result["models"][0]) if line[0] == "graph"]
+    assert found == [("graph", "flux", 5.0)]
+    (tmp_path / "2026-11-26-megatron_model-tp2-2xH100-60685d2.json").write_text(json.dumps(result))
+    measurements, page = map(importlib.import_module, ("measurements", "results_page"))
+    _, others = measurements.read(tmp_path, lambda *_: measurements.Marks("same", True))
+    lines = "\n".join(page.models(others)).splitlines()
+    assert any(line.endswith("| training | training, CUDA graph | memory of a step |") for line in lines)
+    assert [line.split("|")[4].strip() for line in lines if line.startswith(("| stock", "| flux |"))] == [
+        "–",
+        "5.0 ms (1.000) ±0 %",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +144,8 @@ def test_a_result_is_shown_and_stands_on_the_page(
         ({"loss": 4.03}, None),
         ({"loss": 4.05}, "flux: loss 4.05, of stock 4.0"),
         ({"loss": float("nan")}, "flux: loss nan, of stock 4.0"),
+        ({"graph_loss": 4.03}, None),
+        ({"graph_loss": 4.05}, "flux: loss 4.05 from a CUDA graph, of stock 4.0"),
         ({"gradients_apart": 0.09}, None),
         ({"gradients_apart": 0.2}, "flux: gradients are 0.2 of stock's apart from them"),
         ({"gradients_apart": float("nan")}, "flux: gradients are nan of stock's apart from them"),
@@ -181,6 +201,9 @@ def test_models_have_their_time(benchmark: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_options(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.options_of(["--cpu", "--graphs"])
+    assert "--graphs: needs GPUs" in capsys.readouterr().err
     for asked in ("mixtral-8x7b:3", "llama-3-8b:2", "gpt-2"):
         with pytest.raises(SystemExit):
             benchmark.options_of(["--tp", "4", "--models", asked])

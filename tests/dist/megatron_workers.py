@@ -22,13 +22,17 @@ from megatron_models import (
     RECOMPUTED,
     SWIGLU,
     Told,
+    full_graphs,
+    losses_of,
     make_config,
     make_moe_config,
     moe_pair,
     pair,
     prepare,
     prepare_layout,
+    sizes,
     token_losses,
+    tokens_of,
 )
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
@@ -207,6 +211,69 @@ def experts(rank: int, p: int, name_of_layout: str) -> list[str]:
         told.messages = [message for message in told.messages if "group has one rank" not in message]
     group = ours.decoder.layers[0].mlp.flux_group
     return wrong + told.messages + unfused(group, {"moe.ag_scatter_gemm", "moe.gemm_gather_rs"})
+
+
+def full_graph(rank: int, p: int, name_of_layout: str) -> list[str]:
+    """Megatron's graph of a whole iteration, of two micro-batches: each replay gives the losses and gradients
+    of an eager model on flux, with other tokens, which choose other experts.
+    """
+    _, layout = LAYOUTS[name_of_layout]
+    prepare_layout(layout, DEVICE, graphs=True)
+    told = Told()
+    config = make_moe_config(layout, **LARGE, **SWIGLU, **full_graphs(), moe_aux_loss_coeff=0.1)
+    models = [moe_pair(config, rank, DEVICE)[1] for _ in range(2)]
+    wrong = graphed_as_eager(models, rank // layout["tensor_model_parallel_size"], BATCH)
+    if layout["tensor_model_parallel_size"] == 1:  # then attention has nothing to communicate, and says so
+        told.messages = [message for message in told.messages if "group has one rank" not in message]
+    return wrong + told.messages
+
+
+def full_graph_of_dense(rank: int, p: int, batch: int) -> list[str]:
+    prepare(p, DEVICE, graphs=True)
+    told = Told()
+    options = MODELS["swiglu, rms norm"]
+    config = make_config(**LARGE, **options, **full_graphs(), tensor_model_parallel_size=p)
+    return graphed_as_eager([pair(config, DEVICE)[1] for _ in range(2)], 0, batch) + told.messages
+
+
+def graphed_as_eager(models: list[Any], seed: int, batch: int) -> list[str]:
+    """Trains the first model as it is and the second one from a CUDA graph. Seed: of the rank's tokens."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    def step(*, model: Any, data_iterator: Any, num_microbatches: int, **_: Any) -> torch.Tensor:
+        losses = []
+        for _ in range(num_microbatches):
+            of_tokens = losses_of(model, next(data_iterator[0])["tokens"])
+            of_tokens.mean().backward()
+            losses.append(of_tokens.detach())
+        return torch.stack(losses)
+
+    warm, steps = (2, 5) if DEVICE == "cuda" else (9, 2)  # without a GPU, all steps are eager
+    runs = (step, FullCudaGraphWrapper(step, cuda_graph_warmup_steps=warm))
+    config, wrong = models[0].config, []
+    about = {"num_microbatches": 2, "seq_length": sizes(config)[1], "forward_only": False}
+    for model in models:
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)  # where a graph leaves them
+    for number in range(steps):
+        results = []
+        for model, run in zip(models, runs, strict=True):
+            seeds = [100 * number + 10 * i + seed for i in range(2)]
+            batches = [{"tokens": tokens_of(config, s, batch).to(DEVICE)} for s in seeds]
+            for weight in model.parameters():
+                weight.grad.zero_()
+            losses = run(model=model, data_iterator=[iter(batches)], **about).clone()
+            results.append((losses, {name: q.grad.clone() for name, q in model.named_parameters()}))
+        (expected, grads), (got, ours) = results
+        if not torch.equal(got, expected):
+            wrong.append(f"step {number}: losses are up to {(got - expected).abs().max()} apart")
+        apart = [name for name, grad in grads.items() if not torch.equal(ours[name], grad)]
+        none = [name for name, grad in grads.items() if not grad.any()]
+        if apart or none:
+            wrong.append(f"step {number}: other gradients {apart}, zero {none}")
+    if (FullCudaGraphWrapper.cuda_graph["training"] is None) == (DEVICE == "cuda"):
+        wrong.append("on GPUs, the last steps must have come from a CUDA graph")
+    return wrong
 
 
 def load_example() -> ModuleType:

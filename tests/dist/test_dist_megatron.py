@@ -47,6 +47,21 @@ def test_experts_equal_to_stock(world_size: int, layout: str) -> None:
     run(megatron_workers.experts, world_size, layout, **ONE_QUEUE)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
+)
+def test_whole_iterations_from_a_cuda_graph(world_size: int, layout: str) -> None:
+    run(megatron_workers.full_graph, world_size, layout, **ONE_QUEUE)
+
+
+@pytest.mark.parametrize("batch", [BATCH, 128])
+@pytest.mark.parametrize("world_size", FEW)
+def test_whole_iterations_of_a_dense_model_from_a_cuda_graph(world_size: int, batch: int) -> None:
+    """With 128, shards are so large that copy engines would gather them outside of a graph."""
+    run(megatron_workers.full_graph_of_dense, world_size, batch, **ONE_QUEUE)
+
+
 @pytest.mark.gpus(4)
 def test_beside_data_parallelism() -> None:
     run(megatron_workers.data_parallel, 4, **ONE_QUEUE)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 PASSES = ("forward", "training")
+GRAPH = "graph"  # a training step from a CUDA graph: not in every result, nor of every candidate
 _ENGINE = "Transformer Engine"
 
 
@@ -46,8 +47,9 @@ def title(model: dict[str, Any], tp: int) -> str:
 
 
 def medians(model: dict[str, Any], kind: str) -> dict[str, float]:
-    """Milliseconds of each candidate in a pass."""
-    return {name: statistics.median(run["samples_ms"][kind]) for name, run in model["candidates"].items()}
+    """Milliseconds of each candidate that has this pass."""
+    samples = {name: run["samples_ms"].get(kind) for name, run in model["candidates"].items()}
+    return {name: statistics.median(found) for name, found in samples.items() if found}
 
 
 def over_flux(times: dict[str, float]) -> dict[str, float]:
@@ -72,7 +74,7 @@ def lines(model: dict[str, Any]) -> Iterator[tuple[str, str, float, float, float
     """Of each pass and candidate: both names, milliseconds, spread, time over that of flux, whether the host
     set the pace.
     """
-    for kind in PASSES:
+    for kind in (*PASSES, GRAPH):
         times = medians(model, kind)
         for name, ratio in over_flux(times).items():
             run = model["candidates"][name]

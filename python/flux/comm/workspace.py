@@ -98,6 +98,8 @@ class NotInvariant(ValueError):
     """A call that must be batch invariant cannot be. Raised on all ranks alike, whose plans are equal."""
 
 
+# Groups for whose calls no copy engines are used (flux.ops.workspaces.without_copy_engines).
+carried_by_sms: set[ProcessGroup] = set()
 # Exceptions that all ranks raise at the same point of the same call, after which the group remains usable.
 ON_ALL_RANKS = (Disagreement, NoSharedMemory, NotInvariant)
 
@@ -180,6 +182,7 @@ class Workspace(ABC):
             "links": topology.links().to_tell(),
             "nodes": _env.get("FLUX_NODES"),
             "compare": _env.get("FLUX_DEBUG") == "compare",
+            "by_sms": group in carried_by_sms,
             "tuning": store.to_tell(store.local(device)),
         }
         return meeting.exchange(op, {**cls.facts(group, device), **told})
@@ -210,7 +213,7 @@ class Workspace(ABC):
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
         self.num_sms = min(f["num_sms"] for f in facts)
-        self.copies = all(f.get("copies", True) for f in facts)
+        self.copies = all(f.get("copies", True) and not f["by_sms"] for f in facts)
         self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
         if self.why_not is not None:
@@ -275,6 +278,15 @@ class Workspace(ABC):
             self._plans, self.num_sms, self.left_free = kept
             if self.known is not None:
                 self.known.paused = bool(self.left_free)
+
+    def stop_copying(self) -> None:
+        """Lets SMs carry all further calls."""
+        self.copies = False
+        for plans in (self._plans, *self._plans_left_free.values()):
+            for of_mode in plans:
+                of_mode.clear()
+        if self.known is not None:
+            self.known.clear()
 
     @property
     def plans(self) -> dict[Any, Any]:

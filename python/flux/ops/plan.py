@@ -6,6 +6,7 @@ Plans depend only on facts that are equal on all ranks of a group, so all ranks 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -281,7 +282,9 @@ def carried_by(workspace: Workspace, plan: Plan) -> Plan:
     """The plan, changed to sending by SMs if this workspace does not use copy engines."""
     if workspace.copies or not plan.copied:
         return plan
-    transport = f"{workspace.transport} (CUDA_LAUNCH_BLOCKING=1 rules out copy engines)"
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+    why = "with CUDA_LAUNCH_BLOCKING=1" if blocking else "because CUDA graphs capture its calls"
+    transport = f"{workspace.transport} (no copy engines, {why})"
     return replace(plan, copied=False, transport=transport)
 
 

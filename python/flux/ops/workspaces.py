@@ -12,7 +12,7 @@ from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import round_up
+from flux.comm.workspace import carried_by_sms, round_up
 from flux.ops import _arguments, _check, _gate
 from flux.ops.plan import PlanInput, can_run_fused, current_device
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
@@ -110,6 +110,15 @@ def _reserve(
     workspace.grow(signal_bytes, slot_bytes, "reserve", call, exchange_bytes)
     if isinstance(workspace, CudaWorkspace) and m // p * columns * dtype.itemsize >= COPY_FROM_BYTES:
         workspace.reserve_copy(*gathered, "reserve", call)
+
+
+def without_copy_engines(group: ProcessGroup) -> None:
+    """From now on SMs carry all calls of a group, as in CUDA graphs: then a call before the capture makes the
+    room that the captured call needs. All ranks must say so between the same calls.
+    """
+    carried_by_sms.add(group)
+    for workspace in registry.existing(group):
+        workspace.stop_copying()
 
 
 def release(group: GroupLike = None) -> None:

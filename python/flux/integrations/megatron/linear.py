@@ -18,6 +18,7 @@ from flux.integrations.megatron import fp8
 from flux.layers import DeferredGrads, Fp8, column_linear, row_linear
 from flux.layers.functional import SaveGathered
 from flux.ops import _arguments, autocast
+from flux.ops.workspaces import without_copy_engines
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -78,6 +79,14 @@ def save_gathered_inputs(model: torch.nn.Module, save: SaveGathered = "auto") ->
             module.flux_saves_gathered = save
 
 
+def prepare_capture(config: Any, group: Any) -> None:
+    """If Megatron is to capture CUDA graphs: lets the steps before a capture run as the captured one, so that
+    all workspaces are as large as it needs them.
+    """
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        without_copy_engines(group)
+
+
 def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
     """Whether a layer's gradients of its weights go into their main_grad."""
     # Megatron-FSDP allocates its buffers during the backward pass, and expects them to be overwritten.
@@ -105,6 +114,7 @@ class FluxLinear(torch.nn.Module):
         quiet.gradient_accumulation_fusion = False
         super().__init__(*args, config=quiet, **options)
         self.config = config
+        prepare_capture(config, self.tp_group)
         self.flux_fp8 = recipe
         self._delay(getattr(config, "delay_wgrad_compute", False))
         self.flux_accumulates = config.gradient_accumulation_fusion
@@ -275,6 +285,7 @@ def adopt(layer: torch.nn.Module, cls: type[FluxLinear], may_be_fp8: bool = True
     recipe = fp8.recipe_of(cls.__name__, layer.config, getattr(layer, "is_expert", False))
     layer.__class__ = cls
     assert isinstance(layer, FluxLinear)
+    prepare_capture(layer.config, layer.tp_group)
     layer.flux_fp8 = recipe if may_be_fp8 else None
     # As stock layers: Megatron calls backward_dw of some of them only, not of the output layer.
     layer._delay(False)

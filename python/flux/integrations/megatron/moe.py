@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from flux.integrations.megatron.experts import SharedTokens, expert_layer
-from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, tell
+from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, prepare_capture, tell
 from flux.integrations.megatron.weights import lay_out
 from flux.layers import DeferredGrads
 from flux.moe import route
@@ -70,6 +70,7 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
 
     def _begin(self, groups: Any) -> None:
         self.flux_group = groups.tp_ep
+        prepare_capture(self.config, groups.tp_ep)
         self.flux_ep_size = groups.tp_ep.size() // groups.expt_tp.size()
         self.flux_unfit = self._reason(groups)
         self.flux_accumulates = self.config.gradient_accumulation_fusion
