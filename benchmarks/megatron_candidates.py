@@ -333,11 +333,11 @@ def captured(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_all_rng_states
 
-    from flux.ops.workspaces import without_copy_engines
+    import flux
 
     # As converted models do if their config asks for CUDA graphs.
-    without_copy_engines(parallel_state.get_tensor_model_parallel_group())
-    without_copy_engines(parallel_state.get_expert_tensor_and_model_parallel_group())
+    flux.expect_graphs(parallel_state.get_tensor_model_parallel_group())
+    flux.expect_graphs(parallel_state.get_expert_tensor_and_model_parallel_group())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -25,7 +25,7 @@ from flux.ops.plan import Plan, explain
 from flux.ops.quantize import quantize
 from flux.ops.reduce_scatter import reduce_scatter
 from flux.ops.wgrad import wgrad_accum
-from flux.ops.workspaces import check, release, reserve
+from flux.ops.workspaces import check, expect_graphs, release, reserve
 
 if TYPE_CHECKING:
     from flux import layers
@@ -52,6 +52,7 @@ __all__ = [
     "all_reduce",
     "batch_invariant",
     "check",
+    "expect_graphs",
     "explain",
     "gemm",
     "gemm_ar",

@@ -14,12 +14,11 @@ import flux
 from flux._native import core
 from flux.comm import cuda, registry, symm_mem
 from flux.comm.cuda import CudaWorkspace
-from flux.comm.workspace import carried_by_sms
-from flux.ops import ag_gemm, all_gather, gemm_rs
+from flux.comm.workspace import expecting_graphs
+from flux.ops import ag_gemm, all_gather, gemm_rs, workspaces
 from flux.ops import gemm_rs_with_gather as beside
 from flux.ops.plan import Plan, PlanInput, workspace_plan
 from flux.ops.plan_gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
-from flux.ops.workspaces import without_copy_engines
 
 
 class Echo:
@@ -139,7 +138,7 @@ def test_it_grows_when_it_must_and_geometrically(machine: Machine) -> None:
 def test_a_capture_cannot_grow_it_but_keeps_what_it_used(machine: Machine) -> None:
     workspace = make()
     machine.capturing = True
-    with pytest.raises(RuntimeError, match=r"gemm_rs: group 'g' .* Before the capture call flux.reserve"):
+    with pytest.raises(RuntimeError, match=r"gemm_rs: group 'g' .* flux.expect_graphs.* flux.reserve"):
         enter(workspace, plan(128))
     machine.capturing = False
     enter(workspace, plan(128))
@@ -205,10 +204,12 @@ def test_no_copy_engines_for_calls_that_graphs_capture(
     monkeypatch.setitem(registry._workspaces, key, workspace)
     assert all_gather.gather_plan(workspace, x).copied
     try:
-        without_copy_engines(workspace.group)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(workspaces, "resolve_group", lambda group, op: group)
+        flux.expect_graphs(workspace.group)
         again = CudaWorkspace.meet(workspace.group, workspace.device, "gemm_rs", Echo())  # type: ignore[arg-type]
     finally:
-        carried_by_sms.clear()
+        expecting_graphs.clear()
     chosen = all_gather.gather_plan(workspace, x)
     assert not chosen.copied and "CUDA graphs capture" in chosen.transport
     enter(workspace, chosen)
@@ -236,7 +237,7 @@ def test_large_shards_go_by_copy_engine_but_not_in_graphs(machine: Machine) -> N
     assert [call[1:] for call in copied] == [(1, 1024), (2, 1024), (3, 1024)]
     assert len({call[0] for call in copied} - {address}) == 1
     machine.capturing = True
-    with pytest.raises(RuntimeError, match="ag_gemm: group 'g' .* Before the capture call flux.reserve"):
+    with pytest.raises(RuntimeError, match="ag_gemm: group 'g' .* flux.expect_graphs.* flux.reserve"):
         entered(workspace, gathering(4096))
     machine.capturing = False
     enter(workspace, large)

@@ -435,21 +435,21 @@ def cuda_graphs(rank: int, world_size: int) -> None:
     """If the config asks for graphs, calls before a capture run as the captured ones."""
     from megatron.core import parallel_state
 
-    from flux.comm.workspace import carried_by_sms
+    from flux.comm.workspace import expecting_graphs
     from flux.integrations.megatron import FluxColumnParallelLinear, convert_model
 
     group = parallel_state.get_tensor_model_parallel_group()
     for options in ({}, MIXTURE):
         stock, _ = pair(make_config(sequence_parallel=True, **options))
-        assert group not in carried_by_sms
+        assert group not in expecting_graphs
         stock.config.cuda_graph_impl = "full_iteration"  # now, for old releases would begin to capture layers
         convert_model(stock)
-        assert group in carried_by_sms
-        carried_by_sms.clear()
+        assert group in expecting_graphs
+        expecting_graphs.clear()
     config, options = stock.config, {"bias": False, "gather_output": False}
     FluxColumnParallelLinear(32, 16, config=config, init_method=config.init_method, **options)
-    assert group in carried_by_sms
-    carried_by_sms.clear()
+    assert group in expecting_graphs
+    expecting_graphs.clear()
 
 
 SCENARIOS = {

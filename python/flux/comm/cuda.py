@@ -64,8 +64,9 @@ def refuse_capture(group: ProcessGroup, op: str) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: group {name_of(group)!r} has no workspace large enough for this call, and a CUDA graph "
-            "cannot capture its allocation. Before the capture call flux.reserve(group, max_m=, max_n=, "
-            "max_k=, dtype=) on all ranks."
+            "cannot capture its allocation. On all ranks, call flux.expect_graphs(group) before the steps "
+            "that precede the capture, or before the capture flux.reserve(group, max_m=, max_n=, max_k=, "
+            "dtype=)."
         )
 
 

@@ -18,7 +18,7 @@ from flux.comm.cuda import CudaWorkspace, refuse_capture
 from flux.comm.group import Meeting
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.comm.topology import of_nodes
-from flux.comm.workspace import ON_ALL_RANKS, Workspace, broken_off, carried_by_sms
+from flux.comm.workspace import ON_ALL_RANKS, Workspace, broken_off, expecting_graphs
 from flux.errors import CommTimeoutError
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def _forget_destroyed_groups() -> None:
     for group in list(known.of_groups):
         if not groups.is_live(group):
             known.of_groups.pop(group, None)
-    carried_by_sms.difference_update([group for group in carried_by_sms if not groups.is_live(group)])
+    expecting_graphs.difference_update([group for group in expecting_graphs if not groups.is_live(group)])
 
 
 def find(group: ProcessGroup, device: torch.device) -> Workspace | None:

@@ -98,8 +98,8 @@ class NotInvariant(ValueError):
     """A call that must be batch invariant cannot be. Raised on all ranks alike, whose plans are equal."""
 
 
-# Groups for whose calls no copy engines are used (flux.ops.workspaces.without_copy_engines).
-carried_by_sms: set[ProcessGroup] = set()
+# Groups for whose calls no copy engines are used (flux.expect_graphs).
+expecting_graphs: set[ProcessGroup] = set()
 # Exceptions that all ranks raise at the same point of the same call, after which the group remains usable.
 ON_ALL_RANKS = (Disagreement, NoSharedMemory, NotInvariant)
 
@@ -182,7 +182,7 @@ class Workspace(ABC):
             "links": topology.links().to_tell(),
             "nodes": _env.get("FLUX_NODES"),
             "compare": _env.get("FLUX_DEBUG") == "compare",
-            "by_sms": group in carried_by_sms,
+            "by_sms": group in expecting_graphs,
             "tuning": store.to_tell(store.local(device)),
         }
         return meeting.exchange(op, {**cls.facts(group, device), **told})

@@ -1,4 +1,4 @@
-"""Public functions on workspaces: reserve, release, check."""
+"""Public functions on workspaces: reserve, expect_graphs, release, check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flux.comm import registry
 from flux.comm.cuda import CudaWorkspace
 from flux.comm.group import GroupLike, process_group, resolve_group
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import carried_by_sms, round_up
+from flux.comm.workspace import expecting_graphs, round_up
 from flux.ops import _arguments, _check, _gate
 from flux.ops.plan import PlanInput, can_run_fused, current_device
 from flux.ops.plan_ar import COMPOSED_FROM_BYTES, exchange_room
@@ -112,13 +112,29 @@ def _reserve(
         workspace.reserve_copy(*gathered, "reserve", call)
 
 
-def without_copy_engines(group: ProcessGroup) -> None:
-    """From now on SMs carry all calls of a group, as in CUDA graphs: then a call before the capture makes the
-    room that the captured call needs. All ranks must say so between the same calls.
+def expect_graphs(group: GroupLike = None) -> None:
+    """Lets a group's calls run from now on as CUDA graphs capture them: then steps before a capture make all
+    the room it needs, and no sizes need to be reserved.
+
+    Graphs contain no calls by copy engines, which carry large shards otherwise: SMs carry those, too, then.
+    Exchanges nothing; all ranks must call it between the same calls. Lasts until the group is destroyed.
+
+    Args:
+        group: ProcessGroup, one-dimensional DeviceMesh, group name, or None for the default group.
+
+    Raises:
+        ValueError: group is none of these.
+
+    Example::
+
+        flux.expect_graphs()
+        flux.gemm_rs(torch.ones(p, 64), torch.ones(32, 64))  # a step as it will be captured
+        # Now a CUDA graph can capture the same step.
     """
-    carried_by_sms.add(group)
-    for workspace in registry.existing(group):
-        workspace.stop_copying()
+    pg = resolve_group(group, "expect_graphs")
+    expecting_graphs.add(pg)
+    for workspace in registry.existing(pg):
+        registry.in_turn(pg, workspace.device, workspace.stop_copying)
 
 
 def release(group: GroupLike = None) -> None:

@@ -18,7 +18,7 @@ from flux.integrations.megatron import fp8
 from flux.layers import DeferredGrads, Fp8, column_linear, row_linear
 from flux.layers.functional import SaveGathered
 from flux.ops import _arguments, autocast
-from flux.ops.workspaces import without_copy_engines
+from flux.ops.workspaces import expect_graphs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -84,7 +84,7 @@ def prepare_capture(config: Any, group: Any) -> None:
     all workspaces are as large as it needs them.
     """
     if getattr(config, "cuda_graph_impl", "none") != "none":
-        without_copy_engines(group)
+        expect_graphs(group)
 
 
 def collects(layer: torch.nn.Module, *weights: torch.Tensor) -> bool:
