@@ -201,6 +201,31 @@ def test_what_a_backward_pass_computes(needed: str) -> None:
         assert leaf.grad is None or torch.equal(leaf.grad, 2 * grad)
 
 
+@pytest.mark.parametrize("distance", [12, 16, None])
+def test_main_grads_at_equal_distances_are_one_tensor(
+    monkeypatch: pytest.MonkeyPatch, distance: int | None
+) -> None:
+    """As in the buffers of Megatron's data parallelism; others (None) are added one by one."""
+    from flux.integrations.megatron import experts
+
+    buffer = torch.zeros(100)
+    places = [0, 12, 32] if distance is None else [0, distance, 2 * distance]
+    weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in places]
+    for weight, place in zip(weights, places, strict=True):
+        weight.main_grad = buffer[place : place + 12].view(3, 4)  # type: ignore[attr-defined]
+    given: list[Any] = []
+    add = experts.add_expert_grads
+    monkeypatch.setattr(experts, "add_expert_grads", lambda *args: (given.append(args[-1]), add(*args)))
+    offsets = torch.tensor([0, 1, 1, 3], dtype=torch.int32)
+    grad, x = torch.arange(1.0, 10).view(3, 3), torch.arange(12.0).view(3, 4)
+    for _ in range(2):
+        experts._of_weights(weights, grad, x, offsets)
+    assert all(isinstance(main_grads, torch.Tensor) == (distance is not None) for main_grads in given)
+    assert torch.equal(buffer[:12].view(3, 4), 2 * grad[:1].t() @ x[:1])
+    assert torch.equal(buffer[places[2] : places[2] + 12].view(3, 4), 2 * grad[1:].t() @ x[1:])
+    assert buffer.count_nonzero() == 9 + 12  # x begins with a zero; nothing else was written
+
+
 def test_a_view_reads_the_weights_themselves() -> None:
     from flux.integrations.megatron.weights import stacked
 

@@ -401,13 +401,15 @@ def test_gradients_of_expert_weights_as_cuda_tensors_take_them(
         torch.ops.flux.grouped_wgrad(grad[1:], x, OFFSETS)
 
 
-def test_gradients_of_expert_weights_are_added_unrounded() -> None:
+@pytest.mark.parametrize("as_one", [False, True])
+def test_gradients_of_expert_weights_are_added_unrounded(as_one: bool) -> None:
     """257 is no bfloat16. Experts without rows get nothing, and rows after the last are not read."""
     from flux.moe import autograd
 
     grad, x = torch.ones(300, 3, dtype=torch.bfloat16), torch.ones(300, 5, dtype=torch.bfloat16)
     grad[260:] = x[260:] = float("nan")
-    main_grads = [torch.full((3, 5), 0.5 + e) for e in range(4)]
+    whole = torch.arange(8)[::2, None, None].div(2).add(0.5).repeat(1, 3, 5)
+    main_grads = whole if as_one else list(whole)
     autograd.add_expert_grads(grad, x, torch.tensor([0, 0, 257, 257, 260], dtype=torch.int32), main_grads)
     for main_grad, expected in zip(main_grads, (0.5, 258.5, 2.5, 6.5), strict=True):
         assert (main_grad == expected).all()

@@ -273,12 +273,18 @@ def _has_grouped_gemm(grad: Tensor, x: Tensor) -> bool:
     return False
 
 
-def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Sequence[Tensor]) -> None:
+def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Tensor | Sequence[Tensor]) -> None:
     """main_grads[e] += grad[rows of e]ᵀ · x[rows of e] for each expert e, as flux.wgrad_accum; for bfloat16
     on GPUs by a grouped GEMM, which rounds each product before it is added.
     """
     if x.is_cuda and _has_grouped_gemm(grad, x):
-        torch._foreach_add_(list(main_grads), list(expert_grads(grad, x, offsets).unbind()))
+        made = expert_grads(grad, x, offsets)
+        if isinstance(main_grads, Tensor):
+            main_grads.add_(
+                made
+            )  # one launch; of tensors of two types torch adds each by a launch of its own
+        else:
+            torch._foreach_add_(list(main_grads), list(made.unbind()))
         return
     bounds = offsets.tolist()
     for main_grad, first, last in zip(main_grads, bounds, bounds[1:], strict=False):

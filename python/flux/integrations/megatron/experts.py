@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flux.integrations.megatron.weights import stacked
+from flux.integrations.megatron.weights import as_one, stacked
 from flux.layers.weight_grads import DeferredGrads, placeholder, store_grad
 from flux.moe import ag_scatter_gemm, gemm_gather_rs
 from flux.moe.autograd import (
@@ -164,7 +164,8 @@ def _of_weights(
     if not collecting:
         return expert_grads(grad, x, offsets).unbind()  # type: ignore[no-any-return]
     main_grads = [weight.main_grad for weight in collecting]
-    add_expert_grads(grad, x, offsets, main_grads)
+    whole = as_one(main_grads)
+    add_expert_grads(grad, x, offsets, main_grads if whole is None else whole)
     return _placeholders(collecting, x.dtype)
 
 

@@ -45,9 +45,20 @@ def stacked(weights: Sequence[Tensor], before: Places | None = None) -> tuple[Te
         if not compiling:
             say_once("weights of a layer's experts do not lie at equal distances: each pass copies them")
         return torch.stack(list(weights)), None
-    first = weights[0]
-    whole = first.as_strided((len(weights), *first.shape), (places.distance, first.shape[1], 1))
-    return whole, places
+    return _whole(weights, places), places
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A view [E, N, K] of E tensors [N, K] that lie at equal distances, such as the main_grads of a layer's
+    experts; else None.
+    """
+    places = _places(tensors)
+    return None if places is None else _whole(tensors, places)
+
+
+def _whole(tensors: Sequence[Tensor], places: Places) -> Tensor:
+    first = tensors[0]
+    return first.as_strided((len(tensors), *first.shape), (places.distance, first.shape[1], 1))
 
 
 def lay_out(weights: Sequence[Tensor]) -> None:
