@@ -30,6 +30,9 @@ from flux.ops._tensors import padded
 from flux.ops.all_gather import all_gather
 
 Tensor = torch.Tensor
+# Up to so many elements of an expert, the main_grads of all experts are added by one launch: a GPU adds as
+# many in about the time in which the host makes a launch. Tensors without gaps are added faster.
+_ADDED_AT_ONCE = 1 << 22
 
 
 class SharedTokens:
@@ -164,7 +167,7 @@ def _of_weights(
     if not collecting:
         return expert_grads(grad, x, offsets).unbind()  # type: ignore[no-any-return]
     main_grads = [weight.main_grad for weight in collecting]
-    whole = as_one(main_grads)
+    whole = as_one(main_grads) if main_grads[0].numel() <= _ADDED_AT_ONCE else None
     add_expert_grads(grad, x, offsets, main_grads if whole is None else whole)
     return _placeholders(collecting, x.dtype)
 
