@@ -201,13 +201,15 @@ def test_what_a_backward_pass_computes(needed: str) -> None:
         assert leaf.grad is None or torch.equal(leaf.grad, 2 * grad)
 
 
-@pytest.mark.parametrize("distance", [12, 16, None])
+@pytest.mark.parametrize(("distance", "large"), [(12, False), (16, False), (None, False), (12, True)])
 def test_main_grads_at_equal_distances_are_one_tensor(
-    monkeypatch: pytest.MonkeyPatch, distance: int | None
+    monkeypatch: pytest.MonkeyPatch, distance: int | None, large: bool
 ) -> None:
-    """As in the buffers of Megatron's data parallelism; others (None) are added one by one."""
+    """As in buffers of Megatron's data parallelism. Others (None) and large ones are added one by one."""
     from flux.integrations.megatron import experts
 
+    if large:
+        monkeypatch.setattr(experts, "_ADDED_AT_ONCE", 11)
     buffer = torch.zeros(100)
     places = [0, 12, 32] if distance is None else [0, distance, 2 * distance]
     weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in places]
@@ -220,10 +222,28 @@ def test_main_grads_at_equal_distances_are_one_tensor(
     grad, x = torch.arange(1.0, 10).view(3, 3), torch.arange(12.0).view(3, 4)
     for _ in range(2):
         experts._of_weights(weights, grad, x, offsets)
-    assert all(isinstance(main_grads, torch.Tensor) == (distance is not None) for main_grads in given)
+    assert {isinstance(main_grads, torch.Tensor) for main_grads in given} == {
+        distance is not None and not large
+    }
     assert torch.equal(buffer[:12].view(3, 4), 2 * grad[:1].t() @ x[:1])
     assert torch.equal(buffer[places[2] : places[2] + 12].view(3, 4), 2 * grad[1:].t() @ x[1:])
     assert buffer.count_nonzero() == 9 + 12  # x begins with a zero; nothing else was written
+
+
+def test_what_autograd_gets_for_main_grads_takes_the_memory_of_one_weight() -> None:
+    """Megatron's hooks want a gradient, and read none."""
+    from flux.integrations.megatron import experts
+
+    weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
+    for weight in weights:
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    given = experts._placeholders(weights, torch.bfloat16)
+    assert {(x.shape, x.stride(), x.dtype, x.requires_grad) for x in given if x is not None} == {
+        (weights[0].shape, weights[0].stride(), torch.bfloat16, False)
+    }
+    assert len(given) == 5 and len({x.untyped_storage().data_ptr() for x in given if x is not None}) == 1
+    assert given[0] is not None and given[0].untyped_storage().nbytes() == 24
+    assert all(weight.grad_added_to_main_grad for weight in weights)  # type: ignore[attr-defined]
 
 
 def test_a_view_reads_the_weights_themselves() -> None:

@@ -178,5 +178,6 @@ def _placeholders(weights: Sequence[Any], dtype: torch.dtype) -> Sequence[Tensor
         return [placeholder(weight, dtype) for weight in weights]
     for weight in weights:
         weight.grad_added_to_main_grad = True
-    first = weights[0]
-    return first.new_empty(len(weights), *first.shape, dtype=dtype, requires_grad=False).unbind()  # type: ignore[no-any-return]
+    # Nobody reads them, so all have the same memory, as Megatron's own.
+    one = torch.empty_like(weights[0], dtype=dtype, requires_grad=False)
+    return one.expand(len(weights), *one.shape).unbind()
