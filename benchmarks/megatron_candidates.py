@@ -307,7 +307,7 @@ def candidates(
     if importlib.util.find_spec("transformer_engine") is not None:
         makers[ENGINE] = lambda: make(engine_spec, False, **of_engine)
         makers[f"{ENGINE}, overlap"] = overlapping
-        makers[f"{ENGINE} on flux"] = lambda: make(engine_spec, True)
+        makers[f"{ENGINE} on flux"] = lambda: make(engine_spec, True, **of_engine)
     return makers
 
 

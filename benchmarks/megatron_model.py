@@ -49,6 +49,7 @@ from megatron_candidates import (
     captured,
     initialise,
     loss_of,
+    usual_name,
 )
 
 Tensor = torch.Tensor
@@ -82,7 +83,7 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
                 raise
             skipped[name] = f"{type(error).__name__}: {error}"[:300]
             continue
-        found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        found = {usual_name(key): p.grad for key, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
         gradients = gradients or found
         (apart,) = all_max([distance(found, gradients)], dist.group.WORLD, device)

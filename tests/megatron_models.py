@@ -177,12 +177,37 @@ def pair(config: Any, device: str = "cpu") -> tuple[Any, Any]:
 def moe_pair(config: Any, rank: int, device: str = "cpu") -> tuple[Any, Any]:
     """As `pair`; every rank's experts and every expert differ."""
     stock, ours = pair(config, device)
+    draw_experts(stock, rank)
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours
+
+
+def draw_experts(model: Any, rank: int) -> None:
     g = torch.Generator().manual_seed(rank)
     with torch.no_grad():
-        for name, p in stock.named_parameters():
-            if ".local_experts." in name:
+        for name, p in model.named_parameters():
+            if ".experts." in name:
                 p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+
+
+def grouped_config(layout: dict[str, Any], **options: Any) -> Any:
+    return make_moe_config(layout, moe_grouped_gemm=True, **options)
+
+
+def grouped_pair(config: Any, rank: int, device: str = "cpu", by_model: bool = False) -> tuple[Any, Any]:
+    """As `moe_pair`, of Transformer Engine's spec, whose experts are grouped; by convert_spec, or only by
+    convert_model.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from flux.integrations.megatron import convert_model, convert_spec
+
+    spec = get_gpt_decoder_block_spec(config, True, normalization=config.normalization)
+    stock, ours = (make_model(config, s, device) for s in (spec, spec if by_model else convert_spec(spec)))
+    draw_experts(stock, rank)
     ours.load_state_dict(stock.state_dict())
+    if by_model:
+        convert_model(ours)
     return stock, ours
 
 

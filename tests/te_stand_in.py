@@ -256,8 +256,60 @@ class DotProductAttention(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        raise NotImplementedError("stand-in: GroupedLinear")
+    """One product for each expert, whose rows follow each other, and one weight: weight0, weight1, ..."""
+
+    single_grouped_weight = fp8 = fp8_calibration = False
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        parallel_mode: str | None = None,
+        tp_size: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if options.get("delay_wgrad_compute") or options.get("fuse_wgrad_accumulation"):
+            raise NotImplementedError("stand-in: gradients of grouped weights outside of autograd")
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
+        self.num_gemms, self.use_bias = num_gemms, bias
+        self.apply_bias, self.return_bias = bias and not return_bias, return_bias
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        where = {"dtype": options.get("params_dtype"), "device": options.get("device")}
+        for i in range(num_gemms):
+            weight = make_weight((self.out_features, self.in_features), options.get("init_method"), **where)
+            # As Transformer Engine marks weights.
+            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+            weight.partition_dim = 1 if parallel_mode == "row" else 0  # type: ignore[attr-defined]
+            weight.partition_stride = 1  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{i}", weight)
+            of_expert = torch.zeros(self.out_features, **where)
+            setattr(self, f"bias{i}", nn.Parameter(of_expert) if bias else of_expert[:0])
+
+    def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
+        weights, biases = (
+            [getattr(self, f"{kind}{i}") for i in range(self.num_gemms)] for kind in ("weight", "bias")
+        )
+        parts = [
+            nn.functional.linear(x, weight, bias if self.apply_bias else None)
+            for x, weight, bias in zip(inp.split(list(m_splits)), weights, biases, strict=True)
+        ]
+        product = torch.cat(parts)
+        return (product, biases) if self.return_bias else product
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        pass
+
+    def get_extra_state(self) -> Any:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
 
 
 class FP8GlobalStateManager:

@@ -224,7 +224,7 @@ def falls_back(rank: int, world_size: int, layout: dict[str, Any]) -> None:
             assert layer._why_not(torch.ones(1)).startswith("x is torch.float32, and its experts")
         restore()
     experts, layer.experts = layer.experts, torch.nn.Identity()
-    assert layer._reason(groups()) == "its experts are Identity, not SequentialMLP"  # as of moe_grouped_gemm
+    assert layer._reason(groups()) == "its experts are Identity, neither SequentialMLP nor TEGroupedMLP"
     layer.experts = experts
     assert layer._reason(groups()) is None
     assert [m.split(": ", 2)[1:] for m in told.messages if "FluxMoELayer" in m] == [

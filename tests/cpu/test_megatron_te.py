@@ -11,13 +11,24 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
+import megatron_grouped_steps
 import pytest
 import torch
 from cases import Answers, by_name, run_scenarios
 from test_megatron import assert_alike, train
 
 import te_stand_in
-from megatron_models import KINDS, RECOMPUTED, SWIGLU, Told, make_config, make_model, prepare
+from megatron_models import (
+    KINDS,
+    LAYOUTS,
+    RECOMPUTED,
+    SWIGLU,
+    Told,
+    make_config,
+    make_model,
+    prepare,
+    prepare_layout,
+)
 from megatron_models import pair as local_pair
 
 pytestmark = pytest.mark.skipif(
@@ -207,6 +218,10 @@ def fp8_contexts(rank: int, world_size: int) -> None:
             assert in_fp8 == [False, False]
 
 
+def in_layout(name: str, *scenarios: Any) -> dict[str, Any]:
+    return {f"{each.__name__}, {name}": partial(each, layout=LAYOUTS[name][1]) for each in scenarios}
+
+
 SCENARIOS = by_name(
     equal_to_stock,
     selective_recomputation,
@@ -214,21 +229,27 @@ SCENARIOS = by_name(
     fp32_residual,
     delayed_gradients,
     fp8_contexts,
-)
+) | in_layout("TP 2", megatron_grouped_steps.grouped_equal_to_stock)
+SCENARIOS_OF_SLICES = in_layout("EP 2", *megatron_grouped_steps.ALL)
 
 
 def run(rank: int, world_size: int) -> dict[str, str]:
     if importlib.util.find_spec("transformer_engine") is None:
         te_stand_in.install()
     prepare(2)
-    return run_scenarios(SCENARIOS, rank, world_size)
+    from megatron.core import parallel_state
+
+    told = run_scenarios(SCENARIOS, rank, world_size)
+    parallel_state.destroy_model_parallel()
+    prepare_layout(LAYOUTS["EP 2"][1])
+    return told | run_scenarios(SCENARIOS_OF_SLICES, rank, world_size)
 
 
 # One set of processes: importing Megatron takes two seconds.
 answers = Answers(run, timeout_s=240)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *SCENARIOS_OF_SLICES])
 @pytest.mark.filterwarnings("ignore")
 def test_transformer_engines_specs(name: str) -> None:
     told = answers.of(2, name)

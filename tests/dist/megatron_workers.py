@@ -23,6 +23,8 @@ from megatron_models import (
     SWIGLU,
     Told,
     full_graphs,
+    grouped_config,
+    grouped_pair,
     losses_of,
     make_config,
     make_moe_config,
@@ -187,7 +189,8 @@ def data_parallel(rank: int, p: int) -> list[str]:
     return against_stock("two replicas", ours, stock, config, p // 2)
 
 
-def experts(rank: int, p: int, name_of_layout: str) -> list[str]:
+def experts(rank: int, p: int, name_of_layout: str, are_grouped: bool = False) -> list[str]:
+    """are_grouped: Transformer Engine's model, with grouped experts."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     _, layout = LAYOUTS[name_of_layout]
@@ -195,8 +198,11 @@ def experts(rank: int, p: int, name_of_layout: str) -> list[str]:
     prepare_layout(layout, DEVICE)
     told, wrong = Told(), []
     for name, options in MOE_MODELS.items():
-        config = make_moe_config(layout, **LARGE, moe_enable_routing_replay=True, **options)
-        stock, ours = moe_pair(config, rank, DEVICE)
+        make, pair_of = (grouped_config, grouped_pair) if are_grouped else (make_moe_config, moe_pair)
+        # Biases of norms get sums that cancel, whose rounding depends on the norm's kernel.
+        options = {**options, "normalization": "RMSNorm"} if are_grouped else options
+        config = make(layout, **LARGE, moe_enable_routing_replay=True, **options)
+        stock, ours = pair_of(config, rank, DEVICE)
         seed = rank // tp  # without tensor parallelism ranks are replicas, with batches of their own
         routers = [[layer.mlp.router.router_replay for layer in m.decoder.layers] for m in (stock, ours)]
         for theirs in routers[0]:

@@ -47,6 +47,18 @@ def test_experts_equal_to_stock(world_size: int, layout: str) -> None:
     run(megatron_workers.experts, world_size, layout, **ONE_QUEUE)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="needs Transformer Engine, which is not installed",
+)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
+)
+def test_grouped_experts_equal_to_transformer_engine(world_size: int, layout: str) -> None:
+    run(megatron_workers.experts, world_size, layout, True, **ONE_QUEUE)
+
+
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],

@@ -43,6 +43,7 @@ def convert_model(model: torch.nn.Module, *, allow_unchanged: bool = False) -> d
     For layers that no spec names, such as the output layer, and for models whose spec is somebody else's.
     Parameters, hooks and state stay as they are. Call it before the model is wrapped for data parallelism,
     compiled or captured. Layers of Transformer Engine own their communication: convert their spec instead.
+    Its grouped experts do not, so layers of experts are put on flux here too.
     The logger `flux` says what runs on flux; a warning, if layers other than embeddings do not.
 
     Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
+from flux.integrations.megatron import grouped
 from flux.integrations.megatron.experts import SharedTokens, expert_layer
 from flux.integrations.megatron.linear import DTYPES, FluxLinear, collects, prepare_capture, tell
 from flux.integrations.megatron.weights import lay_out
@@ -110,10 +111,11 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
     def _reason(self, groups: Any) -> str | None:
         """Why all calls run in Megatron's own code, or None. The same on all ranks."""
         config = self.config
+        are_grouped = grouped.are_grouped(self.experts)
         reasons = {
             "the group of its experts has one rank": groups.tp_ep.size() == 1,
-            f"its experts are {type(self.experts).__name__}, not SequentialMLP": (
-                type(self.experts) is not SequentialMLP
+            f"its experts are {type(self.experts).__name__}, neither SequentialMLP nor TEGroupedMLP": (
+                type(self.experts) is not SequentialMLP and not are_grouped
             ),
             "its experts have biases": config.add_bias_linear,
             "its experts compute in fp8 or fp4": config.fp8 or config.fp4,
@@ -131,6 +133,8 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
                 groups.tp_ep.rank() != groups.ep.rank() * groups.expt_tp.size() + groups.expt_tp.rank()
             ),
         }
+        if are_grouped:
+            reasons |= grouped.reasons(self.experts, config, _is_swiglu(config))
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _why_not(self, x: Tensor) -> str | None:
@@ -212,16 +216,16 @@ class FluxMoELayer(MoELayer):  # type: ignore[misc]
         return self._modules_below
 
     def _linears(self) -> list[torch.nn.Module]:
-        experts = getattr(self.experts, "local_experts", ())
-        return [getattr(expert, name) for expert in experts for name in _LINEARS]
+        owners = getattr(self.experts, "local_experts", (self.experts,))  # grouped: both hold all experts
+        return [getattr(owner, name, owner) for owner in owners for name in _LINEARS]
 
     def _weights(self, name: str) -> list[Tensor]:
         """Of the experts' fc1 or fc2. The last expert comes first, as in `chosen`."""
-        linears = self._modules_below.linears(name)
+        below = self._modules_below
         try:
-            return [linear._parameters["weight"] for linear in linears]  # a fifth of the time of getattr
+            return below.weights(name)
         except KeyError:  # such as those with a parametrization
-            return [linear.weight for linear in linears]
+            return [getattr(linear, weight) for linear, weight in below.owners(name)]
 
     def _most_tokens(self, x: Tensor) -> int | None:
         """What no rank exceeds; None if all have as many as this one. Read on the host."""
@@ -255,19 +259,42 @@ class _Modules:
         self._all = list(experts.modules())
         self._children = [module._modules.copy() for module in self._all]
         self._linears: dict[str, list[Any]] = {}
-        self._only_weights = False  # of `linears`: whether there are no other parameters, once that is known
+        self._names: dict[str, list[str]] = {}  # of grouped experts' weights
+        self._only_weights = False  # of the experts: whether there are no other parameters, once it is known
 
     def are_of(self, experts: torch.nn.Module) -> bool:
         """Whether a walk would find the same modules."""
         # Lists and dicts of modules: compared by identity, and in C.
         return self._all[0] is experts and [module._modules for module in self._all] == self._children
 
-    def linears(self, name: str) -> Sequence[Any]:
-        """The experts' fc1 or fc2, the last expert's first."""
+    def owners(self, name: str) -> list[tuple[Any, str]]:
+        """The modules that hold the weights of the experts' fc1 or fc2, and what they call them. The last
+        expert comes first.
+        """
+        self._find(name)
+        names = self._names.get(name)
+        if names is None:
+            return [(linear, "weight") for linear in self._linears[name]]
+        return [(self._linears[name][0], weight) for weight in names]
+
+    def weights(self, name: str) -> list[Tensor]:
+        """Those that are parameters of `owners`; KeyError if one is none."""
         if name not in self._linears:
-            experts = self._all[0].local_experts
-            self._linears[name] = [getattr(expert, name) for expert in reversed(experts)]  # type: ignore[arg-type]
-        return self._linears[name]
+            self._find(name)
+        linears, names = self._linears[name], self._names.get(name)
+        # A fifth of the time of getattr.
+        if names is None:
+            return [linear._parameters["weight"] for linear in linears]
+        parameters = linears[0]._parameters
+        return [parameters[weight] for weight in names]
+
+    def _find(self, name: str) -> None:
+        experts: Any = self._all[0]
+        if grouped.are_grouped(experts):
+            self._linears[name] = [getattr(experts, name)]
+            self._names[name] = grouped.names_of_weights(self._linears[name][0])
+        else:
+            self._linears[name] = [getattr(expert, name) for expert in reversed(experts.local_experts)]
 
     def hooks(self) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
         """Those before the modules' forward passes, in Megatron's order."""
@@ -277,13 +304,12 @@ class _Modules:
     def dtypes(self) -> set[torch.dtype]:
         """Of all parameters."""
         if self._only_weights:  # a third of the time of the walk below
-            linears = [*self.linears(_LINEARS[0]), *self.linears(_LINEARS[1])]
             with contextlib.suppress(KeyError):  # it is no parameter any more
-                return {linear._parameters["weight"].dtype for linear in linears}
+                return {w.dtype for w in self.weights(_LINEARS[0]) + self.weights(_LINEARS[1])}
         of_modules = [module._parameters.values() for module in self._all if module._parameters]
         parameters = [p for parameters in of_modules for p in parameters if p is not None]
-        linears = [linear for name in _LINEARS for linear in self.linears(name)]
-        weights = [linear._parameters.get("weight") for linear in linears]
+        owners = [owner for name in _LINEARS for owner in self.owners(name)]
+        weights = [linear._parameters.get(weight) for linear, weight in owners]
         self._only_weights = {*map(id, parameters)} == {*map(id, weights)}
         return {p.dtype for p in parameters}
 

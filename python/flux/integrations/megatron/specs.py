@@ -20,6 +20,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from flux._log import say_once
+from flux.integrations.megatron import grouped
 from flux.integrations.megatron.linear import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux.integrations.megatron.moe import FluxMoELayer
 from flux.integrations.megatron.norm import FluxLayerNormColumnParallelLinear, FluxNorm
@@ -137,7 +138,8 @@ class _Conversion:
         if is_owner or not (isinstance(part, type) or is_hidden) or _name(part) == "IdentityOp":
             return
         self.kept.append(f"{path} {_name(part)}".strip())
-        if is_hidden or "Linear" in _name(part):
+        # Grouped experts' weights stay in Transformer Engine's modules; flux's layer multiplies by them.
+        if is_hidden or ("Linear" in _name(part) and part not in grouped.LINEARS):
             self.missed.append(self.kept[-1])
 
     def summary(self) -> str:
