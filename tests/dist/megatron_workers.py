@@ -50,6 +50,7 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
 # Most products that are behind each other: queries, scores, values, output, router, both of the MLP, in two
 # layers, and the logits.
 FORWARD = 2 * 7 + 1
+BEFORE = 2.0**-12  # in main_grad, of the size of gradients
 Grads = dict[str, torch.Tensor]
 
 
@@ -191,8 +192,6 @@ def data_parallel(rank: int, p: int) -> list[str]:
 
 def experts(rank: int, p: int, name_of_layout: str, are_grouped: bool = False) -> list[str]:
     """are_grouped: Transformer Engine's model, with grouped experts."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
     _, layout = LAYOUTS[name_of_layout]
     tp = layout["tensor_model_parallel_size"]
     prepare_layout(layout, DEVICE)
@@ -204,19 +203,57 @@ def experts(rank: int, p: int, name_of_layout: str, are_grouped: bool = False) -
         config = make(layout, **LARGE, moe_enable_routing_replay=True, **options)
         stock, ours = pair_of(config, rank, DEVICE)
         seed = rank // tp  # without tensor parallelism ranks are replicas, with batches of their own
-        routers = [[layer.mlp.router.router_replay for layer in m.decoder.layers] for m in (stock, ours)]
-        for theirs in routers[0]:
-            theirs.set_router_replay_action(RouterReplayAction.RECORD)
-        expected = train(stock, seed)
-        # A rounding may decide which expert a token chooses: both models must choose the same ones.
-        for theirs, mine in zip(*routers, strict=True):
-            mine.set_target_indices(theirs.get_recorded_indices())
-            mine.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        wrong += against_stock(f"{name_of_layout}, {name}", train(ours, seed), expected, config, p)
+        expected, got = train_alike(stock, ours, seed)
+        wrong += against_stock(f"{name_of_layout}, {name}", got, expected, config, p)
     if tp == 1:  # then attention has nothing to communicate, and says so
         told.messages = [message for message in told.messages if "group has one rank" not in message]
     group = ours.decoder.layers[0].mlp.flux_group
     return wrong + told.messages + unfused(group, {"moe.ag_scatter_gemm", "moe.gemm_gather_rs"})
+
+
+def train_alike(
+    stock: Any, ours: Any, seed: int
+) -> tuple[tuple[torch.Tensor, Grads], tuple[torch.Tensor, Grads]]:
+    """`train` of both. A rounding may decide which expert a token chooses: both choose the same ones."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    routers = [[layer.mlp.router.router_replay for layer in m.decoder.layers] for m in (stock, ours)]
+    for theirs in routers[0]:
+        theirs.set_router_replay_action(RouterReplayAction.RECORD)
+    expected = train(stock, seed)
+    for theirs, mine in zip(*routers, strict=True):
+        mine.set_target_indices(theirs.get_recorded_indices())
+        mine.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    return expected, train(ours, seed)
+
+
+def expert_main_grads(rank: int, p: int, name_of_layout: str) -> list[str]:
+    """Gradients are added to the main_grads of experts, which lie as in a buffer of data parallelism."""
+    from flux.integrations.megatron import accumulate_into_main_grad
+
+    _, layout = LAYOUTS[name_of_layout]
+    prepare_layout(layout, DEVICE)
+    config = make_moe_config(layout, **LARGE, moe_enable_routing_replay=True, **SWIGLU)
+    stock, ours = moe_pair(config, rank, DEVICE)
+    accumulate_into_main_grad(ours)
+    added = []
+    for number, layer in enumerate(ours.decoder.layers):
+        pairs = [
+            (expert.linear_fc2.weight, expert.linear_fc1.weight) for expert in layer.mlp.experts.local_experts
+        ]
+        weights = [weight for pair_of_one in reversed(pairs) for weight in pair_of_one]
+        buffer = torch.full([sum(w.numel() for w in weights)], BEFORE, device=DEVICE)
+        for weight, part in zip(weights, buffer.split([w.numel() for w in weights]), strict=True):
+            weight.main_grad = part.view_as(weight)
+        added += [
+            f"decoder.layers.{number}.mlp.experts.local_experts.{i}.linear_fc{j}.weight"
+            for i in range(len(pairs))
+            for j in (1, 2)
+        ]
+    expected, (losses, grads) = train_alike(stock, ours, rank // layout["tensor_model_parallel_size"])
+    wrong = [f"{name}: has a gradient, too" for name in added if grads[name] is not None]
+    grads |= {name: ours.get_parameter(name).main_grad - BEFORE for name in added}
+    return wrong + against_stock(f"{name_of_layout}, main_grad", (losses, grads), expected, config, p)
 
 
 def full_graph(rank: int, p: int, name_of_layout: str) -> list[str]:

@@ -59,6 +59,11 @@ def test_grouped_experts_equal_to_transformer_engine(world_size: int, layout: st
     run(megatron_workers.experts, world_size, layout, True, **ONE_QUEUE)
 
 
+@pytest.mark.parametrize("layout", ["TP 2", "EP 2"])
+def test_gradients_of_experts_are_added_to_main_grads(layout: str) -> None:
+    run(megatron_workers.expert_main_grads, 2, layout, **ONE_QUEUE)
+
+
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [pytest.param(size, name, marks=pytest.mark.gpus(size)) for name, (size, _) in LAYOUTS.items()],
