@@ -130,6 +130,12 @@ def lifecycle(rank: int, world_size: int) -> str:
     flux.check()
     plan = flux.explain("gemm_rs", case.m, case.n, case.k)
     assert plan.fused and plan.transport == "POSIX shared memory" and plan.config_name, plan
+    with pytest.raises(ValueError, match="expect_graphs: group: expected"):
+        flux.expect_graphs(3)  # type: ignore[arg-type]
+    assert workspace.copies and workspace.plans
+    flux.expect_graphs()
+    assert not workspace.copies and not workspace.plans
+    assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))
     flux.release()
     assert registry.existing(world) == []
     assert torch.equal(flux.gemm_rs(x, weight), case.expected(rank))

@@ -179,6 +179,7 @@ def shard(mesh: DeviceMesh) -> nn.Module:
 
 def plan_ahead(group: str, p: int) -> list[str]:
     """What will happen, room for it, and errors."""
+    flux.expect_graphs(group)
     flux.reserve(group, max_m=64, max_n=64, max_k=64, dtype=torch.float32)
     plan: flux.Plan = flux.explain("gemm_rs", 64, 64, 64, dtype=torch.float32, group=group)
     try:

@@ -182,7 +182,7 @@ class Workspace(ABC):
             "links": topology.links().to_tell(),
             "nodes": _env.get("FLUX_NODES"),
             "compare": _env.get("FLUX_DEBUG") == "compare",
-            "by_sms": group in expecting_graphs,
+            "graphs": group in expecting_graphs,
             "tuning": store.to_tell(store.local(device)),
         }
         return meeting.exchange(op, {**cls.facts(group, device), **told})
@@ -213,7 +213,7 @@ class Workspace(ABC):
         if wrong is not None:
             raise Disagreement(f"{op}: {wrong}")
         self.num_sms = min(f["num_sms"] for f in facts)
-        self.copies = all(f.get("copies", True) and not f["by_sms"] for f in facts)
+        self.copies = all(f.get("copies", True) and not f.get("graphs", False) for f in facts)
         self.compares_contents = any(f["compare"] for f in facts)
         self.why_not = self._verdict(op, facts)
         if self.why_not is not None:
