@@ -203,14 +203,14 @@ def test_no_copy_engines_for_calls_that_graphs_capture(
     key: Any = (workspace.group, workspace.device)
     monkeypatch.setitem(registry._workspaces, key, workspace)
     assert all_gather.gather_plan(workspace, x).copied
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(workspaces, "resolve_group", lambda group, op: group)
     try:
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(workspaces, "resolve_group", lambda group, op: group)
         flux.expect_graphs(workspace.group)
+        chosen = all_gather.gather_plan(workspace, x)
         again = CudaWorkspace.meet(workspace.group, workspace.device, "gemm_rs", Echo())  # type: ignore[arg-type]
     finally:
         expecting_graphs.clear()
-    chosen = all_gather.gather_plan(workspace, x)
     assert not chosen.copied and "CUDA graphs capture" in chosen.transport
     enter(workspace, chosen)
     machine.capturing = True

@@ -6,7 +6,6 @@ Plans depend only on facts that are equal on all ranks of a group, so all ranks 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from flux import _env, _invariance, _native
 from flux.comm import cuda, registry
 from flux.comm import group as groups
 from flux.comm.nodes.workspace import NodesWorkspace
-from flux.comm.workspace import Workspace
+from flux.comm.workspace import Workspace, expecting_graphs
 from flux.ops import _check, _gate
 from flux.ops._library import takes
 from flux.ops._plan import RUNS, SUMS
@@ -282,8 +281,8 @@ def carried_by(workspace: Workspace, plan: Plan) -> Plan:
     """The plan, changed to sending by SMs if this workspace does not use copy engines."""
     if workspace.copies or not plan.copied:
         return plan
-    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
-    why = "with CUDA_LAUNCH_BLOCKING=1" if blocking else "because CUDA graphs capture its calls"
+    captured = workspace.group in expecting_graphs
+    why = "because CUDA graphs capture its calls" if captured else "with CUDA_LAUNCH_BLOCKING=1"
     transport = f"{workspace.transport} (no copy engines, {why})"
     return replace(plan, copied=False, transport=transport)
 
