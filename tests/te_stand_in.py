@@ -273,8 +273,8 @@ class GroupedLinear(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if options.get("delay_wgrad_compute") or options.get("fuse_wgrad_accumulation"):
-            raise NotImplementedError("stand-in: gradients of grouped weights outside of autograd")
+        # Gradients of its weights are autograd's alone: flux does not serve the first, and adds itself.
+        assert not options.get("delay_wgrad_compute") and not options.get("fuse_wgrad_accumulation")
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self.num_gemms, self.use_bias = num_gemms, bias
         self.apply_bias, self.return_bias = bias and not return_bias, return_bias

@@ -205,10 +205,13 @@ def experts(rank: int, p: int, name_of_layout: str, are_grouped: bool = False) -
         seed = rank // tp  # without tensor parallelism ranks are replicas, with batches of their own
         expected, got = train_alike(stock, ours, seed)
         wrong += against_stock(f"{name_of_layout}, {name}", got, expected, config, p)
-    if tp == 1:  # then attention has nothing to communicate, and says so
-        told.messages = [message for message in told.messages if "group has one rank" not in message]
     group = ours.decoder.layers[0].mlp.flux_group
-    return wrong + told.messages + unfused(group, {"moe.ag_scatter_gemm", "moe.gemm_gather_rs"})
+    return wrong + of_experts(told, tp) + unfused(group, {"moe.ag_scatter_gemm", "moe.gemm_gather_rs"})
+
+
+def of_experts(told: Told, tp: int) -> list[str]:
+    """What was said. On one rank attention has nothing to communicate, and says so: not that."""
+    return [message for message in told.messages if tp > 1 or "group has one rank" not in message]
 
 
 def train_alike(
@@ -265,10 +268,8 @@ def full_graph(rank: int, p: int, name_of_layout: str) -> list[str]:
     told = Told()
     config = make_moe_config(layout, **LARGE, **SWIGLU, **full_graphs(), moe_aux_loss_coeff=0.1)
     models = [moe_pair(config, rank, DEVICE)[1] for _ in range(2)]
-    wrong = graphed_as_eager(models, rank // layout["tensor_model_parallel_size"], BATCH)
-    if layout["tensor_model_parallel_size"] == 1:  # then attention has nothing to communicate, and says so
-        told.messages = [message for message in told.messages if "group has one rank" not in message]
-    return wrong + told.messages
+    tp = layout["tensor_model_parallel_size"]
+    return graphed_as_eager(models, rank // tp, BATCH) + of_experts(told, tp)
 
 
 def full_graph_of_dense(rank: int, p: int, batch: int) -> list[str]:

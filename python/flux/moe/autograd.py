@@ -21,7 +21,7 @@ from flux.moe.rows import activation_grad, finish_activation, finish_rows, gathe
 from flux.ops import _check
 from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
-from flux.ops._tensors import wide_type
+from flux.ops._tensors import padded, wide_type
 from flux.ops.all_gather import all_gather
 from flux.ops.autograd import no_scales, none_for_rest
 from flux.ops.grouped_gemm import grouped_gemm
@@ -39,10 +39,8 @@ TENSORS = Routing._fields.index("num_experts")  # number of a routing's tensors;
 def gathered(x: Tensor, routing: Routing, tokens_of: TokensOf = tokens_of_rows) -> tuple[Tensor, Tensor]:
     """The tokens of all ranks [p * max_tokens, ...], and the index of each row's token, int32."""
     limit = routing.max_tokens
-    if x.shape[0] < limit:
-        x = torch.nn.functional.pad(x, (0, 0, 0, limit - x.shape[0]))
     tokens = tokens_of(routing) if limit else routing.rows
-    return all_gather(x, group=routing.group_name), tokens
+    return all_gather(padded(x, limit), group=routing.group_name), tokens
 
 
 def each_row_once(positions: Tensor) -> Tensor:
@@ -280,10 +278,8 @@ def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Tenso
     if x.is_cuda and _has_grouped_gemm(grad, x):
         made = expert_grads(grad, x, offsets)
         if isinstance(main_grads, Tensor):
-            main_grads.add_(
-                made
-            )  # one launch; of tensors of two types torch adds each by a launch of its own
-        else:
+            main_grads.add_(made)
+        else:  # of two types, torch adds each by a launch of its own
             torch._foreach_add_(list(main_grads), list(made.unbind()))
         return
     bounds = offsets.tolist()

@@ -128,7 +128,15 @@ class _Layer(torch.autograd.Function):
         else:
             given = x if of_weights else None
             of_x, made = layer0_grads(
-                grad, given, weight, routing, None, needs_x, of_weights, True, ctx.tokens_of
+                grad,
+                given,
+                weight,
+                routing,
+                None,
+                needs_x,
+                of_weights,
+                distinct=True,
+                tokens_of=ctx.tokens_of,
             )
         return None, None, None, of_x, of_scores, *(made or [None] * len(needs))
 

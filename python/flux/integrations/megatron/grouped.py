@@ -7,7 +7,6 @@ each: weight0, weight1 and so on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,5 +61,4 @@ def reasons(experts: Any, config: Any, is_swiglu: bool) -> dict[str, bool]:
 
 
 def _are_separate(linear: Any) -> bool:
-    weights: Sequence[Any] = [linear._parameters.get(name) for name in names_of_weights(linear)]
-    return all(weight is not None for weight in weights)
+    return all(linear._parameters.get(name) is not None for name in names_of_weights(linear))

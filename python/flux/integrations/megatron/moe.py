@@ -258,8 +258,7 @@ class _Modules:
     def __init__(self, experts: torch.nn.Module) -> None:
         self._all = list(experts.modules())
         self._children = [module._modules.copy() for module in self._all]
-        self._linears: dict[str, list[Any]] = {}
-        self._names: dict[str, list[str]] = {}  # of grouped experts' weights
+        self._owners: dict[str, list[tuple[Any, str]]] = {}
         self._only_weights = False  # of the experts: whether there are no other parameters, once it is known
 
     def are_of(self, experts: torch.nn.Module) -> bool:
@@ -271,30 +270,20 @@ class _Modules:
         """The modules that hold the weights of the experts' fc1 or fc2, and what they call them. The last
         expert comes first.
         """
-        self._find(name)
-        names = self._names.get(name)
-        if names is None:
-            return [(linear, "weight") for linear in self._linears[name]]
-        return [(self._linears[name][0], weight) for weight in names]
+        if name not in self._owners:
+            experts: Any = self._all[0]
+            if grouped.are_grouped(experts):
+                linear = getattr(experts, name)
+                found = [(linear, weight) for weight in grouped.names_of_weights(linear)]
+            else:
+                found = [(getattr(expert, name), "weight") for expert in reversed(experts.local_experts)]
+            self._owners[name] = found
+        return self._owners[name]
 
     def weights(self, name: str) -> list[Tensor]:
         """Those that are parameters of `owners`; KeyError if one is none."""
-        if name not in self._linears:
-            self._find(name)
-        linears, names = self._linears[name], self._names.get(name)
         # A fifth of the time of getattr.
-        if names is None:
-            return [linear._parameters["weight"] for linear in linears]
-        parameters = linears[0]._parameters
-        return [parameters[weight] for weight in names]
-
-    def _find(self, name: str) -> None:
-        experts: Any = self._all[0]
-        if grouped.are_grouped(experts):
-            self._linears[name] = [getattr(experts, name)]
-            self._names[name] = grouped.names_of_weights(self._linears[name][0])
-        else:
-            self._linears[name] = [getattr(expert, name) for expert in reversed(experts.local_experts)]
+        return [module._parameters[weight] for module, weight in self.owners(name)]
 
     def hooks(self) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
         """Those before the modules' forward passes, in Megatron's order."""
@@ -309,7 +298,7 @@ class _Modules:
         of_modules = [module._parameters.values() for module in self._all if module._parameters]
         parameters = [p for parameters in of_modules for p in parameters if p is not None]
         owners = [owner for name in _LINEARS for owner in self.owners(name)]
-        weights = [linear._parameters.get(weight) for linear, weight in owners]
+        weights = [module._parameters.get(weight) for module, weight in owners]
         self._only_weights = {*map(id, parameters)} == {*map(id, weights)}
         return {p.dtype for p in parameters}
 
