@@ -140,9 +140,11 @@ static void store_in_group(std::function<std::function<void()>()> read) {
   });
 }
 
-void tma_store(const void* map_address, uint32_t src, int x, int y, int z, const Where& where) {
+static void copy_to_global(const void* map_address, uint32_t src, int x, int y, int z, bool adds,
+                           const Where& where) {
   maybe_preempt();
   const TensorMap map = tensor_map_at(map_address, 3, where);
+  if (adds && map.element_bytes != 4) report("a sum of elements that are not fp32", machine.running, &where);
   aligned(src, map.swizzle_bytes(), "source of a swizzled TMA store", where);
   first_column(x, map, where);
   checked(here(), src, map.box_bytes(), "TMA store", where);
@@ -167,10 +169,22 @@ void tma_store(const void* map_address, uint32_t src, int x, int y, int z, const
       const Access writes = {"TMA store", by.writes, place_of(where), by.past, nullptr, /*async=*/true};
       for (const Piece& piece : pieces) {
         write_global(piece.to, piece.bytes, writes);
-        std::memcpy(piece.to, piece.data, static_cast<size_t>(piece.bytes));
+        float sums[4] = {}, terms[4];
+        if (adds) std::memcpy(sums, piece.to, static_cast<size_t>(piece.bytes));
+        std::memcpy(terms, piece.data, static_cast<size_t>(piece.bytes));
+        for (int i = 0; i < piece.bytes / 4; ++i) sums[i] += terms[i];
+        std::memcpy(piece.to, adds ? static_cast<const void*>(sums) : piece.data,
+                    static_cast<size_t>(piece.bytes));
       }
     };
   });
+}
+
+void tma_store(const void* map, uint32_t src, int x, int y, int z, const Where& where) {
+  copy_to_global(map, src, x, y, z, /*adds=*/false, where);
+}
+void tma_add(const void* map, uint32_t src, int x, int y, int z, const Where& where) {
+  copy_to_global(map, src, x, y, z, /*adds=*/true, where);
 }
 
 void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Where& where) {

@@ -411,6 +411,7 @@ void write_shared(Cta& cta, uint32_t address, int64_t bytes, const Access& acces
   SharedCells& shared = cells_of(cta);
   for_each_word(address, bytes, [&](uintptr_t at) {
     if (cta.barriers[at / 8]) report_overwritten_barrier(access, {&cta, at});
+    own_cell(shared.cells, cta, at / kPiece * kPiece);  // has the asynchronous reads of its piece
     write(own_cell(shared.cells, cta, at), access, {&cta, at});
   });
 }

@@ -53,6 +53,7 @@ void mbarrier_arrive_after_copies(uint32_t bar, const Where& where);
 void tma_load(const void* map, uint32_t dst, uint32_t bar, std::initializer_list<int> at, uint32_t ctas,
               const Where& where);
 void tma_store(const void* map, uint32_t src, int x, int y, int z, const Where& where);
+void tma_add(const void* map, uint32_t src, int x, int y, int z, const Where& where);
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, const Where& where);
 void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Where& where);
 void bulk_copy_cluster(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t bar, int cta, const Where& where);

@@ -85,6 +85,10 @@ inline void tma_load_2d_multicast(const CUtensorMap* map, uint32_t dst, uint32_t
 inline void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z, FLUX_SIM_HERE) {
   sim::tma_store(map, src, x, y, z, where);
 }
+inline void tma_prefetch_3d(const CUtensorMap*, int, int, int) {}
+inline void tma_add_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z, FLUX_SIM_HERE) {
+  sim::tma_add(map, src, x, y, z, where);
+}
 inline void copy_async_16(uint32_t dst, const void* src, bool valid, FLUX_SIM_HERE) {
   sim::copy_async(dst, src, 16, valid, where);
 }
@@ -160,6 +164,10 @@ inline void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c
 }
 inline void store_shared_v4(uint32_t address, float a, float b, float c, float d, FLUX_SIM_HERE) {
   const float words[4] = {a, b, c, d};
+  sim::store_shared(address, words, sizeof(words), where);
+}
+inline void store_shared_pair(uint32_t address, float a, float b, FLUX_SIM_HERE) {
+  const float words[2] = {a, b};
   sim::store_shared(address, words, sizeof(words), where);
 }
 inline void store_shared(uint32_t address, uint32_t value, FLUX_SIM_HERE) {
