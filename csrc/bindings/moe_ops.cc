@@ -225,6 +225,30 @@ void grouped_gemm_op(Tensor x, Tensor weight, Tensor offsets, std::optional<Tens
           });
 }
 
+// grad [m, n], x [m, k], out [experts, n, k]. Of grad and x the rows, of out those of each expert may lie apart.
+void grouped_wgrad_op(Tensor grad, Tensor x, Tensor offsets, Tensor out, int64_t choice, int64_t num_sms) {
+  const auto rows = [](const Tensor& matrix) {
+    return runtime::Matrix{matrix.data_ptr(), matrix.size(0), matrix.size(1), matrix.stride(0)};
+  };
+  moe::GroupedWgradArgs args = {};
+  args.grad = rows(grad);
+  args.x = rows(x);
+  args.out = weights_of(out, /*transposed=*/false);
+  args.adds = dtype_of(out) == runtime::DType::kFloat32;
+  args.dtype = dtype_of(x);
+  args.choice = static_cast<int>(choice);
+  args.num_sms = static_cast<int>(num_sms);
+  FLUX_CHECK(offsets.numel() == args.out.count + 1, offsets.numel(), args.out.count);
+  enqueue(x, {address_of(grad), address_of(x), address_of(offsets), address_of(out)}, 0,
+          [args](Addresses a, uint32_t, cudaStream_t stream) mutable {
+            args.grad.data = a[0];
+            args.x.data = a[1];
+            args.offsets = words(a[2]);
+            args.out.first.data = a[3];
+            moe::grouped_wgrad(args, stream);
+          });
+}
+
 // x [tokens, k], weight [local experts, n, k], out [max_rows, n or n / 2].
 void ag_scatter_gemm_op(Tensor x, Tensor weight, std::vector<Tensor> arrays, int64_t ep_size,
                         int64_t num_experts, int64_t top_k, int64_t max_tokens, int64_t activation,
@@ -282,4 +306,5 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_moe_ag_scatter_gemm", TORCH_BOX(&flux::bindings::ag_scatter_gemm_op));
   m.impl("_moe_gemm_gather_rs", TORCH_BOX(&flux::bindings::gemm_gather_rs_op));
   m.impl("_grouped_gemm", TORCH_BOX(&flux::bindings::grouped_gemm_op));
+  m.impl("_grouped_wgrad", TORCH_BOX(&flux::bindings::grouped_wgrad_op));
 }

@@ -290,6 +290,7 @@ void prepare_op() {
   gemm::prepare_quantize();
   moe::prepare_route();
   moe::prepare_grouped_gemm();
+  moe::prepare_grouped_wgrad();
   moe::prepare_ag_scatter_gemm();
   moe::prepare_gemm_gather_rs();
   moe::prepare_combine();

@@ -104,6 +104,25 @@ inline int schedule_words(int num_rows, int experts) { return 4 * (num_rows / ge
 // Two launches: the tile schedule, computed on the device because it depends on the offsets, and the GEMM.
 void grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
 
+// --- gradients of experts' weights ---
+
+// Matrices that are added to are fetched to the L2 before.
+constexpr int kWgradPrefetches = 1 << 8;
+
+struct GroupedWgradArgs {
+  runtime::Matrix grad, x;  // [m, n] and [m, k], 16 bits, sorted by expert
+  const int32_t* offsets;   // [experts + 1]
+  runtime::Matrices out;    // of each expert [n, k]
+  bool adds;  // to fp32 matrices; else `out` has the operands' type, and zeros for experts without rows
+  runtime::DType dtype;  // of the operands
+  int choice;            // id of a tile shape (kTileConfigs), plus kWgradPrefetches or not
+  int num_sms;           // 0: all SMs
+};
+
+// out[e] = grad^T * x over the rows of each expert e, or added to out[e]: summed in fp32, and rounded only if stored.
+// Rows of no expert are not used, whatever they hold.
+void grouped_wgrad(const GroupedWgradArgs& args, cudaStream_t stream);
+
 // --- layers in one launch each (COMET, arXiv 2502.19811, sections 3 and 4) ---
 
 // Layer 0. args.out = activation(x_sorted * weight^T), where x_sorted has the tokens of all ranks in the order of the
@@ -131,6 +150,7 @@ void prepare_route();
 void prepare_combine();
 void prepare_expert_rows();
 void prepare_grouped_gemm();
+void prepare_grouped_wgrad();
 void prepare_ag_scatter_gemm();
 void prepare_gemm_gather_rs();
 

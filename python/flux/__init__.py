@@ -21,6 +21,7 @@ from flux.ops.gemm import gemm
 from flux.ops.gemm_ar import gemm_ar
 from flux.ops.gemm_rs import gemm_rs
 from flux.ops.grouped_gemm import grouped_gemm
+from flux.ops.grouped_wgrad import grouped_wgrad, grouped_wgrad_accum
 from flux.ops.plan import Plan, explain
 from flux.ops.quantize import quantize
 from flux.ops.reduce_scatter import reduce_scatter
@@ -58,6 +59,8 @@ __all__ = [
     "gemm_ar",
     "gemm_rs",
     "grouped_gemm",
+    "grouped_wgrad",
+    "grouped_wgrad_accum",
     "layers",
     "moe",
     "quantize",

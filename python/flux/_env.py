@@ -112,6 +112,14 @@ VARIABLES: tuple[Variable, ...] = (
         str,
     ),
     Variable(
+        "FLUX_GROUPED_WGRAD",
+        "auto",
+        "Gradients of experts' weights on GPUs: auto (what is known to be faster), kernel (flux's, where it "
+        "takes them), or torch (its grouped GEMM).",
+        "run",
+        _one_of("auto", "kernel", "torch"),
+    ),
+    Variable(
         "FLUX_NODE",
         "",
         "Name of the node that a rank is on: ranks with equal names share memory, others reach each other "

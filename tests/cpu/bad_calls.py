@@ -164,6 +164,10 @@ def good_calls(p: int) -> list[Good]:
         flux.wgrad_accum(grad_output, x, main_grad)
         return main_grad
 
+    def grouped_wgrad(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> Tensor:
+        flux.grouped_wgrad_accum(grad_output, x, offsets, main_grad)
+        return main_grad
+
     offsets = torch.tensor([0, 3, 3, M], dtype=torch.int32)
     experts = integers(3, N, K, odd=3)
     ids, scores = torch.arange(2 * M).view(M, 2) % 4, integers(M, 2).abs() + 1
@@ -227,6 +231,18 @@ def good_calls(p: int) -> list[Good]:
             wgrad,
             lambda grad_output, x, main_grad: main_grad,
             {"grad_output": integers(M, N), "x": x, "main_grad": torch.zeros(N, K)},
+        ),
+        Good(
+            "grouped_wgrad",
+            flux.grouped_wgrad,
+            flux.grouped_wgrad,
+            {"grad_output": integers(M, N), "x": x, "offsets": offsets},
+        ),
+        Good(
+            "grouped_wgrad_accum",
+            grouped_wgrad,
+            lambda grad_output, x, offsets, main_grad: main_grad,
+            {"grad_output": integers(M, N), "x": x, "offsets": offsets, "main_grad": torch.zeros(3, N, K)},
         ),
         Good(
             "moe.route",
@@ -354,10 +370,13 @@ BAD_OPTIONS: dict[str, list[Any]] = {
 }
 
 
+WITHOUT_GROUP = ("gemm", "grouped_gemm", "wgrad_accum", "grouped_wgrad", "grouped_wgrad_accum", "quantize")
+
+
 def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
     """(what is wrong, the arguments) of calls that differ from a good one in one argument."""
     # A backward pass through these is refused, others have one.
-    without = ("gemm_ar", "wgrad_accum", "quantize")
+    without = ("gemm_ar", "wgrad_accum", "grouped_wgrad_accum", "quantize")
     refuses_gradients = not {"out", "scale_x"}.isdisjoint(good.arguments) or good.op in without
     for name, value in good.arguments.items():
         if isinstance(value, Tensor):
@@ -371,7 +390,7 @@ def bad_calls(good: Good) -> Iterator[tuple[str, dict[str, Any]]]:
             for what, bad in (("None", None), ("a list", [1]), ("on meta", torch.zeros(2, device="meta"))):
                 routing = good.arguments["routing"]._replace(**{field: bad})
                 yield f"routing: {field} {what}", good.arguments | {"routing": routing}
-    if good.op not in ("gemm", "grouped_gemm", "wgrad_accum", "quantize") and "routing" not in good.arguments:
+    if good.op not in WITHOUT_GROUP and "routing" not in good.arguments:
         for bad in BAD_OPTIONS["group"]:
             yield f"group: {bad!r}", good.arguments | {"group": bad}
     if "out" in good.arguments:

@@ -201,13 +201,24 @@ def test_what_a_backward_pass_computes(needed: str) -> None:
         assert leaf.grad is None or torch.equal(leaf.grad, 2 * grad)
 
 
-@pytest.mark.parametrize(("distance", "large"), [(12, False), (16, False), (None, False), (12, True)])
+@pytest.mark.parametrize(
+    ("distance", "large", "kernel"),
+    [
+        (12, False, False),
+        (16, False, False),
+        (None, False, False),
+        (12, True, False),
+        (12, True, True),
+        (None, True, True),
+    ],
+)
 def test_main_grads_at_equal_distances_are_one_tensor(
-    monkeypatch: pytest.MonkeyPatch, distance: int | None, large: bool
+    monkeypatch: pytest.MonkeyPatch, distance: int | None, large: bool, kernel: bool
 ) -> None:
-    """As in buffers of Megatron's data parallelism. Others (None) and large ones are added one by one."""
+    """As in buffers of Megatron's data parallelism. torch adds others (None) and large ones one by one."""
     from flux.integrations.megatron import experts
 
+    monkeypatch.setattr(experts, "uses_kernel", lambda *_: kernel)
     if large:
         monkeypatch.setattr(experts, "_ADDED_AT_ONCE", 11)
     buffer = torch.zeros(100)
@@ -223,7 +234,7 @@ def test_main_grads_at_equal_distances_are_one_tensor(
     for _ in range(2):
         experts._of_weights(weights, grad, x, offsets)
     assert {isinstance(main_grads, torch.Tensor) for main_grads in given} == {
-        distance is not None and not large
+        distance is not None and (kernel or not large)
     }
     assert torch.equal(buffer[:12].view(3, 4), 2 * grad[:1].t() @ x[:1])
     assert torch.equal(buffer[places[2] : places[2] + 12].view(3, 4), 2 * grad[1:].t() @ x[1:])

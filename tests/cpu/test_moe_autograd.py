@@ -377,39 +377,3 @@ def one_rank(rank: int, world_size: int) -> None:
 
 def test_gradcheck_of_one_rank() -> None:
     spawn(one_rank, 1, backend="gloo")
-
-
-def test_gradients_of_expert_weights_as_cuda_tensors_take_them(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch's grouped product gives what the loop over experts gives, experts without rows too."""
-    from flux import _log
-    from flux.moe import autograd
-
-    monkeypatch.setattr(_log, "_said", set())
-    grad, x = (signs(i, 8, n, dtype=torch.bfloat16) for i, n in ((1, 16), (2, 24)))
-    grad[5:] = float("nan")
-    expected = torch.stack([grad[a:b].t() @ x[a:b] for a, b in ((0, 0), (0, 3), (3, 3), (3, 5))])
-    assert torch.equal(autograd._expert_grads_cuda(grad, x, OFFSETS), expected)
-    assert torch.equal(torch.ops.flux.grouped_wgrad(grad, x, OFFSETS), expected)
-    assert not caplog.records
-    half = autograd._expert_grads_cuda(grad.half(), x.half(), OFFSETS)
-    assert torch.equal(half, expected.half())
-    assert "float16" in caplog.records[0].message and "synchronise" in caplog.records[0].message
-    assert not autograd._expert_grads_cuda(grad[:0], x[:0], torch.zeros(5, dtype=torch.int32)).any()
-    with pytest.raises(ValueError, match=r"grouped_wgrad: grad_output: expected \[rows, n\]"):
-        torch.ops.flux.grouped_wgrad(grad[1:], x, OFFSETS)
-
-
-@pytest.mark.parametrize("as_one", [False, True])
-def test_gradients_of_expert_weights_are_added_unrounded(as_one: bool) -> None:
-    """257 is no bfloat16. Experts without rows get nothing, and rows after the last are not read."""
-    from flux.moe import autograd
-
-    grad, x = torch.ones(300, 3, dtype=torch.bfloat16), torch.ones(300, 5, dtype=torch.bfloat16)
-    grad[260:] = x[260:] = float("nan")
-    whole = torch.arange(8)[::2, None, None].div(2).add(0.5).repeat(1, 3, 5)
-    main_grads = whole if as_one else list(whole)
-    autograd.add_expert_grads(grad, x, torch.tensor([0, 0, 257, 257, 260], dtype=torch.int32), main_grads)
-    for main_grad, expected in zip(main_grads, (0.5, 258.5, 2.5, 6.5), strict=True):
-        assert (main_grad == expected).all()

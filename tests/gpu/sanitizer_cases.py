@@ -10,6 +10,7 @@ from test_gpu_fp8 import KEEPING, SENDING, TILES, operands
 import flux
 from flux._native import core
 from flux.moe import rows as steps
+from flux.ops import grouped_wgrad
 from flux.ops._end import End
 from flux.ops.grouped_gemm import ACTIVATIONS
 from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
@@ -82,6 +83,7 @@ def main() -> None:
                 assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
     mixture()
     steps_between()
+    expert_gradients()
     scaled()
     scaled_ranks()
     print("all exact")
@@ -133,6 +135,21 @@ def steps_between() -> None:
         expected = (result, whole[1], *whole)
         for ours, right in zip(found, expected, strict=True):
             torch.testing.assert_close(ours[:end], right[:end], rtol=0.02, atol=0.02)
+
+
+def expert_gradients() -> None:
+    """Stored and added, of experts with rows that end within a k-block, and without rows."""
+    offsets = torch.tensor([0, 5, 5, 133, 150], dtype=torch.int32, device="cuda")
+    grad, x = ((torch.arange(160 * n, device="cuda").view(160, n) % 5 - 2).bfloat16() for n in (136, 264))
+    grad[150:] = x[150:] = float("nan")
+    bounds = offsets.tolist()
+    pairs = zip(bounds, bounds[1:], strict=False)
+    expected = torch.stack([grad[a:b].float().t() @ x[a:b].float() for a, b in pairs])
+    for config in (0, 1):
+        stored, added = torch.empty_like(expected, dtype=grad.dtype), torch.ones_like(expected)
+        for out in (stored, added):
+            grouped_wgrad.launch(grad, x, offsets, out, config, 4)
+        assert torch.equal(stored, expected.bfloat16()) and torch.equal(added, 1 + expected), config
 
 
 def scaled() -> None:

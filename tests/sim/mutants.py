@@ -40,6 +40,7 @@ KERNELS_OF = {
     "ag_gemm": ("ag_gemm/ag_gemm.cu",),
     "moe_route": ("moe/routing.cu",),
     "grouped_gemm": ("moe/grouped_gemm.cu",),
+    "grouped_wgrad": ("moe/grouped_wgrad.cu",),
     "moe_combine": ("moe/combine.cu",),
     "expert_rows": ("moe/expert_rows.cu",),
     "moe_layers": ("moe/ag_scatter_gemm.cu", "moe/gemm_gather_rs.cu"),

@@ -87,6 +87,7 @@ PROGRAMS = {
             (*_MOE, *_RUNTIME),
             ("moe_route", "grouped_gemm", "moe_combine", "expert_rows", "moe_layers"),
         ),
+        Program("wgrad", ("moe/grouped_wgrad.cu", *_RUNTIME), ("grouped_wgrad",)),
         Program("fp8_moe", (*_MOE, *_RUNTIME), ("fp8_grouped_gemm", "fp8_moe_layers"), helpers=("fp8",)),
         Program(
             "dead",

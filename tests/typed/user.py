@@ -103,7 +103,9 @@ def mixture(group: dist.ProcessGroup | None, p: int) -> Tensor:
     again: Tensor = layer(x, ids, weights)
     offsets = torch.tensor([0, 3, 3, 5, 8], dtype=torch.int32)
     grouped: Tensor = flux.grouped_gemm(x, torch.ones(EXPERTS, FFN, HIDDEN), offsets, activation="gelu")
-    return out.sum() + again.sum() + grouped.sum()
+    grads: Tensor = flux.grouped_wgrad(grouped, x, offsets)
+    flux.grouped_wgrad_accum(grouped.detach(), x, offsets, torch.zeros(EXPERTS, FFN, HIDDEN))
+    return out.sum() + again.sum() + grouped.sum() + grads.sum()
 
 
 class Block(nn.Module):

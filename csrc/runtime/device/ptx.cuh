@@ -187,6 +187,22 @@ FLUX_DEVICE void tma_store_3d(const CUtensorMap* map, uint32_t src, int x, int y
                : "memory");
 }
 
+// As tma_store_3d, but adds fp32 elements to those in memory.
+FLUX_DEVICE void tma_add_3d(const CUtensorMap* map, uint32_t src, int x, int y, int z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          map),
+      "r"(src), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// Fetches a box to the L2. Nothing waits for it.
+FLUX_DEVICE void tma_prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+
 // cp.async of 16 bytes to shared memory; writes zeros if not `valid`. Completion is tracked by the thread's next
 // commit group, and by its next mbarrier_arrive_after_copies.
 FLUX_DEVICE void copy_async_16(uint32_t dst, const void* src, bool valid) {
@@ -307,6 +323,10 @@ FLUX_DEVICE void store_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint3
 FLUX_DEVICE void store_shared_v4(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
+}
+
+FLUX_DEVICE void store_shared_pair(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
 FLUX_DEVICE void store_shared(uint32_t address, uint32_t value) {

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 
-from flux._log import say_once
 from flux.moe.ag_scatter_gemm import ag_scatter_gemm
 from flux.moe.gemm_gather_rs import gemm_gather_rs
 from flux.moe.routing import Routing, tokens_of_rows
 from flux.moe.rows import activation_grad, finish_activation, finish_rows, gather_rows
-from flux.ops import _check
-from flux.ops import grouped_gemm as grouped
 from flux.ops._library import library
 from flux.ops._tensors import padded, wide_type
 from flux.ops.all_gather import all_gather
 from flux.ops.autograd import no_scales, none_for_rest
 from flux.ops.grouped_gemm import grouped_gemm
+from flux.ops.grouped_wgrad import expert_grads
 from flux.ops.reduce_scatter import reduce_scatter
-from flux.ops.wgrad import wgrad_accum
 
 Tensor = torch.Tensor
 # Of gradients and inputs of all rows, and the offsets: what autograd gets for the weights.
@@ -233,60 +230,6 @@ def own_scores_grad(of_all: Tensor, group_name: str, tokens: int, dtype: torch.d
     return reduce_scatter(of_all.flatten(0, 1), group=group_name)[:tokens].to(dtype)
 
 
-def _expert_grads_fake(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    op = "grouped_wgrad"
-    if grad.dim() != 2 or x.dim() != 2 or grad.shape[0] != x.shape[0]:
-        shapes = f"shapes {list(grad.shape)} and {list(x.shape)}"
-        _check.fail(op, "grad_output", "[rows, n], with as many rows as x [rows, k]", shapes)
-    return x.new_empty(offsets.shape[0] - 1, grad.shape[1], x.shape[1])
-
-
-def _expert_grads_by_loop(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    out = _expert_grads_fake(grad, x, offsets)
-    wide = wide_type(x.dtype)
-    bounds = offsets.tolist()
-    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        out[expert] = grad[first:last].t().to(wide) @ x[first:last].to(wide)
-    return out
-
-
-def _expert_grads_cuda(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    if grad.numel() == 0 or x.numel() == 0:
-        return torch.zeros_like(_expert_grads_fake(grad, x, offsets))
-    if _has_grouped_gemm(grad, x):
-        product: Tensor = grouped.torch_grouped_mm()(grad.contiguous().t(), x.contiguous(), offs=offsets[1:])
-        return product
-    return _expert_grads_by_loop(grad, x, offsets)
-
-
-def _has_grouped_gemm(grad: Tensor, x: Tensor) -> bool:
-    """Whether torch multiplies the rows of all experts in one launch on a GPU."""
-    if x.dtype == torch.bfloat16 and grad.shape[1] % 8 == 0 and x.shape[1] % 8 == 0:
-        return True
-    say_once(
-        f"gradients of expert weights of {str(x.dtype).removeprefix('torch.')}, {grad.shape[1]} by "
-        f"{x.shape[1]}, run expert by expert and synchronise with the host: torch's grouped GEMM takes "
-        "bfloat16 and multiples of 8"
-    )
-    return False
-
-
-def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Tensor | Sequence[Tensor]) -> None:
-    """main_grads[e] += grad[rows of e]ᵀ · x[rows of e] for each expert e, as flux.wgrad_accum; for bfloat16
-    on GPUs by a grouped GEMM, which rounds each product before it is added.
-    """
-    if x.is_cuda and _has_grouped_gemm(grad, x):
-        made = expert_grads(grad, x, offsets)
-        if isinstance(main_grads, Tensor):
-            main_grads.add_(made)
-        else:  # of two types, torch adds each by a launch of its own
-            torch._foreach_add_(list(main_grads), list(made.unbind()))
-        return
-    bounds = offsets.tolist()
-    for main_grad, first, last in zip(main_grads, bounds, bounds[1:], strict=False):
-        wgrad_accum(grad[first:last], x[first:last], main_grad)
-
-
 def _expert_grads_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -297,12 +240,6 @@ def _expert_grads_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x = grouped_gemm(grad_output, grad.transpose(1, 2), offsets)
     return finish_rows(of_rows, offsets)[0], finish_rows(of_x, offsets)[0], None
 
-
-library.impl("grouped_wgrad", _expert_grads_by_loop, "CPU")
-library.impl("grouped_wgrad", _expert_grads_cuda, "CUDA")
-torch.library.register_fake("flux::grouped_wgrad", _expert_grads_fake, lib=library)
-# For each expert e: grad[rows of e]ᵀ · x[rows of e].
-expert_grads: Any = torch.ops.flux.grouped_wgrad.default
 
 for _name, _setup, _backward in (
     ("grouped_gemm", _grouped_gemm_setup, _grouped_gemm_backward),

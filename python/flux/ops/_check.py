@@ -318,7 +318,7 @@ def separate(
 ) -> None:
     """Checks that a contiguous output of a call shares no memory with the other tensors of the call."""
     for other in others:
-        if other is None or not _share_memory(written, other):
+        if other is None or not share_memory(written, other):
             continue
         if may_be is not None and other is may_be and _same_memory(written, other):
             continue
@@ -329,7 +329,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and b.is_contiguous()
 
 
-def _share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
+def share_memory(written: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a contiguous tensor and another one have an element in common."""
     if written.device != other.device or written.is_meta or 0 in (written.numel(), other.numel()):
         return False

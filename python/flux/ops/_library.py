@@ -90,8 +90,10 @@ library.define(
     "str group_name) -> Tensor",
     tags=_TAGS,
 )
-# Gradients of all experts' weights [E, N, K]: see moe/autograd.py.
-library.define("grouped_wgrad(Tensor grad_output, Tensor x, Tensor offsets) -> Tensor", tags=_TAGS)
+# Gradients of all experts' weights [E, N, K]: see grouped_wgrad.py.
+_GROUPED_WGRAD = "Tensor grad_output, Tensor x, Tensor offsets"
+library.define(f"grouped_wgrad({_GROUPED_WGRAD}) -> Tensor", tags=_TAGS)
+library.define(f"grouped_wgrad_accum({_GROUPED_WGRAD}, Tensor(a!) main_grad) -> ()", tags=_TAGS)
 # Between GEMMs: see moe/rows.py. Without x, finish_rows returns no dot products, but an empty tensor.
 library.define(
     "moe_gather_rows(Tensor x, Tensor tokens, Tensor offsets, Tensor? scores) -> Tensor", tags=_TAGS
@@ -183,6 +185,8 @@ library.define(
     "_grouped_gemm(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, int activation, Tensor(a!) out, "
     f"Tensor(b!) schedule, int config, int num_sms, {_FP8}) -> ()"
 )
+# out: fp32, to which is added, or of the operands' type. choice: as in csrc/moe/moe.h.
+library.define(f"_grouped_wgrad({_GROUPED_WGRAD}, Tensor(a!) out, int choice, int num_sms) -> ()")
 # ids, weights: of this rank. arrays, all_weights: results (flux.moe.Routing). symm_buffer 0: no exchange.
 library.define(
     "_moe_route(Tensor ids, Tensor weights, Tensor(a!)[] arrays, Tensor(b!) all_weights, Tensor(c!) scratch, "

@@ -127,8 +127,17 @@ def expert_product(
 def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None) -> list[int]:
     """Checks the values of offsets and rows; returns the offsets."""
     op = "grouped_gemm"
+    bounds = checked_bounds(op, offsets, x.shape[0] if rows is None else rows.shape[0])
+    if rows is not None and bounds[-1] > 0:
+        low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
+        if low < 0 or high >= x.shape[0]:
+            _check.fail(op, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
+    return bounds
+
+
+def checked_bounds(op: str, offsets: torch.Tensor, count: int) -> list[int]:
+    """The offsets of experts' rows, on the host, checked. count: of all rows."""
     bounds: list[int] = offsets.tolist()
-    count = x.shape[0] if rows is None else rows.shape[0]
     if bounds[0] != 0:
         _check.fail(op, "offsets", "0 as the first entry", bounds[0])
     for before, after in zip(bounds, bounds[1:], strict=False):
@@ -136,10 +145,6 @@ def _checked_bounds(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor |
             _check.fail(op, "offsets", "entries that do not decrease", f"{after} after {before}")
     if bounds[-1] > count:
         _check.fail(op, "offsets", f"entries up to the {count} rows", bounds[-1])
-    if rows is not None and bounds[-1] > 0:
-        low, high = (int(bound) for bound in rows[: bounds[-1]].aminmax())
-        if low < 0 or high >= x.shape[0]:
-            _check.fail(op, "rows", f"numbers of the {x.shape[0]} rows of x", low if low < 0 else high)
     return bounds
 
 

@@ -25,6 +25,7 @@ _OPS = (
     "all_reduce_quant",
     "reduce_scatter",
     "grouped_gemm",
+    "grouped_wgrad",
 )
 
 

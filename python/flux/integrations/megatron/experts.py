@@ -17,8 +17,6 @@ from flux.moe.autograd import (
     TENSORS,
     OfWeights,
     TokensOf,
-    add_expert_grads,
-    expert_grads,
     layer0_grads,
     layer1_grads,
     own_scores_grad,
@@ -28,9 +26,10 @@ from flux.moe.rows import activate_rows
 from flux.ops import autocast
 from flux.ops._tensors import padded
 from flux.ops.all_gather import all_gather
+from flux.ops.grouped_wgrad import add_expert_grads, expert_grads, uses_kernel
 
 Tensor = torch.Tensor
-# Up to so many elements of an expert, the main_grads of all experts are added by one launch: a GPU adds as
+# Up to so many elements of an expert, torch adds the main_grads of all experts by one launch: a GPU adds as
 # many in about the time in which the host makes a launch. Tensors without gaps are added faster.
 _ADDED_AT_ONCE = 1 << 22
 
@@ -175,8 +174,11 @@ def _of_weights(
     if not collecting:
         return expert_grads(grad, x, offsets).unbind()  # type: ignore[no-any-return]
     main_grads = [weight.main_grad for weight in collecting]
-    whole = as_one(main_grads) if main_grads[0].numel() <= _ADDED_AT_ONCE else None
-    add_expert_grads(grad, x, offsets, main_grads if whole is None else whole)
+    whole = as_one(main_grads)
+    if whole is None or (main_grads[0].numel() > _ADDED_AT_ONCE and not uses_kernel(grad, x, whole)):
+        add_expert_grads(grad, x, offsets, main_grads)
+    else:
+        add_expert_grads(grad, x, offsets, whole)
     return _placeholders(collecting, x.dtype)
 
 

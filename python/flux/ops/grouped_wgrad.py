@@ -1,0 +1,257 @@
+"""Gradients of experts' weights: gradᵀ · x over the rows of each expert, stored, or added to main_grad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flux import _env
+from flux._log import say_once
+from flux.comm import cuda
+from flux.ops import _check, _gate
+from flux.ops._library import library
+from flux.ops._tensors import aligned, wide_type
+from flux.ops.grouped_gemm import checked_bounds, torch_grouped_mm
+from flux.ops.wgrad import wgrad_accum
+
+Tensor = torch.Tensor
+# What FLUX_GROUPED_WGRAD=auto means for products that are added to main_grad, and for those that are stored.
+AUTO = {"added": "torch", "stored": "torch"}
+# The kernel's choices for these: a tile, and whether what is added to is fetched before (csrc/moe/moe.h).
+CHOICES = {"added": 1, "stored": 0}
+
+
+def grouped_wgrad(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """grad_output[rows of e]ᵀ · x[rows of e] for each expert e: gradients of flux.grouped_gemm's weights.
+
+    Nothing is read on the host, but for types and sizes that torch has no grouped GEMM for.
+
+    Args:
+        grad_output: [M, N], gradient of the products, sorted by expert.
+        x: [M, K]; dtype (bfloat16, float16, float32 or float64) and device of `grad_output`.
+        offsets: int32 [E + 1]. Rows offsets[e] to offsets[e + 1] are expert e's; the first entry is 0, none
+            is smaller than the one before, and the last is at most M. Checked on CPUs only. Rows from
+            offsets[E] on do not count, whatever they hold.
+
+    Returns:
+        [E, N, K] in x's dtype, accumulated in fp32 (fp64 for fp64) and rounded once; zeros for experts
+        without rows.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit.
+
+    Example::
+
+        grad_output, x = torch.ones(6, 32), torch.ones(6, 64)
+        offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)  # 2 rows, none, 4 rows
+        grads = flux.grouped_wgrad(grad_output, x, offsets)
+        assert grads.shape == (3, 32, 64) and (grads[2] == 4).all() and not grads[1].any()
+    """
+    _gate.check("grouped_wgrad", grad_output=grad_output, x=x, offsets=offsets)
+    result: Tensor = expert_grads(grad_output, x, offsets)
+    return result
+
+
+def grouped_wgrad_accum(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    """main_grad[e] += grad_output[rows of e]ᵀ · x[rows of e] for each expert e: flux.wgrad_accum of experts.
+
+    Args:
+        grad_output: [M, N], gradient of the products, sorted by expert.
+        x: [M, K]; dtype and device of `grad_output`.
+        offsets: int32 [E + 1], as in flux.grouped_wgrad.
+        main_grad: [E, N, K], of x's dtype or fp32 (for fp64: fp64), on the same device. Experts may lie
+            apart. Those without rows stay as they are.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit or needs a gradient in grad mode; or `main_grad` shares memory
+            with another argument.
+
+    Example::
+
+        main_grad = torch.zeros(3, 32, 64)
+        offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)  # 2 rows, none, 4 rows
+        for _ in range(2):  # two micro-batches
+            flux.grouped_wgrad_accum(torch.ones(6, 32), torch.ones(6, 64), offsets, main_grad)
+        assert (main_grad[0] == 4.0).all() and not main_grad[1].any()
+    """
+    given = {"grad_output": grad_output, "x": x, "main_grad": main_grad}
+    _gate.check("grouped_wgrad_accum", offsets=offsets, **given)
+    _check.no_backward("grouped_wgrad_accum", **given)
+    _accum(grad_output, x, offsets, main_grad)
+
+
+def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Tensor | Sequence[Tensor]) -> None:
+    """grouped_wgrad_accum of checked arguments; main_grads: one tensor, or one for each expert.
+
+    torch's grouped GEMM, for bfloat16 on GPUs, rounds each product before it is added.
+    """
+    if isinstance(main_grads, Tensor) and uses_kernel(grad, x, main_grads):
+        _accum(grad, x, offsets, main_grads)
+        return
+    if x.is_cuda and _has_grouped_gemm(grad, x):
+        made = expert_grads(grad, x, offsets)
+        if isinstance(main_grads, Tensor):
+            main_grads.add_(made)
+        else:  # of two types, torch adds each by a launch of its own
+            torch._foreach_add_(list(main_grads), list(made.unbind()))
+        return
+    bounds = offsets.tolist()
+    for main_grad, first, last in zip(main_grads, bounds, bounds[1:], strict=False):
+        wgrad_accum(grad[first:last], x[first:last], main_grad)
+
+
+def uses_kernel(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> bool:
+    """Whether flux's kernel takes checked arguments, and is wanted. main_grad: what is added to."""
+    if not x.is_cuda:
+        return False
+    wanted = _env.get("FLUX_GROUPED_WGRAD")
+    if wanted == "auto":
+        wanted = AUTO["stored" if main_grad is None else "added"]
+    return wanted == "kernel" and why_not(grad, x, main_grad) is None
+
+
+def why_not(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> str | None:
+    """Why the kernel does not support the arguments, or None."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel takes bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
+    n, k = grad.shape[1], x.shape[1]
+    if n % 8 or k % 8:
+        return f"n, k = {n}, {k} are not multiples of 8: TMA needs 16-byte aligned rows"
+    if main_grad is not None:
+        if main_grad.dtype != torch.float32:
+            return f"the kernel adds to float32, not {str(main_grad.dtype).removeprefix('torch.')}"
+        step, rows, columns = main_grad.stride()
+        if columns != 1 or rows % 4 or (main_grad.shape[0] > 1 and (step % 4 or step == 0)):
+            return "rows and experts of main_grad do not begin at multiples of 16 bytes"
+    return cuda.why_not(x.device)
+
+
+def launch(
+    grad: Tensor, x: Tensor, offsets: Tensor, out: Tensor, choice: int | None = None, num_sms: int = 0
+) -> None:
+    """Runs checked arguments in the kernel. out: fp32, to which is added, or of x's dtype."""
+    if choice is None:
+        choice = CHOICES["added" if out.dtype == torch.float32 else "stored"]
+    _kernel(aligned(grad), aligned(x), offsets.contiguous(), out, choice, num_sms)
+
+
+def _fake(grad_output: Tensor, x: Tensor, offsets: Tensor, op: str = "grouped_wgrad") -> Tensor:
+    if x.dim() != 2:
+        _check.fail(op, "x", "2 dimensions [m, k]", f"{x.dim()}")
+    if grad_output.dim() != 2 or grad_output.shape[0] != x.shape[0]:
+        expected = f"[m, n] with m = {x.shape[0]}, the rows of x"
+        _check.fail(op, "grad_output", expected, f"shape {list(grad_output.shape)}")
+    _check.floating(op, x)
+    if grad_output.dtype != x.dtype:
+        _check.fail(op, "grad_output", f"dtype {x.dtype}, that of x", grad_output.dtype)
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        _check.fail(op, "offsets", "shape [experts + 1]", f"shape {list(offsets.shape)}")
+    if offsets.dtype != torch.int32:
+        _check.fail(op, "offsets", "dtype int32", offsets.dtype)
+    for name, tensor in (("grad_output", grad_output), ("offsets", offsets)):
+        if tensor.device != x.device:
+            _check.fail(op, name, f"device {x.device}, that of x", tensor.device)
+    return x.new_empty(offsets.shape[0] - 1, grad_output.shape[1], x.shape[1])
+
+
+def _bounds(op: str, x: Tensor, offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, and these. Reads the offsets on the host, and checks them."""
+    bounds = checked_bounds(op, offsets, x.shape[0])
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if last > first:
+            yield expert, slice(first, last)
+
+
+def _by_loop(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    out = _fake(grad_output, x, offsets).zero_()
+    wide = wide_type(x.dtype)
+    for expert, rows in _bounds("grouped_wgrad", x, offsets):
+        out[expert] = grad_output[rows].t().to(wide) @ x[rows].to(wide)
+    return out
+
+
+def _cuda(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    out = _fake(grad_output, x, offsets)
+    if 0 in (out.numel(), x.shape[0]):
+        return out.zero_()
+    if uses_kernel(grad_output, x):
+        launch(grad_output, x, offsets, out)
+        return out
+    if _has_grouped_gemm(grad_output, x):
+        operands = grad_output.contiguous().t(), x.contiguous()
+        product: Tensor = torch_grouped_mm()(*operands, offs=offsets[1:])
+        return product
+    return _by_loop(grad_output, x, offsets)
+
+
+def _has_grouped_gemm(grad: Tensor, x: Tensor) -> bool:
+    """Whether torch multiplies the rows of all experts in one launch on a GPU."""
+    if x.dtype == torch.bfloat16 and grad.shape[1] % 8 == 0 and x.shape[1] % 8 == 0:
+        return True
+    say_once(
+        f"gradients of expert weights of {str(x.dtype).removeprefix('torch.')}, {grad.shape[1]} by "
+        f"{x.shape[1]}, run expert by expert and synchronise with the host: torch's grouped GEMM takes "
+        "bfloat16 and multiples of 8"
+    )
+    return False
+
+
+def _accum_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    op = "grouped_wgrad_accum"
+    shape = list(_fake(grad_output, x, offsets, op).shape)
+    if list(main_grad.shape) != shape:
+        _check.fail(op, "main_grad", f"shape {shape}", f"shape {list(main_grad.shape)}")
+    if main_grad.dtype not in (x.dtype, wide_type(x.dtype)):
+        _check.fail(op, "main_grad", f"dtype {x.dtype}, that of x, or float32", main_grad.dtype)
+    if main_grad.device != x.device:
+        _check.fail(op, "main_grad", f"device {x.device}, that of x", main_grad.device)
+
+
+def _accum_checked(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    _accum_fake(grad_output, x, offsets, main_grad)
+    others = (grad_output, x, offsets)
+    if main_grad.numel() == 0 or not any(_check.share_memory(_span(main_grad), other) for other in others):
+        return
+    for written in main_grad.unbind():  # others may lie between them
+        _check.separate("grouped_wgrad_accum", "main_grad", _span(written), *others)
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """The memory from a tensor's first to its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((1 + last,), (1,))
+
+
+def _accum_cpu(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    _accum_checked(grad_output, x, offsets, main_grad)
+    for expert, rows in _bounds("grouped_wgrad_accum", x, offsets):
+        wgrad_accum(grad_output[rows], x[rows], main_grad[expert])
+
+
+def _accum_cuda(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    _accum_checked(grad_output, x, offsets, main_grad)
+    if 0 in (main_grad.numel(), x.shape[0]):
+        return
+    if uses_kernel(grad_output, x, main_grad) and main_grad.data_ptr() % 16 == 0:
+        launch(grad_output, x, offsets, main_grad)
+    elif _has_grouped_gemm(grad_output, x):
+        main_grad.add_(_cuda(grad_output, x, offsets))
+    else:
+        _accum_cpu(grad_output, x, offsets, main_grad)
+
+
+library.impl("grouped_wgrad", _by_loop, "CPU")
+library.impl("grouped_wgrad", _cuda, "CUDA")
+torch.library.register_fake("flux::grouped_wgrad", _fake, lib=library)
+library.impl("grouped_wgrad_accum", _accum_cpu, "CPU")
+library.impl("grouped_wgrad_accum", _accum_cuda, "CUDA")
+torch.library.register_fake("flux::grouped_wgrad_accum", _accum_fake, lib=library)
+
+# For each expert e: grad[rows of e]ᵀ · x[rows of e]. Its backward pass: flux/moe/autograd.py.
+expert_grads: Any = torch.ops.flux.grouped_wgrad.default
+_accum: Any = torch.ops.flux.grouped_wgrad_accum.default
+_kernel: Any = torch.ops.flux._grouped_wgrad.default
