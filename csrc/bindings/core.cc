@@ -108,7 +108,8 @@ gemm::Choice checked_select(const gemm::Problem& problem, int config) {
     check_range("config", config & 0xff, gemm::kFirstSwapAb,
                 gemm::kFirstSwapAb + gemm::kNumSwapAbConfigs - 1);
     check_range("split in config", config >> 8 & 0xff, 0, gemm::kMaxSplit);
-    check_range("CTAs that share a weight in config", config >> 16 & 0xff, 0, 2);
+    const bool in_pairs = gemm::kSwapAbConfigs[(config & 0xff) - gemm::kFirstSwapAb].in_pairs;
+    check_range("CTAs that share a weight in config", config >> 16 & 0xff, 0, in_pairs ? 2 : 1);
   } else if (config >= 0) {
     config_at(config & 0xff);
     check_range("cluster in config", config >> 8 & 0xff, 0, static_cast<int>(gemm::Cluster::kSplit3));
@@ -374,6 +375,13 @@ void bind_selection(py::module_& m) {
         return gemm::swap_ab_stage_blocks(gemm::kSwapAbConfigs[tile], k);
       },
       py::arg("tile"), py::arg("k"), "Into how many parts k can be split at most.");
+  m.def(
+      "swap_ab_in_pairs",
+      [](int tile) {
+        check_range("tile", tile, 0, gemm::kNumSwapAbConfigs - 1);
+        return gemm::kSwapAbConfigs[tile].in_pairs;
+      },
+      py::arg("tile"), "Whether two CTAs can share the weight of a tile.");
 
   py::class_<gemm::Choice>(m, "Choice", "What the cost model chose, and what else it considered.")
       .def_readonly("config", &gemm::Choice::config)

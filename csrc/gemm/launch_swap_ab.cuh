@@ -48,7 +48,7 @@ void launch_swap_ab(const GemmArgs& args, const Choice& choice, int num_sms,
 
   SwapAbParamsFor<kFp8, Output> params;
   const int sharers = choice.sharers, cluster_size = choice.split * sharers;
-  FLUX_CHECK(sharers == 1 || (sharers == 2 && choice.split == 1), sharers, choice.split);
+  FLUX_CHECK(sharers == 1 || (sharers == 2 && tile.in_pairs && choice.split == 1), sharers, choice.split);
   params.weight = args.transpose_weight ? make_tensor_map(args.weight, args.dtype, 64, block_k / sharers)
                                         : make_tensor_map(args.weight, args.weight_dtype(), block_k,
                                                           args.swiglu ? kSwapAbN / 2 : kSwapAbN / sharers);

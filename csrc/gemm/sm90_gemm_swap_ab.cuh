@@ -116,8 +116,9 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
 
   const int cluster_size = static_cast<int>(ptx::cluster_num_ctas());
   const int cta = static_cast<int>(ptx::cluster_cta_rank());
-  const int sharers = params.shares_weight ? cluster_size : 1, split = cluster_size / sharers;
-  const int row_in_cluster = params.shares_weight ? cta : 0, part = params.shares_weight ? 0 : cta;
+  const bool shares_weight = kTile.in_pairs && params.shares_weight;
+  const int sharers = shares_weight ? cluster_size : 1, split = cluster_size / sharers;
+  const int row_in_cluster = shares_weight ? cta : 0, part = shares_weight ? 0 : cta;
   const int warp = ptx::warp();
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&params.weight);
@@ -173,6 +174,20 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       }
     }
   };
+  const auto load_x = [&](int stage, int row, int rows, int block) {
+    const CUtensorMap* const x = rows < kRows ? &params.last_x : &params.x;
+    const uint32_t dst = stages + stage * kStageBytes + kTile.k_blocks * kSwapAbWeightBytes;
+#pragma unroll
+    for (int i = 0; i < kTile.k_blocks; ++i) {
+      const int k = first_k(block, i);
+      if (!kTile.in_pairs || rows > 0) ptx::tma_load_2d(x, dst + i * kRowsBytes, full(stage), k, row);
+      if constexpr (kIsFp8) {
+        const uint32_t to = scales + (stage * kTile.k_blocks + i) * kScaleBytes;
+        if (params.scales.blocks)
+          ptx::tma_load_2d(&params.scales.x_blocks, to, full(stage), row, k / kTile.block_k());
+      }
+    }
+  };
   const int loaded = params.weight_is_constant ? min(num_blocks, kTile.stages) : 0;
   if (is_loader && ptx::elect_one()) {
     const int column = column_of(first_tile), rows = rows_of(first_tile);
@@ -187,26 +202,17 @@ __global__ void __launch_bounds__(kSwapAbThreads, 1)
       Stages ring;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const int column = column_of(tile), row = row_of(tile), rows = rows_of(tile);
-        const CUtensorMap* const x = rows < kRows ? &params.last_x : &params.x;
+        int block = 0;
+        if (tile == first_tile) {
 #pragma unroll 1
-        for (int block = 0; block < num_blocks; ++block, ring.advance()) {
-          const uint32_t bar = full(ring.index);
-          if (tile != first_tile || block >= loaded) {
-            ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
-            load_weight(ring.index, column, rows, block);
-          }
-#pragma unroll
-          for (int i = 0; i < kTile.k_blocks; ++i) {
-            const int k = first_k(block, i);
-            const uint32_t dst = stages + ring.index * kStageBytes;
-            const uint32_t x_dst = dst + kTile.k_blocks * kSwapAbWeightBytes + i * kRowsBytes;
-            if (rows > 0) ptx::tma_load_2d(x, x_dst, bar, k, row);
-            if constexpr (kTile.is_fp8) {
-              const uint32_t to = scales + (ring.index * kTile.k_blocks + i) * kScaleBytes;
-              if (params.scales.blocks)
-                ptx::tma_load_2d(&params.scales.x_blocks, to, bar, row, k / kTile.block_k());
-            }
-          }
+          for (; block < loaded; ++block, ring.advance()) load_x(ring.index, row, rows, block);
+        }
+        // With few stages the way from a free stage to its loads is not hidden: no branches that can be avoided.
+#pragma unroll 1
+        for (; block < num_blocks; ++block, ring.advance()) {
+          ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
+          load_weight(ring.index, column, rows, block);
+          load_x(ring.index, row, rows, block);
         }
       }
     }

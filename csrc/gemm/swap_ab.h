@@ -21,7 +21,7 @@ struct SwapAbConfig {
   int rows;      // of x
   int k_blocks;  // of a stage
   int stages;
-  bool in_pairs;  // whether pairs are candidates; pairs of the other shapes were slower for most weights
+  bool in_pairs;        // whether two CTAs can share the weight; pairs of others were slower for most weights
   bool is_fp8 = false;  // products of k-blocks are promoted (tile_config.h)
 
   constexpr int block_k() const { return kBlockBytes / (is_fp8 ? 1 : 2); }

@@ -86,6 +86,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: core.gemm_rs_chunks(5, 4), "count: expected 1 to 4"),
     (lambda: core.RsLayout.slot_index(-(2**31), -(2**31)), "src: expected 0 to 7"),
     (lambda: core.swap_ab_stage_blocks(0, LARGEST), "k: expected 1 to"),
+    (lambda: core.swap_ab_in_pairs(core.NUM_SWAP_AB + core.NUM_FP8_SWAP_AB), "tile: expected 0 to"),
+    (
+        lambda: core.select_gemm(1, 8, 8, False, 1, core.FIRST_SWAP_AB | 1 << 8 | 2 << 16),
+        "CTAs that share a weight in config: expected 0 to 1, got 2",
+    ),
     (lambda: core.MoeSendOrder(moe_layout()).signal(LARGEST, LARGEST), "share: expected 0 to"),
     (lambda: moe_layout(num_experts=LARGEST), "num_experts: expected 1 to"),
     (lambda: core.moe_tile(1, 1, LARGEST, 8, 4), "n: expected 1 to"),

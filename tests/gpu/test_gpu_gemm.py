@@ -71,7 +71,8 @@ def test_every_tile_shape_that_splits_k_over_a_cluster(config: int, transpose_we
 @pytest.mark.parametrize("transpose_weight", [False, True])
 def test_every_swap_ab_tile_and_cluster(config: int, transpose_weight: bool) -> None:
     # CTAs of a cluster that split K, and that share the weight.
-    for split, sharers in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2)):
+    pairs = [(1, 2)] if core.swap_ab_in_pairs(config - core.FIRST_SWAP_AB) else []
+    for split, sharers in ((1, 1), (2, 1), (4, 1), (8, 1), *pairs):
         shapes = ((1, 8, 512), (3, 136, 520), (16, 2048, 4096), (300, 1032, 1096), (1, 8, 1024))
         for number, (m, n, k) in enumerate(shapes):
             if split > core.swap_ab_stage_blocks(config - core.FIRST_SWAP_AB, k):
@@ -95,7 +96,8 @@ def test_nothing_that_stages_held_before_gets_into_a_result(transpose_weight: bo
     spoilt = torch.empty(384, n, dtype=nan.dtype, device="cuda")
     ordinary = [t.id | cluster << 8 for t in core.tile_configs() for cluster in CLUSTERS]
     swap_ab = [core.FIRST_SWAP_AB + i | split << 8 for i in range(core.NUM_SWAP_AB) for split in (1, 2)]
-    pairs = [core.FIRST_SWAP_AB + i | 1 << 8 | 2 << 16 for i in range(core.NUM_SWAP_AB)]
+    in_pairs = [i for i in range(core.NUM_SWAP_AB) if core.swap_ab_in_pairs(i)]
+    pairs = [core.FIRST_SWAP_AB + i | 1 << 8 | 2 << 16 for i in in_pairs]
     for choice in ordinary + swap_ab + pairs:
         config = choice & 0xFF
         is_ordinary = config < core.FIRST_SWAP_AB

@@ -138,7 +138,8 @@ void swap_ab(uint64_t seed) {
   int config = random.below(flux::gemm::kNumSwapAbConfigs);
   while (!flux::gemm::kSwapAbConfigs[config].is_fp8) config = random.below(flux::gemm::kNumSwapAbConfigs);
   const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
-  const int sharers = random.below(4) == 0 ? 2 : 1, split = sharers == 2 ? 1 : 1 << random.below(4);
+  const int sharers = tile.in_pairs && random.below(2) == 0 ? 2 : 1,
+            split = sharers == 2 ? 1 : 1 << random.below(4);
   const int stage_k = 128 * tile.k_blocks;
   const Shape shape = {random.between(1, tile.rows * 2), extent(random, 64, 4, 8),
                        stage_k * (split - 1) + extent(random, 128, 4, 16)};

@@ -188,7 +188,7 @@ void gemm_ar(uint64_t seed) {
     while (!flux::gemm::kSwapAbConfigs[id].is_fp8) id = random.below(flux::gemm::kNumSwapAbConfigs);
     m = std::min(m, 2 * flux::gemm::kSwapAbConfigs[id].rows);
     const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
-    const bool pairs = !many && random.below(4) == 0;
+    const bool pairs = !many && flux::gemm::kSwapAbConfigs[id].in_pairs && random.below(2) == 0;
     const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
     size = pairs ? 2 : split;
     config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);

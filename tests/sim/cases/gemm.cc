@@ -134,7 +134,8 @@ void swap_ab(uint64_t seed) {
   Random random(seed);
   const int config = random.below(cases::k16BitSwapAbTiles);
   const flux::gemm::SwapAbConfig& tile = flux::gemm::kSwapAbConfigs[config];
-  const int sharers = random.below(4) == 0 ? 2 : 1, split = sharers == 2 ? 1 : 1 << random.below(4);
+  const int sharers = tile.in_pairs && random.below(2) == 0 ? 2 : 1,
+            split = sharers == 2 ? 1 : 1 << random.below(4);
   const bool swiglu = split == 1 && random.below(2) == 0;
   const bool transposed = !swiglu && random.below(2) == 0;
   const int stage_k = 64 * tile.k_blocks;

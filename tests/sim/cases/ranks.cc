@@ -286,7 +286,8 @@ void gemm_ar(uint64_t seed) {
     const int id = random.below(4), height = flux::gemm::kSwapAbConfigs[id].rows;
     m = random.below(4) == 0 && !wide && !many ? 2 * height : std::min(m, 2 * height);
     const int stages = flux::gemm::swap_ab_stage_blocks(flux::gemm::kSwapAbConfigs[id], k);
-    const bool pairs = !many && random.below(4) == 0;  // of CTAs that share tiles of the weight
+    // Of CTAs that share tiles of the weight.
+    const bool pairs = !many && flux::gemm::kSwapAbConfigs[id].in_pairs && random.below(2) == 0;
     const int split = pairs || stages < 2 ? 1 : many || stages < 4 ? 2 : random.one_of({2, 4});
     size = pairs ? 2 : split;
     config = flux::gemm::pack_choice(flux::gemm::kFirstSwapAb + id, split, pairs ? 2 : 1);

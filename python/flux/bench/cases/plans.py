@@ -46,6 +46,8 @@ def packed_choices(plan: Any, operand_bytes: int = 2) -> list[tuple[str, int]]:
     first = core.NUM_SWAP_AB
     for tile in range(first) if operand_bytes == 2 else range(first, first + core.NUM_FP8_SWAP_AB):
         for split, sharers in _SWAP_AB_CLUSTERS:
+            if sharers > 1 and not core.swap_ab_in_pairs(tile):
+                continue
             choice = core.FIRST_SWAP_AB + tile | split << 8 | sharers << 16
             known[core.select_gemm(1, 8, 8, False, 1, choice).name] = choice
     return [(name, known[name]) for name, _ in plan.candidates if name in known]
