@@ -19,6 +19,7 @@ from flux.ops import ag_gemm, all_gather, gemm_rs, workspaces
 from flux.ops import gemm_rs_with_gather as beside
 from flux.ops.plan import Plan, PlanInput, workspace_plan
 from flux.ops.plan_gemm import copy_chunk_rows, plan_ag_gemm, plan_all_gather, plan_gemm_rs
+from flux.tuning.facts import Fact, Tuning
 
 
 class Echo:
@@ -321,6 +322,17 @@ def test_copies_begin_before_gemm_rs_and_end_after_it(
         "a graph holds no copies"
     )
     assert not beside._backward_beside(workspace, rows, 64)
+
+
+def test_rows_go_beside_the_gemm_also_where_torch_gathers_sooner_alone(machine: Machine) -> None:
+    workspace = make()
+    rows = torch.zeros(1024, 4096, dtype=torch.bfloat16)
+    workspace.tuning = Tuning(
+        (Fact("all_gather", 2, 2, 2 * rows.numel(), 0, 0, {"fused": 99.0, "torch": 50.0}),)
+    )
+    assert all_gather.gather_plan(workspace, rows).way == "torch"
+    plans = beside._plans_beside(workspace, 256, 64, 512, rows.dtype, False, rows)
+    assert plans is not None and plans[1].copied_now(), "a gather that a GEMM hides takes no time"
 
 
 def test_one_weight_that_cannot_run_fused_makes_all_run_unfused(machine: Machine) -> None:

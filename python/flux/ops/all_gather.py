@@ -20,7 +20,7 @@ from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops import _check, _gate, two_level
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import in_place, movable, readable, writable
-from flux.ops.plan import Plan, carried_by, planned, problem_of
+from flux.ops.plan import PLANNERS, Plan, carried_by, planned, problem_of
 
 _OP = known.operator()
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
@@ -138,14 +138,17 @@ def _among_ranks(
     return out
 
 
-def gather_plan(workspace: Workspace, x: torch.Tensor) -> Plan:
-    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem."""
+def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False) -> Plan:
+    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem. beside: a GEMM hides it, so
+    it does not matter what is sooner alone.
+    """
     rows = x.shape[0]
     m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
-    key = ("all_gather", m, k, x.dtype)
+    key = ("all_gather", m, k, x.dtype, beside)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
-        plan = planned("all_gather", problem_of(workspace, m, 0, k, x.dtype))
+        problem = problem_of(workspace, m, 0, k, x.dtype)
+        plan = PLANNERS["all_gather"](problem) if beside else planned("all_gather", problem)
         plan = workspace.plans[key] = carried_by(workspace, plan)
     return plan
 
