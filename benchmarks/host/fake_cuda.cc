@@ -165,6 +165,7 @@ RUNTIME int cudaEventRecord(void*, void*) { return called(); }
 RUNTIME int cudaFuncGetAttributes(void*, const void*) { return 0; }
 RUNTIME int cudaFuncSetAttribute(const void*, int, int) { return 0; }
 RUNTIME int cudaGetDevice(int* device) { return *device = 0, called(); }
+RUNTIME int cudaSetDevice(int) { return called(); }
 RUNTIME const char* cudaGetErrorString(int) { return ""; }
 RUNTIME int cudaGetLastError() { return 0; }
 RUNTIME int cudaLaunchKernelExC(const void*, const void*, void**) { return called(); }

@@ -14,10 +14,21 @@ bool equal(const KeptTensorMaps::Geometry& a, const KeptTensorMaps::Geometry& b)
          a.box_rows == b.box_rows && a.dtype == b.dtype && a.swizzle == b.swizzle;
 }
 
+// The driver refuses a thread without a context, which a thread of autograd is before its first call of the runtime.
+template <class Call>
+CUresult with_context(const Call& call) {
+  const CUresult status = call();
+  if (status != CUDA_ERROR_INVALID_CONTEXT) return status;
+  int device;
+  FLUX_CUDA_CHECK(cudaGetDevice(&device));
+  FLUX_CUDA_CHECK(cudaSetDevice(device));
+  return call();
+}
+
 void replace_address(CUtensorMap& map, const void* address) {
   using Replace = decltype(&cuTensorMapReplaceAddress);
   static const auto replace = reinterpret_cast<Replace>(driver_function("cuTensorMapReplaceAddress"));
-  const CUresult status = replace(&map, const_cast<void*>(address));
+  const CUresult status = with_context([&] { return replace(&map, const_cast<void*>(address)); });
   FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), address);
 }
 
@@ -47,10 +58,11 @@ CUtensorMap encode_all(const Matrices& matrices, DType dtype, CUtensorMapSwizzle
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult status =
-      encode_tiled(&map, type_of(dtype), dimensions, const_cast<void*>(matrix.data), sizes, strides, box,
-                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = with_context([&] {
+    return encode_tiled(&map, type_of(dtype), dimensions, const_cast<void*>(matrix.data), sizes, strides, box,
+                        element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
   FLUX_CHECK(status == CUDA_SUCCESS, static_cast<int>(status), "matrix", matrix.data, matrix.rows,
              matrix.columns, matrix.row_stride, "box", box_columns, box_rows, "matrices", matrices.count,
              matrices.step);

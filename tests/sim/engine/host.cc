@@ -18,6 +18,9 @@ struct SimEvent {
 namespace sim {
 namespace {
 
+// As of a thread of autograd, which the driver refuses before the thread has chosen a device.
+thread_local bool has_context = false;
+
 struct StreamOp {
   enum class Kind { kLaunch, kCopy, kRecord, kWaitEvent, kWrite, kWaitValue };
   Kind kind;
@@ -308,6 +311,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int device) {
   sim::current_device = device;
+  sim::has_context = true;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
@@ -440,6 +444,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t* element_strides, CUtensorMapInterleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!sim::has_context) return CUDA_ERROR_INVALID_CONTEXT;
   sim::TensorMap result = {};
   result.magic = sim::TensorMap::kMagic;
   result.base = static_cast<uint8_t*>(address);

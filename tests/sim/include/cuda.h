@@ -8,7 +8,7 @@ using CUstream = CUstream_st*;
 using CUdeviceptr = uint64_t;
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
-enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_CONTEXT = 201 };
 
 struct alignas(64) CUtensorMap {
   uint64_t opaque[16];
