@@ -23,7 +23,7 @@ from torch import Tensor
 import flux
 from flux.bench.timing import GpuTimer
 from flux.ops.grouped_gemm import torch_grouped_mm
-from flux.ops.grouped_wgrad import launch
+from flux.ops.grouped_wgrad import PREFETCHES, launch
 
 # Experts, n, k, and rows of an expert in the mean.
 SHAPES = {
@@ -32,9 +32,8 @@ SHAPES = {
     **{f"qwen3-30b-a3b, EP 2, w1, {rows}": (64, 1536, 2048, rows) for rows in (128, 256, 1024)},
     **{f"qwen3-30b-a3b, EP 2, w2, {rows}": (64, 2048, 768, rows) for rows in (128, 256, 1024)},
 }
-# Of csrc/moe/grouped_wgrad.cu, and of the bit that fetches what is added to before (csrc/moe/moe.h).
+# Of csrc/moe/grouped_wgrad.cu.
 TILES = {0: "4 stages", 1: "3 stages, 5 slabs"}
-PREFETCHES = 1 << 8
 DEVICE = "cuda"
 Call = Callable[[], object]
 

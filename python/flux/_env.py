@@ -113,11 +113,11 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "FLUX_GROUPED_WGRAD",
-        "auto",
-        "Gradients of experts' weights on GPUs: auto (what is known to be faster), kernel (flux's, where it "
-        "takes them), or torch (its grouped GEMM).",
+        "kernel",
+        "Gradients of experts' weights on GPUs: kernel (flux's, where it takes them), or torch (its grouped "
+        "GEMM).",
         "run",
-        _one_of("auto", "kernel", "torch"),
+        _one_of("kernel", "torch"),
     ),
     Variable(
         "FLUX_NODE",

@@ -17,10 +17,8 @@ from flux.ops.grouped_gemm import checked_bounds, torch_grouped_mm
 from flux.ops.wgrad import wgrad_accum
 
 Tensor = torch.Tensor
-# What FLUX_GROUPED_WGRAD=auto means for products that are added to main_grad, and for those that are stored.
-AUTO = {"added": "torch", "stored": "torch"}
-# The kernel's choices for these: a tile, and whether what is added to is fetched before (csrc/moe/moe.h).
-CHOICES = {"added": 1, "stored": 0}
+# The bit of a kernel's choice that fetches what is added to before; the others are a tile (csrc/moe/moe.h).
+PREFETCHES = 1 << 8
 
 
 def grouped_wgrad(grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -108,10 +106,7 @@ def uses_kernel(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> boo
     """Whether flux's kernel takes checked arguments, and is wanted. main_grad: what is added to."""
     if not x.is_cuda:
         return False
-    wanted = _env.get("FLUX_GROUPED_WGRAD")
-    if wanted == "auto":
-        wanted = AUTO["stored" if main_grad is None else "added"]
-    return wanted == "kernel" and why_not(grad, x, main_grad) is None
+    return _env.get("FLUX_GROUPED_WGRAD") == "kernel" and why_not(grad, x, main_grad) is None
 
 
 def why_not(grad: Tensor, x: Tensor, main_grad: Tensor | None = None) -> str | None:
@@ -135,8 +130,15 @@ def launch(
 ) -> None:
     """Runs checked arguments in the kernel. out: fp32, to which is added, or of x's dtype."""
     if choice is None:
-        choice = CHOICES["added" if out.dtype == torch.float32 else "stored"]
+        choice = _choice(x.shape[0] / out.shape[0], out.dtype == torch.float32)
     _kernel(aligned(grad), aligned(x), offsets.contiguous(), out, choice, num_sms)
+
+
+def _choice(rows: float, adds: bool) -> int:
+    """What was fastest for so many rows of an expert (docs/design/moe.md#gradients-of-experts-weights)."""
+    if adds:
+        return PREFETCHES if rows <= 256 else 0
+    return 1 if rows <= 128 else 0
 
 
 def _fake(grad_output: Tensor, x: Tensor, offsets: Tensor, op: str = "grouped_wgrad") -> Tensor:
