@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
 from torch.nn.functional import linear
 from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm, exact_norm
 
@@ -230,6 +231,37 @@ def test_what_experts_become(kind: str, becomes: dict[str, int]) -> None:
     (name,) = {node.args[7] for node in scatters} or {None}
     assert all(node.args[5:9] == (None, None, name, 0) for node in scatters)
     assert name is None or name.target == "L_w_name_False_"
+    del libraries
+
+
+def pieces(module: fx.GraphModule) -> list[str]:
+    """The code of the pieces between attentions, as vLLM splits graphs and inductor's cache compares them."""
+    numbers, number = {}, 0
+    for node in module.graph.nodes:
+        attention = node.target == "remainder" and node.args[1] == 5
+        numbers[node] = number + attention
+        number += 2 * attention
+    split = split_module(module, None, lambda node: numbers[node], keep_original_order=True)
+    codes = []
+    for name, piece in split.named_children():
+        for i, given in enumerate(piece.graph.find_nodes(op="placeholder")):
+            given.target = f"p_{i}"
+            given._rename(given.target)
+        piece.recompile()
+        if int(name.removeprefix("submod_")) % 2 == 0:
+            codes.append(piece.code)
+    return codes
+
+
+def test_pieces_of_layers_are_alike() -> None:
+    """Then each is compiled once, however many layers there are."""
+    libraries = [define_all_reduce(), define_norm()]
+    first, *layers = pieces(rewritten(9, "7")[0])
+    assert "linear_scatter" not in first and len(layers) == LAYERS
+    # The residual of the first layer is whole, and the last one's norm gives all rows.
+    assert all("norm_gather_linear" in code for code in layers[:-1])
+    assert layers[1] == layers[2] == layers[3]
+    assert len({*layers}) == 3
     del libraries
 
 

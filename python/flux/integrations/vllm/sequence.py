@@ -422,8 +422,10 @@ class _Rewriting:
         self._erase({each.experts.call, *each.experts.between})
 
     def _insert(self, before: fx.Node, target: Any, arguments: tuple[Any, ...], like: Any) -> fx.Node:
+        # A piece of the split graph calls its inputs by these names, and its own operators by theirs, with a
+        # number if an input has that name. By it pieces of equal layers would differ, and each be compiled.
         with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, arguments)
+            node = self.graph.create_node("call_function", target, arguments, name="own_rows")
         node.meta["example_value"] = like
         return node
 
