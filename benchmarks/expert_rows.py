@@ -9,7 +9,6 @@ Candidates take turns. Results are compared by tests/gpu/test_gpu_expert_rows.py
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flux
+import rows_file
 from flux.bench.timing import GpuTimer
 from flux.moe import rows as steps
 
+WHAT = "microseconds of the steps between the GEMMs of experts, benchmarks/expert_rows.py"
 # Rows that experts have, room for rows, H, I.
 SHAPES = {
     "mixtral-8x7b, EP 2, 4096 tokens": (4096, 8192, 4096, 14336),
@@ -93,18 +93,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     timer, rows = GpuTimer(None, torch.device("cuda", 0)), []
-    facts = {
-        "what": "microseconds of the steps between the GEMMs of experts, benchmarks/expert_rows.py",
-        "flux": flux.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
     with torch.no_grad():
         for name in SHAPES:
             for row in measure(name, timer) if re.search(arguments.only, name) else ():
                 rows.append(row)
                 print(name, row["step"], row["mb"], row["us"], row["of_the_copy"], sep="  ", flush=True)
-                arguments.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+                rows_file.write(arguments.out, WHAT, rows)
 
 
 if __name__ == "__main__":

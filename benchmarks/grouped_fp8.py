@@ -9,7 +9,6 @@ Every product is compared with its exact value first. Candidates take turns. All
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -23,11 +22,13 @@ import torch
 from torch import Tensor
 
 import flux
+import rows_file
 from flux import _native
 from flux.bench.timing import GpuTimer
 from flux.ops._scales import Scales
 from flux.ops.grouped_gemm import launch
 
+WHAT = "microseconds of grouped GEMMs of fp8 operands, benchmarks/grouped_fp8.py"
 # Rows, experts, n, k: both products of mixtures of experts, with 2048 and 8192 tokens.
 SHAPES = {
     "mixtral-8x7b, EP 2, w1, 2048": (2048, 4, 28672, 4096),
@@ -164,13 +165,7 @@ def main() -> None:
             print(
                 name, kind, *(f"{label} {us}" for label, us in best), *rows[-1]["notes"], sep="  ", flush=True
             )
-            facts = {
-                "what": "microseconds of grouped GEMMs of fp8 operands, benchmarks/grouped_fp8.py",
-                "flux": flux.__version__,
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-            }
-            arguments.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+            rows_file.write(arguments.out, WHAT, rows)
 
 
 if __name__ == "__main__":

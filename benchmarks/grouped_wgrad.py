@@ -9,7 +9,6 @@ exact ones first. Candidates take turns. Rows of experts are ragged.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flux
+import rows_file
 from flux.bench.timing import GpuTimer
 from flux.ops.grouped_gemm import torch_grouped_mm
 from flux.ops.grouped_wgrad import PREFETCHES, launch
 
+WHAT = "microseconds of gradients of experts' weights, benchmarks/grouped_wgrad.py"
 # Experts, n, k, and rows of an expert in the mean.
 SHAPES = {
     **{f"mixtral-8x7b, EP 2, w1, {rows}": (4, 28672, 4096, rows) for rows in (1024, 2048, 4096, 8192)},
@@ -133,13 +133,7 @@ def main() -> None:
                 f"{label} {us} ({rows[-1]['tflops'][label]} TFLOPS)" for label, us in rows[-1]["us"].items()
             )
             print(name, "added" if adds else "stored", *told, *rows[-1]["notes"], sep="  ", flush=True)
-            facts = {
-                "what": "microseconds of gradients of experts' weights, benchmarks/grouped_wgrad.py",
-                "flux": flux.__version__,
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-            }
-            arguments.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+            rows_file.write(arguments.out, WHAT, rows)
 
 
 if __name__ == "__main__":
