@@ -10,7 +10,7 @@ microseconds more for each launch and each copy.
 total    a call of the public function that is known (flux.comm.known)
 C++      the part of it in flux._core and in the host code of the kernels
 tensors  the part of that for the new tensors, which torch makes, and for views of them
-CUDA     calls of functions of CUDA's runtime and driver
+CUDA     calls of functions of CUDA's runtime and driver, and how many of them put something on a stream
 first    a call that is planned, but not yet known
 """
 
@@ -123,6 +123,68 @@ def cases(parts: Any, composed: Any) -> dict[str, Callable[[], object]]:
     }
 
 
+def vllms_experts(group: Any) -> dict[str, Callable[[], object]]:
+    """A layer of experts in vLLM, as its plugin calls it for large batches: several operators in turn."""
+    import torch
+
+    from flux.integrations.vllm.experts import own_experts, summed_experts
+
+    def case(call: Any, name: str, tokens: int, *where: Any) -> Callable[[], object]:
+        hidden, inner, experts, top_k = {"Qwen3": (2048, 384, 128, 8), "Mixtral": (4096, 7168, 8, 2)}[name]
+
+        def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="cuda:0")
+
+        weights = tensor(experts, 2 * inner, hidden), tensor(experts, hidden, inner)
+        chosen = tensor(tokens, top_k, dtype=torch.int32), tensor(tokens, top_k, dtype=torch.float32)
+        x = tensor(tokens, hidden)
+        return lambda: call(x, *chosen, *weights, *where)
+
+    ranks = (group.group_name, 0, 2)
+    alone = torch.distributed.new_group([0]).group_name
+    return {
+        "vLLM's experts, Qwen3, 8192": case(summed_experts, "Qwen3", 8192, *ranks),
+        "vLLM's experts, Qwen3, 8191": case(summed_experts, "Qwen3", 8191, *ranks),
+        "vLLM's experts, Mixtral, 8192": case(summed_experts, "Mixtral", 8192, *ranks),
+        "own part, Qwen3, 2048": case(own_experts, "Qwen3", 2048, alone),
+    }
+
+
+def measured_sequence(call: Callable[[], object], group: Any) -> dict[str, Any]:
+    """Of several operators: if known; if none is, as under torch's profiler; and for the first time."""
+    import fake_cuda  # type: ignore[import-not-found]
+
+    from flux.comm import known
+
+    both = (known.of_groups[group], known.without_group())
+
+    def forgets() -> None:
+        for calls in both:
+            calls.clear()
+        call()
+
+    call()
+    total, first = timed(call), timed(forgets)
+    for calls in both:
+        calls.paused = True
+    paused, python_of_paused = timed(call), python_calls(call)
+    for calls in both:
+        calls.paused = False
+    call()
+    before, on_streams = fake_cuda.calls(), fake_cuda.enqueued()
+    call()
+    cuda_calls, enqueued = fake_cuda.calls() - before, fake_cuda.enqueued() - on_streams
+    return {
+        "total_us": round(total, 2),
+        "python_calls": python_calls(call),
+        "cuda_calls": cuda_calls,
+        "enqueued": enqueued,
+        "unknown_us": round(paused, 2),
+        "unknown_python_calls": python_of_paused,
+        "first_us": round(first, 2),
+    }
+
+
 def scaled(x: Any, weight: Any, quant: str) -> dict[str, Any]:
     """Operands of these shapes in fp8, with scales of rows or of blocks."""
     import torch
@@ -205,9 +267,9 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
     like = next(argument for argument in given if isinstance(argument, torch.Tensor))
     total, cpp, first = timed(call), timed(lambda: calls.call(*given)), timed(forgets)
     call()
-    before = fake_cuda.calls()
+    before, on_streams = fake_cuda.calls(), fake_cuda.enqueued()
     call()
-    cuda_calls = fake_cuda.calls() - before
+    cuda_calls, enqueued = fake_cuda.calls() - before, fake_cuda.enqueued() - on_streams
     return {
         "total_us": round(total, 2),
         "cpp_us": round(cpp, 2),
@@ -217,6 +279,7 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
         "python_us": round(total - cpp, 2),
         "python_calls": python_calls(call),
         "cuda_calls": cuda_calls,
+        "enqueued": enqueued,
         "first_us": round(first, 2),
     }
 
@@ -250,9 +313,16 @@ def main() -> None:
             figures = [f"{row[key]:8.2f}" for key in ("total_us", "python_us", "cpp_us")]
             print(
                 f"{name:26}{''.join(figures)}{row['tensors_us']:9.2f}{row['first_us']:8.2f}   "
-                f"{row['python_calls']:>9}{row['cuda_calls']:>9}",
+                f"{row['python_calls']:>9}{row['cuda_calls']:>9}{row['enqueued']:>9}",
                 flush=True,
             )
+    with torch.inference_mode():
+        for name, call in vllms_experts(group).items():
+            if options.only and name not in options.only:
+                continue
+            row = measured_sequence(call, group)
+            rows.append({"case": name, **row})
+            print(f"{name:30}", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if options.out is not None:
         what = " ".join((__doc__ or "").split("\n\n")[0].split())
         facts = {"what": what, "commit": commit, "torch": torch.__version__, "python": sys.version.split()[0]}

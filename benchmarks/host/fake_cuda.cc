@@ -97,18 +97,23 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
 }
 
 constexpr long kStream = 8;
-long cuda_calls = 0;
-at::Tensor& copy(at::Tensor& to, const at::Tensor&, bool) { return ++cuda_calls, to; }
-at::Tensor& add(at::Tensor& to, const at::Tensor&, const at::Scalar&) { return ++cuda_calls, to; }
+// Calls of functions of CUDA, and those of them that put something on a stream, which takes a driver microseconds.
+long cuda_calls = 0, enqueued = 0;
+int called() { return ++cuda_calls, 0; }
+int enqueues() { return ++enqueued, called(); }
+at::Tensor& copy(at::Tensor& to, const at::Tensor&, bool) { return enqueues(), to; }
+at::Tensor& add(at::Tensor& to, const at::Tensor&, const at::Scalar&) { return enqueues(), to; }
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, at::IntArrayRef,
                                             const std::optional<at::Tensor>&, std::optional<double>) {
-  return ++cuda_calls, std::make_tuple(at::empty_like(x), x);
+  return enqueues(), std::make_tuple(at::empty_like(x), x);
 }
 PyObject* calls(PyObject*, PyObject*) { return PyLong_FromLong(cuda_calls); }
+PyObject* on_streams(PyObject*, PyObject*) { return PyLong_FromLong(enqueued); }
 PyObject* zero(PyObject*, PyObject*) { return PyLong_FromLong(0); }
 PyObject* stream(PyObject*, PyObject*) { return PyLong_FromLong(kStream); }
 PyObject* no(PyObject*, PyObject*) { Py_RETURN_FALSE; }
 PyMethodDef methods[] = {{"calls", calls, METH_NOARGS, "How many functions of CUDA were called so far."},
+                         {"enqueued", on_streams, METH_NOARGS, "Those that put something on a stream."},
                          {"_cuda_getDevice", zero, METH_NOARGS, ""},
                          {"_cuda_getCurrentRawStream", stream, METH_O, ""},
                          {"_cuda_isCurrentStreamCapturing", no, METH_NOARGS, ""},
@@ -140,7 +145,6 @@ RUNTIME int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
 
 namespace {
 
-int called() { return ++cuda_calls, 0; }
 int encode_tiled(void* map) { return std::memset(map, 1, 128), called(); }
 int replace_address(void* map, void* address) {
   return std::memcpy(map, &address, sizeof(address)), called();
@@ -161,28 +165,28 @@ RUNTIME int __cudaLaunchKernel() { return 0; }
 RUNTIME int __cudaPopCallConfiguration() { return 0; }
 RUNTIME int cudaDeviceGetAttribute(int* value, int, int) { return *value = 132, 0; }
 RUNTIME int cudaEventCreateWithFlags(void**, unsigned) { return 0; }
-RUNTIME int cudaEventRecord(void*, void*) { return called(); }
+RUNTIME int cudaEventRecord(void*, void*) { return enqueues(); }
 RUNTIME int cudaFuncGetAttributes(void*, const void*) { return 0; }
 RUNTIME int cudaFuncSetAttribute(const void*, int, int) { return 0; }
 RUNTIME int cudaGetDevice(int* device) { return *device = 0, called(); }
 RUNTIME int cudaSetDevice(int) { return called(); }
 RUNTIME const char* cudaGetErrorString(int) { return ""; }
 RUNTIME int cudaGetLastError() { return 0; }
-RUNTIME int cudaLaunchKernelExC(const void*, const void*, void**) { return called(); }
+RUNTIME int cudaLaunchKernelExC(const void*, const void*, void**) { return enqueues(); }
 RUNTIME int cudaMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, int, void*) {
-  return called();
+  return enqueues();
 }
-RUNTIME int cudaMemcpyAsync(void*, const void*, size_t, int, void*) { return called(); }
+RUNTIME int cudaMemcpyAsync(void*, const void*, size_t, int, void*) { return enqueues(); }
 RUNTIME int cudaOccupancyMaxActiveClusters(int* count, const void*, const void*) { return *count = 16, 0; }
 RUNTIME int cudaStreamCreateWithFlags(void**, unsigned) { return 0; }
 RUNTIME int cudaStreamIsCapturing(void*, int* status) { return *status = 0, called(); }
-RUNTIME int cudaStreamWaitEvent(void*, void*, unsigned) { return called(); }
+RUNTIME int cudaStreamWaitEvent(void*, void*, unsigned) { return enqueues(); }
 RUNTIME int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              int* found) {
   const bool encodes = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
   const bool replaces = std::strcmp(name, "cuTensorMapReplaceAddress") == 0;
   *function = encodes    ? reinterpret_cast<void*>(&encode_tiled)
               : replaces ? reinterpret_cast<void*>(&replace_address)
-                         : reinterpret_cast<void*>(&called);
+                         : reinterpret_cast<void*>(&enqueues);  // cuStreamBatchMemOp
   return *found = 0, 0;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,13 @@ from flux.comm.workspace import NOTHING, Same, Workspace
 from flux.ops import _check, _gate, two_level
 from flux.ops._library import dispatch, library, may_skip_dispatch, needs_grad
 from flux.ops._tensors import in_place, movable, readable, writable
-from flux.ops.plan import PLANNERS, Plan, carried_by, planned, problem_of
+from flux.ops.plan import PLANNERS, Plan, PlanInput, carried_by, planned, problem_of
 
-_OP = known.operator()
+_OP, _AWAITED = known.operator(), known.operator()
+# Copy engines hide nothing if the rows are awaited at once. For shards up to this size they take the host 20
+# calls of CUDA and more instead of one launch, and SMs took 8 % less time to 15 % more
+# (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
+AWAITED_BY_SMS_BYTES = 16 << 20
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
 
 
@@ -61,6 +66,19 @@ def all_gather(x: torch.Tensor, *, group: GroupLike = None, out: torch.Tensor | 
     return cast(torch.Tensor, dispatch(name, x.device, _op, _op_out, (x, name), out))
 
 
+def awaited(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
+    """all_gather without gradients, for a caller that has nothing to do until the rows are there: SMs send
+    larger shards than otherwise.
+    """
+    if torch.compiler.is_compiling() or not may_skip_dispatch(x):
+        return all_gather(x, group=group)
+    if (calls := known.of(group)) is not None:
+        done = calls.call(_AWAITED, _invariance.active(), x, None)
+        if done is not None:
+            return cast(torch.Tensor, done)
+    return call(x, resolve_group(group, "all_gather"), at_once=True)
+
+
 def reference(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """all_gather with torch only."""
     pg = resolve_group(group, "all_gather")
@@ -94,31 +112,38 @@ def call(
     out: torch.Tensor | None = None,
     also: Same = NOTHING,
     within: known.Recipe | None = None,
+    at_once: bool = False,
 ) -> torch.Tensor:
     """all_gather without gradients and without torch's dispatcher.
 
     Args:
         also: as in gemm_rs.call.
         within: of the call that this one is a part of, if that is to be known (flux.comm.known).
+        at_once: the rows are awaited (`awaited`).
     """
-    p = group.size()
+    p, op = group.size(), _AWAITED if at_once else _OP
     if within is None and (calls := known.of_groups.get(group)) is not None:
-        done = calls.call_below(_OP, _invariance.active(), x, out)
+        done = calls.call_below(op, _invariance.active(), x, out)
         if done is not None:
             return cast(torch.Tensor, done)
     shape = _check.all_gather_args("all_gather", x, p)
-    recipe = known.Recipe(_OP, _invariance.active(), x, out, within=within)
+    recipe = known.Recipe(op, _invariance.active(), x, out, within=within)
     out = _check.output("all_gather", out, shape, x)
     if p == 1:
         return out.copy_(x)
-    return registry.in_turn(group, x.device, _among_ranks, x, group, out, also, recipe)
+    return registry.in_turn(group, x.device, _among_ranks, x, group, out, also, recipe, at_once)
 
 
 def _among_ranks(
-    x: torch.Tensor, group: ProcessGroup, out: torch.Tensor, also: Same, recipe: known.Recipe
+    x: torch.Tensor,
+    group: ProcessGroup,
+    out: torch.Tensor,
+    also: Same,
+    recipe: known.Recipe,
+    at_once: bool,
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, "all_gather")
-    plan = gather_plan(workspace, x)
+    plan = gather_plan(workspace, x, at_once=at_once)
     x2, out2 = (x, out) if x.dim() == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
     with workspace.calling(plan, also) as epoch:
         if not plan.fused:
@@ -138,19 +163,34 @@ def _among_ranks(
     return out
 
 
-def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False) -> Plan:
-    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem. beside: a GEMM hides it, so
-    it does not matter what is sooner alone.
+def gather_plan(workspace: Workspace, x: torch.Tensor, beside: bool = False, at_once: bool = False) -> Plan:
+    """The plan of all_gather of x [rows, ...] on a workspace, cached by problem.
+
+    Args:
+        beside: a GEMM hides it, so it does not matter what is sooner alone.
+        at_once: nothing does (`awaited`).
     """
     rows = x.shape[0]
     m, k = rows * workspace.world_size, x.numel() // rows if rows else 0
-    key = ("all_gather", m, k, x.dtype, beside)
+    key = ("all_gather", m, k, x.dtype, beside, at_once)
     plan: Plan | None = workspace.plans.get(key)
     if plan is None:
         problem = problem_of(workspace, m, 0, k, x.dtype)
-        plan = PLANNERS["all_gather"](problem) if beside else planned("all_gather", problem)
+        by_sms = _by_sms(problem) if at_once else None
+        plan = PLANNERS["all_gather"](problem) if beside else by_sms or planned("all_gather", problem)
         plan = workspace.plans[key] = carried_by(workspace, plan)
     return plan
+
+
+def _by_sms(problem: PlanInput) -> Plan | None:
+    """The plan of a gather that copy engines would carry, and SMs are to; None for others."""
+    shard = problem.m // problem.world_size * problem.k * problem.dtype.itemsize
+    if problem.topology is not None or problem.tuning.forced is not None or shard > AWAITED_BY_SMS_BYTES:
+        return None
+    plan = PLANNERS["all_gather"](problem)
+    if not plan.copied:
+        return None
+    return replace(plan, copied=False, chunk_rows=0, transport=f"{problem.transport}, awaited at once")
 
 
 def unfused(x: torch.Tensor, group: ProcessGroup, out: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import flux
+from flux.ops.all_gather import awaited
 
 Scales = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,7 +28,7 @@ def summed_experts(
     """For each token the weighted sum of its experts' results, over all ranks. A collective.
 
     Each rank is the owner of an equal share of the tokens: it sums them up and tells the others. Where the
-    ranks do not divide the tokens, the last shares are filled up with tokens that choose no expert.
+    ranks do not divide the tokens, the last shares also have rows without a token, which choose no expert.
 
     Args:
         x: [tokens, H], the same on all ranks.
@@ -43,15 +44,13 @@ def summed_experts(
     """
     tokens = x.shape[0]
     share = -(-tokens // world_size)
-    missing = share * world_size - tokens
-    if missing:
-        topk_ids = torch.nn.functional.pad(topk_ids, (0, 0, 0, missing), value=-1)
-        topk_weights = torch.nn.functional.pad(topk_weights, (0, 0, 0, missing))
     own = slice(rank * share, (rank + 1) * share)
     with torch.no_grad():
         # Shares are consecutive like the tokens, so the routing's rows are indices in x.
-        total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales)
-        return flux.all_gather(total, group=group_name)[:tokens]
+        total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales, share)
+        # The next kernel reads these rows, so nothing hides the gather.
+        everything = awaited(total, group_name)
+        return everything if share * world_size == tokens else everything[:tokens]
 
 
 def experts_of_own_rows(
@@ -118,9 +117,18 @@ def _experts(
     w2: torch.Tensor,
     group_name: str,
     scales: Scales | None,
+    share: int | None = None,
 ) -> torch.Tensor:
-    """The sum over a group of what experts give for this rank's tokens. x: of all ranks."""
-    routing = flux.moe.route(topk_ids, topk_weights, w13.shape[0], group=group_name)
+    """The sum over a group of what experts give for this rank's tokens.
+
+    Args:
+        x: of all ranks.
+        share: rows of the result, those after the last token are zeros. None: as many as there are tokens, on
+            all ranks.
+    """
+    routing = flux.moe.route(topk_ids, topk_weights, w13.shape[0], group=group_name, max_tokens=share)
+    if share is not None and routing.num_tokens != share:
+        routing = routing._replace(num_tokens=share)
     first, second = scales or (None, None)
     rows, how = _quantised(x, first)
     hidden = flux.grouped_gemm(rows, w13, routing.offsets, rows=routing.rows, activation="swiglu", **how)
