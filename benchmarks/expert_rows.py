@@ -8,12 +8,10 @@ Candidates take turns. Results are compared by tests/gpu/test_gpu_expert_rows.py
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,12 +83,7 @@ def measure(name: str, timer: GpuTimer) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--only", default="", metavar="REGEX", help="shapes to time")
-    arguments = parser.parse_args()
+    arguments = rows_file.make_parser(__doc__).parse_args()
     torch.manual_seed(0)
     timer, rows = GpuTimer(None, torch.device("cuda", 0)), []
     with torch.no_grad():

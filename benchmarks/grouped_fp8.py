@@ -8,14 +8,12 @@ Every product is compared with its exact value first. Candidates take turns. All
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,11 +144,7 @@ def measure(name: str, kind: str, timer: GpuTimer) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--only", default="", metavar="REGEX", help="shapes to time")
+    parser = rows_file.make_parser(__doc__)
     parser.add_argument("--scales", action="append", choices=KINDS, help="kinds of scales; default: all")
     arguments = parser.parse_args()
     torch.manual_seed(0)

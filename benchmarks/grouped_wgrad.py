@@ -8,12 +8,10 @@ exact ones first. Candidates take turns. Rows of experts are ragged.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,12 +113,7 @@ def measure(name: str, adds: bool, timer: GpuTimer) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--only", default="", metavar="REGEX", help="shapes to time")
-    arguments = parser.parse_args()
+    arguments = rows_file.make_parser(__doc__).parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     timer, rows = GpuTimer(None, torch.device("cuda", 0)), []

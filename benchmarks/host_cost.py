@@ -150,10 +150,17 @@ def vllms_experts(group: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def measured_sequence(call: Callable[[], object], group: Any) -> dict[str, Any]:
-    """Of several operators: if known; if none is, as under torch's profiler; and for the first time."""
+def calls_of_cuda(call: Callable[[], object]) -> tuple[int, int]:
+    """How many calls of CUDA's functions a call makes, and how many of them put something on a stream."""
     import fake_cuda  # type: ignore[import-not-found]
 
+    before, on_streams = fake_cuda.calls(), fake_cuda.enqueued()
+    call()
+    return fake_cuda.calls() - before, fake_cuda.enqueued() - on_streams
+
+
+def measured_sequence(call: Callable[[], object], group: Any) -> dict[str, Any]:
+    """Of several operators: if known; if none is, as under torch's profiler; and for the first time."""
     from flux.comm import known
 
     both = (known.of_groups[group], known.without_group())
@@ -171,9 +178,7 @@ def measured_sequence(call: Callable[[], object], group: Any) -> dict[str, Any]:
     for calls in both:
         calls.paused = False
     call()
-    before, on_streams = fake_cuda.calls(), fake_cuda.enqueued()
-    call()
-    cuda_calls, enqueued = fake_cuda.calls() - before, fake_cuda.enqueued() - on_streams
+    cuda_calls, enqueued = calls_of_cuda(call)
     return {
         "total_us": round(total, 2),
         "python_calls": python_calls(call),
@@ -226,7 +231,6 @@ def time_of_view(tensor: Any) -> float:
 
 
 def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]:
-    import fake_cuda  # type: ignore[import-not-found]
     import torch
 
     from flux.comm import known
@@ -267,9 +271,7 @@ def measure(name: str, call: Callable[[], object], group: Any) -> dict[str, Any]
     like = next(argument for argument in given if isinstance(argument, torch.Tensor))
     total, cpp, first = timed(call), timed(lambda: calls.call(*given)), timed(forgets)
     call()
-    before, on_streams = fake_cuda.calls(), fake_cuda.enqueued()
-    call()
-    cuda_calls, enqueued = fake_cuda.calls() - before, fake_cuda.enqueued() - on_streams
+    cuda_calls, enqueued = calls_of_cuda(call)
     return {
         "total_us": round(total, 2),
         "cpp_us": round(cpp, 2),

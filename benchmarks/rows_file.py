@@ -1,7 +1,8 @@
-"""The file of a benchmark on one GPU: what it is about, the machine, and a row for each case."""
+"""Arguments of a benchmark on one GPU, and its file: what it is about, the machine, a row for each case."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,15 @@ from typing import Any
 import torch
 
 import flux
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Of the arguments of such a benchmark: the file, and which shapes it times."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("out", type=Path, help="file to write")
+    parser.add_argument("--only", default="", metavar="REGEX", help="shapes to time")
+    return parser
 
 
 def write(out: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> None:

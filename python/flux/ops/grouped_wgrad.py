@@ -87,15 +87,12 @@ def add_expert_grads(grad: Tensor, x: Tensor, offsets: Tensor, main_grads: Tenso
 
     torch's grouped GEMM, for bfloat16 on GPUs, rounds each product before it is added.
     """
-    if isinstance(main_grads, Tensor) and uses_kernel(grad, x, main_grads):
+    if isinstance(main_grads, Tensor):
         _accum(grad, x, offsets, main_grads)
         return
     if x.is_cuda and _has_grouped_gemm(grad, x):
-        made = expert_grads(grad, x, offsets)
-        if isinstance(main_grads, Tensor):
-            main_grads.add_(made)
-        else:  # of two types, torch adds each by a launch of its own
-            torch._foreach_add_(list(main_grads), list(made.unbind()))
+        # Of two types, torch adds each by a launch of its own.
+        torch._foreach_add_(list(main_grads), list(expert_grads(grad, x, offsets).unbind()))
         return
     bounds = offsets.tolist()
     for main_grad, first, last in zip(main_grads, bounds, bounds[1:], strict=False):

@@ -175,10 +175,9 @@ def _of_weights(
         return expert_grads(grad, x, offsets).unbind()  # type: ignore[no-any-return]
     main_grads = [weight.main_grad for weight in collecting]
     whole = as_one(main_grads)
-    if whole is None or (main_grads[0].numel() > _ADDED_AT_ONCE and not uses_kernel(grad, x, whole)):
-        add_expert_grads(grad, x, offsets, main_grads)
-    else:
-        add_expert_grads(grad, x, offsets, whole)
+    if whole is not None and main_grads[0].numel() > _ADDED_AT_ONCE and not uses_kernel(grad, x, whole):
+        whole = None
+    add_expert_grads(grad, x, offsets, main_grads if whole is None else whole)
     return _placeholders(collecting, x.dtype)
 
 
