@@ -12,7 +12,8 @@ backward pass, without an optimizer.
 Models with experts run with both of Megatron's dispatchers that need no further package, allgather ("stock")
 and alltoall. Their experts are Megatron's, one GEMM after the other, and for "grouped GEMM" torch's grouped
 GEMM. With Transformer Engine installed, its spec runs stock, with its overlap (tp_comm_overlap), and on flux.
-A candidate that cannot run is listed with the reason.
+A candidate that cannot run is listed with the reason. --candidates "flux, FLUX_GROUPED_WGRAD=torch" is flux
+with a variable of the environment, in turns with flux without it.
 
 Each model has processes of its own, and the file is written after each. A model that would not end before
 --timeout does not begin. With --profile, a pass of each candidate is recorded, too: the times of its kernels
@@ -47,6 +48,7 @@ from megatron_candidates import (
     batch_of,
     candidates,
     captured,
+    environment_of,
     initialise,
     loss_of,
     usual_name,
@@ -75,9 +77,10 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
         if settings.names and name not in ("stock", *settings.names):
             continue
         try:
-            model = make()
-            loss = loss_of(model, batch)
-            loss.backward()
+            with environment_of(name):
+                model = make()
+                loss = loss_of(model, batch)
+                loss.backward()
         except Exception as error:
             if not (settings.model.experts or name.startswith(ENGINE)):
                 raise
@@ -92,8 +95,8 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
     del gradients, found, loss
     passes: dict[str, dict[str, Callable[[], None]]] = {"forward": {}, "training": {}}
     for name, model in models.items():
-        passes["forward"][name] = lambda model=model: _forward(model, batch)
-        passes["training"][name] = lambda model=model: _train(model, batch)
+        passes["forward"][name] = lambda name=name, model=model: _forward(name, model, batch)
+        passes["training"][name] = lambda name=name, model=model: _train(name, model, batch)
     for kind, calls in passes.items():
         for name, call in calls.items():
             timer.warm(call)
@@ -105,14 +108,14 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
             if settings.profile:
                 runs[name].setdefault("profiles", {})[kind] = profile_of(calls[name], not settings.cpu)
     if settings.graphs:
-        for model in models.values():
+        for name, model in models.items():
             # Stock dispatchers keep tensors of their last step, and so autograd's nodes of the parameters
             # that all models share. A capture must not meet nodes that belong to another stream.
-            _forward(model, batch)
+            _forward(name, model, batch)
         replays = {}
         for name, model in models.items():
             if name.startswith("flux") or not (settings.model.experts or name.startswith(ENGINE)):
-                replays[name], loss = captured(lambda model=model: _train(model, batch))
+                replays[name], loss = captured(lambda name=name, model=model: _train(name, model, batch))
                 timer.warm(replays[name])
                 runs[name]["graph_loss"] = float(loss)
         for name, samples in timer.interleaved(replays, settings.iters, settings.rounds).items():
@@ -146,14 +149,15 @@ def profile_of(call: Callable[[], None], cuda: bool) -> dict[str, Any]:
     return kernel_profile.summary(profiler, cuda)
 
 
-def _forward(model: Any, batch: Batch) -> None:
-    with torch.no_grad():
+def _forward(name: str, model: Any, batch: Batch) -> None:
+    with torch.no_grad(), environment_of(name):
         loss_of(model, batch)
 
 
-def _train(model: Any, batch: Batch) -> Tensor:
-    loss = loss_of(model, batch)
-    loss.backward()
+def _train(name: str, model: Any, batch: Batch) -> Tensor:
+    with environment_of(name):
+        loss = loss_of(model, batch)
+        loss.backward()
     model.zero_grad(set_to_none=True)
     return loss.detach()
 
