@@ -25,7 +25,7 @@ from flux.ops.plan import PLANNERS, Plan, PlanInput, carried_by, planned, proble
 
 _OP, _AWAITED = known.operator(), known.operator()
 # Copy engines hide nothing if the rows are awaited at once. For shards up to this size they take the host 20
-# calls of CUDA and more instead of one launch, and SMs took 8 % less time to 15 % more
+# calls of CUDA and more instead of one launch, and SMs took 8 % less time to 25 % more
 # (docs/design/gemm-rs.md#gathered-rows-sms-or-copy-engines).
 AWAITED_BY_SMS_BYTES = 16 << 20
 BLOCK_M: int = _native.core.tile_configs()[0].block_m
