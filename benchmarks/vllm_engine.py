@@ -37,6 +37,7 @@ COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
 # How often what is profiled runs: once might be the one time that is slow, or that is not.
 PROFILED = 4
+LOOKED_AT = 20
 # So many times a single prompt is read for one sample, which is their median.
 PROMPT_TIMES = 5
 # To the end of vLLM's own list: a prompt of 512 tokens runs in a graph there.
@@ -371,6 +372,15 @@ class Commands:
         times = [self._timed(prompts, count) for _ in range(PROFILED)]
         found: dict[str, Any] = self.llm.collective_rpc("probe_profile", args=(False,))[0]
         return {"ms": [round(seconds * 1e3, 3) for seconds in times], **found}
+
+    def host(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """host_profile.summary of every rank while the prompts are read, LOOKED_AT times."""
+        self._timed(prompts, 1)
+        self.llm.collective_rpc("probe_host", args=(True,))
+        for _ in range(LOOKED_AT):
+            self._timed(prompts, 1)
+        found: list[dict[str, Any]] = self.llm.collective_rpc("probe_host", args=(False,))
+        return found
 
     def _timed(self, prompts: list[list[int]], count: int) -> float:
         start = time.perf_counter()

@@ -24,7 +24,7 @@ every metric the median counts.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
 - profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
-  without any (kernel_profile.py).
+  without any (kernel_profile.py); of single prompts, what the hosts of all ranks do (host_profile.py).
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
   tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
@@ -193,6 +193,10 @@ class Measurement:
             for name, asked in {"prefill": (long, 1), **wanted}.items():
                 for run, found in self.each("profile", *asked).items():
                     self.runs[run].setdefault("profiles", {})[name] = found
+            for name, (command, *asked) in metrics.items():
+                if command == "prompt":
+                    for run, of_ranks in self.each("host", *asked).items():
+                        self.runs[run].setdefault("host", {})[name] = of_ranks
             write()
         self.keep("state", self.each("state"))
 
@@ -353,9 +357,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="R",
         help="serve it at R requests a second, too",
     )
-    parser.add_argument(
-        "--profile", action="store_true", help="record the kernels of prefill and decode, too"
-    )
+    parser.add_argument("--profile", action="store_true", help="record kernels and hosts, too")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for all of it (default 300)")
