@@ -20,6 +20,7 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm import sequence
 from flux.integrations.vllm.graph import value
+from flux.integrations.vllm.pairs import join_pairs
 from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.unshard import unshard
@@ -163,6 +164,7 @@ def fp8_layers_in_each_range(load: Load) -> None:
             given_back = sum(graphs.unfuse(piece, end) for piece in pieces)
             for piece in pieces:
                 graphs.drop_products(piece, start)
+                assert join_pairs(piece, start) == 0, "fp8 stays apart"
                 graphs.fuse_norm(piece, start)
                 fuse_quantisation(piece)
                 drop_marks(piece)
@@ -280,8 +282,17 @@ def large_batches_stay_sequence_parallel(load: Load) -> None:
         ("qwen2_moe", {"linear layers": LAYERS, "other sums": LAYERS}),
         ("vllms_experts", {"linear layers": LAYERS, "other sums": LAYERS}),
     ):
-        found = [sequence.count_sharded(piece) for piece in settled(load, model, SEQUENCE_FROM, 512)]
+        pieces = settled(load, model, SEQUENCE_FROM, 512)
+        found = [sequence.count_sharded(piece) for piece in pieces]
         assert {kind: n for kind in found[0] if (n := sum(each[kind] for each in found))} == kinds, model
+        # The norm behind the last sum is for the head, and experts take own rows.
+        behind = count(pieces, "norm_gather_linear") if model == "qwen3" else 0
+        assert behind == (2 * LAYERS - 1 if model == "qwen3" else 0)
+        assert sum(join_pairs(piece, SEQUENCE_FROM - 1) for piece in pieces) == 0
+        assert sum(join_pairs(piece, SEQUENCE_FROM) for piece in pieces) == behind, model
+        assert counts(pieces, "scatter_norm_gather") == [behind]
+        for piece in pieces:
+            piece.lint()
 
 
 def products_behind_norms_are_served(pieces: list[fx.Graph]) -> None:

@@ -19,6 +19,7 @@ from vllm_stand_in import define_all_reduce, define_moe_forward, define_norm, ex
 import flux
 from flux.integrations.vllm import expert_rows, rows, sequence
 from flux.integrations.vllm import graph as graphs
+from flux.integrations.vllm.pairs import join_pairs
 from flux.integrations.vllm.unshard import unshard
 from flux.testing import spawn
 
@@ -197,6 +198,10 @@ def rms_norms(rank: int, world_size: int) -> list[torch.Tensor]:
         ("linear_scatter", (x, weight, None, 1, group, "tp:0", residual, True, FROM)),
         ("norm_gather_linear", (total, norm_weight, 1e-3, column, None, FROM, group)),
         ("norm_gather", (total, norm_weight, 1e-3, FROM, group)),
+        (
+            "scatter_norm_gather",
+            (x, weight, None, group, residual, True, norm_weight, 1e-3, column, None),
+        ),
         ("gather", (total, FROM, group)),
     ):
         # Rows of other ranks are not written, so results may differ there.
@@ -353,6 +358,37 @@ def after_gradients(module: fx.GraphModule, m: int) -> fx.Graph:
     sizes = [value for value in given if not isinstance(value, torch.Tensor)]
     made: fx.GraphModule = make_fx(lambda *tensors: module(*sizes, *tensors), tracing_mode="fake")(*tensors)
     return made.graph
+
+
+def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
+    libraries = [define_all_reduce(), define_norm()]
+    group, w = dist.group.WORLD.group_name, weights(rank)
+    wrong = []
+    # Of 9 tokens, the last rank has padding. Behind the last sum is the norm for the head.
+    for form, m, pairs, alone in (({}, 9, 9, 1), ({"bias": False}, 8, 9, 1), ({"aux": 1}, 9, 8, 1)):
+        x = torch.randint(-3, 4, (m, N), generator=torch.Generator().manual_seed(m)).float()
+        stock = traced(m, group, **form)
+        expected = stock(*inputs(stock.graph, x, w))
+        module = sharded(stock)[0]
+        graph = after_gradients(module, m)
+        given = [each for each in inputs(module.graph, x, w) if isinstance(each, torch.Tensor)]
+        if join_pairs(graph, FROM - 1):
+            wrong.append(f"{form}: pairs that are not sequence parallel in all of a range")
+        joined = join_pairs(graph, FROM)
+        graph.lint()
+        left = targets(graph)
+        if (joined, left["linear_scatter"], left.get("norm_gather_linear", 0)) != (pairs, alone, 0):
+            wrong.append(f"{form}: {joined} pairs, {left}")
+        with mock.patch.object(rows, "row_norm", exact_norm):
+            results = fx.GraphModule(torch.nn.Module(), graph)(*given)
+        if not all(torch.equal(*each) for each in zip(results, expected, strict=True)):
+            wrong.append(f"{form}, {m} tokens differ")
+    del libraries
+    return wrong
+
+
+def test_pairs_compute_the_same() -> None:
+    assert spawn(pairs_compute_the_same, 2, backend="gloo") == [[]] * 2
 
 
 def kinds(graph: fx.Graph) -> list[str]:

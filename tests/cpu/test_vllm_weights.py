@@ -4,6 +4,7 @@ only (flux.comm.known), so the plugin's operators hand it those.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -24,7 +25,13 @@ class Weight(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
+        if kwargs is None:
+            kwargs = {}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class RowWeight(Weight):
+    """As the classes of layers are of BasevLLMParameter."""
 
 
 @pytest.fixture
@@ -71,3 +78,56 @@ def test_flux_gets_plain_tensors(call: str, given: dict[str, torch.Tensor]) -> N
     assert given["weight"].data_ptr() == weight.data_ptr() and given["bias"].data_ptr() == bias.data_ptr()
     assert ("scale_w" in given) == ("fp8" in call)
     assert not any(tensor.requires_grad for tensor in given.values())
+
+
+def calls_of_python(call: Any) -> list[str]:
+    seen = []
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    call()
+    sys.setprofile(None)
+    return seen
+
+
+def test_torch_passes_weights_by_when_the_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Weight, "__torch_function__", vars(Weight)["__torch_function__"])  # and back
+    x, weight = torch.ones(2, 8), RowWeight(torch.arange(32.0).view(4, 8))
+    expected = torch.nn.functional.linear(x, weight)
+
+    def product() -> torch.Tensor:
+        return torch.ops.aten.linear.default(x, weight)
+
+    assert calls_of_python(product).count("__torch_function__") == 1
+    assert op.pass_by(Weight)
+    assert calls_of_python(product).count("__torch_function__") == 0
+    result = product()
+    assert type(result) is torch.Tensor and torch.equal(result, expected)
+    assert type(weight.data) is type(RowWeight(torch.ones(1)).data)
+    assert not op.pass_by(Weight), "it has none any more"
+
+
+def test_a_class_that_does_something_keeps_it() -> None:
+    class Counted(torch.nn.Parameter):
+        count = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.count += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Behind(Counted):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, kwargs)
+
+    class Inherits(torch.nn.Parameter):
+        pass
+
+    for weights in (Counted, Behind, Inherits):
+        assert not op.pass_by(weights)
+    torch.ones(2) + Behind(torch.ones(2), requires_grad=False)
+    assert Counted.count == 0 and Behind.count == 1

@@ -33,6 +33,7 @@ from flux.integrations.vllm.graph import (
     settle_sums,
     unfuse,
 )
+from flux.integrations.vllm.pairs import join_pairs
 from flux.integrations.vllm.products import serve_products
 from flux.integrations.vllm.quantised import drop_marks, fuse_quantisation
 from flux.integrations.vllm.report import NEVER, report, setting
@@ -91,6 +92,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
             counts[kind] += count
         counts["given back"] += unfuse(graph, 0 if names else end)
         drop_products(graph, start)
+        join_pairs(graph, start)
         counts["norms"] += fuse_norm(graph, start)
         counts["kept"] += count_kept(graph)
         counts["sums"] += 0 if names else fuse_sum_and_norm(graph, start, end, _sums)
@@ -108,7 +110,7 @@ class FluxPass(InductorPass):  # type: ignore[misc]
         rules = f"{sums} {self.few_over_fusion} {self.over_fusion}"
         # A graph that another rank had put into inductor's cache would be missing in the log.
         rank = str(dist.get_rank() if dist.is_initialized() else 0)
-        ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products)
+        ours = (unfuse, fuse_norm, settle_sums, fuse_sum_and_norm, unshard, drop_products, join_pairs)
         steps = (*ours, settle_gemms, fuse_quantisation, drop_marks, serve_products)
         return str(self.hash_source(self, *steps, rules, rank))
 

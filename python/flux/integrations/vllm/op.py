@@ -292,6 +292,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
+def pass_by(weights: type[torch.nn.Parameter]) -> bool:
+    """Takes a __torch_function__ from a class of weights that does what torch does without it, as vLLM's:
+    with it, each operator that takes such a weight is called twice, the first time by Python. Compilers may
+    need it, so not before they are done. Returns whether there was one.
+    """
+    own, nothing = vars(weights).get("__torch_function__"), torch._C._disabled_torch_function_impl
+    code = getattr(getattr(own, "__func__", None), "__code__", None)
+    inherited = getattr(super(weights, weights), "__torch_function__", None)
+    if code is None or {*code.co_names} - {"super", "__torch_function__"} or inherited is not nothing:
+        return False
+    weights.__torch_function__ = nothing  # type: ignore[method-assign]
+    return True
+
+
 def plain_if_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """As plain, for an optional argument."""
     return None if tensor is None else plain(tensor)

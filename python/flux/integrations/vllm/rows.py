@@ -54,7 +54,7 @@ def linear_scatter(
     Returns:
         [M, N], the next residual: a fresh tensor.
     """
-    if len(x) < from_tokens:
+    if x.shape[0] < from_tokens:
         of_fp8 = () if scale_x is None else (scale_x, scale_w, residual.dtype, product)
         return linear_all_reduce(x, weight, bias, min_tokens, group_name, vllm_group, *of_fp8) + residual
     total = torch.empty_like(residual)
@@ -108,7 +108,7 @@ def sum_scatter(
         [M, N], the next residual: a fresh tensor.
     """
     n = residual.shape[1]
-    if len(x) < from_tokens:
+    if x.shape[0] < from_tokens:
         return all_reduce_below(x, min_tokens, vllm_group)[:, :n] + residual
     total = torch.empty_like(residual)
     if len(x) >= min_tokens:
@@ -149,7 +149,7 @@ def norm_gather_linear(
     Returns:
         [M, C], a fresh tensor.
     """
-    if len(residual) < from_tokens:
+    if residual.shape[0] < from_tokens:
         if product is not None:
             return product.clone()  # an operator must not return its argument
         return linear(row_norm(residual, norm_weight, eps), weight, bias)
@@ -161,30 +161,59 @@ def norm_gather_linear(
     weight, bias = plain(weight), plain_if_any(bias)
     with torch.no_grad():
         gathered: Tensor = flux.ag_gemm(own, weight, bias, group=group_name, **scaling)
-    return gathered[: len(residual)]
+    return gathered[: residual.shape[0]]
+
+
+def scatter_norm_gather(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    residual: Tensor,
+    whole: bool,
+    norm_weight: Tensor,
+    eps: float,
+    next_weight: Tensor,
+    next_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """linear_scatter, and norm_gather_linear of its result: [M, N], the next residual, and [M, C]. In batches
+    that are sequence parallel only.
+    """
+    tokens, (rank, ranks) = x.shape[0], rank_and_size(group_name)
+    share = -(-tokens // ranks)
+    first = rank * share if whole else 0
+    total = torch.empty_like(residual)
+    own = total[:share]
+    with torch.no_grad():
+        rows = _padded(x, share * ranks)
+        flux.gemm_rs(rows, plain(weight), plain_if_any(bias), group=group_name, out=own)
+        own += _padded(residual[first : first + share], share)
+        normed = row_norm(own, norm_weight, eps)
+        product = flux.ag_gemm(normed, plain(next_weight), plain_if_any(next_bias), group=group_name)
+    return total, product if product.shape[0] == tokens else product[:tokens]
 
 
 def norm_gather(
     residual: Tensor, norm_weight: Tensor, eps: float, from_tokens: int, group_name: str
 ) -> Tensor:
     """RMSNorm of own rows, then all ranks' rows: [M, N] → [M, N], a fresh tensor."""
-    if len(residual) < from_tokens:
+    if residual.shape[0] < from_tokens:
         return row_norm(residual, norm_weight, eps)
     own = row_norm(own_rows(residual, False, group_name), norm_weight, eps)
-    return flux.all_gather(own, group=group_name)[: len(residual)]
+    return flux.all_gather(own, group=group_name)[: residual.shape[0]]
 
 
 def gather(residual: Tensor, from_tokens: int, group_name: str) -> Tensor:
     """All rows of a sharded residual: [M, N] → [M, N], a fresh tensor."""
-    if len(residual) < from_tokens:
+    if residual.shape[0] < from_tokens:
         return residual.clone()
     own = own_rows(residual, False, group_name)
-    return flux.all_gather(own, group=group_name)[: len(residual)]
+    return flux.all_gather(own, group=group_name)[: residual.shape[0]]
 
 
 def share_of(x: Tensor, group_name: str) -> int:
     """How many rows a rank has, with those that pad the last ranks'."""
-    return -(-len(x) // rank_and_size(group_name)[1])
+    return -(-x.shape[0] // rank_and_size(group_name)[1])
 
 
 def own_rows(x: Tensor, whole: bool, group_name: str) -> Tensor:
@@ -200,11 +229,11 @@ def for_all_ranks(x: Tensor, group_name: str) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    if len(x) == rows:
+    if x.shape[0] == rows:
         return x
     if x.dtype == torch.float8_e4m3fn:  # torch pads no fp8; zero is the byte zero
         return _padded(x.view(torch.uint8), rows).view(x.dtype)
-    return pad(x, (0, 0, 0, rows - len(x)))
+    return pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 def _fake_linear(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *more: Any) -> Tensor:
@@ -212,12 +241,13 @@ def _fake_linear(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tens
 
 
 def _define(
-    run: Callable[..., Tensor],
+    run: Callable[..., Any],
     schema: str,
-    fake: Callable[..., Tensor] = lambda x, *more: torch.empty_like(x),
+    fake: Callable[..., Any] = lambda x, *more: torch.empty_like(x),
+    results: str = "Tensor",
 ) -> None:
     name = run.__name__
-    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({schema}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     _torch_library.register_fake(f"flux_vllm::{name}", fake, lib=_library)
 
@@ -241,6 +271,16 @@ _define(
     f"{_NORM}, Tensor weight, Tensor? bias, {_WHERE}, Tensor? scale_w=None, str? quant=None,"
     " Tensor? quant_scale=None, bool ue8m0=False, Tensor? product=None",
     _fake_linear,
+)
+_define(
+    scatter_norm_gather,
+    "Tensor x, Tensor weight, Tensor? bias, str group_name, Tensor residual, bool whole, Tensor norm_weight,"
+    " float eps, Tensor next_weight, Tensor? next_bias",
+    lambda x, weight, bias, group_name, residual, whole, norm_weight, eps, next_weight, *more: (
+        torch.empty_like(residual),
+        residual.new_empty(residual.shape[0], next_weight.shape[0]),
+    ),
+    "(Tensor, Tensor)",
 )
 _define(norm_gather, f"{_NORM}, {_WHERE}")
 _define(gather, f"Tensor residual, {_WHERE}")

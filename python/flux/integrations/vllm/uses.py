@@ -168,6 +168,7 @@ USES = (
         "SequenceParallelismPass.is_applicable_for_range",
         ("compile_range",),
     ),
+    Use("optional", "vllm.model_executor.parameter", "BasevLLMParameter.__torch_function__"),
 )
 
 

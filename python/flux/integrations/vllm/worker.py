@@ -1,5 +1,5 @@
 """What flux adds to vLLM's workers: a line in the log when the model is ready, vLLM's deadline, and a look
-for timeouts after every step.
+for timeouts after every step. When the model is ready, torch also stops asking vLLM's class for weights.
 
 A kernel that times out fills its result with NaN and leaves a record. The group's next call raises it; but a
 step that is a CUDA graph replays calls without making any.
@@ -7,7 +7,9 @@ step that is a CUDA graph replays calls without making any.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from vllm import envs
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from flux.integrations.vllm.op import pass_by
 from flux.integrations.vllm.report import report, tell
 from flux.ops import workspaces
 
@@ -27,7 +30,7 @@ def install() -> None:
         return
     # As long as vLLM itself waits for a step: a rank that was only stopped for a while may go on.
     os.environ.setdefault("FLUX_TIMEOUT_S", str(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
-    _follow("compile_or_warm_up_model", _tell_report)
+    _follow("compile_or_warm_up_model", _ready)
     _follow("execute_model", _check)
     _follow("sample_tokens", _check)
 
@@ -47,7 +50,9 @@ def _follow(name: str, then: Callable[[Any, Any], None]) -> None:
     _installed.append(name)
 
 
-def _tell_report(worker: Any, result: Any) -> None:
+def _ready(worker: Any, result: Any) -> None:
+    with contextlib.suppress(ImportError, AttributeError):
+        pass_by(importlib.import_module("vllm.model_executor.parameter").BasevLLMParameter)
     if worker.rank == 0:
         tell(report.line())
 
