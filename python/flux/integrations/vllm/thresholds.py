@@ -36,6 +36,9 @@ _NOISE_OF_MODELS = 0.01
 # A sum of so many bytes is bound by the links, of which gemm_rs hides half: on GPUs like those that were
 # measured, and on others.
 _BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
+# Floating-point operations of a GPU from one sum over ranks to the next that take it half a millisecond, as
+# long as the host needs for an eager layer's part (docs/design/vllm.md#the-hosts-time-for-a-prompt).
+_BUSY = 0.35e12
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
 # Above the batches that vLLM decodes in CUDA graphs by default. Measured: docs/vllm.md#moe-layers.
@@ -207,7 +210,8 @@ def sequence_from(
     """From how many rows of n on sums over ranks are better sequence parallel; None: never.
 
     Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
-    the next GEMM. With fp8 weights (`scales`), only where such GEMMs were measured.
+    the next GEMM, but takes the host longer. With fp8 weights (`scales`), only where such GEMMs were
+    measured.
     """
     if _invariance.active():
         return None
@@ -217,7 +221,14 @@ def sequence_from(
     known = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).rows
     if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
         return None
-    return _composed_from(n, dtype, ranks, device)
+    return max(_composed_from(n, dtype, ranks, device), busy_from(n, ranks))
+
+
+def busy_from(n: int, ranks: int) -> int:
+    """With how many tokens a layer with residuals of n columns keeps GPUs busy while the host calls the next.
+    Layers have some 13 n² weights, from Llama-3-8B to 70B, and two sums.
+    """
+    return math.ceil(_BUSY * ranks / (13 * n * n))
 
 
 def experts_from() -> tuple[int, str]:
