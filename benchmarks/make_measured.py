@@ -70,7 +70,7 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
             continue
         # Runs that were told from how many tokens on say nothing of flux's own choice.
         ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
-        ours = [run for run in ours if "-from" not in run]
+        ours = [run for run in ours if "-from" not in run and "-seq" not in run]
         # Without vLLM's fusion all batches are flux's; by default prefill is, and some of decoding is vLLM's.
         unfused = [run for run in ours if "-unfused" in run]
         for metric, stock in results["runs"]["stock-graph"]["tokens_per_s"].items():

@@ -29,7 +29,8 @@ from vllm_models import Model
 
 # The name of a run (vllm_throughput.py).
 RUN = re.compile(
-    r"(stock|flux(-from(?P<first>[1-9]\d*))?(-fp8gemm(?P<fp8_gemm>[1-9]\d*))?)(-nccl)?(-unfused)?-(graph|eager)"
+    r"(stock|flux(-from(?P<first>[1-9]\d*))?(-seq(?P<sequence>[1-9]\d*))?(-fp8gemm(?P<fp8_gemm>[1-9]\d*))?)"
+    r"(-nccl)?(-unfused)?-(graph|eager)"
 )
 LOG_LINES = 40
 CAUSES = 5
@@ -135,7 +136,8 @@ class Settings:
     def environment(self, run: str) -> dict[str, str]:
         with_flux = run.startswith("flux")
         named = RUN.fullmatch(run)
-        first, fp8_gemm = (named["first"], named["fp8_gemm"]) if named else (None, None)
+        own: dict[str, str | None] = named.groupdict() if named else {}
+        first, sequence, fp8_gemm = (own.get(name) for name in ("first", "sequence", "fp8_gemm"))
         first = first or ("auto" if self.min_tokens is None else str(self.min_tokens))
         paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
@@ -148,6 +150,7 @@ class Settings:
             "FLUX_VLLM_MOE": "auto" if with_flux and self.model.experts else "off",
             "FLUX_VLLM_MIN_TOKENS": first,
             "FLUX_VLLM_FP8_GEMM": fp8_gemm or "off",
+            **({"FLUX_VLLM_SEQUENCE": sequence} if sequence else {}),
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),

@@ -8,6 +8,7 @@ weights. A run is a vLLM engine of its own, named by what it has:
 
     (stock|flux)    without or with flux, and FLUX_VLLM_MOE=auto if there are experts
     [-from<N>]      of flux only: FLUX_VLLM_MIN_TOKENS=N
+    [-seq<N>]       of flux only: FLUX_VLLM_SEQUENCE=N
     [-fp8gemm<N>]   of flux only, with --fp8: FLUX_VLLM_FP8_GEMM=N
     [-nccl]         without vLLM's custom all-reduce
     [-unfused]      without its fusion of the all-reduce with RMSNorm, which flux leaves alone by default
@@ -314,7 +315,7 @@ def print_tables(record: dict[str, Any]) -> None:
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     def run(name: str) -> str:
         if not RUN.fullmatch(name):
-            expected = "(stock|flux[-from<N>][-fp8gemm<N>])[-nccl][-unfused]-(graph|eager)"
+            expected = "(stock|flux[-from<N>][-seq<N>][-fp8gemm<N>])[-nccl][-unfused]-(graph|eager)"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
         return name
 

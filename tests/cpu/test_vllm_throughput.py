@@ -337,17 +337,28 @@ def test_a_run_may_have_settings_of_its_own(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLUX_VLLM_FP8_GEMM", "8")  # that of the shell counts for nothing
+    monkeypatch.delenv("FLUX_VLLM_SEQUENCE", raising=False)
     settings = benchmark.Settings(benchmark.MODELS["llama-3-8b"], 2, None, 0.1, 60, False, tmp_path, True)
+    names = ("MIN_TOKENS", "SEQUENCE", "FP8_GEMM")
     found = {
-        run: [settings.environment(run)[f"FLUX_VLLM_{name}"] for name in ("MIN_TOKENS", "FP8_GEMM")]
+        run: [settings.environment(run).get(f"FLUX_VLLM_{name}") for name in names]
         for run in (
             "stock-graph",
             "flux-graph",
             "flux-fp8gemm64-graph",
             "flux-from256-fp8gemm64-unfused-graph",
+            "flux-seq1024-graph",
+            "flux-from8-seq1024-fp8gemm64-graph",
         )
     }
-    assert list(found.values()) == [["auto", "off"], ["auto", "off"], ["auto", "64"], ["256", "64"]]
+    assert list(found.values()) == [
+        ["auto", None, "off"],
+        ["auto", None, "off"],
+        ["auto", None, "64"],
+        ["256", None, "64"],
+        ["auto", "1024", "off"],
+        ["8", "1024", "64"],
+    ]
     assert benchmark.options_of(["--fp8", "--runs", *found]).runs == list(found)
     for wrong in (["flux-fp8gemm64-graph"], ["--fp8", "stock-fp8gemm64-graph"], ["--fp8", "flux-from-graph"]):
         with pytest.raises(SystemExit):
