@@ -12,6 +12,7 @@
 #include "ag_gemm/ag_gemm.h"
 #include "bindings/kept_launch.h"
 #include "bindings/tensors.h"
+#include "gemm/add_norm.h"
 #include "gemm/gemm.h"
 #include "gemm/quantize.h"
 #include "gemm_ar/gemm_ar.h"
@@ -169,6 +170,22 @@ void quantize_op(Tensor x, Tensor q, Tensor scale, int64_t granularity, bool ue8
           });
 }
 
+// All of one shape [rows, columns] and dtype, but for weight [columns].
+void add_norm_op(Tensor total, Tensor residual, Tensor weight, double eps, Tensor out) {
+  const int64_t rows = total.size(0), columns = total.size(1);
+  for (const Tensor& each : {residual, out}) {
+    FLUX_CHECK(each.is_contiguous() && each.size(0) == rows && each.size(1) == columns, rows, columns);
+    FLUX_CHECK(dtype_of(each) == dtype_of(total), rows, columns);
+  }
+  FLUX_CHECK(total.is_contiguous() && weight.is_contiguous() && weight.numel() == columns, rows, columns);
+  FLUX_CHECK(dtype_of(weight) == dtype_of(total) && rows < INT32_MAX, rows, columns);
+  enqueue(total, {address_of(total), address_of(residual), address_of(weight), address_of(out)}, 0,
+          [rows = static_cast<int>(rows), columns = static_cast<int>(columns), eps = static_cast<float>(eps),
+           dtype = dtype_of(total)](Addresses a, uint32_t, cudaStream_t stream) {
+            gemm::add_norm({a[0], a[1], a[2], a[3], rows, columns, eps}, dtype, stream);
+          });
+}
+
 // Of the norm, [m, n].
 gemm::Quantized quantized_norm(const std::optional<Tensor>& q, const std::optional<Tensor>& q_scale,
                                int64_t granularity, bool ue8m0, const std::optional<Tensor>& given,
@@ -288,6 +305,7 @@ void prepare_op() {
   ag_gemm::prepare();
   gemm_ar::prepare();
   gemm::prepare_quantize();
+  gemm::prepare_add_norm();
   moe::prepare_route();
   moe::prepare_grouped_gemm();
   moe::prepare_grouped_wgrad();
@@ -360,6 +378,7 @@ STABLE_TORCH_LIBRARY_IMPL(flux, CUDA, m) {
   m.impl("_begin_all_gather", TORCH_BOX(&flux::bindings::begin_all_gather_op));
   m.impl("_collect", TORCH_BOX(&flux::bindings::collect_op));
   m.impl("_quantize", TORCH_BOX(&flux::bindings::quantize_op));
+  m.impl("_add_norm", TORCH_BOX(&flux::bindings::add_norm_op));
 }
 
 // No tensor argument to dispatch on.

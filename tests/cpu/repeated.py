@@ -20,7 +20,7 @@ from flux._native import core
 from flux.comm import cuda, known, registry
 from flux.comm.cuda import CudaWorkspace
 from flux.moe import route_kernel, routing
-from flux.ops import _exchange, _gemm_ar_parts, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
+from flux.ops import _exchange, _gemm_ar_parts, add_norm, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
 from flux.ops import gemm as plain
 from flux.tuning import store
 from flux.tuning.facts import NO_FACTS
@@ -125,6 +125,7 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         all_gather,
         grouped_gemm,
         _exchange,
+        add_norm,
         route_kernel,
         quantize,
         *layers,

@@ -21,6 +21,7 @@ from flux.integrations.vllm import expert_rows, rows, sequence
 from flux.integrations.vllm import graph as graphs
 from flux.integrations.vllm.pairs import join_pairs
 from flux.integrations.vllm.unshard import unshard
+from flux.ops import add_norm
 from flux.testing import spawn
 
 N, K, LAYERS, FROM = 16, 8, 5, 6
@@ -379,7 +380,10 @@ def pairs_compute_the_same(rank: int, world_size: int) -> list[str]:
         left = targets(graph)
         if (joined, left["linear_scatter"], left.get("norm_gather_linear", 0)) != (pairs, alone, 0):
             wrong.append(f"{form}: {joined} pairs, {left}")
-        with mock.patch.object(rows, "row_norm", exact_norm):
+        with (
+            mock.patch.object(rows, "row_norm", exact_norm),
+            mock.patch.object(add_norm, "row_norm", exact_norm),
+        ):
             results = fx.GraphModule(torch.nn.Module(), graph)(*given)
         if not all(torch.equal(*each) for each in zip(results, expected, strict=True)):
             wrong.append(f"{form}, {m} tokens differ")

@@ -51,6 +51,7 @@ KERNELS_OF = {
     "fp8_grouped_gemm": ("moe/grouped_gemm_fp8.cu",),
     "fp8_moe_layers": ("moe/layers_fp8.cu",),
     "quantize": ("gemm/quantize.cu",),
+    "add_norm": ("gemm/add_norm.cu",),
     **dict.fromkeys(("int8_sum", "int8_sum_frozen"), ("gemm_ar/int8_sum.cu",)),
 }
 

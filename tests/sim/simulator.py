@@ -35,7 +35,7 @@ _ENGINE = [*_COMMON, "-O2", "-Wall", "-Wextra", "-Itests/sim/include", "-Itests/
 _CASE = [*_KERNEL, "-Itests/sim/engine"]
 _RUNTIME = ["runtime/tensor_map.cc", "runtime/device.cc", "runtime/copy_queue.cc"]
 _GEMM = ["gemm/gemm.cu", "gemm/gemm_split_k.cu", "gemm/gemm_swap_ab.cu", "gemm/select.cc"]
-_GEMM += ["gemm/gemm_fp8.cu", "gemm/quantize.cu"]
+_GEMM += ["gemm/gemm_fp8.cu", "gemm/quantize.cu", "gemm/add_norm.cu"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Program:
     helpers: tuple[str, ...] = ()
 
 
-_RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "norm_bits")
+_RANKS_CASES = ("gemm_rs", "gemm_rs_frozen", "all_reduce", "overlap", "gemm_ar", "add_norm", "norm_bits")
 _GATHER = ["ag_gemm/ag_gemm.cu", "ag_gemm/all_gather.cu", "ag_gemm/copy_engine.cc", "gemm/select.cc"]
 _GATHER += ["ag_gemm/ag_gemm_fp8.cu"]
 _MOE = ["moe/routing.cu", "moe/grouped_gemm.cu", "moe/combine.cu", "moe/expert_rows.cu"]

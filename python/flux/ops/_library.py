@@ -143,6 +143,8 @@ library.define(
     "_quantize(Tensor x, Tensor(a!) q, Tensor(b!) scale, int granularity, bool ue8m0, Tensor? given, "
     "Tensor(c!)? parts) -> ()"
 )
+# total += residual, and `out` the RMSNorm of its rows.
+library.define("_add_norm(Tensor(a!) total, Tensor residual, Tensor weight, float eps, Tensor(b!) out) -> ()")
 # With q: the normalised sum is quantised to e4m3, too. quant_scale: as `given` above.
 _QUANTISED = (
     "Tensor(c!)? q=None, Tensor(d!)? q_scale=None, int granularity=-1, bool ue8m0=False, "

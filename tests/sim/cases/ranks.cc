@@ -6,6 +6,7 @@
 
 #include "cuda_runtime_api.h"
 #include "fp8.h"
+#include "gemm/add_norm.h"
 #include "gemm/finish.cuh"
 #include "gemm/select.h"
 #include "gemm/swap_ab.h"
@@ -362,6 +363,38 @@ void gemm_ar(uint64_t seed) {
   }
 }
 
+// A residual that is added to a sum, and the norm of both. The second call adds to the result of the first.
+void add_norm(uint64_t seed) {
+  Random random(seed);
+  const auto dtype = static_cast<DType>(random.below(2));
+  const bool tall = random.below(4) == 0;  // more rows than a GPU has CTAs
+  const int m = tall ? random.between(265, 300) : random.between(1, 12);
+  // Also more vectors than a CTA has threads; with the weight, or alone, more than its memory holds.
+  const int few = random.between(1, 100), few_of_many = random.between(1, 3);
+  const int many =
+      random.one_of({random.between(520, 760), random.between(1535, 1600), random.between(3069, 3100)});
+  const int n = 8 * (tall ? few_of_many : random.below(3) == 0 ? many : few);
+  start(seed, 1, random.one_of({1, 2, 8}), random, /*cluster=*/1);
+  cases::describe(words(1, m, n, 0, dtype));
+  Values total(0, "total", m, n), weight(0, "norm weight", 1, n);
+  total.fill(random, dtype);
+  weight.fill(random, dtype);
+  std::vector<int> expected = total.values;
+  std::vector<Values> residuals, outs;
+  std::vector<std::vector<int>> sums;
+  for (int call = 0; call < 2; ++call) {
+    Values& residual = residuals.emplace_back(0, "residual", m, n);
+    residual.fill(random, dtype);
+    for (size_t i = 0; i < expected.size(); ++i) expected[i] += residual.values[i];
+    sums.push_back(expected);
+    Values& out = outs.emplace_back(0, "norm", m, n);
+    flux::gemm::add_norm({total.data, residual.data, weight.data, out.data, m, n, kEps}, dtype, nullptr);
+  }
+  cudaDeviceSynchronize();
+  expect(total, expected, dtype, "total");
+  for (size_t call = 0; call < 2; ++call) expect_norm(outs[call], sums[call], weight, dtype);
+}
+
 // The bits of a norm depend on its row only: not on the rows beside it, on the CTA that has it, nor on how many clusters a
 // rank's GPU holds. In two launches they may be others than in one. All rows are equal, and eps nearly cancels the mean of their squares, so another order of these shows
 // in the result.
@@ -448,5 +481,6 @@ int main(int argc, char** argv) {
                            {"all_reduce", all_reduce},
                            {"overlap", overlap},
                            {"gemm_ar", gemm_ar},
+                           {"add_norm", add_norm},
                            {"norm_bits", norm_bits}});
 }

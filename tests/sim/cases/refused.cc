@@ -1,6 +1,7 @@
 // Results or operands in fp32, given to host functions whose kernels write 16 bits: they must refuse them.
 #include "cuda_runtime_api.h"
 #include "fp8.h"
+#include "gemm/add_norm.h"
 #include "gemm/swap_ab.h"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_rs/gemm_rs.h"
@@ -112,6 +113,11 @@ const Refusal kRefusals[] = {
     {"quantize",
      [](const Operands& operands, const Ranks&) {
        flux::gemm::quantize(operands.out.matrix(), DType::kFloat32, kM, {}, nullptr);
+     }},
+    {"add_norm",
+     [](const Operands& operands, const Ranks&) {
+       void* const out = operands.out.data;
+       flux::gemm::add_norm({out, out, out, out, 1, 8, 0.0f}, DType::kFloat32, nullptr);
      }},
 };
 

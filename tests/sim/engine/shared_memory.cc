@@ -22,6 +22,7 @@ FLUX_SIM_SAME_ADDRESS(_ZN4flux4gemm8raw_smemE);
 FLUX_SIM_SAME_ADDRESS(_ZN4flux3moe8raw_smemE);
 FLUX_SIM_SAME_ADDRESS(_ZN4flux3moe12_GLOBAL__N_14smemE);
 FLUX_SIM_SAME_ADDRESS(_ZN4flux7gemm_ar10row_memoryE);
+FLUX_SIM_SAME_ADDRESS(_ZN4flux4gemm10row_memoryE);
 
 namespace sim {
 namespace {

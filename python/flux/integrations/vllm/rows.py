@@ -17,6 +17,7 @@ from torch.nn.functional import linear, pad
 
 import flux
 from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, plain, plain_if_any
+from flux.ops.add_norm import add_norm_
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
 from flux.ops.workspaces import rank_and_size
@@ -187,8 +188,7 @@ def scatter_norm_gather(
     with torch.no_grad():
         rows = _padded(x, share * ranks)
         flux.gemm_rs(rows, plain(weight), plain_if_any(bias), group=group_name, out=own)
-        own += _padded(residual[first : first + share], share)
-        normed = row_norm(own, norm_weight, eps)
+        normed = add_norm_(own, _padded(residual[first : first + share], share), norm_weight, eps)
         product = flux.ag_gemm(normed, plain(next_weight), plain_if_any(next_bias), group=group_name)
     return total, product if product.shape[0] == tokens else product[:tokens]
 
