@@ -322,16 +322,32 @@ def variable_of(name: str) -> tuple[str, dict[str, str]]:
     return (found[1], {found[2]: found[3]}) if found else (name, {})
 
 
+def in_environment(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    """A candidate's call, in its environment."""
+    if not variable_of(name)[1]:
+        return call
+
+    def run() -> Any:
+        with environment_of(name):
+            return call()
+
+    return run
+
+
 @contextlib.contextmanager
 def environment_of(name: str) -> Iterator[None]:
     """The environment of a candidate's calls."""
     _, variable = variable_of(name)
+    before = {key: os.environ.get(key, "") for key in variable}
     os.environ.update(variable)
     try:
         yield
     finally:
-        for key in variable:
-            del os.environ[key]
+        for key, value in before.items():
+            if value:
+                os.environ[key] = value
+            else:
+                del os.environ[key]
 
 
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens, positions, labels

@@ -49,6 +49,7 @@ from megatron_candidates import (
     candidates,
     captured,
     environment_of,
+    in_environment,
     initialise,
     loss_of,
     usual_name,
@@ -93,10 +94,10 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
         runs[name] = {"loss": float(loss), "gradients_apart": apart, "samples_ms": {}, "host_bound": []}
         models[name] = model
     del gradients, found, loss
-    passes: dict[str, dict[str, Callable[[], None]]] = {"forward": {}, "training": {}}
+    passes: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "training": {}}
     for name, model in models.items():
-        passes["forward"][name] = lambda name=name, model=model: _forward(name, model, batch)
-        passes["training"][name] = lambda name=name, model=model: _train(name, model, batch)
+        passes["forward"][name] = in_environment(name, lambda model=model: _forward(model, batch))
+        passes["training"][name] = in_environment(name, lambda model=model: _train(model, batch))
     for kind, calls in passes.items():
         for name, call in calls.items():
             timer.warm(call)
@@ -108,14 +109,14 @@ def measure(rank: int, world_size: int, settings: Settings) -> dict[str, Any]:
             if settings.profile:
                 runs[name].setdefault("profiles", {})[kind] = profile_of(calls[name], not settings.cpu)
     if settings.graphs:
-        for name, model in models.items():
+        for forward in passes["forward"].values():
             # Stock dispatchers keep tensors of their last step, and so autograd's nodes of the parameters
             # that all models share. A capture must not meet nodes that belong to another stream.
-            _forward(name, model, batch)
+            forward()
         replays = {}
-        for name, model in models.items():
+        for name, step in passes["training"].items():
             if name.startswith("flux") or not (settings.model.experts or name.startswith(ENGINE)):
-                replays[name], loss = captured(lambda name=name, model=model: _train(name, model, batch))
+                replays[name], loss = captured(step)
                 timer.warm(replays[name])
                 runs[name]["graph_loss"] = float(loss)
         for name, samples in timer.interleaved(replays, settings.iters, settings.rounds).items():
@@ -149,15 +150,14 @@ def profile_of(call: Callable[[], None], cuda: bool) -> dict[str, Any]:
     return kernel_profile.summary(profiler, cuda)
 
 
-def _forward(name: str, model: Any, batch: Batch) -> None:
-    with torch.no_grad(), environment_of(name):
+def _forward(model: Any, batch: Batch) -> None:
+    with torch.no_grad():
         loss_of(model, batch)
 
 
-def _train(name: str, model: Any, batch: Batch) -> Tensor:
-    with environment_of(name):
-        loss = loss_of(model, batch)
-        loss.backward()
+def _train(model: Any, batch: Batch) -> Tensor:
+    loss = loss_of(model, batch)
+    loss.backward()
     model.zero_grad(set_to_none=True)
     return loss.detach()
 

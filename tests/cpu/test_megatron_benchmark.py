@@ -99,6 +99,11 @@ def test_a_candidate_may_set_a_variable(benchmark: Any, monkeypatch: pytest.Monk
         assert os.environ["FLUX_GROUPED_WGRAD"] == "torch"
         raise KeyError("a step")
     assert "FLUX_GROUPED_WGRAD" not in os.environ
+    monkeypatch.setenv("FLUX_GROUPED_WGRAD", "kernel")
+    assert made.in_environment(name, lambda: os.environ["FLUX_GROUPED_WGRAD"])() == "torch"
+    assert os.environ["FLUX_GROUPED_WGRAD"] == "kernel", "that of the shell is there again"
+    call = os.getcwd
+    assert made.in_environment("flux", call) is call, "nothing is added to what is timed"
 
 
 TIMES = {"stock": 12.0, "flux": 10.0, "flux, gathered x kept": 8.0, "Transformer Engine": 9.0}

@@ -221,10 +221,10 @@ def sequence_from(
     known = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).rows
     if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
         return None
-    return max(_composed_from(n, dtype, ranks, device), busy_from(n, ranks))
+    return max(_composed_from(n, dtype, ranks, device), _busy_from(n, ranks))
 
 
-def busy_from(n: int, ranks: int) -> int:
+def _busy_from(n: int, ranks: int) -> int:
     """With how many tokens a layer with residuals of n columns keeps GPUs busy while the host calls the next.
     Layers have some 13 n² weights, from Llama-3-8B to 70B, and two sums.
     """
