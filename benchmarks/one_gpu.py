@@ -53,6 +53,25 @@ def gemms() -> Iterator[Case]:
         yield f"gemm {m}x{n}x{k}", partial(flux.gemm, x, weight)
 
 
+def norms() -> Iterator[Case]:
+    """A residual added in place, and the norm: one kernel, and torch's two."""
+    from flux.ops import _norm
+
+    for rows, columns in ((128, 8192), (512, 8192), (2048, 8192), (1024, 4096), (4096, 4096)):
+        total, residual, weight = normal(rows, columns), normal(rows, columns), normal(columns)
+
+        def by_torch(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            total += residual
+            return _norm.row_norm(total, weight, 1e-5)
+
+        yield f"add_norm {rows}x{columns}, torch", partial(by_torch, total, residual, weight)
+        try:
+            from flux.ops.add_norm import add_norm_
+        except ImportError:  # an older build
+            continue
+        yield f"add_norm {rows}x{columns}", partial(add_norm_, total, residual, weight, 1e-5)
+
+
 def quantised() -> Iterator[Case]:
     """Products of fp8 operands and the quantisation of activations."""
     import flux
@@ -192,7 +211,7 @@ def measure(out: Path, only: str) -> None:
     torch.manual_seed(0)
     results: dict[str, float] = {}
     ranks = (part(count) for part in (dense, quantised_ranks, mixtures) for count in (2, 4))
-    for cases in (gemms(), quantised(), *ranks):
+    for cases in (gemms(), norms(), quantised(), *ranks):
         for name, call in cases:
             if re.search(only, name) is None:
                 continue

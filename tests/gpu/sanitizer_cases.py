@@ -12,6 +12,7 @@ from flux._native import core
 from flux.moe import rows as steps
 from flux.ops import grouped_wgrad
 from flux.ops._end import End
+from flux.ops.add_norm import _fits, add_norm_
 from flux.ops.grouped_gemm import ACTIVATIONS
 from flux.testing import AgGemmCase, GemmRsCase, ScaledCase
 from flux.testing.emulate import EmulatedRanks
@@ -81,12 +82,23 @@ def main() -> None:
                 assert torch.equal(result, gathering.expected(rank, "cuda")), (rank, gathering)
                 assert torch.equal(collected[rank], gathering.gathered("cuda")), (rank, gathering)
                 assert torch.equal(gathered[rank], gathering.gathered("cuda")), (rank, gathering)
+    sum_and_norm()
     mixture()
     steps_between()
     expert_gradients()
     scaled()
     scaled_ranks()
     print("all exact")
+
+
+def sum_and_norm() -> None:
+    """A residual added, and the norm: more rows than CTAs, and rows that shared memory has no room for."""
+    for rows, columns in ((300, 136), (3, 32768)):
+        total, weight = (torch.ones(size, device="cuda").bfloat16() for size in ((rows, columns), columns))
+        residual = 3 * total
+        assert _fits(total, residual, weight)
+        norm = add_norm_(total, residual, weight, 0.0)
+        assert bool((total == 4).all() and (norm == 1).all()), (rows, columns)
 
 
 def mixture() -> None:
