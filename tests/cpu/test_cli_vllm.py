@@ -77,8 +77,8 @@ def test_a_dense_model(tmp_path: Path) -> None:
         "1605 to 8192 tokens": "sequence parallel",
     }
     said = found(tmp_path, LLAMA, "--tp", "2")
-    assert said["vLLM's fusion"] == "compiled batches of 1 to 63 and 129 to 802 tokens stay vLLM's"
-    assert said["sequence parallel"] == "compiled batches from 803 tokens on"
+    assert said["vLLM's fusion"] == "compiled batches of 1 to 63 and 129 to 767 tokens stay vLLM's"
+    assert said["sequence parallel"] == "compiled batches from 768 tokens on"
 
 
 @pytest.mark.parametrize(

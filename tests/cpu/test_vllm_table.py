@@ -36,7 +36,7 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = tool.Model("", 8192, 8192, 0, experts=True)
     assert ranges(experts) == ranges(dense), "sums of vLLM's experts are sharded, too"
     # Without vLLM's fusion, flux sums what no GEMM of its makes, up to what was measured.
-    monkeypatch.setattr(forecast, "FUSED_BY_VLLM_BYTES", {})
+    monkeypatch.setattr(thresholds, "FUSED_BY_VLLM_BYTES", {})
     assert ranges(experts) == [(1, "gemm_ar + all_reduce"), (129, "gemm_ar"), (1605, "sequence parallel")]
     quantised = tool.Model("", 8192, 8192, 28672, quantised="awq")
     assert ranges(quantised) == [(1, "all_reduce"), (129, "vLLM")]

@@ -11,8 +11,6 @@ from flux.integrations.vllm import thresholds
 from flux.integrations.vllm.report import NEVER
 from flux.ops._scales import BLOCK
 
-# Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks.
-FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
 # vLLM's default for max_num_batched_tokens on large GPUs.
 MOST_TOKENS = 8192
 # They normalise what a layer adds before they add it, or have no norm behind the addition.
@@ -140,7 +138,7 @@ def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int |
 
 def fused_by_vllm(model: Model, ranks: int) -> int:
     """Up to how many tokens vLLM fuses all-reduces with RMSNorm in compiled models."""
-    return FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
+    return thresholds.FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
 
 
 def over_fusion(model: Model, ranks: int, device: torch.device) -> tuple[range, int]:

@@ -37,8 +37,11 @@ _NOISE_OF_MODELS = 0.01
 # measured, and on others.
 _BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
 # Floating-point operations of a GPU from one sum over ranks to the next that take it half a millisecond, as
-# long as the host needs for an eager layer's part (docs/design/vllm.md#the-hosts-time-for-a-prompt).
+# long as the host needed for an eager layer's part (docs/design/vllm.md#the-hosts-time-for-a-prompt).
 _BUSY = 0.35e12
+# Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks. The Python of this fusion
+# takes the host longer than flux's layers do.
+FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
 # Above the batches that vLLM decodes in CUDA graphs by default. Measured: docs/vllm.md#moe-layers.
@@ -210,8 +213,8 @@ def sequence_from(
     """From how many rows of n on sums over ranks are better sequence parallel; None: never.
 
     Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
-    the next GEMM, but takes the host longer. With fp8 weights (`scales`), only where such GEMMs were
-    measured.
+    the next GEMM, but takes the host longer than sums that vLLM does not fuse. With fp8 weights (`scales`),
+    only where such GEMMs were measured.
     """
     if _invariance.active():
         return None
@@ -221,7 +224,9 @@ def sequence_from(
     known = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).rows
     if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
         return None
-    return max(_composed_from(n, dtype, ranks, device), _busy_from(n, ranks))
+    begin = _composed_from(n, dtype, ranks, device)
+    fused = not scales and begin * n * dtype.itemsize <= FUSED_BY_VLLM_BYTES.get(ranks, 0)
+    return begin if fused else max(begin, _busy_from(n, ranks))
 
 
 def _busy_from(n: int, ranks: int) -> int:
