@@ -27,7 +27,7 @@ T* unpack(const py::object& capsule, const char* name) {
 // What torch says about tensors and about the state of the calling thread.
 class Torch {
  public:
-  // types: of tensors that are not subclasses. dtype: torch.dtype. view: makes a tensor of a part of another one's
+  // types: of tensors whose calls need no Python. dtype: torch.dtype. view: makes a tensor of a part of another one's
   // memory, from its sizes, strides and offset; or None. states: functions that return something true if a call must go
   // through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
   Torch(const py::object& exchange_api, std::vector<py::object> types, py::object dtype, py::object view,
@@ -49,6 +49,7 @@ class Torch {
     dtype_name_ = py::make_tuple(intern("dtype"));
   }
 
+  void accept(py::object type) { types_.push_back(std::move(type)); }
   bool is_plain(PyObject* object) const {
     for (const py::object& type : types_) {
       if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr()) return true;

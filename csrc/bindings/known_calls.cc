@@ -393,7 +393,8 @@ void bind_known_calls(py::module_& m) {
            "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. view: "
            "makes "
            "a tensor in the memory of another one, from that, sizes, strides and offset; or None. states: "
-           "functions that return something true if calls must go through torch's dispatcher.");
+           "functions that return something true if calls must go through torch's dispatcher.")
+      .def("accept", &Torch::accept, py::arg("type"), "Takes tensors of one more type for plain ones.");
   py::class_<KnownCalls> type(m, "KnownCalls",
                               "Calls on a workspace that are made again without Python in between.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t, py::str>(),

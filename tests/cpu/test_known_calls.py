@@ -126,7 +126,7 @@ def call(group: Any, op: str, **change: Any) -> Any:
     weights = weight if isinstance(weight, list) else [weight]
     biases = bias if isinstance(bias, list) else [] if bias is None else [bias]
     outs = None if out is None else [out]
-    return ag_gemm._call(x, weights, biases, transpose_weight, False, group, outs)[0]
+    return ag_gemm.below_dispatch(x, weights, biases, transpose_weight, False, group, outs)[0]
 
 
 OPS = ("gemm_rs", "gemm_ar", "ag_gemm")

@@ -201,6 +201,14 @@ def _torch() -> Any:
     return _native.core.Torch(exchange_api, types, torch.dtype, view, states, grad_enabled, profiling)
 
 
+def accept(tensors: type[torch.Tensor]) -> None:
+    """Repeats calls with tensors of a subclass, too. Its __torch_function__ must do what torch does without
+    it.
+    """
+    if (found := _torch()) is not None:
+        found.accept(tensors)
+
+
 @functools.cache
 def _launch_table() -> Any:
     """The capsule of the kernels' LaunchTable, or None if there are no kernels."""

@@ -36,9 +36,13 @@ def given(
     return (_OP, len(weights), transpose_weight, (return_gathered << 1) + _invariance.active(), *tensors)
 
 
-def recipe(arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool) -> known.Recipe:
-    """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales."""
-    made = known.Recipe(*arguments)
+def recipe(
+    arguments: tuple[Any, ...], count: int, outs: Tensors, scaled: bool, within: known.Recipe | None = None
+) -> known.Recipe:
+    """How a call of `count` weights is repeated, which returns `outs`. scaled: it has scales. within: of the
+    call that this one is a part of.
+    """
+    made = known.Recipe(*arguments, within=within)
     first = 5 + 2 * count + (count + 3 if scaled else 0)
     for number, out in enumerate(outs, first):
         made.returns(out, like=4, argument=number if number < len(arguments) else None)

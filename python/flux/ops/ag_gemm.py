@@ -219,7 +219,7 @@ def ag_gemm(
     if torch.compiler.is_compiling():
         return _answered(_by_operator, arguments, name, results, many, scaling)
     pg = resolve_group(group, "ag_gemm")
-    function = _by_operator if not direct else _call if pg.size() == 1 else _among_ranks
+    function = _by_operator if not direct else below_dispatch if pg.size() == 1 else _among_ranks
     where = pg if direct else name
     return registry.in_turn(pg, x.device, _answered, function, arguments, where, results, many, scaling)
 
@@ -307,16 +307,16 @@ def _fake_out(
 def _eager(*arguments: Any) -> list[torch.Tensor]:
     x, weights, biases, transpose_weight, return_gathered, name, *scaling = arguments
     group, told = process_group(name), _scales.completed(*scaling)
-    return _call(x, weights, biases, transpose_weight, return_gathered, group, None, told)
+    return below_dispatch(x, weights, biases, transpose_weight, return_gathered, group, None, told)
 
 
 def _eager_out(*arguments: Any) -> None:
     x, weights, biases, transpose_weight, return_gathered, name, outs, *scaling = arguments
     group, told = process_group(name), _scales.completed(*scaling)
-    _call(x, weights, biases, transpose_weight, return_gathered, group, outs, told)
+    below_dispatch(x, weights, biases, transpose_weight, return_gathered, group, outs, told)
 
 
-def _call(
+def below_dispatch(
     x: torch.Tensor,
     weights: Tensors,
     biases: Biases,
@@ -325,9 +325,10 @@ def _call(
     group: ProcessGroup,
     outs: Tensors | None = None,
     scaling: tuple[Any, ...] = (),
+    within: known.Recipe | None = None,
 ) -> list[torch.Tensor]:
     """The products, then the gathered x if requested, and its scales. Without gradients, and without torch's
-    dispatcher.
+    dispatcher. within: of the call that this one is a part of, if that is to be known (flux.comm.known).
     """
     p = group.size()
     if p == 1:
@@ -338,12 +339,12 @@ def _call(
         parts.products(x, weights, biases, transpose_weight, products, scales)
         parts.copy_gathered(gathered, x, scales)
         return outs
-    if (calls := known.of_groups.get(group)) is not None:
+    if within is None and (calls := known.of_groups.get(group)) is not None:
         inputs = (x, weights, biases, transpose_weight, return_gathered)
         done = calls.call_below(*_known.given(*inputs, outs, scaling))
         if done is not None:
             return [done] if isinstance(done, torch.Tensor) else list(done)
-    arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs, scaling)
+    arguments = (x, weights, biases, transpose_weight, return_gathered, group, outs, scaling, within)
     return registry.in_turn(group, x.device, _among_ranks, *arguments)
 
 
@@ -356,6 +357,7 @@ def _among_ranks(
     group: ProcessGroup,
     outs: Tensors | None,
     scaling: tuple[Any, ...] = (),
+    within: known.Recipe | None = None,
 ) -> list[torch.Tensor]:
     p = group.size()
     biases = biases or (None,) * len(weights)
@@ -388,14 +390,14 @@ def _among_ranks(
         gathered = [each.view(m, -1) for each in gathered]
     operands = parts.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
     if call.way == "parts":
-        recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
+        recipe = _known.recipe(arguments, len(weights), outs, bool(scales), within)
         parts.by_flux(workspace, operands, {**given, "n": float(call.n)}, recipe)
         return outs
     with workspace.calling(call, given) as epoch:
         if not call.fused:
             parts.unfused(operands)
         elif isinstance(workspace, CudaWorkspace):
-            recipe = _known.recipe(arguments, len(weights), outs, bool(scales))
+            recipe = _known.recipe(arguments, len(weights), outs, bool(scales), within)
             fused_cuda(workspace, call, plans, x2, weights, biases, products, gathered, scales, recipe)
         elif isinstance(workspace, CpuWorkspace):
             _ag_gemm_cpu.run(workspace, call, plans, epoch, x2, weights, biases, products, gathered, scales)
@@ -405,7 +407,7 @@ def _among_ranks(
             def inside(sent: torch.Tensor, results: Tensors) -> None:
                 some, theirs = rows.received(sent, scaling)
                 flags = (transpose_weight, len(gathered) > 0)
-                _call(some, weights, biases, *flags, nodes.node_group, results, theirs)
+                below_dispatch(some, weights, biases, *flags, nodes.node_group, results, theirs)
 
             two_level.gather(nodes, call, rows.sent, inside, [*products, *gathered])
     return outs

@@ -13,11 +13,14 @@ import torch
 
 import flux
 from flux import _invariance
+from flux.comm import known
 from flux.ops import gemm, gemm_ar
 from flux.ops._library import PLAIN_TENSORS
 from flux.ops._scales import Scaling, is_by_block
 from flux.ops.plan import why_unfused
 
+PASSED_BY: Any = torch._C._disabled_torch_function_impl
+_need_no_python: set[Any] = set(PLAIN_TENSORS)
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
 _SCALES = "Tensor? scale_x=None, Tensor? scale_w=None"
@@ -283,10 +286,15 @@ _op: Any = torch.ops.flux_vllm.linear_all_reduce.default
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor without vLLM's class for weights, whose __torch_function__ Python would have to call.
-    flux repeats calls without Python (flux.comm.known) only if all tensors are plain.
+    """The same tensor without a class whose __torch_function__ Python would have to call. flux repeats calls
+    without Python (flux.comm.known) only if no tensor has one.
     """
-    if type(tensor) in PLAIN_TENSORS:
+    of = type(tensor)
+    if of in _need_no_python:
+        return tensor
+    if of.__torch_function__ is PASSED_BY and of.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        known.accept(of)
+        _need_no_python.add(of)
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
@@ -297,12 +305,12 @@ def pass_by(weights: type[torch.nn.Parameter]) -> bool:
     with it, each operator that takes such a weight is called twice, the first time by Python. Compilers may
     need it, so not before they are done. Returns whether there was one.
     """
-    own, nothing = vars(weights).get("__torch_function__"), torch._C._disabled_torch_function_impl
+    own = vars(weights).get("__torch_function__")
     code = getattr(getattr(own, "__func__", None), "__code__", None)
     inherited = getattr(super(weights, weights), "__torch_function__", None)
-    if code is None or {*code.co_names} - {"super", "__torch_function__"} or inherited is not nothing:
+    if code is None or {*code.co_names} - {"super", "__torch_function__"} or inherited is not PASSED_BY:
         return False
-    weights.__torch_function__ = nothing  # type: ignore[method-assign]
+    weights.__torch_function__ = PASSED_BY  # type: ignore[assignment, method-assign]
     return True
 
 
