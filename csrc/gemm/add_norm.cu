@@ -8,11 +8,13 @@
 
 namespace flux::gemm {
 
-constexpr int kThreads = 512;  // two vectors of 8192 columns each
+constexpr int kThreads = 512;
+constexpr int kAhead = 2;  // vectors that a thread loads at once: those of 8192 columns
 constexpr int kCtasPerSm = 2;
 constexpr int kMemory = 48 << 10;  // for a row and the norm's weight
 
-// A CTA processes one row at a time.
+// A CTA processes one row at a time. It asks for the next vectors before it reduces and writes a row: while no loads are in
+// flight, memory is idle. With 8192 columns each SM then has up to 64 KB in flight.
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm) add_and_norm(const __grid_constant__ AddNorm args) {
   extern __shared__ uint4 row_memory[];
@@ -22,17 +24,39 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) add_and_norm(const __gri
   const Finish finish = {.norm_weight = args.weight, .eps = args.eps, .out = args.out, .sum_out = args.total};
   const SpareMemory memory = {ptx::smem_addr(row_memory), kMemory};
   RowNorm<Element, kThreads> norm = {finish, row_vectors, thread, memory};
-  norm.begin();
-  for (int row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    const int64_t first = static_cast<int64_t>(row) * row_vectors;
-#pragma unroll 1
-    for (int i = thread; i < row_vectors; i += kThreads) {
-      float sum[Exchange::kVector];
-      widen<Element>(static_cast<const uint4*>(args.total)[first + i], sum);
-      add<Element>(static_cast<const uint4*>(args.residual)[first + i], sum);
-      norm.take(row, i, round<Element>(sum));
+  int row = blockIdx.x, first = 0;
+  uint4 total[kAhead], residual[kAhead];
+  const auto for_each = [&](auto use) {
+#pragma unroll
+    for (int b = 0; b < kAhead; ++b) {
+      const int i = first + b * kThreads + thread;
+      if (row < args.rows && i < row_vectors) use(b, i);
     }
-    norm.write(row);
+  };
+  const auto load = [&](int b, int i) {
+    const int64_t at = static_cast<int64_t>(row) * row_vectors + i;
+    total[b] = static_cast<const uint4*>(args.total)[at];
+    residual[b] = static_cast<const uint4*>(args.residual)[at];
+  };
+  const auto take = [&](int b, int i) {
+    float sum[Exchange::kVector];
+    widen<Element>(total[b], sum);
+    add<Element>(residual[b], sum);
+    norm.take(row, i, round<Element>(sum));
+  };
+  for_each(load);
+  norm.begin();
+  while (row < args.rows) {
+    for_each(take);
+    const int taken = row;
+    first += kAhead * kThreads;
+    const bool whole = first >= row_vectors;
+    if (whole) {
+      first = 0;
+      row += gridDim.x;
+    }
+    for_each(load);
+    if (whole) norm.write(taken);
   }
 }
 
