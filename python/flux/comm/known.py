@@ -282,16 +282,15 @@ def of(group: GroupLike) -> Any:
     """The known calls of a group, or None if there are none."""
     if group is None:
         group = _c10d._world.default_pg
-    elif not isinstance(group, ProcessGroup):
-        if isinstance(group, str):
-            try:
-                group = _c10d._resolve_process_group(group)
-            except (RuntimeError, ValueError):
-                return None
-        elif isinstance(group, DeviceMesh) and group.ndim == 1:
-            group = group.get_group()
-        else:
+    elif isinstance(group, str):
+        try:
+            group = _c10d._resolve_process_group(group)
+        except (RuntimeError, ValueError):
             return None
+    elif not isinstance(group, ProcessGroup):
+        if not isinstance(group, DeviceMesh) or group.ndim != 1:
+            return None
+        group = group.get_group()
     elif group not in _c10d._world.pg_map:
         return None
     return of_groups.get(group)  # type: ignore[arg-type]

@@ -4,16 +4,33 @@ expert a part. Needs nothing of vLLM.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 
 import flux
 from flux.ops.all_gather import awaited
 
+P = ParamSpec("P")
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 
+def _without_gradients(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+    """The function in torch's no_grad, which takes longer to enter than to look whether that is needed."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **others: P.kwargs) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **others)
+        with torch.no_grad():
+            return function(*arguments, **others)
+
+    return call
+
+
+@_without_gradients
 def summed_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -45,14 +62,14 @@ def summed_experts(
     tokens = x.shape[0]
     share = -(-tokens // world_size)
     own = slice(rank * share, (rank + 1) * share)
-    with torch.no_grad():
-        # Shares are consecutive like the tokens, so the routing's rows are indices in x.
-        total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales, share)
-        # The next kernel reads these rows, so nothing hides the gather.
-        everything = awaited(total, group_name)
-        return everything if share * world_size == tokens else everything[:tokens]
+    # Shares are consecutive like the tokens, so the routing's rows are indices in x.
+    total = _experts(x, topk_ids[own], topk_weights[own], w13, w2, group_name, scales, share)
+    # The next kernel reads these rows, so nothing hides the gather.
+    everything = awaited(total, group_name)
+    return everything if share * world_size == tokens else everything[:tokens]
 
 
+@_without_gradients
 def experts_of_own_rows(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -74,17 +91,15 @@ def experts_of_own_rows(
     Returns:
         [tokens, H], a fresh tensor.
     """
-    with torch.no_grad():
-        routing = flux.moe.route(
-            topk_ids, topk_weights, slices * w13.shape[0], group=group_name, ep_size=slices
-        )
-        first, second = scales or (None, None)
-        rows, how = _quantised(x, first)
-        hidden = flux.moe.ag_scatter_gemm(rows, w13, routing, activation="swiglu", **how)
-        hidden, how = _quantised(hidden, second)
-        return flux.moe.gemm_gather_rs(hidden, w2, routing, **how)
+    routing = flux.moe.route(topk_ids, topk_weights, slices * w13.shape[0], group=group_name, ep_size=slices)
+    first, second = scales or (None, None)
+    rows, how = _quantised(x, first)
+    hidden = flux.moe.ag_scatter_gemm(rows, w13, routing, activation="swiglu", **how)
+    hidden, how = _quantised(hidden, second)
+    return flux.moe.gemm_gather_rs(hidden, w2, routing, **how)
 
 
+@_without_gradients
 def own_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -105,8 +120,7 @@ def own_experts(
     Returns:
         [tokens, H], a fresh tensor.
     """
-    with torch.no_grad():
-        return _experts(x, topk_ids, topk_weights, w13, w2, own_group, scales)
+    return _experts(x, topk_ids, topk_weights, w13, w2, own_group, scales)
 
 
 def _experts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.platforms import current_platform
 
 from flux import _invariance
 from flux.integrations.vllm import compiled, expert_rows, layer
-from flux.integrations.vllm.experts import experts_of_own_rows, own_experts, summed_experts
+from flux.integrations.vllm.experts import Scales, experts_of_own_rows, own_experts, summed_experts
 from flux.integrations.vllm.op import all_reduce_below
 from flux.integrations.vllm.report import NEVER, report, setting, tell
 from flux.integrations.vllm.thresholds import ALIGNMENT, experts_from, experts_sum_from
@@ -64,7 +65,9 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
         report.served[kind, self._flux_from, why] += 1
         self._flux_group = (str(group.device_group.group_name), group.rank_in_group, group.world_size)
         self._flux_vllm_group = str(group.unique_name)
-        self._flux_copies: dict[str, torch.Tensor] = {}
+        # Weights, then the scales of fp8 ones: they may be replaced, so they are looked up in each call.
+        self._flux_look_up = attrgetter(*_WEIGHTS, *_names_of_scales(experts.quant_method))
+        self._flux_copies: tuple[torch.Tensor, ...] = ()
         expert_rows.define(moe_runner._moe_forward)
         if current_platform.is_cpu():
             # Otherwise vLLM would trace into the experts, and the number of tokens would become a constant.
@@ -93,7 +96,8 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             topk_indices_dtype=torch.int32,
             input_ids=others.get("input_ids"),
         )
-        arguments, scales = (hidden_states, ids, weights, *self._weights()), self._scales()
+        w13, w2, scales = self._loaded()
+        arguments = (hidden_states, ids, weights, w13, w2)
         if own_rows:
             where = (self._flux_group[0], self._flux_slices)
             return None, experts_of_own_rows(*arguments, *where, scales=scales)
@@ -127,7 +131,8 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             self._size_workspace(x)
             here = experts.expert_map
             ids = topk_ids if here is None else here[topk_ids]
-            return own_experts(x, ids, topk_weights, *self._weights(), own_group, scales=self._scales())
+            w13, w2, scales = self._loaded()
+            return own_experts(x, ids, topk_weights, w13, w2, own_group, scales=scales)
 
         experts.forward_modular = own_part
 
@@ -141,30 +146,18 @@ class FluxMoERunner(MoERunner):  # type: ignore[misc]
             choices = torch.zeros(rows, self.moe_config.experts_per_token, device=x.device)
             self._flux_theirs(x.new_zeros(rows, x.shape[1]), choices, choices.int())
 
-    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        w13, w2 = map(self._loaded, _WEIGHTS)
-        return w13, w2
-
-    def _scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of fp8 weights."""
-        if not (names := _names_of_scales(self.routed_experts.quant_method)):
-            return None
-        first, second = map(self._loaded, names)
-        return first, second
-
-    def _loaded(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = (
-            self._flux_copies[name] if self._flux_copies else getattr(self.routed_experts, name)
-        )
-        return found
+    def _loaded(self) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
+        """The weights, and the scales of fp8 ones."""
+        w13, w2, *scales = self._flux_copies or self._flux_look_up(self.routed_experts)
+        return w13, w2, (scales[0], scales[1]) if scales else None
 
     def _keep_weights(self) -> None:
         """Copies the weights before vLLM repacks them for its own kernel."""
         method = self.routed_experts.quant_method
-        process, names = method.process_weights_after_loading, (*_WEIGHTS, *_names_of_scales(method))
+        process = method.process_weights_after_loading
 
         def copy_and_process(experts: Any) -> None:
-            self._flux_copies = {name: getattr(experts, name).detach().clone() for name in names}
+            self._flux_copies = tuple(each.detach().clone() for each in self._flux_look_up(experts))
             process(experts)
 
         method.process_weights_after_loading = copy_and_process
