@@ -203,23 +203,23 @@ def calls_of_cuda(call: Callable[[], object]) -> tuple[int, int]:
     return fake_cuda.calls() - before, fake_cuda.enqueued() - on_streams
 
 
-def measured_sequence(call: Callable[[], object], group: Any) -> dict[str, Any]:
+def measured_sequence(call: Callable[[], object]) -> dict[str, Any]:
     """Of several operators: if known; if none is, as under torch's profiler; and for the first time."""
     from flux.comm import known
 
-    both = (known.of_groups[group], known.without_group())
+    call()  # the first one of a group
+    everything = (*known.of_groups.values(), known.without_group())
 
     def forgets() -> None:
-        for calls in both:
+        for calls in everything:
             calls.clear()
         call()
 
-    call()
     total, first = timed(call), timed(forgets)
-    for calls in both:
+    for calls in everything:
         calls.paused = True
     paused, python_of_paused = timed(call), python_calls(call)
-    for calls in both:
+    for calls in everything:
         calls.paused = False
     call()
     cuda_calls, enqueued = calls_of_cuda(call)
@@ -366,7 +366,7 @@ def main() -> None:
         for name, call in {**vllms_pairs(group), **vllms_experts(group)}.items():
             if options.only and name not in options.only:
                 continue
-            row = measured_sequence(call, group)
+            row = measured_sequence(call)
             rows.append({"case": name, **row})
             print(f"{name:30}", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if options.out is not None:

@@ -19,7 +19,7 @@ from flux import moe
 from flux._native import core
 from flux.comm import cuda, known, registry
 from flux.comm.cuda import CudaWorkspace
-from flux.moe import route_kernel, routing
+from flux.moe import combine, route_kernel, routing
 from flux.ops import _exchange, _gemm_ar_parts, add_norm, ag_gemm, all_gather, gemm_rs, grouped_gemm, quantize
 from flux.ops import gemm as plain
 from flux.tuning import store
@@ -41,23 +41,43 @@ def tensors_of(name: str, arguments: tuple[Any, ...]) -> list[torch.Tensor | Non
     return found
 
 
+def moved(name: str, arguments: tuple[Any, ...], addresses: Any) -> list[Any]:
+    """The arguments of a kernel's operator with contiguous tensors of the same shapes at other addresses."""
+    there = {}
+    for tensor, address in zip(tensors_of(name, arguments), addresses, strict=False):
+        if tensor is not None:
+            assert tensor.is_contiguous()
+            memory = (ctypes.c_char * tensor.nbytes).from_address(address)
+            there[id(tensor)] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+    def found(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [found(each) for each in argument]
+        return there.get(id(argument), argument)
+
+    return [found(argument) for argument in arguments]
+
+
 class Machine:
     """Kernels that are kept and enqueued as if there were a GPU, and what is asked of it.
 
     Attributes:
         dispatched: the name and arguments of each kernel that Python launched.
         repeated: the operator and the addresses of each launch that C++ repeated, and its copy epoch.
+        computes: by operators: what a kernel does with the arguments of its operator. Others do nothing.
     """
 
     def __init__(self) -> None:
         self.dispatched: list[tuple[str, tuple[Any, ...]]] = []
         self.repeated: list[tuple[str, list[int | None], int]] = []
         self.dropped: list[int] = []
+        self.computes: dict[str, Callable[..., object]] = {}
         self.stream, self.is_ready, self.error = STREAM, True, b""
         self.during: Callable[[], object] = lambda: None
         self.running, self.addresses = 0, None  # of the launch that runs
-        self._keeping: list[tuple[str, int]] | None = None
-        self._kept: list[tuple[str, int]] = []
+        # The operators of launches, their number of tensors, and their arguments if they compute.
+        self._keeping: list[tuple[str, int, tuple[Any, ...]]] | None = None
+        self._kept: list[tuple[str, int, tuple[Any, ...]]] = []
         ready = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
         pointers = ctypes.POINTER(ctypes.c_void_p)
         run = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, pointers, ctypes.c_uint32, ctypes.c_void_p)
@@ -81,8 +101,11 @@ class Machine:
                 )
             if self._keeping is None:
                 self.dispatched.append((name, arguments))
+                if name in self.computes:
+                    self.computes[name](*arguments)
             else:
-                self._keeping.append((name, len(tensors_of(name, arguments))))
+                count = len(tensors_of(name, arguments))
+                self._keeping.append((name, count, arguments if name in self.computes else ()))
 
         return launch
 
@@ -99,10 +122,12 @@ class Machine:
         return self.is_ready
 
     def _run(self, launch: int, addresses: Any, epoch: int, stream: int) -> int | None:
-        name, count = self._kept[launch - 1]
+        name, count, arguments = self._kept[launch - 1]
         self.running, self.addresses = launch, addresses
         self.during()
         self.repeated.append((name, [addresses[i] for i in range(count)], epoch))
+        if name in self.computes:
+            self.computes[name](*moved(name, arguments, addresses))
         return ctypes.cast(ctypes.c_char_p(self.error), ctypes.c_void_p).value if self.error else None
 
 
@@ -132,6 +157,7 @@ def machine(world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     ):
         monkeypatch.setattr(module, "_kernel", made.kernel(module._kernel))
     monkeypatch.setattr(ag_gemm, "_collect", made.kernel(ag_gemm._collect))
+    monkeypatch.setattr(combine, "_combine", made.kernel(combine._combine))
     monkeypatch.setattr(known, "keep", made.keep)
     monkeypatch.setattr(known, "_launch_table", lambda: made.table)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from repeated import (
     CALLS,
     Machine,
     arguments,
+    tensor,
 )
 
 from flux import moe
 from flux.comm.cuda import CudaWorkspace
+from flux.integrations.vllm.experts import own_experts
+from flux.moe import route_kernel
+from flux.ops import grouped_gemm
 from flux.tuning.facts import Tuning
 
 HERE = str(Path(__file__).parent)
@@ -82,17 +88,7 @@ def test_what_a_known_call_costs_the_host(
     given, call = arguments(op.removesuffix(" bias")), ALL_CALLS[op.removesuffix(" bias")]
     if op.endswith("bias"):
         given["bias"] = torch.zeros(16, dtype=torch.bfloat16)
-    for _ in range(3):
-        call(**given)
-    calls = {"call": 0, "c_call": 0}
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        if event in calls and not frame.f_code.co_filename.startswith(HERE):  # the machine
-            calls[event] += 1
-
-    sys.setprofile(profile)
-    call(**given)
-    sys.setprofile(None)
+    calls = calls_of_functions(lambda: call(**given))
     made = []
     for name in ("new_empty", "new_empty_strided"):
         new = getattr(torch.Tensor, name)
@@ -100,6 +96,37 @@ def test_what_a_known_call_costs_the_host(
     call(**given)
     most_calls, most_c_calls, tensors = HOST_COST[op] if way == "fused" else IN_PARTS[way, op]
     assert calls["call"] <= most_calls and calls["c_call"] <= most_c_calls and len(made) == tensors
+
+
+def calls_of_functions(call: Callable[[], object]) -> dict[str, int]:
+    """How many functions of Python, and of C, a call has called when it is known."""
+    for _ in range(3):
+        call()
+    calls = {"call": 0, "c_call": 0}
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event in calls and not frame.f_code.co_filename.startswith(HERE):  # the machine
+            calls[event] += 1
+
+    sys.setprofile(profile)
+    call()
+    sys.setprofile(None)
+    return calls
+
+
+def test_what_this_rank_s_part_of_experts_costs_the_host(
+    machine: Machine, gemms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four kernels, of which one call repeats two."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(route_kernel, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(grouped_gemm, "_op", grouped_gemm._cuda)
+    ids, weights = tensor(8, 2, dtype=torch.int32), tensor(8, 2, dtype=torch.float32)
+    given = tensor(8, 64), ids, weights, tensor(4, 32, 64), tensor(4, 64, 16)
+    alone = dist.new_group([0]).group_name
+    with torch.inference_mode():
+        calls = calls_of_functions(lambda: own_experts(*given, alone))
+    assert calls["call"] <= 22 and calls["c_call"] <= 16
 
 
 @pytest.mark.parametrize(

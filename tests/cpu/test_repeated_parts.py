@@ -163,7 +163,7 @@ class Ranks:
         machine.during = self.write
 
     def write(self) -> None:
-        name, _ = self.machine._kept[self.machine.running - 1]
+        name, *_ = self.machine._kept[self.machine.running - 1]
         addresses, half = self.machine.addresses, self.product.nbytes // 2
         if name == "flux::_gemm_rs":
             ctypes.memmove(addresses[3], self.product.data_ptr(), half)

@@ -263,17 +263,16 @@ class CudaWorkspace(Workspace):
         by_copy_engine: bool = False,
     ) -> None:
         """Makes a call known that was made (flux.comm.known.remember), unless ranks compare all calls."""
-        self._remember(recipe, launch, operands, [int(by_copy_engine)] * len(operands))
+        if self._may_remember():
+            known.remember(self.known, recipe, launch, operands, [int(by_copy_engine)] * len(operands))
 
     def remember_parts(self, recipe: known.Recipe, count: int) -> None:
         """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
-        whole = recipe.whole(count)
-        if whole is not None:
-            self._remember(recipe, *whole)
+        if self._may_remember():
+            known.remember_parts(self.known, recipe, count)
 
-    def _remember(self, recipe: known.Recipe, *part: Any) -> None:
-        if not self.compares_contents and not torch.cuda.is_current_stream_capturing():
-            known.remember(self.known, recipe, *part)
+    def _may_remember(self) -> bool:
+        return not self.compares_contents and not torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
         """Raises the failure of the workspace, if any, such as a timeout that a kernel has recorded. Does not

@@ -274,7 +274,14 @@ def remember(
     calls.remember(recipe.given, recipe.fresh, launches, recipe.results, one, recipe.block, recipe.follows)
 
 
-# Of the first device of each group that has a workspace there.
+def remember_parts(calls: Any, recipe: Recipe, count: int) -> None:
+    """Makes a call known that consists of `count` others and of nothing else, if all of them could be."""
+    whole = recipe.whole(count)
+    if whole is not None:
+        remember(calls, recipe, *whole)
+
+
+# Of the first device of each group that has a workspace there; of all devices for a group of one rank.
 of_groups: dict[ProcessGroup, Any] = {}
 
 

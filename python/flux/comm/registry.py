@@ -92,6 +92,15 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     return workspace
 
 
+def known_of_one_rank(group: ProcessGroup) -> Any:
+    """The known calls of a group of one rank, whose calls need no workspace."""
+    found = known.of_groups.get(group)
+    if found is not None:
+        return found
+    _forget_destroyed_groups()
+    return known.of_groups.setdefault(group, known.make(group_name=str(group.group_name)))
+
+
 def _clear() -> None:
     known.of_groups.clear()
     _workspaces.clear()

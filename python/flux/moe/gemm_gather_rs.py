@@ -153,7 +153,7 @@ def _eager(
         scales = scales.canonical_experts(*weight.shape)
     group = process_group(group_name)
     if group.size() == 1:
-        return in_parts(x, weight, told, scales)
+        return in_parts(x, weight, told, scales, recipe=recipe)
     return registry.in_turn(group, x.device, _among_ranks, x, weight, told, group, scales, recipe)
 
 
@@ -257,21 +257,27 @@ def in_parts(
     routing: Routing,
     scales: Scales | None = None,
     wire: tuple[Workspace, MoePlan] | None = None,
+    recipe: known.Recipe | None = None,
 ) -> torch.Tensor:
     """Grouped GEMM, weighted sum, then reduce-scatter; without synchronising with the GPU.
 
     Args:
         wire: the workspace and the plan of sums that travel as int8.
+        recipe: of the call in a group of one rank, if it is to be known (flux.comm.known).
     """
     group, dtype = process_group(routing.group_name), _scales.result_dtype(x, scales)
     limit, n = routing.max_tokens, weight.shape[1]
     if limit == 0 or n == 0:
         return x.new_zeros(routing.num_tokens, n, dtype=dtype)
-    how: dict[str, Any] = {} if scales is None else _scales.named(*scales)
-    product = grouped_gemm.grouped_gemm(x, weight, routing.offsets, **how)
-    partial = weighted_sum(product, routing.positions, routing.weights)
+    product = grouped_gemm.call(x, weight, routing.offsets, scales, recipe)
     if group.size() == 1:
-        return partial[0, : routing.num_tokens].to(dtype, copy=True)
+        own = slice(routing.num_tokens)
+        total = weighted_sum(product, routing.positions[0, own], routing.weights[0, own], recipe)
+        if recipe is not None and x.is_cuda:
+            recipe.returns(total, like=1)
+            known.remember_parts(registry.known_of_one_rank(group), recipe, 2)
+        return total.to(dtype)
+    partial = weighted_sum(product, routing.positions, routing.weights)
     if wire is not None:
         total = partial.new_empty(limit, n)
         _wire.sum_into(total, partial, *wire)

@@ -58,7 +58,9 @@ def run(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     shapes: tuple[tuple[int, ...], ...],
+    alone: Any = None,
 ) -> list[torch.Tensor]:
+    """Routes in the kernel. alone: the known calls of a group of one rank, which has no workspace."""
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     options = (layout.num_experts, layout.ep_size, layout.max_tokens)
     recipe = known.Recipe(KNOWN, topk_ids, topk_weights, *options)
@@ -68,18 +70,23 @@ def run(
     all_weights = weights.new_empty(*shapes[_POSITIONS])
     scratch = ids.new_empty(layout.route_scratch_words, dtype=int32)
     sizes = (layout.rank, layout.ep_size, layout.num_experts, BLOCK_M)
+    given = (ids, weights, arrays, all_weights, scratch)
     if workspace is None:
-        _kernel(ids, weights, arrays, all_weights, scratch, 0, *sizes)
+        enqueue = functools.partial(_kernel, *given, 0, *sizes)
+        enqueue()
     else:
         with workspace.calling(plan, NOTHING), workspace.enter(plan) as (symm_buffer, _):
-            given = (ids, weights, arrays, all_weights, scratch, symm_buffer)
-            enqueue = functools.partial(_kernel, *given, *sizes)
+            enqueue = functools.partial(_kernel, *given, symm_buffer, *sizes)
             enqueue()
-        if in_place((ids, weights), (topk_ids, topk_weights)):
-            *used, of_scratch = recipe.allocates_together([*arrays, scratch], like=1)
-            recipe.results += used
-            used.append(recipe.returns(all_weights, like=2))
-            workspace.remember(recipe, enqueue, [[1, 2, *used, of_scratch]])
+    if in_place((ids, weights), (topk_ids, topk_weights)):
+        *used, of_scratch = recipe.allocates_together([*arrays, scratch], like=1)
+        recipe.results += used
+        used.append(recipe.returns(all_weights, like=2))
+        operands = [[1, 2, *used, of_scratch]]
+        if workspace is not None:
+            workspace.remember(recipe, enqueue, operands)
+        elif alone is not None:
+            known.remember(alone, recipe, enqueue, operands)
     return [*arrays, all_weights]
 
 

@@ -396,7 +396,8 @@ def _among_ranks(
         on_gpu = cast("CudaWorkspace | None", workspace)
         plan = route_kernel.plan(layout, topk_ids.device, on_gpu)
         if plan.fused:
-            return route_kernel.run(on_gpu, plan, layout, topk_ids, topk_weights, shapes)
+            alone = registry.known_of_one_rank(group) if p == 1 else None
+            return route_kernel.run(on_gpu, plan, layout, topk_ids, topk_weights, shapes, alone)
     told = _message(topk_ids, topk_weights, num_experts, max_tokens)
     everybody = _exchange(told, group, layout)
     # One copy makes both contiguous.

@@ -241,11 +241,38 @@ def _cuda(
     activation: str | None,
     *scaling: Any,
 ) -> torch.Tensor:
-    scales = _scales.given("grouped_gemm", *scaling)
+    return _on_gpu(x, weight, offsets, rows, activation, _scales.given("grouped_gemm", *scaling))
+
+
+def call(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    scales: Scales | None = None,
+    within: known.Recipe | None = None,
+) -> torch.Tensor:
+    """grouped_gemm of rows in order, without gradients and without torch's dispatcher. within: of the call
+    that this one is a part of, if that is to be known (flux.comm.known).
+    """
+    if x.is_cuda:
+        return _on_gpu(x, weight, offsets, None, None, scales, within)
+    return reference(x, weight, offsets, None, None, *(scales or ()))
+
+
+def _on_gpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    rows: torch.Tensor | None,
+    activation: str | None,
+    scales: Scales | None,
+    within: known.Recipe | None = None,
+) -> torch.Tensor:
     given = (_OP, _invariance.active(), x, weight, offsets, rows, activation, *(scales or ()))
-    done: torch.Tensor | None = known.without_group().call_below(*given)
-    if done is not None:
-        return done
+    if within is None:
+        done: torch.Tensor | None = known.without_group().call_below(*given)
+        if done is not None:
+            return done
     shape, dtype = _checked(x, weight, offsets, rows, activation, scales), _scales.result_dtype(x, scales)
     if 0 in shape or x.shape[1] == 0:
         return x.new_zeros(shape, dtype=dtype)
@@ -253,7 +280,7 @@ def _cuda(
         scales = scales.canonical_experts(*weight.shape)
     if why_not(x, weight.shape[1], shape[1], scales) is None:
         out = x.new_empty(shape, dtype=dtype)
-        recipe = known.Recipe(*given)
+        recipe = known.Recipe(*given, within=within)
         launch(x, weight, offsets, rows, activation, out, scales=scales, recipe=recipe)
         return out
     if rows is not None:
