@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flux.comm import registry
+from flux.comm import known, registry
 from flux.comm.group import process_group
 
 _torch_library: Any = torch.library  # not typed
@@ -230,6 +230,23 @@ library.define("_keep() -> ()")
 library.define("_kept() -> int[]")
 
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+# The __torch_function__ of a class of tensors that torch passes by.
+PASSED_BY: Any = torch._C._disabled_torch_function_impl
+_need_no_python: set[Any] = set(PLAIN_TENSORS)
+
+
+def needs_no_python(tensor: torch.Tensor) -> bool:
+    """Whether torch calls no Python for operators on tensors of this class. Then flux repeats calls with them
+    (flux.comm.known).
+    """
+    of = type(tensor)
+    if of in _need_no_python:
+        return True
+    if of.__torch_function__ is not PASSED_BY or of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    known.accept(of)
+    _need_no_python.add(of)
+    return True
 
 
 @functools.cache

@@ -328,8 +328,7 @@ def below_dispatch(
     within: known.Recipe | None = None,
 ) -> list[torch.Tensor]:
     """The products, then the gathered x if requested, and its scales. Without gradients, and without torch's
-    dispatcher. within: of the call that this one is a part of, if that is to be known (flux.comm.known).
-    """
+    dispatcher. within: as in gemm_rs.call."""
     p = group.size()
     if p == 1:
         biases = biases or (None,) * len(weights)

@@ -13,14 +13,11 @@ import torch
 
 import flux
 from flux import _invariance
-from flux.comm import known
 from flux.ops import gemm, gemm_ar
-from flux.ops._library import PLAIN_TENSORS
+from flux.ops._library import PASSED_BY, needs_no_python
 from flux.ops._scales import Scaling, is_by_block
 from flux.ops.plan import why_unfused
 
-PASSED_BY: Any = torch._C._disabled_torch_function_impl
-_need_no_python: set[Any] = set(PLAIN_TENSORS)
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "DEF")
 _SCALES = "Tensor? scale_x=None, Tensor? scale_w=None"
@@ -289,12 +286,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor without a class whose __torch_function__ Python would have to call. flux repeats calls
     without Python (flux.comm.known) only if no tensor has one.
     """
-    of = type(tensor)
-    if of in _need_no_python:
-        return tensor
-    if of.__torch_function__ is PASSED_BY and of.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        known.accept(of)
-        _need_no_python.add(of)
+    if needs_no_python(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)

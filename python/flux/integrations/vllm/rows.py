@@ -13,22 +13,16 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, pad
 
 import flux
-from flux.comm import known, registry
-from flux.comm.cuda import CudaWorkspace
-from flux.comm.group import process_group
 from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, plain, plain_if_any
-from flux.ops import ag_gemm, gemm_rs
-from flux.ops.add_norm import add_norm_
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
+from flux.ops.scatter_norm_gather import scatter_norm_gather as _scatter_norm_gather
 from flux.ops.workspaces import rank_and_size
 
 Tensor = torch.Tensor
-_PAIR = known.operator()
 _torch_library: Any = torch.library  # not typed
 _library: Any = _torch_library.Library("flux_vllm", "FRAGMENT")
 
@@ -186,37 +180,14 @@ def scatter_norm_gather(
     """linear_scatter, and norm_gather_linear of its result: [M, N], the next residual, and [M, C]. In batches
     that are sequence parallel only.
     """
-    tokens, group = x.shape[0], process_group(group_name)
-    ranks = group.size()
-    share = -(-tokens // ranks)
+    tokens = x.shape[0]
     if whole:
         residual = own_rows(residual, True, group_name)
-    rows, weights = _padded(x, share * ranks), (plain(weight), plain_if_any(bias))
+    weights = plain(weight), plain_if_any(bias)
     next_ones = plain(next_weight), plain_if_any(next_bias)
-    given = (_PAIR, tokens, rows, *weights, residual, norm_weight, eps, *next_ones)
-    calls = known.of_groups.get(group)
-    done = None if calls is None else calls.call_below(*given)
-    total, product = _pair(group, *given) if done is None else done
+    given = (for_all_ranks(x, group_name), *weights, residual, norm_weight, eps, *next_ones)
+    total, product = _scatter_norm_gather(*given, tokens, group_name)
     return total, product if product.shape[0] == tokens else product[:tokens]
-
-
-@torch.no_grad()
-def _pair(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
-    """Makes the call that scatter_norm_gather was given, and all of it known as one."""
-    _, tokens, rows, weight, bias, residual, norm_weight, eps, next_weight, next_bias = given
-    share = rows.shape[0] // group.size()
-    total = rows.new_empty(tokens, weight.shape[0])
-    recipe = known.Recipe(*given)
-    gemm_rs.call(rows, weight, bias, False, group, total[:share], within=recipe)
-    own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
-    biases = () if next_bias is None else (next_bias,)
-    (product,) = ag_gemm.below_dispatch(own, (next_weight,), biases, False, False, group, within=recipe)
-    recipe.returns(total, like=2)
-    recipe.returns(product, like=2)
-    workspace = registry.find(group, rows.device)
-    if isinstance(workspace, CudaWorkspace):
-        workspace.remember_parts(recipe, 3)
-    return total, product
 
 
 def norm_gather(
@@ -251,7 +222,8 @@ def own_rows(x: Tensor, whole: bool, group_name: str) -> Tensor:
 
 def for_all_ranks(x: Tensor, group_name: str) -> Tensor:
     """x with rows of zeros behind it, so that all ranks have the same number."""
-    return _padded(x, share_of(x, group_name) * rank_and_size(group_name)[1])
+    ranks = rank_and_size(group_name)[1]
+    return _padded(x, -(-x.shape[0] // ranks) * ranks)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -1,0 +1,69 @@
+"""A sum over ranks, its RMSNorm and the product behind it, for adapters: it knows no gradients."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux.comm import known, registry
+from flux.comm.cuda import CudaWorkspace
+from flux.comm.group import process_group
+from flux.ops import ag_gemm, gemm_rs
+from flux.ops.add_norm import add_norm_
+
+Tensor = torch.Tensor
+_OP = known.operator()
+
+
+def scatter_norm_gather(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    next_weight: Tensor,
+    next_bias: Tensor | None,
+    tokens: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """gemm_rs, residual added, RMSNorm, ag_gemm. C++ repeats all of it as one call. A collective.
+
+    Args:
+        x: [M, K/p].
+        weight: [N, K/p].
+        bias: [N], the same on all ranks.
+        residual: [M/p, N] or more rows, which are not read.
+        norm_weight: [N].
+        next_weight: [C, N].
+        next_bias: [C].
+        tokens: M without the rows that pad x.
+
+    Returns:
+        [tokens, N], whose first M/p rows are the sum and the residual, the others undefined; and [M, C].
+    """
+    group = process_group(group_name)
+    given = (_OP, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias)
+    calls = known.of_groups.get(group)
+    done = None if calls is None else calls.call_below(*given)
+    return _call(group, *given) if done is None else cast(tuple[Tensor, Tensor], done)
+
+
+@torch.no_grad()
+def _call(group: ProcessGroup, *given: Any) -> tuple[Tensor, Tensor]:
+    _, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias = given
+    share = x.shape[0] // group.size()
+    total = x.new_empty(tokens, weight.shape[0])
+    recipe = known.Recipe(*given)
+    gemm_rs.call(x, weight, bias, False, group, total[:share], within=recipe)
+    own = add_norm_(total[:share], residual[:share], norm_weight, eps, within=recipe)
+    biases = () if next_bias is None else (next_bias,)
+    (product,) = ag_gemm.below_dispatch(own, (next_weight,), biases, False, False, group, within=recipe)
+    recipe.returns(total, like=2)
+    recipe.returns(product, like=2)
+    workspace = registry.find(group, x.device)
+    if isinstance(workspace, CudaWorkspace):
+        workspace.remember_parts(recipe, 3)
+    return total, product
