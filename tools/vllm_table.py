@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-from flux.integrations.vllm.forecast import MOST_TOKENS, Model, ranges
-from flux.integrations.vllm.thresholds import FUSED_BY_VLLM_BYTES, MEASURED_GPU
+from flux.integrations.vllm.forecast import FUSED_BY_VLLM_BYTES, MOST_TOKENS, Model, ranges
+from flux.integrations.vllm.thresholds import MEASURED_GPU
 
 # What the plugin did before it asked for measurements.
 _BEFORE_FROM = 128

@@ -70,11 +70,11 @@ def test_a_dense_model(tmp_path: Path) -> None:
     assert said["o_proj [8192, 2048]"].startswith("flux from 1 token on (measured on such GPUs, ")
     assert said["down_proj [8192, 7168]"].startswith("flux from 1 token on (measured on such GPUs, ")
     assert said["norms"] == "part of flux.gemm_ar, where those run"
-    assert said["sequence parallel"] == "compiled batches from 1605 tokens on"
+    assert said["sequence parallel"] == "compiled batches from 768 tokens on"
     assert {name: what for name, what in said.items() if name.endswith("tokens")} == {
         "1 to 128 tokens": "vLLM",
-        "129 to 1604 tokens": "gemm_ar",
-        "1605 to 8192 tokens": "sequence parallel",
+        "129 to 767 tokens": "gemm_ar",
+        "768 to 8192 tokens": "sequence parallel",
     }
     said = found(tmp_path, LLAMA, "--tp", "2")
     assert said["vLLM's fusion"] == "compiled batches of 1 to 63 and 129 to 767 tokens stay vLLM's"

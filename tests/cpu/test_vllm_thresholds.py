@@ -268,8 +268,10 @@ def test_sequence_parallel_from(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SEQUENCE", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     with machine((9, 0), 132):
-        # Bound by the links are 768 rows of 8192, by the host fewer than these where vLLM does not fuse.
-        assert [sequence_from(8192, BF16, ranks, GPU) for ranks in (2, 4, 8)] == [768, 1605, 3210]
+        # On 8 nothing was measured: twice as large sums.
+        assert [sequence_from(8192, BF16, ranks, GPU) for ranks in (2, 4, 8)] == [768, 768, 1536]
+        # Where a layer is several calls of flux, the host needs work for the GPU meanwhile.
+        assert [sequence_from(8192, BF16, p, GPU, experts=True) for p in (2, 4, 8)] == [803, 1605, 3210]
         assert sequence_from(4096, BF16, 2, GPU) == 1536
         assert sequence_from(16384, BF16, 2, GPU) == 384, "12 MiB"
     with machine((10, 0), 148):

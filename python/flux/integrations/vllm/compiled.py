@@ -165,7 +165,8 @@ def _shard_models() -> None:
     def compile_sharded(backend: Any, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         kinds: set[str] = set()
         if setting("FLUX_VLLM_SEQUENCE") != 0:
-            sharded = shard(graph.graph, sequence_begins)
+            begins = functools.partial(sequence_begins, experts=has_experts(backend.vllm_config))
+            sharded = shard(graph.graph, begins)
             if sharded.sums:
                 graph.recompile()
                 kinds = {kind for kind, count in count_sharded(graph.graph).items() if count}
@@ -186,20 +187,28 @@ def sequence_begins(
     group_name: str,
     scaling: Scaling | None = None,
     ranks: int | None = None,
+    experts: bool = False,
 ) -> int | None:
     """From how many tokens on a layer with a weight [n, k] of each rank is better sequence parallel; None: it
     is not, or would run unfused.
 
     Args:
         scaling: of a layer with fp8 weights.
+        experts: the model has some.
     """
     ranks, device = ranks or rank_and_size(group_name)[1], current_device()
     unfused = why_unfused("gemm_rs", ranks, n, k, dtype, device, group_name, scaling=scaling)
     if unfused is not None:
         return None
     if scaling is None:
-        return sequence_from(n, dtype, ranks, device)
-    return sequence_from(n, scaling.out_dtype, ranks, device, scaling.kind)
+        return sequence_from(n, dtype, ranks, device, experts=experts)
+    return sequence_from(n, scaling.out_dtype, ranks, device, scaling.kind, experts)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether vLLM says that the model has experts. Only dense models were measured against its fusion."""
+    model: Any = getattr(config, "model_config", None)
+    return hasattr(model, "get_num_experts") and bool(model.get_num_experts())
 
 
 def serve_sums(vllm_group: str, rule: SumRule) -> None:

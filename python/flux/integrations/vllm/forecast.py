@@ -11,6 +11,8 @@ from flux.integrations.vllm import thresholds
 from flux.integrations.vllm.report import NEVER
 from flux.ops._scales import BLOCK
 
+# Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks.
+FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
 # vLLM's default for max_num_batched_tokens on large GPUs.
 MOST_TOKENS = 8192
 # They normalise what a layer adds before they add it, or have no norm behind the addition.
@@ -132,13 +134,14 @@ def sequence_from(model: Model, ranks: int, device: torch.device) -> tuple[int |
         return None, "no row-parallel layer is followed by a plain fused_add_rms_norm"
     if model.whole_columns:
         return None, "attention begins with layers that all ranks have whole"
-    begin = thresholds.sequence_from(model.hidden, torch.bfloat16, ranks, device, _scales(model))
+    kind = (_scales(model), model.experts)
+    begin = thresholds.sequence_from(model.hidden, torch.bfloat16, ranks, device, *kind)
     return begin, "" if begin is not None else "it is turned off"
 
 
 def fused_by_vllm(model: Model, ranks: int) -> int:
     """Up to how many tokens vLLM fuses all-reduces with RMSNorm in compiled models."""
-    return thresholds.FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
+    return FUSED_BY_VLLM_BYTES.get(ranks, 0) // (model.hidden * 2)
 
 
 def over_fusion(model: Model, ranks: int, device: torch.device) -> tuple[range, int]:

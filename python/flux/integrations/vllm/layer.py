@@ -84,7 +84,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
             how = (self.params_dtype, self.tp_size, current_device(), scales)
             few, many = range(0), NEVER
-            if not _has_experts(config):
+            if not compiled.has_experts(config):
                 few = few_over_fusion(self.output_size, self._flux_from, *how)
                 many = max(over_fusion_from(self.output_size, *how), self._flux_from)
             compiled.serve_over_fusion(config, few, many)
@@ -286,10 +286,11 @@ def _begins(layer: Any, config: Any) -> tuple[int, str, int | None]:
         scaling = layer._flux_fp8.scaling
         dtype, of_sum = torch.float8_e4m3fn, scaling.out_dtype
     group_name = str(get_tp_group().device_group.group_name)
-    sequence = compiled.sequence_begins(*shape, dtype, group_name, scaling, layer.tp_size)
-    problem = (*shape, of_sum, layer.tp_size, current_device())
+    problem = (*shape, dtype, group_name, scaling, layer.tp_size, compiled.has_experts(config))
+    sequence = compiled.sequence_begins(*problem)
+    of_rows = (*shape, of_sum, layer.tp_size, current_device())
     kind = scaling.kind if scaling else ""
-    return *from_tokens(*problem, eager=_is_eager(config), scales=kind), sequence
+    return *from_tokens(*of_rows, eager=_is_eager(config), scales=kind), sequence
 
 
 def _kind(layer: Any) -> str:
@@ -364,12 +365,6 @@ def _chosen_gemm(config: Any) -> bool:
     """Whether the user has chosen a GEMM for linear layers; older versions of vLLM have no such setting."""
     kernels = getattr(config, "kernel_config", None)
     return getattr(kernels, "linear_backend", "auto") != "auto"
-
-
-def _has_experts(config: Any) -> bool:
-    """Whether vLLM says that the model has experts. Only dense models were measured against its fusion."""
-    model: Any = getattr(config, "model_config", None)
-    return hasattr(model, "get_num_experts") and bool(model.get_num_experts())
 
 
 def _fused_by_vllm(config: Any, layer: Any) -> int:

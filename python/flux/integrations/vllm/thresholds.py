@@ -37,11 +37,9 @@ _NOISE_OF_MODELS = 0.01
 # measured, and on others.
 _BOUND_BY_LINKS, _BOUND_EVERYWHERE = 12 << 20, 24 << 20
 # Floating-point operations of a GPU from one sum over ranks to the next that take it half a millisecond, as
-# long as the host needed for an eager layer's part (docs/design/vllm.md#the-hosts-time-for-a-prompt).
+# long as the host needs for an eager part of a layer that is several calls
+# (docs/design/vllm.md#the-hosts-time-for-a-prompt).
 _BUSY = 0.35e12
-# Up to which sums vLLM 0.33 fuses all-reduces with RMSNorm on Hopper, by ranks. The Python of this fusion
-# takes the host longer than flux's layers do.
-FUSED_BY_VLLM_BYTES = {2: 64 << 20, 4: 2 << 20, 8: 1 << 19}
 # Measurements are of CUDA graphs. An eager call of flux costs the host some 20 us more than vLLM's two.
 _EAGER_FROM = 256
 # Above the batches that vLLM decodes in CUDA graphs by default. Measured: docs/vllm.md#moe-layers.
@@ -208,13 +206,13 @@ def _nearest(models: Iterable[_Model], n: int, ranks: int) -> list[_Model]:
 
 
 def sequence_from(
-    n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = ""
+    n: int, dtype: torch.dtype, ranks: int, device: torch.device, scales: str = "", experts: bool = False
 ) -> int | None:
     """From how many rows of n on sums over ranks are better sequence parallel; None: never.
 
     Larger sums of flux are gemm_rs and all_gather in any case. Sequence parallelism hides that gather behind
-    the next GEMM, but takes the host longer than sums that vLLM does not fuse. With fp8 weights (`scales`),
-    only where such GEMMs were measured.
+    the next GEMM. With fp8 weights (`scales`) only where such GEMMs were measured. With these and in models
+    with experts it takes the host longer, so only where that does not set the pace.
     """
     if _invariance.active():
         return None
@@ -225,8 +223,7 @@ def sequence_from(
     if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
         return None
     begin = _composed_from(n, dtype, ranks, device)
-    fused = not scales and begin * n * dtype.itemsize <= FUSED_BY_VLLM_BYTES.get(ranks, 0)
-    return begin if fused else max(begin, _busy_from(n, ranks))
+    return max(begin, _busy_from(n, ranks)) if scales or experts else begin
 
 
 def _busy_from(n: int, ranks: int) -> int:
