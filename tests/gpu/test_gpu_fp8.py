@@ -4,6 +4,7 @@ small integers are exact.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -113,6 +114,8 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None
 
 
+# Many tests have the same cases, whose data takes a CPU longer than a GPU takes for the tests.
+@functools.cache
 def operands(case: ScaledCase, accumulate: str) -> Operands:
     made = [
         [part if part is None else part.cuda() for part in case.inputs(r)] for r in range(case.world_size)
@@ -123,6 +126,16 @@ def operands(case: ScaledCase, accumulate: str) -> Operands:
         for pair in zip(of_rows, of_columns, strict=True)
     ]
     return Operands(xs, weights, scales, biases[0])
+
+
+@functools.cache
+def total_of(case: ScaledCase) -> torch.Tensor:
+    return case.total().cuda()
+
+
+@functools.cache
+def gathered_of(case: ScaledCase, rank: int) -> torch.Tensor:
+    return case.gathered(rank).cuda()
 
 
 def cases(
@@ -150,7 +163,7 @@ def test_gemm_rs_is_exact(tile: core.TileConfig | None, world_size: int, copied:
         if tile is not None and not tile.promotes and accumulate != "fast":
             continue
         xs, weights, scales, bias = operands(case, accumulate)
-        expected, rows = case.total().cuda(), case.m // world_size
+        expected, rows = total_of(case), case.m // world_size
         for cluster in (ALONE, PAIR_M):
             config = CHOSEN if tile is None else tile.id | cluster << 8
             how = {"config": config, "copied": copied, "chunks": cluster}
@@ -177,7 +190,7 @@ def test_ag_gemm_is_exact(tile: core.TileConfig | None, world_size: int, copied:
             results = ranks.ag_gemm(xs, weights, biases, reuse=reuse, **how)
             ranks.check()
             for rank, result in enumerate(results):
-                assert torch.equal(result, case.gathered(rank).cuda()), (
+                assert torch.equal(result, gathered_of(case, rank)), (
                     rank,
                     reuse,
                     case,
@@ -226,7 +239,7 @@ def test_gemm_ar_is_exact(config: int, world_size: int, mode: int) -> None:
         xs, weights, scales, bias = operands(case, accumulate)
         results = ranks.gemm_ar(xs, weights, bias, mode=mode, config=config, scales=scales)
         ranks.check()
-        expected = case.total().cuda()
+        expected = total_of(case)
         for rank, result in enumerate(results):
             assert torch.equal(result, expected), (rank, case, accumulate, config)
 
@@ -249,7 +262,7 @@ def test_quantised_norm_has_the_bits_of_quantize(quant: str, world_size: int, mo
             static = torch.tensor([0.02], device="cuda") if quant == "tensor" and not ue8m0 else None
             end = End(norm_weight, 1e-6, quant, static, ue8m0)
             residual = case.residual().cuda()
-            total = (case.total().float() + case.residual()).bfloat16().cuda()
+            total = (total_of(case).float() + residual).bfloat16()
             partial = [
                 exact_product(*case.x(r), *case.weight(r)).bfloat16().cuda() for r in range(world_size)
             ]
@@ -288,8 +301,8 @@ def test_calls_with_scales_and_without_take_turns_on_one_workspace() -> None:
             pending.append((case, gathering, (scattered, rows, plain), first, second, third))
     ranks.check()
     for case, gathering, (_, _, plain), first, second, third in pending:
-        shards = case.total().cuda().chunk(4)
+        shards = total_of(case).chunk(4)
         for rank in range(4):
             assert torch.equal(first[rank], shards[rank]), (rank, case)
-            assert torch.equal(second[rank], gathering.gathered(rank).cuda()), (rank, gathering)
+            assert torch.equal(second[rank], gathered_of(gathering, rank)), (rank, gathering)
             assert torch.equal(third[rank], torch.cat(plain)), rank
