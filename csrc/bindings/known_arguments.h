@@ -27,10 +27,10 @@ T* unpack(const py::object& capsule, const char* name) {
 // What torch says about tensors and about the state of the calling thread.
 class Torch {
  public:
-  // types: of tensors whose calls need no Python. dtype: torch.dtype. view: makes a tensor of a part of another one's
+  // types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor of a part of another one's
   // memory, from its sizes, strides and offset; or None. states: functions that return something true if a call must go
   // through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
-  Torch(const py::object& exchange_api, std::vector<py::object> types, py::object dtype, py::object view,
+  Torch(const py::object& exchange_api, py::list types, py::object dtype, py::object view,
         std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled)
       : types_(std::move(types)),
         dtype_(std::move(dtype)),
@@ -49,10 +49,10 @@ class Torch {
     dtype_name_ = py::make_tuple(intern("dtype"));
   }
 
-  void accept(py::object type) { types_.push_back(std::move(type)); }
   bool is_plain(PyObject* object) const {
-    for (const py::object& type : types_) {
-      if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr()) return true;
+    const auto* const of = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(types_.ptr()); ++i) {
+      if (PyList_GET_ITEM(types_.ptr(), i) == of) return true;
     }
     return false;
   }
@@ -125,7 +125,7 @@ class Torch {
   }
 
   int (*describe_)(void*, dlpack::Tensor*);
-  std::vector<py::object> types_;
+  py::list types_;
   py::object dtype_, view_;
   std::vector<py::object> states_;
   py::object grad_enabled_, profiler_enabled_;

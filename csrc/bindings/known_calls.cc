@@ -386,15 +386,14 @@ void bind_known_calls(py::module_& m) {
   m.attr("ABSENT_OPERAND") = kAbsent;
   m.attr("LAUNCH_TABLE") = py::bytes(runtime::kLaunchTableName);  // name of the capsule
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")
-      .def(py::init<py::object, std::vector<py::object>, py::object, py::object, std::vector<py::object>,
-                    py::object, py::object>(),
+      .def(py::init<py::object, py::list, py::object, py::object, std::vector<py::object>, py::object,
+                    py::object>(),
            py::arg("exchange_api"), py::arg("types"), py::arg("dtype"), py::arg("view"), py::arg("states"),
            py::arg("grad_enabled"), py::arg("profiler_enabled"),
            "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. view: "
            "makes "
            "a tensor in the memory of another one, from that, sizes, strides and offset; or None. states: "
-           "functions that return something true if calls must go through torch's dispatcher.")
-      .def("accept", &Torch::accept, py::arg("type"), "Takes tensors of one more type for plain ones.");
+           "functions that return something true if calls must go through torch's dispatcher.");
   py::class_<KnownCalls> type(m, "KnownCalls",
                               "Calls on a workspace that are made again without Python in between.");
   type.def(py::init<const Torch*, py::object, CallTurn*, LaunchOrder*, uint64_t, py::str>(),

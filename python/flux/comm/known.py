@@ -182,6 +182,10 @@ class Recipe:
         return self._made[-1 - operand] if operand < 0 else cast("torch.Tensor | None", self.given[operand])
 
 
+# Of tensors with which calls are repeated. Torch calls no Python for them.
+plain_types: list[Any] = [torch.Tensor, torch.nn.Parameter]
+
+
 @functools.cache
 def _torch() -> Any:
     """What torch says about tensors, or None if this version does not tell C++."""
@@ -193,20 +197,11 @@ def _torch() -> Any:
         _C._functorch.peek_interpreter_stack,
         _C._is_any_autocast_enabled,
     ]
-    types = [torch.Tensor, torch.nn.Parameter]
     profiling = _C._autograd._profiler_enabled
     # What code that torch compiles makes its views with.
     view = getattr(_C._dynamo.guards, "_reinterpret_tensor", None)
     grad_enabled = torch.is_grad_enabled
-    return _native.core.Torch(exchange_api, types, torch.dtype, view, states, grad_enabled, profiling)
-
-
-def accept(tensors: type[torch.Tensor]) -> None:
-    """Repeats calls with tensors of a subclass, too. Its __torch_function__ must do what torch does without
-    it.
-    """
-    if (found := _torch()) is not None:
-        found.accept(tensors)
+    return _native.core.Torch(exchange_api, plain_types, torch.dtype, view, states, grad_enabled, profiling)
 
 
 @functools.cache

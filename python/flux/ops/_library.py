@@ -232,7 +232,6 @@ library.define("_kept() -> int[]")
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 # The __torch_function__ of a class of tensors that torch passes by.
 PASSED_BY: Any = torch._C._disabled_torch_function_impl
-_need_no_python: set[Any] = set(PLAIN_TENSORS)
 
 
 def needs_no_python(tensor: torch.Tensor) -> bool:
@@ -240,12 +239,11 @@ def needs_no_python(tensor: torch.Tensor) -> bool:
     (flux.comm.known).
     """
     of = type(tensor)
-    if of in _need_no_python:
+    if of in known.plain_types:
         return True
     if of.__torch_function__ is not PASSED_BY or of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
-    known.accept(of)
-    _need_no_python.add(of)
+    known.plain_types.append(of)
     return True
 
 
