@@ -102,6 +102,7 @@ def prepare_worker() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     import flux
+    from flux.ops import scatter_norm_gather as pair
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
         fill_with_weights(model)
@@ -109,6 +110,7 @@ def prepare_worker() -> None:
     DummyModelLoader.load_weights = load_weights
     flux.gemm_ar = _counted("linear", flux.gemm_ar)
     flux.gemm_rs = _counted("linear", flux.gemm_rs)
+    pair.scatter_norm_gather = _counted("linear", pair.scatter_norm_gather)
     flux.gemm = _counted("products", flux.gemm)
     flux.moe.gemm_gather_rs = _counted("experts", flux.moe.gemm_gather_rs)
 

@@ -35,6 +35,7 @@ class FluxCalls:
         """From here on is counted, by functions around those that the plugin calls."""
         import flux
         from flux.ops import all_reduce, gemm
+        from flux.ops import scatter_norm_gather as pair
 
         _calls.clear()
         if _counted_already:
@@ -70,6 +71,8 @@ class FluxCalls:
         flux.moe.gemm_gather_rs = _counted(flux.moe.gemm_gather_rs, "experts")
         flux.gemm_rs = _counted(flux.gemm_rs, "to own rows")
         flux.ag_gemm = _counted(flux.ag_gemm, "from own rows")
+        for kind in ("to own rows", "from own rows"):
+            pair.scatter_norm_gather = _counted(pair.scatter_norm_gather, kind)
 
     def flux_calls(self) -> dict[str, Any]:
         """How many calls there were, and through what flux's tiles went in the TP group."""

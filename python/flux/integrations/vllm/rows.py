@@ -17,9 +17,9 @@ from torch.nn.functional import linear, pad
 
 import flux
 from flux.integrations.vllm.op import all_reduce_below, linear_all_reduce, plain, plain_if_any
+from flux.ops import scatter_norm_gather as joined
 from flux.ops.gemm_ar import row_norm
 from flux.ops.reduce_scatter import by_torch
-from flux.ops.scatter_norm_gather import scatter_norm_gather as _scatter_norm_gather
 from flux.ops.workspaces import rank_and_size
 
 Tensor = torch.Tensor
@@ -186,7 +186,7 @@ def scatter_norm_gather(
     weights = plain(weight), plain_if_any(bias)
     next_ones = plain(next_weight), plain_if_any(next_bias)
     given = (for_all_ranks(x, group_name), *weights, residual, norm_weight, eps, *next_ones)
-    total, product = _scatter_norm_gather(*given, tokens, group_name)
+    total, product = joined.scatter_norm_gather(*given, tokens, group_name)
     return total, product if product.shape[0] == tokens else product[:tokens]
 
 
