@@ -27,9 +27,9 @@ T* unpack(const py::object& capsule, const char* name) {
 // What torch says about tensors and about the state of the calling thread.
 class Torch {
  public:
-  // types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor of a part of another one's
-  // memory, from its sizes, strides and offset; or None. states: functions that return something true if a call must go
-  // through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
+  // types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor of a part of
+  // another one's memory, from its sizes, strides and offset; or None. states: functions that return something true if a
+  // call must go through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
   Torch(const py::object& exchange_api, py::list types, py::object dtype, py::object view,
         std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled)
       : types_(std::move(types)),

@@ -229,7 +229,7 @@ library.define("_launch_table() -> int")
 library.define("_keep() -> ()")
 library.define("_kept() -> int[]")
 
-PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_TENSORS = frozenset(known.plain_types)  # before needs_no_python adds to them
 # The __torch_function__ of a class of tensors that torch passes by.
 PASSED_BY: Any = torch._C._disabled_torch_function_impl
 
