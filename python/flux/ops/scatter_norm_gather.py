@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from flux.comm import known, registry
 from flux.comm.cuda import CudaWorkspace
@@ -26,29 +27,30 @@ def scatter_norm_gather(
     eps: float,
     next_weight: Tensor,
     next_bias: Tensor | None,
-    tokens: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """gemm_rs, residual added, RMSNorm, ag_gemm. C++ repeats all of it as one call. A collective.
 
     Args:
-        x: [M, K/p].
+        x: [M, K/p]; p need not divide M.
         weight: [N, K/p].
         bias: [N], the same on all ranks.
-        residual: [M/p, N] or more rows, which are not read.
+        residual: [⌈M/p⌉, N] or more rows, which are not read.
         norm_weight: [N].
         next_weight: [C, N].
         next_bias: [C].
-        tokens: M without the rows that pad x.
 
     Returns:
-        [tokens, N], whose first M/p rows are the sum and the residual, the others undefined; and [M, C].
+        [M, N], whose first ⌈M/p⌉ rows are the sum and the residual, the others undefined; and [M, C].
     """
-    group = process_group(group_name)
+    group, tokens = process_group(group_name), x.shape[0]
+    if missing := -tokens % group.size():
+        x = pad(x, (0, 0, 0, missing))
     given = (_OP, tokens, x, weight, bias, residual, norm_weight, eps, next_weight, next_bias)
     calls = known.of_groups.get(group)
     done = None if calls is None else calls.call_below(*given)
-    return _call(group, *given) if done is None else cast(tuple[Tensor, Tensor], done)
+    total, product = _call(group, *given) if done is None else done
+    return total, product[:tokens] if missing else product
 
 
 @torch.no_grad()

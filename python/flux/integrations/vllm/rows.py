@@ -180,14 +180,11 @@ def scatter_norm_gather(
     """linear_scatter, and norm_gather_linear of its result: [M, N], the next residual, and [M, C]. In batches
     that are sequence parallel only.
     """
-    tokens = x.shape[0]
     if whole:
         residual = own_rows(residual, True, group_name)
     weights = plain(weight), plain_if_any(bias)
     next_ones = plain(next_weight), plain_if_any(next_bias)
-    given = (for_all_ranks(x, group_name), *weights, residual, norm_weight, eps, *next_ones)
-    total, product = joined.scatter_norm_gather(*given, tokens, group_name)
-    return total, product if product.shape[0] == tokens else product[:tokens]
+    return joined.scatter_norm_gather(x, *weights, residual, norm_weight, eps, *next_ones, group_name)
 
 
 def norm_gather(
@@ -222,8 +219,7 @@ def own_rows(x: Tensor, whole: bool, group_name: str) -> Tensor:
 
 def for_all_ranks(x: Tensor, group_name: str) -> Tensor:
     """x with rows of zeros behind it, so that all ranks have the same number."""
-    ranks = rank_and_size(group_name)[1]
-    return _padded(x, -(-x.shape[0] // ranks) * ranks)
+    return _padded(x, share_of(x, group_name) * rank_and_size(group_name)[1])
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
