@@ -39,7 +39,10 @@ STOP_S = 15
 # How often what is profiled runs: once might be the one time that is slow, or that is not.
 PROFILED = 4
 LOOKED_AT = 20
-# So many times a single prompt is read for one sample, which is their median.
+# A sample of prefill is the median over so long, after as long that does not count: a GPU that was idle
+# needs a while to reach its clock, and an engine that was stopped to be back in the caches.
+STEADY_S = 0.5
+# Of a single prompt at least so many times.
 PROMPT_TIMES = 5
 # To the end of vLLM's own list: a prompt of 512 tokens runs in a graph there.
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -340,14 +343,12 @@ class Commands:
         return [[_logprobs(step) for step in answer.prompt_logprobs[1:]] for answer in answers]
 
     def prefill(self, prompts: list[list[int]]) -> float:
-        """Seconds until every prompt has its first token. Once untimed before: the engine may have slept."""
-        self._timed(prompts, 1)
-        return self._timed(prompts, 1)
+        """Seconds until every prompt has its first token."""
+        return self._steady(prompts, 1)
 
     def prompt(self, prompts: list[list[int]]) -> float:
-        """prefill of a single prompt, PROMPT_TIMES times: the median."""
-        self._timed(prompts, 1)
-        return statistics.median(self._timed(prompts, 1) for _ in range(PROMPT_TIMES))
+        """prefill of a single prompt."""
+        return self._steady(prompts, PROMPT_TIMES)
 
     def decode(self, prompts: list[list[int]], count: int) -> float:
         """Seconds of `count` steps of all prompts at once: with them, less without them."""
@@ -384,6 +385,14 @@ class Commands:
             self._timed(prompts, 1)
         found: list[dict[str, Any]] = self.llm.collective_rpc("probe_host", args=(False,))
         return found
+
+    def _steady(self, prompts: list[list[int]], least: int) -> float:
+        """Median seconds of prefill: at least so many, over STEADY_S, after STEADY_S that do not count."""
+        for count in (1, least):
+            samples: list[float] = []
+            while len(samples) < count or sum(samples) < STEADY_S:
+                samples.append(self._timed(prompts, 1))
+        return statistics.median(samples)
 
     def _timed(self, prompts: list[list[int]], count: int) -> float:
         start = time.perf_counter()

@@ -219,6 +219,27 @@ def test_vllm_fuses_in_runs_that_are_as_users_have_them(benchmark: Any, tmp_path
         benchmark.options_of(["--runs", "stock-unfused-nccl-graph"])
 
 
+def test_prefill_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was stopped is slow for its first 0.4 s; later one time in five is."""
+    engine = importlib.import_module("vllm_engine")
+    commands = engine.Commands(None)
+    taken: list[float] = []
+
+    def timed(prompts: Any, count: int) -> float:
+        slow = sum(taken) < 0.4 or len(taken) % 5 == 0
+        taken.append(0.08 if slow else 0.04)
+        return taken[-1]
+
+    monkeypatch.setattr(commands, "_timed", timed)
+    assert commands.prefill([[1]]) == 0.04
+    assert 1.0 <= sum(taken) < 1.2, "half a second that does not count, and half a second that does"
+    taken.clear()
+    monkeypatch.setattr(commands, "_timed", lambda prompts, count: taken.append(2.0) or 2.0)
+    assert commands.prefill([[1]]) == 2.0 and len(taken) == 2
+    taken.clear()
+    assert commands.prompt([[1]]) == 2.0 and len(taken) == 1 + engine.PROMPT_TIMES
+
+
 def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = importlib.import_module("vllm_probe")
     monkeypatch.setitem(sys.modules, "vllm.distributed", _Ranks)
