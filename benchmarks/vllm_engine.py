@@ -39,7 +39,7 @@ STOP_S = 15
 # How often what is profiled runs: once might be the one time that is slow, or that is not.
 PROFILED = 4
 LOOKED_AT = 20
-# A sample of prefill is the median over so long, after as long that does not count: a GPU that was idle
+# A sample is the median over so long, after as long that does not count: a GPU that was idle
 # needs a while to reach its clock, and an engine that was stopped to be back in the caches.
 STEADY_S = 0.5
 # Of a single prompt at least so many times.
@@ -352,9 +352,8 @@ class Commands:
 
     def decode(self, prompts: list[list[int]], count: int) -> float:
         """Seconds of `count` steps of all prompts at once: with them, less without them."""
-        self._timed(prompts, 1)
-        first = self._timed(prompts, 1)
-        return self._timed(prompts, 1 + count) - first
+        first = self._steady(prompts, 1)
+        return self._steady(prompts, 1, 1 + count) - first
 
     def trace(self, count: int, longest: int, per_s: float, vocabulary: int) -> dict[str, Any]:
         """vllm_trace.summary of its first requests, which arrive `per_s` a second; 0: all at once."""
@@ -386,12 +385,14 @@ class Commands:
         found: list[dict[str, Any]] = self.llm.collective_rpc("probe_host", args=(False,))
         return found
 
-    def _steady(self, prompts: list[list[int]], least: int) -> float:
-        """Median seconds of prefill: at least so many, over STEADY_S, after STEADY_S that do not count."""
-        for count in (1, least):
+    def _steady(self, prompts: list[list[int]], least: int, count: int = 1) -> float:
+        """Median seconds until each prompt has `count` tokens: of at least so many times, and over STEADY_S,
+        after STEADY_S that do not count.
+        """
+        for enough in (1, least):
             samples: list[float] = []
-            while len(samples) < count or sum(samples) < STEADY_S:
-                samples.append(self._timed(prompts, 1))
+            while len(samples) < enough or sum(samples) < STEADY_S:
+                samples.append(self._timed(prompts, count))
         return statistics.median(samples)
 
     def _timed(self, prompts: list[list[int]], count: int) -> float:

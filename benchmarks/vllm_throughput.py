@@ -6,7 +6,7 @@
 The model has the shape of a known one (--model), but fewer layers, a smaller vocabulary and seeded random
 weights. A run is a vLLM engine of its own, named by what it has:
 
-    (stock|flux)    without or with flux, and FLUX_VLLM_MOE=auto if there are experts
+    (stock|flux)    without or with flux
     [-from<N>]      of flux only: FLUX_VLLM_MIN_TOKENS=N
     [-seq<N>]       of flux only: FLUX_VLLM_SEQUENCE=N
     [-fp8gemm<N>]   of flux only, with --fp8: FLUX_VLLM_FP8_GEMM=N

@@ -219,7 +219,7 @@ def test_vllm_fuses_in_runs_that_are_as_users_have_them(benchmark: Any, tmp_path
         benchmark.options_of(["--runs", "stock-unfused-nccl-graph"])
 
 
-def test_prefill_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that was stopped is slow for its first 0.4 s; later one time in five is."""
     engine = importlib.import_module("vllm_engine")
     commands = engine.Commands(None)
@@ -238,6 +238,10 @@ def test_prefill_is_timed_when_it_is_steady(benchmark: Any, monkeypatch: pytest.
     assert commands.prefill([[1]]) == 2.0 and len(taken) == 2
     taken.clear()
     assert commands.prompt([[1]]) == 2.0 and len(taken) == 1 + engine.PROMPT_TIMES
+    taken.clear()
+    monkeypatch.setattr(commands, "_timed", lambda prompts, count: taken.append(count) or 0.2 + 0.01 * count)
+    assert commands.decode([[1]], 50) == pytest.approx(0.5)
+    assert taken == [1] * 6 + [51] * 2
 
 
 def test_a_model_in_fp8_has_weights_of_the_same_size(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
