@@ -435,16 +435,17 @@ class EmulatedRanks:
         self._launch(launch, False, ())
 
     def check(self) -> None:
-        """Synchronises and raises CommTimeoutError if a rank ran out of time."""
+        """Synchronises and raises CommTimeoutError if a rank ran out of time. Notes tell of others."""
         torch.cuda.synchronize(self.device)
-        for error in self._errors:
-            record = _native.core.read_error(error.data_ptr())
-            if record is not None:
-                op, rank, peer, tile, expected, seen = record
-                name = OP_NAMES.get(op, str(op))
-                raise CommTimeoutError(
-                    name, rank, peer, expected, seen=seen, tile=tile, timeout_s=self.timeout_s
-                )
+        errors = []
+        for record in filter(None, (_native.core.read_error(error.data_ptr()) for error in self._errors)):
+            op, rank, peer, tile, expected, seen = record
+            more = {"seen": seen, "tile": tile, "timeout_s": self.timeout_s}
+            errors.append(CommTimeoutError(OP_NAMES.get(op, str(op)), rank, peer, expected, **more))
+        for other in errors[1:]:
+            errors[0].add_note(str(other))
+        if errors:
+            raise errors[0]
 
     def _gathering(self, x: torch.Tensor, copied: bool, scales: Sequence[Scales] = ()) -> _Workspaces:
         """The workspaces, grown for the rows of all ranks, and their scales."""
