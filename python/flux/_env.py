@@ -199,8 +199,9 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "FLUX_VLLM_MOE",
-        "off",
-        "Experts of MoE layers in vLLM: off (vLLM runs them), auto (flux runs the layers that it supports).",
+        "auto",
+        "Experts of MoE layers in vLLM: auto (those of prefill are flux's, in layers that it supports), off "
+        "(all are vLLM's).",
         "run",
         _one_of("auto", "off"),
     ),

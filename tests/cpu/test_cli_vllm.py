@@ -86,7 +86,6 @@ def test_a_dense_model(tmp_path: Path) -> None:
     [
         (LLAMA, ("--tp", "1"), "o_proj [8192, 8192]", "vLLM's own: they are not sharded over ranks"),
         (LLAMA, ("--tp", "3"), "o_proj [8192, 2730]", "vLLM's own: sizes are not multiples of 8"),
-        (QWEN_MOE, (), "experts", "vLLM's own: FLUX_VLLM_MOE is off"),
         (QWEN_MOE, (), "sequence parallel", "no: vLLM fuses sums of up to 16384 tokens"),
         (DEEPSEEK, (), "o_proj [7168, 8192]", f"vLLM's own: {UNMEASURED}"),
         (DEEPSEEK, (), "down_proj [7168, 9216]", f"vLLM's own: {UNMEASURED}"),
@@ -128,14 +127,14 @@ def test_why_not(
 
 def test_experts_of_decoding_stay_vllms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the batches that vLLM captures in CUDA graphs by default."""
-    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
     assert found(tmp_path, QWEN_MOE)["experts"] == "flux from 513 tokens on (prefill only)"
+    monkeypatch.setenv("FLUX_VLLM_MOE", "off")
+    assert found(tmp_path, QWEN_MOE)["experts"] == "vLLM's own: FLUX_VLLM_MOE is off"
 
 
 def test_settings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_VLLM_MIN_TOKENS", "300")
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "off")
-    monkeypatch.setenv("FLUX_VLLM_MOE", "auto")
     assert found(tmp_path, LLAMA, "--tp", "4")["sequence parallel"] == "no: it is turned off"
     said = found(tmp_path, QWEN_MOE, "--tp", "4")
     assert said["o_proj [2048, 1024]"] == "flux from 300 tokens on (FLUX_VLLM_MIN_TOKENS)"

