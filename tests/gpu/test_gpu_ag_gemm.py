@@ -14,6 +14,7 @@ import flux
 from flux._native import core
 from flux.testing import AgGemmCase, GemmRsCase
 from flux.testing.emulate import EmulatedRanks
+from flux.testing.emulate_graphs import EmulatedGraphRanks
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Rows of a shard (around one block of 128, and more), n, k.
@@ -287,7 +288,7 @@ def test_bitwise_repeatable_however_rows_travel() -> None:
 
 
 def test_graph_replay() -> None:
-    ranks = EmulatedRanks(4)
+    ranks = EmulatedGraphRanks(4)
     cases = [AgGemmCase(4 * 200, 520, 136, 4, bias=True, seed=seed) for seed in range(3)]
     others = [replace(case, n=264) for case in cases]
     reduced = [GemmRsCase(4 * 200, 520, 136, 4, seed=seed) for seed in range(3)]
@@ -322,16 +323,14 @@ def test_graph_replay() -> None:
 
     calls()  # makes room
     ranks.check()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = calls()
+    results, replay = ranks.capture(calls)
     for number in range(30):
         which = number % 3
         for old, new in zip(sum(static, []), sum(all_inputs(which), []), strict=True):
             old.copy_(new)
         for result in sum(results, []):
             result.fill_(7)
-        graph.replay()
+        replay()
         ranks.check()
         what = f"replay {number}"
         assert_results(cases[which], results[0], what)

@@ -16,6 +16,7 @@ from flux.ops import gemm as products
 from flux.ops.gemm_ar import rms_norm
 from flux.testing import GemmRsCase
 from flux.testing.emulate import EmulatedRanks
+from flux.testing.emulate_graphs import EmulatedGraphRanks
 from flux.testing.emulate_int8 import EmulatedInt8Ranks
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -116,21 +117,19 @@ def test_many_shapes_back_to_back_without_waiting(world_size: int) -> None:
 
 @pytest.mark.parametrize("mode", [ONE_SHOT, TWO_SHOT])
 def test_graph_replay(mode: int) -> None:
-    ranks = EmulatedRanks(4)
+    ranks = EmulatedGraphRanks(4)
     cases = [GemmRsCase(24, 520, 264, 4, bias=True, seed=seed) for seed in range(3)]
     xs, weights, bias = gpu_inputs(cases[0])
     assert bias is not None
     ranks.gemm_ar(xs, weights, bias, mode=mode)  # makes room
     ranks.check()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = ranks.gemm_ar(xs, weights, bias, mode=mode)
+    results, replay = ranks.capture(lambda: ranks.gemm_ar(xs, weights, bias, mode=mode))
     for number in range(30):
         case = cases[number % 3]
         for static, new in zip((*xs, *weights), sum(map(list, gpu_inputs(case)[:2]), []), strict=True):
             static.copy_(new)
         bias.copy_(case.inputs(0, "cuda")[2])
-        graph.replay()
+        replay()
         ranks.check()
         for rank, result in enumerate(results):
             assert torch.equal(result, case.expected_sum("cuda")), f"replay {number}, rank {rank}"
