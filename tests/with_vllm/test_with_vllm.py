@@ -83,7 +83,7 @@ class Run:
 _FEW = {"with norm": SUMS}
 # The last sum feeds the head.
 _SEQUENCE = {"to own rows": SUMS, "from own rows": SUMS - 1}
-_EXPERTS = {"FLUX_VLLM_MOE": "auto"}
+_VLLMS = {"FLUX_VLLM_MOE": "off"}
 _GEMMS = {"FLUX_VLLM_FP8_GEMM": "32"}
 _TOLD_RANGES = (
     f"Sequence parallel from {SEQUENCE_FROM} tokens on",
@@ -190,7 +190,6 @@ RUNS = (
         {**_FEW_EXPERTS, "quantised": MOE - 1},
         _MANY_EXPERTS,
         told=("2 MoE fp8 layers from 17 tokens on", "sequence parallel"),
-        settings=_EXPERTS,
     ),
     # Two column-parallel layers for each sum; in smaller batches row-parallel ones, too.
     Run(
@@ -228,10 +227,9 @@ RUNS = (
         "eager",
         {"plain": ATTENTION, "experts": MOE},
         _MANY_EXPERTS,
-        settings=_EXPERTS,
         changes=("call_linear",),
     ),
-    Run("experts graph", "qwen3_moe", "traced", **_both(plain=ATTENTION, experts=MOE), settings=_EXPERTS),
+    Run("experts graph", "qwen3_moe", "traced", **_both(plain=ATTENTION, experts=MOE)),
     Run(
         "experts ranges",
         "qwen3_moe",
@@ -239,7 +237,6 @@ RUNS = (
         _FEW_EXPERTS,
         _MANY_EXPERTS,
         told=_MOE_RANGES,
-        settings=_EXPERTS,
     ),
     Run(
         "experts of vLLM",
@@ -248,6 +245,7 @@ RUNS = (
         {**_FEW_EXPERTS, "experts": 0},
         {**_MANY_EXPERTS, "experts": 0},
         told=(f"33 to 512 tokens: flux {ATTENTION} linear layers, {MOE} other sums sequence parallel",),
+        settings=_VLLMS,
     ),
     Run(
         "mixtral",
@@ -257,17 +255,22 @@ RUNS = (
         _MANY_EXPERTS,
         told=_MOE_RANGES,
         ranks=4,
-        settings=_EXPERTS,
     ),
     # The operator that linear layers of vLLM call on CPUs gets all rows.
-    Run("mixtral eager", "mixtral", "eager", {"plain": ATTENTION}, {"to own rows": ATTENTION}),
+    Run(
+        "mixtral eager",
+        "mixtral",
+        "eager",
+        {"plain": ATTENTION},
+        {"to own rows": ATTENTION},
+        settings=_VLLMS,
+    ),
     Run(
         "shared experts",
         "qwen2_moe",
         "eager",
         {"plain": ATTENTION, "experts": MOE},
         {"to own rows": ATTENTION, "experts": MOE},
-        settings=_EXPERTS,
     ),
     Run(
         "shared experts ranges",
@@ -279,7 +282,6 @@ RUNS = (
             "2 MoE, own part, layers from 17 tokens on",
             f"33 to 512 tokens: flux {ATTENTION} linear layers, {MOE} other sums sequence parallel",
         ),
-        settings=_EXPERTS,
     ),
     # vLLM's own kernel for CPUs does not run a part of the experts, so all batches are flux's.
     Run(
@@ -289,7 +291,7 @@ RUNS = (
         {"plain": ATTENTION, "experts": MOE},
         {"to own rows": ATTENTION, "experts": MOE},
         told=("2 MoE, own part, layers from 1 token on",),
-        settings={**_EXPERTS, "FLUX_VLLM_MIN_TOKENS": "1"},
+        settings={"FLUX_VLLM_MIN_TOKENS": "1"},
         later={"plain": ATTENTION, "experts": MOE},
         engine={"enable_expert_parallel": True},
     ),
@@ -300,7 +302,7 @@ RUNS = (
         _FEW_EXPERTS,
         _MANY_EXPERTS,
         told=("2 MoE, own part, layers from 1 token on", _MOE_RANGES[1]),
-        settings={**_EXPERTS, "FLUX_VLLM_MIN_TOKENS": "1"},
+        settings={"FLUX_VLLM_MIN_TOKENS": "1"},
         later=_FEW_EXPERTS,
         engine={"enable_expert_parallel": True},
     ),
