@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import sys
 import tomllib
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -299,6 +301,26 @@ def test_a_timeout_is_raised_after_the_step(
         call()
     assert workspace.check.call_count == before + 1
     assert its_turn.broken_by is None
+
+
+def test_a_result_that_comes_later_is_freed_when_it_is_used(vllm: dict[str, types.ModuleType]) -> None:
+    """It holds pinned memory and an event, which the next step can use again."""
+    plugin.register()
+    wrapper = vllm["vllm.v1.worker.worker_base"].WorkerWrapperBase(stand_in.Worker(1))
+
+    class Later:
+        def get_output(self) -> str:
+            return "tokens"
+
+    result = wrapper.sample_tokens(Later())
+    assert result.get_output() == "tokens"
+    alive = weakref.ref(result)
+    gc.disable()
+    try:
+        del result
+        assert alive() is None, "it waits for the garbage collector"
+    finally:
+        gc.enable()
 
 
 def test_a_layer_that_differs(vllm: dict[str, types.ModuleType]) -> None:

@@ -71,6 +71,8 @@ def _check(worker: Any, result: Any) -> None:
         return
 
     def checked() -> Any:  # vLLM waits for this step later
+        # Else it would refer to itself, and keep its memory and its event until a garbage collection.
+        del result.get_output
         output = get_output()
         workspaces.check_all()
         return output
