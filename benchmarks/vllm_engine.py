@@ -38,7 +38,7 @@ COMMAND_S, TRACE_S = 90, 600
 STOP_S = 15
 # How often what is profiled runs: once might be the one time that is slow, or that is not.
 PROFILED = 4
-LOOKED_AT = 20
+LOOKED_S = 1.0
 # A sample is the median over so long, after as long that does not count: a GPU that was idle
 # needs a while to reach its clock, and an engine that was stopped to be back in the caches.
 STEADY_S = 0.5
@@ -376,12 +376,13 @@ class Commands:
         found: dict[str, Any] = self.llm.collective_rpc("probe_profile", args=(False,))[0]
         return {"ms": [round(seconds * 1e3, 3) for seconds in times], **found}
 
-    def host(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """host_profile.summary of every rank while the prompts are read, LOOKED_AT times."""
-        self._timed(prompts, 1)
+    def host(self, prompts: list[list[int]], count: int = 1) -> list[dict[str, Any]]:
+        """host_profile.summary of every rank during `count` tokens of all prompts, for LOOKED_S."""
+        self._timed(prompts, count)
         self.llm.collective_rpc("probe_host", args=(True,))
-        for _ in range(LOOKED_AT):
-            self._timed(prompts, 1)
+        seconds = 0.0
+        while seconds < LOOKED_S:
+            seconds += self._timed(prompts, count)
         found: list[dict[str, Any]] = self.llm.collective_rpc("probe_host", args=(False,))
         return found
 

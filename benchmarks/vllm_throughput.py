@@ -25,7 +25,7 @@ every metric the median counts.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
 - profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
-  without any (kernel_profile.py); of single prompts, what the hosts of all ranks do (host_profile.py).
+  without any (kernel_profile.py); of single prompts and decoding, what all ranks' hosts do (host_profile.py).
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
   tokens otherwise, and from there on answers differ; so the lead that the winner had is shown.
 - forced: log-probabilities at every position of given prompts. stock-nccl-graph against stock-graph shows how
@@ -195,7 +195,7 @@ class Measurement:
                 for run, found in self.each("profile", *asked).items():
                     self.runs[run].setdefault("profiles", {})[name] = found
             for name, (command, *asked) in metrics.items():
-                if command == "prompt":
+                if command != "prefill":
                     for run, of_ranks in self.each("host", *asked).items():
                         self.runs[run].setdefault("host", {})[name] = of_ranks
             write()
