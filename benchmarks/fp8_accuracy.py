@@ -16,7 +16,9 @@ from flux.testing.scaled_data import dequantized
 Tensor = torch.Tensor
 M, N, K = 128, 256, 4096
 LENGTHS = (512, 2048, 8192, 32768)
-BITS, STEP, BLOCK = 13, 32, 128  # of a tensor core's sum; elements of K of one instruction, of a k-block
+BITS, STEP = 13, 32  # of a tensor core's sum; elements of K of one instruction
+# Of how many elements of K the tensor cores' sums are (flux.gemm).
+SUMS = {"promoted, block scales": 128, "promoted, other scales": 256, "fast": None}
 # What x and the weight are quantised by.
 SCALINGS: dict[str, tuple[Any, Any, bool]] = {
     "tensor": ("tensor", "tensor", False),
@@ -61,10 +63,10 @@ def of_operands(make: Any, scaling: str) -> float:
     return float((errors / exact.square().mean(1).sqrt()).mean())
 
 
-def accumulated(x: Tensor, weight: Tensor, promoted: bool) -> Tensor:
+def accumulated(x: Tensor, weight: Tensor, span: int | None) -> Tensor:
     """The product of values [m, k] and [n, k] as a tensor core adds: an instruction aligns its products and
     the sum so far to the largest of them, and cuts what is below BITS (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
-    promoted: sums begin anew in each k-block, and are added in fp32.
+    span: sums begin anew after so many elements of K, and are added in fp32. None: never.
     """
     total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
     inner = torch.zeros_like(total, dtype=torch.float64)
@@ -74,18 +76,18 @@ def accumulated(x: Tensor, weight: Tensor, promoted: bool) -> Tensor:
         largest = addends.abs().amax(-1, keepdim=True).clamp(min=2.0**-60)
         unit = torch.exp2(largest.log2().floor() - BITS)
         inner = ((addends / unit).trunc() * unit).sum(-1)
-        if promoted and (k + STEP) % BLOCK == 0:
+        if span is not None and (k + STEP) % span == 0:
             total += inner.float()
             inner.zero_()
     return total + inner.float()
 
 
-def of_sums(length: int, promoted: bool, mean: float) -> float:
+def of_sums(length: int, span: int | None, mean: float) -> float:
     """The mean error of sums over so many elements of K, relative to the exact sums of the same operands."""
     torch.manual_seed(0)
     (x, _), (weight, _) = (flux.quantize(torch.randn(16, length) + mean, "tensor") for _ in range(2))
     exact = x.double() @ weight.double().t()
-    return rms(accumulated(x.float(), weight.float(), promoted).double() - exact) / rms(exact)
+    return rms(accumulated(x.float(), weight.float(), span).double() - exact) / rms(exact)
 
 
 def percent(value: float) -> str:
@@ -101,9 +103,9 @@ def tables() -> list[str]:
     made = ["\n".join(lines)]
     lines = [f"| sums | {' | '.join(f'K = {length}' for length in LENGTHS)} |"]
     lines.append(f"|---|{'--:|' * len(LENGTHS)}")
-    for promoted, how in ((True, "promoted"), (False, "fast")):
+    for how, span in SUMS.items():
         for mean, data in ((0.0, "mean 0"), (1.0, "mean 1")):
-            cells = [percent(of_sums(length, promoted, mean)) for length in LENGTHS]
+            cells = [percent(of_sums(length, span, mean)) for length in LENGTHS]
             lines.append(f"| {how}, elements of {data} | {' | '.join(cells)} |")
     return [*made, "\n".join(lines)]
 

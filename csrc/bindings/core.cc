@@ -211,6 +211,7 @@ gemm::Choice select(gemm::Problem problem, int config, int operand_bytes, bool b
     if (problem.transpose_weight) throw py::value_error("transpose_weight: expected False for fp8, got True");
     problem.operand_bytes = 1;
     problem.promotes = block_scales || !fast;
+    problem.block_scales = block_scales;
   }
   return checked_select(problem, config);
 }

@@ -57,7 +57,8 @@ inline Problem problem_of(const GemmArgs& args, int num_sms) {
           .num_sms = num_sms,
           .swiglu = args.swiglu,
           .operand_bytes = args.is_fp8() ? 1 : 2,
-          .promotes = args.is_fp8() && (s.blocks || !s.fast || s.x_dtype == runtime::DType::kE5M2)};
+          .promotes = args.is_fp8() && (s.blocks || !s.fast || s.x_dtype == runtime::DType::kE5M2),
+          .block_scales = s.blocks};
 }
 
 // out = x * weight^T + bias, fp32 accumulation; of fp8 operands times their scales, before the bias. Rows 16-byte

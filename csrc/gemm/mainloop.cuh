@@ -2,6 +2,8 @@
 // again. All GEMM kernels share it.
 #pragma once
 
+#include <type_traits>
+
 #include "gemm/smem.cuh"
 #include "gemm/wgmma.cuh"
 #include "runtime/device/ptx.cuh"
@@ -14,8 +16,10 @@ struct Operands {
 };
 
 // How k-blocks are added: all in the tensor core's accumulators. A policy that promotes (scales.cuh) takes the product of
-// each k-block from the accumulators instead, and has:
+// each k-block from the accumulators instead, or of two, and has:
 //
+//   kTakesPairs                its tiles have stages enough to hold two while others are loaded
+//   pairs                      the product of two k-blocks is promoted at once. Their scales are the same then
 //   struct Row, Column         scales of x and of the weight that a thread needs for a k-block
 //   read(stage, block) -> Row  from shared memory, when the stage has arrived; or where they are
 //   kReadsLate                 add() still reads the stage
@@ -44,8 +48,8 @@ template <class Mma, int kStepA, int kStepB, int kBlocks = 1, bool kReleasesEarl
           class Full, class GetOperands, class Release, class Promotion = NoPromotion>
 FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulators], const Full& full,
                           const GetOperands& operands, const Release& release, Promotion promotion = {}) {
-  const auto step_through = [&](int block, bool adds, int part_bytes = 0) {
-    Operands at = operands(ring.index, block);
+  const auto step_through = [&](int index, int block, bool adds, int part_bytes = 0) {
+    Operands at = operands(index, block);
     at.b += part_bytes >> 4;
 #pragma unroll
     for (int k = 0; k < kBlockBytes / 32; ++k) {
@@ -56,28 +60,57 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
     constexpr int kParts = Promotion::kColumnParts;
     constexpr int kPartBytes = 2 * Mma::kAccumulators * kBlockBytes;
     // Nothing is multiplied while a warpgroup promotes, but another one may be.
-#pragma unroll 1
-    for (int stage = 0; stage < num_stages; ++stage, ring.advance()) {
-      ptx::mbarrier_wait(full(ring.index), ring.phase);
+    const auto promote = [&](auto stages, int stage) {
+      constexpr bool kPair = decltype(stages)::value == 2;
+      const int first = ring.index;
+      ptx::mbarrier_wait(full(first), ring.phase);
+      if constexpr (kPair) ring.advance();
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const typename Promotion::Row row = promotion.read(ring.index, block);
+        const typename Promotion::Row row = promotion.read(first, block);
         typename Promotion::Column column;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
+          const bool ends = block == kBlocks - 1 && part == kParts - 1;
           cute::warpgroup_arrive();
-          step_through(block, /*adds=*/false, part * kPartBytes);
+          step_through(first, block, /*adds=*/false, part * kPartBytes);
           cute::warpgroup_commit_batch();
+          if constexpr (kPair) {
+            if (part == 0) {
+              ptx::mbarrier_wait(full(ring.index), ring.phase);
+              cute::warpgroup_arrive();  // else ptxas adds one, as there is a loop between
+            }
+            step_through(ring.index, block, /*adds=*/true, part * kPartBytes);
+            cute::warpgroup_commit_batch();
+          }
           if (part == 0) column = promotion.load(stage * kBlocks + block);
+          if constexpr (kPair) {
+            if (ends) {
+              cute::warpgroup_wait<1>();
+              __syncwarp();
+              release(first);
+            }
+          }
           cute::warpgroup_wait<0>();
           fence_operands(d);
           if constexpr (Promotion::kReadsLate) promotion.add(d, row, column, part);
-          if (block == kBlocks - 1 && part == kParts - 1) {
+          if (ends) {
             __syncwarp();  // one lane releases the stage that all lanes have read scales from
             release(ring.index);
           }
           if constexpr (!Promotion::kReadsLate) promotion.add(d, row, column, part);
         }
+      }
+      ring.advance();
+    };
+    int singles = num_stages;
+    if constexpr (Promotion::kTakesPairs) singles = promotion.pairs ? num_stages % 2 : num_stages;
+#pragma unroll 1
+    for (int stage = 0; stage < singles; ++stage) promote(std::integral_constant<int, 1>(), stage);
+    if constexpr (Promotion::kTakesPairs) {
+#pragma unroll 1
+      for (int stage = singles; stage < num_stages; stage += 2) {
+        promote(std::integral_constant<int, 2>(), stage);
       }
     }
   } else {
@@ -96,7 +129,7 @@ FLUX_DEVICE void multiply(Ring& ring, int num_stages, float (&d)[Mma::kAccumulat
       ptx::mbarrier_wait(full(ring.index), ring.phase);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) step_through(block, stage + block > 0);
+      for (int block = 0; block < kBlocks; ++block) step_through(ring.index, block, stage + block > 0);
       cute::warpgroup_commit_batch();
       cute::warpgroup_wait<1>();  // only this stage's wgmmas may still run: the previous stage is free
       if (kReleasesEarly ? held >= 0 : stage > 0) release(held);

@@ -51,6 +51,7 @@ struct WeightScales {
 template <int kBlockN, int kParts, class Smem>
 struct TilePromotion {
   static constexpr bool kPromotes = true, kReadsLate = false;
+  static constexpr bool kTakesPairs = promotes_pairs(Smem::kTile);
   static constexpr int kAccumulators = kBlockN / 2;
   static constexpr int kColumnParts = column_parts(Smem::kTile);
   static constexpr int kProducts = kAccumulators / kColumnParts;
@@ -61,6 +62,7 @@ struct TilePromotion {
   int row;                      // of the staged scales, of this thread's first accumulators
   WeightScales before, behind;  // scales of the columns before and behind the boundary
   int boundary;                 // the first part behind it
+  bool pairs;
 
   struct Row {
     float first, second;
@@ -114,7 +116,7 @@ struct ColumnScales {
 // adjacent rows. Their scales are too many to be held during the wgmmas.
 template <int kRows, int kBlocks, int kScaleBytes>
 struct SwapAbPromotion {
-  static constexpr bool kPromotes = true, kReadsLate = true;
+  static constexpr bool kPromotes = true, kReadsLate = true, kTakesPairs = false;
   static constexpr int kAccumulators = kRows / 2, kColumnParts = 1;
 
   float (&sums)[kAccumulators];

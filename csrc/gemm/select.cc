@@ -17,7 +17,7 @@ constexpr double kL2Us = 0.0019;     // per k-block and KB of operands from the 
 // fp8, fitted on one GPU: 8 problems, 16 candidates each (docs/design/fp8.md#cost-model). Operands from the L2 compete
 // with more of them at a time, because a k-block has as many bytes and half the time of one of 16 bits for its columns.
 constexpr double kFp8L2Us = 0.0035;
-constexpr double kPromoteUs = 0.07;  // per k-block
+constexpr double kPromoteUs = 0.07;  // per k-block, or pair of them
 // With 0.07 the tile of 192 columns would seem 5 % faster than it is beside the one of 256, which it displaces.
 constexpr double kPromote192Us = 0.105;
 // Slowdown with every SM busy, because the GPU then runs at its power limit. SMs that idle in a partial last wave
@@ -154,11 +154,12 @@ std::string config_name(int config, Cluster cluster) {
   return name;
 }
 
-double k_block_us(const TileConfig& tile, double kbytes) {
-  return kKblockUs + kMathUs * tile.block_n + (tile.is_fp8() ? kFp8L2Us : kL2Us) * kbytes +
-         (!tile.promotes()      ? 0.0
-          : tile.block_n == 192 ? kPromote192Us
-                                : kPromoteUs);
+double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs) {
+  const double promote_us = !tile.promotes()                   ? 0.0
+                            : in_pairs && promotes_pairs(tile) ? kPromoteUs / 2
+                            : tile.block_n == 192              ? kPromote192Us
+                                                               : kPromoteUs;
+  return kKblockUs + kMathUs * tile.block_n + (tile.is_fp8() ? kFp8L2Us : kL2Us) * kbytes + promote_us;
 }
 
 double model_time_us(const Problem& p, int config, Cluster cluster) {
@@ -177,7 +178,7 @@ double model_time_us(const Problem& p, int config, Cluster cluster) {
   const double ctas_per_tile = order.num_clusters() * order.cluster_size() / useful_ctas;
   const double kbytes =
       0.128 * (kBlockM / order.cluster_n() + tile.block_n / order.cluster_m()) * ctas_per_tile;
-  const double block_us = k_block_us(tile, kbytes);
+  const double block_us = k_block_us(tile, kbytes, /*in_pairs=*/!p.block_scales);
   const bool sends = p.world_size > 1 && !p.gathers;
   const double fetched =
       static_cast<double>(kAccumulatorBytes) * kBlockM * tile.block_n * (split - 1) / split;

@@ -21,6 +21,7 @@ struct Problem {
   // fp8 operands have one byte. With block scales, or if they may not be fast, sums are promoted (tile_config.h).
   int operand_bytes = 2;
   bool promotes = false;
+  bool block_scales = false;
 
   bool is_fp8() const { return operand_bytes == 1; }
 };
@@ -55,8 +56,9 @@ std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split, int sharers);
 
 // Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. K-blocks of both
-// kinds of operands have the same bytes and take the tensor cores as long.
-double k_block_us(const TileConfig& tile, double kbytes);
+// kinds of operands have the same bytes and take the tensor cores as long. in_pairs: k-blocks that are promoted are, where
+// the tile can.
+double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs);
 
 // Modelled time of one candidate, in microseconds.
 double model_time_us(const Problem& problem, int config, Cluster cluster);

@@ -261,7 +261,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
               before + warpgroup * 64 + first_row_of_thread(),
               columns.before,
               columns.behind,
-              columns.boundary};
+              columns.boundary,
+              /*pairs=*/!params.scales.blocks};
           multiply_fp8<Fp8Pairs<E4M3xE4M3, E5M2xE4M3>, kPartN>(params.scales.e5m2, ring, part.num_blocks,
                                                                products, full, operands, release, promotion);
         } else {

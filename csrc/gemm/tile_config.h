@@ -26,7 +26,7 @@ FLUX_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 //
 //   k16Bit      bf16 or fp16, in the tensor core's accumulators
 //   kFast       e4m3, likewise. The tensor core keeps 13 bits of such a sum
-//   kPromoted   fp8. The product of each k-block is added to fp32 registers, times its scales
+//   kPromoted   fp8. The product of each k-block, or of two, is added to fp32 registers, times its scales
 //               (docs/design/fp8.md#promotion)
 enum class Arithmetic { k16Bit, kFast, kPromoted };
 
@@ -66,6 +66,7 @@ constexpr TileConfig kTileConfigs[] = {
     {16, 256, 4, 32, 3, Arithmetic::kPromoted},
     {17, 256, 3, 64, 4, Arithmetic::kPromoted},
     {18, 192, 5, 32, 2, Arithmetic::kPromoted},
+    {19, 192, 4, 64, 3, Arithmetic::kPromoted},
 };
 // clang-format on
 constexpr int kNumTileConfigs = sizeof(kTileConfigs) / sizeof(kTileConfigs[0]);
@@ -136,7 +137,7 @@ constexpr bool supports_sending(const TileConfig& c) {
 }
 // Of two tiles that differ only in their slabs, the one with fewer.
 constexpr bool supports_keeping(const TileConfig& c) {
-  return !c.is_fp8() || c.block_n < 256 || !holds_tile(c);
+  return !c.is_fp8() || c.block_n < 192 || !holds_tile(c);
 }
 // The fp8 tile of 192 columns serves the plain GEMM only: it was timed with no peers (docs/design/fp8.md#cost-model).
 constexpr bool supports_gathering(const TileConfig& c) {
@@ -155,5 +156,9 @@ constexpr int panel_n(const TileConfig& c) { return c.slab_n % 64 == 0 ? 64 : c.
 // Parts of the columns of a tile that promotes. They are multiplied one after the other, so that the registers for the
 // product of one part are enough.
 constexpr int column_parts(const TileConfig& c) { return c.promotes() && c.block_n > 192 ? 2 : 1; }
+
+// Whether the product of two k-blocks is promoted at once where scales are not of blocks. With three stages one would be
+// left to be loaded meanwhile.
+constexpr bool promotes_pairs(const TileConfig& c) { return c.promotes() && c.stages >= 4; }
 
 }  // namespace flux::gemm

@@ -41,7 +41,8 @@ FLUX_DEVICE GroupedPromotion<kBlockN, Smem> grouped_promotion(const GroupedScale
           first_row + gemm::first_row_of_thread(),
           {s.blocks ? weight : nullptr, k_blocks - 1},
           {s.blocks ? weight + (second - first) * k_blocks : nullptr, k_blocks - 1},
-          /*boundary=*/1};
+          /*boundary=*/1,
+          /*pairs=*/!s.blocks};
 }
 
 template <int kAccumulators>

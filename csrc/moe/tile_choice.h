@@ -34,7 +34,7 @@ inline int choose_grouped_config(int64_t num_rows, int experts, int columns, int
     if (tile.operand_bytes() != operand_bytes) continue;
     const int block_n = tile.block_n;
     const double waves = std::ceil(tile_rows * gemm::ceil_div(columns, block_n) / num_sms);
-    const double block_us = gemm::k_block_us(tile, 0.128 * (gemm::kBlockM + block_n));
+    const double block_us = gemm::k_block_us(tile, 0.128 * (gemm::kBlockM + block_n), /*in_pairs=*/false);
     const double time_us = waves * (gemm::ceil_div(k, tile.block_k()) * block_us + 0.5);
     if (time_us < best_us) {
       best = config;

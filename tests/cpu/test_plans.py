@@ -251,7 +251,9 @@ def test_fp8_problems_get_fp8_tiles_that_promote_unless_they_may_be_fast(
 
 
 def test_192_columns_are_chosen_where_they_were_measured_to_win_and_by_the_plain_gemm_only() -> None:
-    (wide,) = (tile for tile in FP8_TILES.values() if tile.block_n == 192)
+    wide, sent = sorted(
+        (tile for tile in FP8_TILES.values() if tile.block_n == 192), key=lambda tile: -tile.stages
+    )
     measured = {(256, 12288, 24576): True, (512, 4096, 7168): False}
     measured |= {(m, 8192, 14336): False for m in (256, 512, 2048)}
     for (m, n, k), wins in measured.items():
@@ -264,6 +266,12 @@ def test_192_columns_are_chosen_where_they_were_measured_to_win_and_by_the_plain
             assert not any(name.startswith(wide.name) for name, _ in chosen.candidates)
             with pytest.raises(ValueError, match="config"):
                 select(m, n, k, False, *ranks, 132, wide.id, operand_bytes=1)
+        of_rows = core.select_gemm_rs(m, n, k, False, 2, 132, sent.id, operand_bytes=1)
+        assert of_rows.config == sent.id and of_rows.candidates[0][0].startswith(sent.name)
+        with pytest.raises(ValueError, match="config"):
+            core.select_gemm(m, n, k, False, 132, sent.id, operand_bytes=1)
+        with pytest.raises(ValueError, match="config"):
+            core.select_gemm_rs(m, n, k, False, 2, 132, wide.id, operand_bytes=1)
 
 
 def test_tiles_serve_only_their_operands() -> None:

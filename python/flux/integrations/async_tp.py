@@ -46,7 +46,7 @@ def install() -> None:
     the last one, types and shapes that the kernels do not take, groups of one rank or whose ranks cannot
     reach each other; of scaled calls also those with a result scale or no out_dtype, and reductions with a
     bias, which torch adds on every rank. CPU tensors, for which torch has no implementation, take flux's CPU
-    path. Scaled calls with use_fast_accum=False are promoted, which is more accurate than torch's.
+    path. Scaled calls with use_fast_accum=False are promoted, as torch's are.
 
     With torch 2.13 and newer, `torch._inductor.config.post_grad_custom_pre_pass` gets one more pass. It
     writes gathers of one x by several layers, and scatters of a dimension that was moved to the front, as

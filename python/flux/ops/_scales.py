@@ -32,7 +32,7 @@ class Scaling(NamedTuple):
     Attributes:
         kind: "row" (one scale for each row and column, or for all of them), or "block".
         out_dtype: of the result.
-        fast: partial sums stay in the tensor core, and are not promoted to fp32 after 128 of K.
+        fast: partial sums stay in the tensor core, and are not promoted to fp32.
     """
 
     kind: str

@@ -60,8 +60,9 @@ def gemm(
         scale_w: of weight: one entry, one for each column ([N], [1, N] or [N, 1]), or with block scales of x
             one for each 128 by 128 block, [N / 128, K / 128], with `transpose_weight` [K / 128, N / 128].
         out_dtype: of the result with scales: bfloat16 (None), float16 or float32.
-        accumulate: with scales: "promoted" adds the tensor core's sums of each 128 of K in fp32. "fast"
-            leaves them in the tensor core, which keeps 13 bits of them; not with block scales.
+        accumulate: with scales: "promoted" adds the tensor core's sums of each 128 of K in fp32, or of
+            each 256 if scales are not of blocks. "fast" leaves them in the tensor core, which keeps 13 bits
+            of them; not with block scales.
 
     Returns:
         [..., N] in x's dtype, with scales in `out_dtype`: a fresh tensor, or `out`.

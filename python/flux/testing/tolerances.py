@@ -75,9 +75,9 @@ def scaled_bound(
 
     - The result is rounded once: u times its size.
     - Each instruction of a tensor core adds 32 products to the sum so far. It aligns all of them to the
-      largest, and cuts 2^-13 of that from each, or the whole of a smaller one. Sums are those of a k-block
-      of 128, or with "fast" of all of K.
-    - fp32 additions of k-blocks err by 2^-24 each.
+      largest, and cuts 2^-13 of that from each, or the whole of a smaller one. Sums are those of 128 of K
+      with block scales, of 128 or 256 with others, wherever they begin, and with "fast" of all of K.
+    - fp32 additions of these sums err by 2^-24 each.
 
     Args:
         x: [m, k] in fp8.
@@ -106,15 +106,28 @@ def scaled_bound(
         assert ((out - exact).abs() <= scaled_bound(q, scale_x, w, scale_w, exact, out.dtype)).all()
     """
     wide, narrow = dequantized(x, scale_x), dequantized(weight, scale_w, BLOCK)
-    partial, error, total = (torch.zeros_like(exact, dtype=torch.float64) for _ in range(3))
+    blocks = -(-wide.shape[1] // BLOCK)
+    ways = [set(range(blocks))]
+    if accumulate == "fast":
+        ways = [{0}]
+    elif scale_x.ndim < 2 or scale_x.shape[1] == 1:
+        ways += [{0, *range(first, blocks, 2)} for first in (1, 2)]
+    error = torch.stack([_cut(wide, narrow, way) for way in ways]).amax(0)
     sizes = wide.abs() @ narrow.abs().t()
+    return _UNIT[out_dtype] * exact.abs() + error + blocks * _UNIT[torch.float32] * sizes
+
+
+def _cut(wide: torch.Tensor, narrow: torch.Tensor, starts: set[int]) -> torch.Tensor:
+    """What tensor cores cut at most from sums that begin anew at these k-blocks."""
+    partial, error, total = (
+        torch.zeros(len(wide), len(narrow), dtype=torch.float64, device=wide.device) for _ in range(3)
+    )
     for first in range(0, wide.shape[1], _INSTRUCTION_K):
-        if first % BLOCK == 0 and accumulate == "promoted":
+        if first % BLOCK == 0 and first // BLOCK in starts:
             total, partial, error = total + error, torch.zeros_like(partial), torch.zeros_like(error)
         a, b = wide[:, first : first + _INSTRUCTION_K], narrow[:, first : first + _INSTRUCTION_K]
         largest_product = a.abs().amax(1)[:, None] * b.abs().amax(1)
         cut = _TENSOR_CORE * torch.maximum(partial.abs() + error, largest_product)
         error = error + cut + torch.minimum(_INSTRUCTION_K * cut, a.abs() @ b.abs().t())
         partial = partial + a @ b.t()
-    blocks = -(-wide.shape[1] // BLOCK)
-    return _UNIT[out_dtype] * exact.abs() + total + error + blocks * _UNIT[torch.float32] * sizes
+    return total + error
