@@ -74,6 +74,8 @@ WARM_UP_SHARE = 4
 PROFILED_TOKENS = 8
 # For what comes after the rounds, and for engines to end.
 LAST_S = 25
+# For a quarter of a trace and a whole one.
+LEAST_TRACE_S = 20
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Measurement:
     def take_traces(self, write: Callable[[], None]) -> None:
         """A sample of each, in turns."""
         work, model = self.work, self.model
-        if not work.trace or not self.has_time(time.monotonic(), 0):
+        if not work.trace or not self.has_time(time.monotonic(), 0, LEAST_TRACE_S * len(self.engines)):
             return
         self.each("trace", -(-work.trace // WARM_UP_SHARE), model.length, 0.0, model.vocabulary)
         start = time.monotonic()

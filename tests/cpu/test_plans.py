@@ -274,6 +274,17 @@ def test_192_columns_are_chosen_where_they_were_measured_to_win_and_by_the_plain
             core.select_gemm_rs(m, n, k, False, 2, 132, wide.id, operand_bytes=1)
 
 
+def test_gemm_rs_takes_the_tile_that_promotes_pairs_where_it_was_measured_to_win() -> None:
+    """Block scales are promoted one k-block at a time in every tile."""
+    measured = {(2048, 8192, 14336): (256, 3), (8192, 8192, 14336): (192, 4)}
+    measured |= {(m, 12288, 24576): (192, 4) for m in (2048, 8192)}
+    for shape, best in measured.items():
+        for block_scales in (False, True):
+            how = {"operand_bytes": 1, "block_scales": block_scales}
+            tile = FP8_TILES[core.select_gemm_rs(*shape, False, 2, 132, **how).config]
+            assert (tile.block_n, tile.stages) == ((256, 3) if block_scales else best), (shape, block_scales)
+
+
 def test_tiles_serve_only_their_operands() -> None:
     for tile in core.tile_configs(1):
         with pytest.raises(ValueError, match="config"):

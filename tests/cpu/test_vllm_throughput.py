@@ -302,7 +302,7 @@ def test_rounds_that_would_end_too_late_are_not_begun(
     model, work = benchmark.TWINS["llama-3-8b"], benchmark.TINY_WORK
     # Two answers first, and what warms up (prefill, two decodes); a round is these and the state; then come
     # forced prompts, traces behind one that warms up, and the state.
-    limit = 20.0 + 30 + 3 * 40 + benchmark.LAST_S
+    limit = 20.0 + 30 + 3 * 40 + 10 + benchmark.LEAST_TRACE_S
     measured = benchmark.Measurement({"stock-graph": engine}, work, model, limit)
     written: list[int] = []
     measured.take_all(7, lambda: written.append(len(engine.asked)))
