@@ -56,8 +56,8 @@ std::string config_name(int config, Cluster cluster);
 std::string swap_ab_name(int config, int split, int sharers);
 
 // Modelled time of a k-block of a tile that loads `kbytes` of operands from the L2, in microseconds. K-blocks of both
-// kinds of operands have the same bytes and take the tensor cores as long. in_pairs: k-blocks that are promoted are, where
-// the tile can.
+// kinds of operands have the same bytes and take the tensor cores as long. in_pairs: two are promoted at once, if the tile
+// can (promotes_pairs).
 double k_block_us(const TileConfig& tile, double kbytes, bool in_pairs);
 
 // Modelled time of one candidate, in microseconds.

@@ -135,11 +135,11 @@ constexpr bool holds_tile(const TileConfig& c) { return c.slab_n * c.slabs >= c.
 constexpr bool supports_sending(const TileConfig& c) {
   return !c.is_fp8() || (holds_tile(c) && c.block_n >= 128);
 }
-// Of two tiles that differ only in their slabs, the one with fewer.
+// Of two wide fp8 tiles, the one whose slabs do not hold a tile: it has a stage more.
 constexpr bool supports_keeping(const TileConfig& c) {
   return !c.is_fp8() || c.block_n < 192 || !holds_tile(c);
 }
-// The fp8 tile of 192 columns serves the plain GEMM only: it was timed with no peers (docs/design/fp8.md#cost-model).
+// The fp8 tile of 192 columns gathers nothing: it was timed with no peers (docs/design/fp8.md#cost-model).
 constexpr bool supports_gathering(const TileConfig& c) {
   return supports_keeping(c) && !(c.is_fp8() && c.block_n == 192);
 }
