@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,12 @@ ENV = {"FLUX_TIMEOUT_S": str(TIMEOUT_S)}
 SHM = Path("/dev/shm")
 
 
-def files() -> set[str]:
-    return {path.name for path in SHM.glob("flux-*")}
+@pytest.fixture
+def own_shm() -> Iterator[Path]:
+    """A folder for the segments of a test's ranks, which must be empty at its end."""
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        yield Path(folder)
+        assert not os.listdir(folder), "shared memory was left behind"
 
 
 def die() -> None:
@@ -48,8 +54,9 @@ def run(op: str, case: GemmRsCase | AgGemmCase, rank: int) -> bool:
 
 
 def victim(
-    rank: int, world_size: int, op: str, dying: int, after_signals: int, exit_hard: bool
+    rank: int, world_size: int, folder: Path, op: str, dying: int, after_signals: int, exit_hard: bool
 ) -> dict[str, Any]:
+    shm._DIRECTORY = folder
     case = make_case(op, world_size * 400, 520, 16, world_size)
     assert run(op, case, rank)
     dist.barrier()
@@ -80,12 +87,10 @@ def victim(
     ("op", "round_"),
     [("gemm_rs", round_) for round_ in range(10)] + [("ag_gemm", 0), ("ag_gemm", 4), ("all_gather", 5)],
 )
-def test_a_rank_that_dies_in_the_middle_is_named(op: str, round_: int) -> None:
+def test_a_rank_that_dies_in_the_middle_is_named(own_shm: Path, op: str, round_: int) -> None:
     world_size, dying = 3, round_ % 3
-    before = files()
-    results = spawn(
-        victim, world_size, op, dying, round_ % 6, round_ % 2 == 0, env=ENV, backend="gloo", may_die={dying}
-    )
+    given = (own_shm, op, dying, round_ % 6, round_ % 2 == 0)
+    results = spawn(victim, world_size, *given, env=ENV, backend="gloo", may_die={dying})
     assert isinstance(results[dying], RankFailure)
     assert results[dying].exit_code == (7 if round_ % 2 == 0 else -signal.SIGKILL)
     for rank in set(range(world_size)) - {dying}:
@@ -97,7 +102,6 @@ def test_a_rank_that_dies_in_the_middle_is_named(op: str, round_: int) -> None:
                 assert word in str(error)
         assert result["first_s"] < TIMEOUT_S + 5
         assert result["again_s"] < 0.5, "later calls must not wait again"
-    assert files() <= before, "shared memory was left behind"
 
 
 def absent(rank: int, world_size: int) -> list[Any]:
@@ -326,7 +330,8 @@ def killed(rank: int, world_size: int) -> None:
         die()
 
 
-def dying_at_setup(rank: int, world_size: int) -> str:
+def dying_at_setup(rank: int, world_size: int, folder: Path) -> str:
+    shm._DIRECTORY = folder
     if rank == 1:
         shm._open = lambda path, nbytes: die()  # type: ignore[assignment,return-value]
     try:
@@ -336,8 +341,6 @@ def dying_at_setup(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_a_rank_that_dies_while_memory_is_set_up_leaves_none_behind() -> None:
-    before = files()
-    results = spawn(dying_at_setup, 3, env=ENV, backend="gloo", may_die={1})
+def test_a_rank_that_dies_while_memory_is_set_up_leaves_none_behind(own_shm: Path) -> None:
+    results = spawn(dying_at_setup, 3, own_shm, env=ENV, backend="gloo", may_die={1})
     assert results[0] == results[2] == "gemm_rs 1"
-    assert files() <= before
