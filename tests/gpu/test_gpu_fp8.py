@@ -30,9 +30,8 @@ TRANSPORTS = [pytest.param(False, id="pushed"), pytest.param(True, id="copied")]
 SHAPES = [(1, 8, 16), (127, 200, 400), (128, 64, 128), (129, 264, 528), (300, 1032, 256)]
 SUMS = [(1, 8, 16), (1, 4096, 256), (5, 136, 144), (16, 1024, 512), (64, 520, 384), (130, 264, 528)]
 ALONE, PAIR_M, PAIR_N, SPLIT = 1, 2, 3, 4  # clusters
-# Of tiles of 256 columns, one has room to send, and the other more stages.
 ALL_TILES = core.tile_configs(1)
-# With slabs for a whole tile, for gemm_rs alone; for the plain GEMM alone.
+# Columns and stages: of tiles for gemm_rs alone (slabs for a whole tile); of that for the plain GEMM alone.
 SENT, PLAIN = ((256, 3), (192, 4)), (192, 5)
 TILES = [tile for tile in ALL_TILES if (tile.block_n, tile.stages) != PLAIN]
 SENDING = [tile for tile in TILES if tile.block_n >= 128 and (tile.block_n, tile.stages) != (256, 4)]

@@ -112,22 +112,18 @@ def scaled_bound(
         ways = [{0}]
     elif scale_x.ndim < 2 or scale_x.shape[1] == 1:
         ways += [{0, *range(first, blocks, 2)} for first in (1, 2)]
-    error = torch.stack([_cut(wide, narrow, way) for way in ways]).amax(0)
-    sizes = wide.abs() @ narrow.abs().t()
-    return _UNIT[out_dtype] * exact.abs() + error + blocks * _UNIT[torch.float32] * sizes
-
-
-def _cut(wide: torch.Tensor, narrow: torch.Tensor, starts: set[int]) -> torch.Tensor:
-    """What tensor cores cut at most from sums that begin anew at these k-blocks."""
-    partial, error, total = (
-        torch.zeros(len(wide), len(narrow), dtype=torch.float64, device=wide.device) for _ in range(3)
-    )
+    # Of each way to begin sums anew at some k-blocks; the worst counts.
+    partial, error, total = torch.zeros(3, len(ways), *exact.shape, dtype=torch.float64, device=exact.device)
     for first in range(0, wide.shape[1], _INSTRUCTION_K):
-        if first % BLOCK == 0 and first // BLOCK in starts:
-            total, partial, error = total + error, torch.zeros_like(partial), torch.zeros_like(error)
+        if first % BLOCK == 0:
+            anew = [first // BLOCK in way for way in ways]
+            total[anew] += error[anew]
+            partial[anew] = error[anew] = 0.0
         a, b = wide[:, first : first + _INSTRUCTION_K], narrow[:, first : first + _INSTRUCTION_K]
         largest_product = a.abs().amax(1)[:, None] * b.abs().amax(1)
         cut = _TENSOR_CORE * torch.maximum(partial.abs() + error, largest_product)
-        error = error + cut + torch.minimum(_INSTRUCTION_K * cut, a.abs() @ b.abs().t())
-        partial = partial + a @ b.t()
-    return total + error
+        error += cut + torch.minimum(_INSTRUCTION_K * cut, a.abs() @ b.abs().t())
+        partial += a @ b.t()
+    sizes = wide.abs() @ narrow.abs().t()
+    cuts: torch.Tensor = (total + error).amax(0)
+    return _UNIT[out_dtype] * exact.abs() + cuts + blocks * _UNIT[torch.float32] * sizes
