@@ -20,14 +20,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from flux.moe.plan import choose_parts
+from flux.ops._scales import Scaling
 from flux.ops.plan import PLANNERS, PlanInput, model_of, planned
 from flux.tuning import store
-from flux.tuning.facts import NO_FACTS, Fact, Tuning
+from flux.tuning.facts import NO_FACTS, Fact, Tuning, scaled
 from tuning_facts import FILE, machine_of, measured  # noqa: E402
 
 # The bar: of the geometric mean, and of the worst row.
 MEAN, WORST = 1.02, 1.10
-_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+_DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,17 @@ def chosen(fact: Fact, tuning: Tuning) -> str:
     if fact.op.startswith("moe"):
         where = (fact.op, fact.ranks, fact.dtype, fact.m, fact.n, fact.k)
         return "parts" if choose_parts(tuning, *where) else "fused"
-    return planned(fact.op, problem_of(fact, tuning)).way if fact.op in PLANNERS else "fused"
+    op, _ = _operands(fact)
+    return planned(op, problem_of(fact, tuning)).way if op in PLANNERS else "fused"
+
+
+def _operands(fact: Fact) -> tuple[str, Scaling | None]:
+    """The operator, and how its operands are scaled."""
+    for kind in ("row", "block"):
+        op = fact.op.removesuffix(scaled("", kind))
+        if op != fact.op:
+            return op, Scaling(kind, torch.bfloat16, fast=False)
+    return fact.op, None
 
 
 def problem_of(fact: Fact, tuning: Tuning) -> PlanInput:
@@ -61,7 +72,8 @@ def problem_of(fact: Fact, tuning: Tuning) -> PlanInput:
         m, k = fact.ranks, fact.m // fact.ranks
     elif not n:
         m, n = 1, fact.m
-    return PlanInput("cuda", m, n, k, _DTYPES[fact.dtype], False, fact.ranks, None, 132, "", tuning)
+    _, scaling = _operands(fact)
+    return PlanInput("cuda", m, n, k, _DTYPES[fact.dtype], False, fact.ranks, None, 132, "", tuning, scaling)
 
 
 def hold(facts: Iterable[Fact], tuning_for: Callable[[Fact], Tuning]) -> list[Held]:
@@ -85,7 +97,7 @@ def errors(facts: Sequence[Fact], tuning_for: Callable[[Fact], Tuning]) -> list[
     found = []
     for fact in facts:
         tuning = tuning_for(fact)
-        model = model_of(fact.op, problem_of(fact, tuning))
+        model = model_of(_operands(fact)[0], problem_of(fact, tuning))
         us = {each.way: each.us for each in tuning.estimates(*fact.problem, model) if each.way in fact.us}
         first, *others = us or [""]
         for way in others:
@@ -111,7 +123,7 @@ def report() -> Iterator[str]:
     shipped = Tuning(facts)
     same, none = lambda _: shipped, lambda _: NO_FACTS
     yield f"{'':<52} rows  mean    worst"
-    for op, group in groupby(facts, key=lambda fact: fact.op.split()[0]):
+    for op, group in groupby(facts, key=lambda fact: fact.op.split()[0].replace(",", " in fp8")):
         some = list(group)
         for name, tuning_for in (("as without measurements", none), ("as shipped", same)):
             if held := hold(some, tuning_for):

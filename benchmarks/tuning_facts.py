@@ -44,7 +44,7 @@ def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row,
         result = record.from_json(data)
         tuned = result.settings.get("tuning", "off") != "off"
         for row in result.rows:
-            older = _is_older(history, row.op, result.commit)
+            older = _is_older(history, row.kind, result.commit)
             facts = [replace(fact, source=path.name, older=older) for fact in facts_of(row, tuned)]
             yield result, path.name, row, facts
     history.close()

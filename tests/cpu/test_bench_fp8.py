@@ -26,7 +26,7 @@ from flux.bench.cases import gemm, libraries, moe, moe_peers, quantize, ranks
 from flux.bench.cases import peers as peer_cases
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import Scaled, quantized
-from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, on_wire_bytes
+from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, in_way, on_wire_bytes
 from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
@@ -34,9 +34,12 @@ from flux.bench.timing import CpuTimer
 from flux.cli import app
 from flux.integrations import async_tp
 from flux.moe import gemm_gather_rs
+from flux.ops._scales import Scaling
+from flux.ops.plan import PlanInput, planned
 from flux.testing import ScaledCase, spawn
 from flux.testing.compare import compare
 from flux.tune.facts import facts_of
+from flux.tuning.facts import Fact, Tuning, scaled
 
 runner = CliRunner()
 ONE = Context(0, 1, 1, torch.device("cpu"), torch.bfloat16, None)
@@ -305,7 +308,21 @@ def test_bars_and_facts() -> None:
     rows = [row("gemm", "row", 4096, 0.5), row("gemm", "block", 4096, 0.8)]
     said = footer(record.Record("", "", "", "a", "cuda", {}, {}, rows), "gemm")[0].plain
     assert "over bf16: geomean 1.581, min 1.250; 1 of 2 rows under their bar" in said
-    # A plan for 16 bits must not be made from them.
-    assert list(facts_of(rows[0])) == []
     assert (on_wire_bytes("ag_gemm", FP8), on_wire_bytes("gemm_rs", FP8)) == (1, 2)
     assert on_wire_bytes("ag_gemm", "float32") == 4
+
+
+@pytest.mark.parametrize(("scales", "kind"), [("tensor", "row"), ("row", "row"), ("block", "block")])
+def test_plans_of_fp8_operands_follow_facts_of_such_scales(scales: str, kind: str) -> None:
+    names = {"flux": ("flux", 0.5), in_way("parts"): ("peer", 0.25), "_scaled_mm+NCCL": ("serial", 0.1)}
+    times = {name: Timing(role, (ms,)) for name, (role, ms) in names.items()}
+    told = {"local": (4096, 8, 128), "wire_bytes": 0, "times": times, "check": "exact", "scales": scales}
+    (fact,) = facts_of(Row("gemm_rs", "a", "gemm_rs", 4096, 8, 256, 2, FP8, **told))  # type: ignore[arg-type]
+    assert fact == Fact(scaled("gemm_rs", kind), 2, 1, 4096, 8, 128, {"fused": 500.0, "parts": 250.0})
+    tuning, operands = Tuning((fact,)), (4096, 8, 128, torch.float8_e4m3fn)
+    alone = PlanInput("cuda", *operands, world_size=2, num_sms=132, transport="stores", tuning=tuning)
+    for each in ("row", "block"):
+        plan = planned("gemm_rs", replace(alone, scaling=Scaling(each, torch.bfloat16)))
+        assert plan.way == ("parts" if each == kind else "fused"), plan
+    in_16_bits = replace(alone, dtype=torch.bfloat16)
+    assert planned("gemm_rs", in_16_bits).way == "fused"

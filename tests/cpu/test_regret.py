@@ -61,7 +61,7 @@ def test_interpolation_does_no_harm(regret: Any, facts: tuple[Fact, ...], leave_
     held, usual = regret.hold(some, tuning_for), regret.hold(some, lambda fact: NO_FACTS)
     assert len(held) > 100
     means = [regret.geomean([each.regret for each in these]) for these in (held, usual)]
-    assert means[0] <= 1.0095 < 1.016 < means[1]
+    assert means[0] <= 1.0095 < 1.015 < means[1]
     over = {
         (row.op, row.m, row.n, row.k) for row in (each.fact for each in held if each.regret > regret.WORST)
     }

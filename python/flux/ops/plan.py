@@ -26,7 +26,7 @@ from flux.ops._plan import PlanInput as PlanInput
 from flux.ops._scales import BLOCK, FP8, Scaling, check_how
 from flux.tuning import store
 from flux.tuning.facts import WAYS as ALL_WAYS
-from flux.tuning.facts import Model, Modelled, choose
+from flux.tuning.facts import Model, Modelled, choose, scaled
 
 OPS = ("gemm", "gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce", "reduce_scatter")
 # Operators without a GEMM: their time depends on the number of elements only.
@@ -195,7 +195,7 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
     elif op in _ELEMENTS:
         m, n, k = m * n, 0, 0
     if problem.scaling is not None:
-        op = f"{op}, {problem.scaling.kind} scales"
+        op = scaled(op, problem.scaling.kind)
     return op, problem.world_size, problem.dtype.itemsize, m, n, k
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from flux.bench.cases.moe import MODELS
 from flux.bench.model import DTYPE_BYTES, Row, in_way
 from flux.moe.plan import facts_op
-from flux.tuning.facts import WAYS, Fact
+from flux.tuning.facts import WAYS, Fact, scaled
 
 # Microseconds between two launches, which the sum of the times of parts does not have: 0.3 to 0.7
 # (benchmarks/results/tuning/2026-11-22-gemm_ar-launches-tp2-2xH200.json, sep and gemm + ar).
@@ -31,7 +31,7 @@ def facts_of(row: Row, tuned: bool = False) -> Iterator[Fact]:
 
 
 def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
-    if not row.ok or row.scales:  # of fp8 operands no ways are measured yet
+    if not row.ok:
         return
     (m, n, k), times = row.local, {name: t.median * 1e3 for name, t in row.times.items()}
     # Of flux and of the GEMM: NCCL's times spread more, and by less than they differ.
@@ -45,6 +45,12 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
             yield Fact(op, ranks, dtype, *sizes, us, noise=round(noise, 4))
 
     ours = {way: in_way(way) for way in WAYS if in_way(way) in times}
+    if row.scales:
+        # Torch's way is not that of its peers: it applies scales of rows behind the product.
+        if row.op in _COLLECTIVES or row.op == "gemm_ar_norm":
+            kind = "block" if row.scales == "block" else "row"
+            yield from fact(scaled(row.op, kind), (m, n, k), {_way_of(row): "flux"} | ours, row.tp)
+        return
     serial = next((name for name, t in row.times.items() if t.role == "serial"), "")
     gemms = {"fused": "flux.gemm", "torch": "cuBLAS"}
     if tuned and row.op in ("gemm", "all_reduce"):

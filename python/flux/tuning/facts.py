@@ -28,6 +28,15 @@ _SIMILAR = 3
 _FIXED_US = 3.0
 
 
+def scaled(op: str, kind: str) -> str:
+    """The name by which facts of an operator with fp8 operands go.
+
+    Args:
+        kind: of the scales, as in Scaling.kind.
+    """
+    return f"{op}, {kind} scales"
+
+
 class Modelled(NamedTuple):
     """What is known of the fused way without measurements.
 
