@@ -58,7 +58,7 @@ def chosen(fact: Fact, tuning: Tuning) -> str:
 
 def _operands(fact: Fact) -> tuple[str, Scaling | None]:
     """The operator, and how its operands are scaled."""
-    for kind in ("row", "block"):
+    for kind in ("tensor", "row", "block"):
         op = fact.op.removesuffix(scaled("", kind))
         if op != fact.op:
             return op, Scaling(kind, torch.bfloat16, fast=False)

@@ -45,7 +45,9 @@ def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row,
         tuned = result.settings.get("tuning", "off") != "off"
         for row in result.rows:
             older = _is_older(history, row.kind, result.commit)
-            facts = [replace(fact, source=path.name, older=older) for fact in facts_of(row, tuned)]
+            # Pairs of k-blocks made flux's fp8 products sooner by up to 14 %, and torch's not.
+            told = () if older and row.kind == "gemm_fp8" else facts_of(row, tuned)
+            facts = [replace(fact, source=path.name, older=older) for fact in told]
             yield result, path.name, row, facts
     history.close()
 

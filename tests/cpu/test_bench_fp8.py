@@ -26,7 +26,7 @@ from flux.bench.cases import gemm, libraries, moe, moe_peers, quantize, ranks
 from flux.bench.cases import peers as peer_cases
 from flux.bench.cases.common import Context, Lineup
 from flux.bench.cases.operands import Scaled, quantized
-from flux.bench.model import FP8, IN_16_BITS, Row, Timing, bar_over_16_bits, in_way, on_wire_bytes
+from flux.bench.model import FP8, IN_16_BITS, VLLM, Row, Timing, bar_over_16_bits, in_way, on_wire_bytes
 from flux.bench.report import footer
 from flux.bench.runner import Settings, measure
 from flux.bench.suites import Problem
@@ -326,3 +326,40 @@ def test_plans_of_fp8_operands_follow_facts_of_such_scales(scales: str, kind: st
         assert plan.way == ("parts" if each == kind else "fused"), plan
     in_16_bits = replace(alone, dtype=torch.bfloat16)
     assert planned("gemm_rs", in_16_bits).way == "fused"
+
+
+def test_one_scale_each_is_torchs_where_it_was_measured_to_be_sooner() -> None:
+    names = {"flux": ("flux", 0.5), "_scaled_mm": ("peer", 0.25), VLLM: ("fast", 0.1)}
+    times = {name: Timing(role, (ms,)) for name, (role, ms) in names.items()}
+    told = {
+        "local": (128, 48, 128),
+        "wire_bytes": 0,
+        "times": times,
+        "check": "exact",
+        "plan": {"fused": True},
+    }
+    row = Row("gemm", "a", "gemm", 128, 48, 128, 2, FP8, scales="tensor", **told)  # type: ignore[arg-type]
+    (fact,) = facts_of(row)
+    assert fact == Fact(scaled("gemm", "tensor"), 1, 1, 128, 48, 128, {"fused": 500.0, "torch": 250.0})
+    assert not list(facts_of(replace(row, scales="row"))), "torch applies scales of rows behind the product"
+    assert not list(facts_of(replace(row, plan={"fused": False}))), "this is torch's time"
+    problem = PlanInput("cuda", 128, 48, 128, torch.float8_e4m3fn, num_sms=132, tuning=Tuning((fact,)))
+    scaling = Scaling("tensor", torch.bfloat16)
+
+    def fused(**change: Any) -> bool:
+        return planned("gemm", replace(problem, **({"scaling": scaling} | change))).fused
+
+    assert not fused()
+    assert fused(scaling=scaling._replace(kind="row")) and fused(scaling=scaling._replace(fast=True))
+    assert not fused(n=64), "a similar weight"
+    assert fused(n=56), "torch takes multiples of 16"
+    assert fused(dtype=torch.bfloat16, scaling=None)
+
+
+def test_older_files_call_vllms_product_a_peer() -> None:
+    times = {"flux": Timing("flux", (1.0,)), VLLM: Timing("peer", (0.5,))}
+    told = {"local": (8, 8, 8), "wire_bytes": 0, "times": times, "check": "exact", "scales": "row"}
+    row = Row("gemm", "a", "gemm", 8, 8, 8, 1, FP8, **told)  # type: ignore[arg-type]
+    file = record.Record("", "", "", "a", "cuda", {}, {}, [row])
+    (read,) = record.from_json(record.to_json(file)).rows
+    assert read.times[VLLM].role == "fast" and read.times["flux"].role == "flux"

@@ -28,6 +28,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 FP8, FP8_RESULT = "float8_e4m3fn", "bfloat16"
 SCALES = ("tensor", "row", "block")
 FP8_KIND = "_fp8"
+# vLLM's product of fp8 operands.
+VLLM = "vLLM CUTLASS"
 # The candidate that does the work of an fp8 row with 16-bit operands.
 IN_16_BITS = "flux, bf16"
 _GATHERS = ("ag_gemm", "moe_layer0")  # ranks send each other operands; others send results

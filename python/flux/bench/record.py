@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flux._files import is_stream, read_json, write_json
-from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, Derived, Row, Timing, derive
+from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, VLLM, Derived, Row, Timing, derive
 
 SCHEMA = 1
 
@@ -83,6 +83,8 @@ def row_from_json(data: dict[str, Any]) -> Row:
     older = {SUSTAINED: sustained} | {AFTER + whose: ms for whose, ms in behind.items()}
     fields["conditions"] = fields.get("conditions", {}) | {how: ms for how, ms in older.items() if ms}
     times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data["times"].items()}
+    if VLLM in times and times[VLLM].role == "peer":  # in files from before 2026-11-27
+        times[VLLM] = replace(times[VLLM], role="fast")
     return Row(**fields, local=tuple(data["local"]), times=times)
 
 

@@ -1,4 +1,6 @@
-"""Products of fp8 operands on GPUs where flux has no kernel for them: torch's, or of their values in fp32."""
+"""Products of fp8 operands on GPUs that flux's kernel does not compute, or torch's sooner: torch's, or of
+their values in fp32.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ _ALIGNMENT = 16  # of n and k, in elements
 
 def scaled_mm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, out: Tensor) -> None:
     """out [m, n] = x [m, k] · weight [n, k]ᵀ + bias [n], with canonical scales."""
-    why_not = why_not_torchs(weight.shape[0], weight.shape[1], scales)
+    n, k = weight.shape
+    why_not = why_not_torchs(n, k, scales.scaling(k).kind)
     if out.numel() == 0:
+        return
+    if why_not is None and scales.whole and (bias is None or out.dtype != torch.float32):
+        _of_whole_tensors(x, weight, bias, scales, out)
         return
     if why_not is None:
         total = _by_torch(x, weight, scales)
@@ -28,13 +34,23 @@ def scaled_mm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, ou
     out.copy_(total)
 
 
-def why_not_torchs(n: int, k: int, scales: Scales) -> str | None:
-    """Why torch._scaled_mm does not take operands with such scales, or None."""
-    if scales.x.dim() == 2:
+def why_not_torchs(n: int, k: int, kind: str) -> str | None:
+    """Why torch._scaled_mm does not take operands with scales of a kind (Scaling.kind), or None."""
+    if kind == "block":
         return "torch._scaled_mm takes no block scales of 1 by 128 and 128 by 128 in this layout"
     if n % _ALIGNMENT or k % _ALIGNMENT or k == 0:
         return f"torch._scaled_mm takes multiples of {_ALIGNMENT} as n and k, not {n} and {k}"
     return None
+
+
+def _of_whole_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, out: Tensor) -> None:
+    """The product with one scale for each operand: one kernel."""
+    operands = (aligned(x), aligned(weight).t(), scales.x.reshape(()), scales.w.reshape(()))
+    how = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": scales.accumulate == "fast"}
+    if out.is_contiguous():
+        torch._scaled_mm(*operands, **how, out=out)  # type: ignore[arg-type]
+    else:
+        out.copy_(torch._scaled_mm(*operands, **how))  # type: ignore[arg-type]
 
 
 def _by_torch(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:

@@ -30,7 +30,8 @@ class Scaling(NamedTuple):
     """The facts of fp8 operands on which a plan depends.
 
     Attributes:
-        kind: "row" (one scale for each row and column, or for all of them), or "block".
+        kind: "row" (one scale for each row and column, or for all of them), or "block"; of gemm "tensor", too
+            (one scale for all rows, and one for all columns).
         out_dtype: of the result.
         fast: partial sums stay in the tensor core, and are not promoted to fp32.
     """
@@ -77,6 +78,11 @@ class Scales(NamedTuple):
     def of_rows(self, rows: int, some: Callable[[Tensor], Tensor]) -> Scales:
         """The scales of some rows of x [rows, k], of canonical ones. some: takes those rows from a tensor."""
         return self if self.x.shape[0] != rows or self.x.numel() == 1 else self._replace(x=some(self.x))
+
+    @property
+    def whole(self) -> bool:
+        """Whether x and the weight have one scale each, of canonical scales."""
+        return self.x.numel() == self.w.numel() == 1
 
     def scaling(self, k: int) -> Scaling:
         """The facts for the plan, of checked scales."""

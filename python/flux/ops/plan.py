@@ -23,6 +23,7 @@ from flux.ops._library import takes
 from flux.ops._plan import RUNS, SUMS
 from flux.ops._plan import Plan as Plan
 from flux.ops._plan import PlanInput as PlanInput
+from flux.ops._scaled_mm import why_not_torchs
 from flux.ops._scales import BLOCK, FP8, Scaling, check_how
 from flux.tuning import store
 from flux.tuning.facts import WAYS as ALL_WAYS
@@ -195,7 +196,8 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
     elif op in _ELEMENTS:
         m, n, k = m * n, 0, 0
     if problem.scaling is not None:
-        op = scaled(op, problem.scaling.kind)
+        # Sums that are promoted or not change the product, but not by how much it hides.
+        op = scaled(op, problem.scaling.kind, fast=op == "gemm" and problem.scaling.fast)
     return op, problem.world_size, problem.dtype.itemsize, m, n, k
 
 
@@ -223,6 +225,9 @@ def model_of(op: str, problem: PlanInput) -> Model | None:
 
 def _by_way(op: str, problem: PlanInput, way: str, reason: str) -> Plan | None:
     """The plan of a way to run a problem that can run fused, or None."""
+    scaling = problem.scaling if op == "gemm" else None
+    if way == "torch" and scaling is not None and why_not_torchs(problem.n, problem.k, scaling.kind):
+        return None
     if way == "torch":
         return PLANNERS[op](replace(problem, why_not=reason))
     if _has_parts(op, way):
@@ -340,6 +345,8 @@ def explain(
         if size < 0:
             _check.fail("explain", name, "a size", size)
     scaling = _scaling(dtype, scales, out_dtype, accumulate)
+    if scaling is not None and (op, scales) == ("gemm", "tensor"):
+        scaling = scaling._replace(kind="tensor")
     device = current_device()
     process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
     world_size = 1 if process_group is None else process_group.size()

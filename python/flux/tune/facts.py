@@ -46,10 +46,12 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
 
     ours = {way: in_way(way) for way in WAYS if in_way(way) in times}
     if row.scales:
-        # Torch's way is not that of its peers: it applies scales of rows behind the product.
+        # Torch's way is that of the peer with one scale for each operand. Others follow the product.
         if row.op in _COLLECTIVES or row.op == "gemm_ar_norm":
             kind = "block" if row.scales == "block" else "row"
             yield from fact(scaled(row.op, kind), (m, n, k), {_way_of(row): "flux"} | ours, row.tp)
+        elif (row.op, row.scales) == ("gemm", "tensor") and (row.plan or {}).get("fused"):
+            yield from fact(scaled("gemm", "tensor"), (m, n, k), {"fused": "flux", "torch": "_scaled_mm"}, 1)
         return
     serial = next((name for name, t in row.times.items() if t.role == "serial"), "")
     gemms = {"fused": "flux.gemm", "torch": "cuBLAS"}

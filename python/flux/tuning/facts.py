@@ -28,13 +28,13 @@ _SIMILAR = 3
 _FIXED_US = 3.0
 
 
-def scaled(op: str, kind: str) -> str:
+def scaled(op: str, kind: str, fast: bool = False) -> str:
     """The name by which facts of an operator with fp8 operands go.
 
     Args:
-        kind: of the scales, as in Scaling.kind.
+        kind, fast: as of flux.ops._scales.Scaling.
     """
-    return f"{op}, {kind} scales"
+    return f"{op}, {kind} scales" + (", fast" if fast else "")
 
 
 class Modelled(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 import flux
 from flux.bench.cases.common import Context, Lineup, library, tried
 from flux.bench.cases.operands import Operand, Scaled, exact_calls
+from flux.bench.model import VLLM
 from flux.bench.suites import Problem
 from flux.testing.compare import agree, require
 
@@ -97,7 +98,8 @@ LIBRARIES = (
     Library("_scaled_mm", "peer", "torch", _ALL, _by_torch, _torch_x, _torch_weight),
     Library("_scaled_mm, fast", "fast", "torch", _WHOLE, _by_torch_fast, _torch_x, _torch_weight),
     Library("DeepGEMM", "peer", "deep_gemm", ("block",), _by_deep_gemm, _deep_gemm_x),
-    Library("vLLM CUTLASS", "peer", "vllm", _WHOLE, _by_vllm, _torch_x, _torch_weight),
+    # Its kernels for Hopper are CUTLASS's FP8FastAccum.
+    Library(VLLM, "fast", "vllm", _WHOLE, _by_vllm, _torch_x, _torch_weight),
 )
 
 
