@@ -32,16 +32,25 @@ float widen_half(uint16_t bits) {
   return table[bits];
 }
 
+float widen_e4m3(uint8_t bits) {
+  static const auto table = [] {
+    std::vector<float> values(256);
+    for (int i = 0; i < 256; ++i) {
+      const int exponent = i >> 3 & 15, mantissa = i & 7;
+      float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                  : std::ldexp(static_cast<float>(mantissa + 8), exponent - 10);
+      if ((i & 0x7F) == 0x7F) value = NAN;
+      values[static_cast<size_t>(i)] = i >> 7 != 0 ? -value : value;
+    }
+    return values;
+  }();
+  return table[bits];
+}
+
 // The element at `bytes`. An e5m2 is the upper half of an fp16.
 float widen(const uint8_t* bytes, Element element) {
+  if (element == Element::kE4M3) return widen_e4m3(*bytes);
   if (element == Element::kE5M2) return widen_half(static_cast<uint16_t>(*bytes << 8));
-  if (element == Element::kE4M3) {
-    const int exponent = *bytes >> 3 & 15, mantissa = *bytes & 7;
-    float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                : std::ldexp(static_cast<float>(mantissa + 8), exponent - 10);
-    if ((*bytes & 0x7F) == 0x7F) value = NAN;
-    return *bytes >> 7 != 0 ? -value : value;
-  }
   uint16_t bits;
   std::memcpy(&bits, bytes, sizeof(bits));
   return element == Element::kBFloat16 ? std::bit_cast<float>(static_cast<uint32_t>(bits) << 16)
@@ -90,8 +99,11 @@ void read_operand(Cta& cta, const Operand& operand, int first, int rows, const A
   }
 }
 
-__attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const float (*b)[kMaxN], int n,
-                                              int steps, float (*sums)[kMaxN]) {
+// Vectorised, where the processor can by eight: half of the simulator's time goes by here.
+#define VECTORISED __attribute__((optimize("O3"), target_clones("avx2", "default")))
+
+VECTORISED void multiply(const float (*a)[kMaxN], const float (*b)[kMaxN], int n, int steps,
+                         float (*sums)[kMaxN]) {
   for (int m = 0; m < kM; ++m) {
     float* const row = sums[m];
     for (int k = 0; k < steps; ++k) {
@@ -105,8 +117,7 @@ __attribute__((optimize("O3"))) void multiply(const float (*a)[kMaxN], const flo
 // Hopper's sum of 8-bit products: the products of a step and the accumulator are shifted to the largest exponent among
 // them, and truncated to 13 bits below its leading one, before they are added (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
 constexpr int kFp8Bits = 13;
-__attribute__((optimize("O3"))) void multiply_fp8(const float (*a)[kMaxN], const float (*b)[kMaxN], int n,
-                                                  float (*sums)[kMaxN]) {
+VECTORISED void multiply_fp8(const float (*a)[kMaxN], const float (*b)[kMaxN], int n, float (*sums)[kMaxN]) {
   static float largest[kMaxN], plain[kMaxN], to_units[kMaxN];
   static int32_t units[kMaxN];
   constexpr int kBias = 127, kMantissa = 23;
