@@ -328,7 +328,7 @@ def test_plans_of_fp8_operands_follow_facts_of_such_scales(scales: str, kind: st
     assert planned("gemm_rs", in_16_bits).way == "fused"
 
 
-def test_one_scale_each_is_torchs_where_it_was_measured_to_be_sooner() -> None:
+def test_products_are_torchs_where_it_was_measured_to_be_sooner() -> None:
     names = {"flux": ("flux", 0.5), "_scaled_mm": ("peer", 0.25), VLLM: ("fast", 0.1)}
     times = {name: Timing(role, (ms,)) for name, (role, ms) in names.items()}
     told = {

@@ -352,23 +352,27 @@ def test_vmap() -> None:
 
 
 def test_torchs_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on GPUs without a kernel."""
-    by_torch = []
+    """What runs on GPUs without a kernel, or where torch's is sooner."""
+    asked: list[torch.dtype] = []
     scaled_mm = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **b: by_torch.append(1) or scaled_mm(*a, **b))
-    for kind in KINDS:
-        for seed, (m, n, k) in enumerate([*SHAPES, (7, 48, 160), (9, 128, 256)]):
-            case = ScaledCase(m, n, k, 1, kind, bias=True, seed=seed)
-            x, weight, scale_x, scale_w, bias = case.inputs(0)
-            scales = _scales.Scales(scale_x, scale_w, torch.bfloat16, "promoted").canonical(n, k, False)
-            out = torch.empty(m, n, dtype=torch.bfloat16)
-            ops.unfused(x, weight, bias, False, out, scales)
-            assert torch.equal(out, exact(case)), (kind, m, n, k)
-            if kind == "tensor":  # a column between others
-                apart = torch.full((m, 2 * n), 7.0, dtype=torch.bfloat16)
-                ops.unfused(x, weight, bias, False, apart[:, :n], scales)
-                assert torch.equal(apart[:, :n], exact(case)) and (apart[:, n:] == 7).all()
-    assert len(by_torch) == 6
+    told = lambda *a, **b: asked.append(b["out_dtype"]) or scaled_mm(*a, **b)  # noqa: E731
+    monkeypatch.setattr(torch, "_scaled_mm", told)
+    shapes = [*SHAPES, (7, 48, 160), (9, 128, 256), (1, 48, 160)]
+    for kind, (seed, (m, n, k)), out_dtype in itertools.product(KINDS, enumerate(shapes), OUT):
+        case = ScaledCase(m, n, k, 1, kind, bias=True, seed=seed, out_dtype=out_dtype)
+        x, weight, scale_x, scale_w, bias = case.inputs(0)
+        taken = kind != "block" and not (n % 16 or k % 16)
+        for w in (scale_w, scale_w[:1]) if kind == "row" else (scale_w,):
+            scales = _scales.Scales(scale_x, w, out_dtype, "promoted").canonical(n, k, False)
+            want = exact(case) if w is scale_w else call(case, scale_w=w)
+            apart = torch.full((m, 2 * n), 7.0, dtype=out_dtype)
+            asked.clear()
+            for out in (torch.empty(m, n, dtype=out_dtype), apart[:, :n]):
+                ops.unfused(x, weight, bias, False, out, scales)
+                assert torch.equal(out, want), (kind, m, n, k)
+            assert (apart[:, n:] == 7).all()
+            # In one kernel, or in fp32 with scales behind.
+            assert asked == ([out_dtype if scales.whole else torch.float32] * 2 if taken else [])
 
 
 def test_explain() -> None:

@@ -4,6 +4,8 @@ their values in fp32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flux._log import say_once
@@ -21,7 +23,8 @@ def scaled_mm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, ou
     why_not = why_not_torchs(n, k, scales.scaling(k).kind)
     if out.numel() == 0:
         return
-    if why_not is None and scales.whole and (bias is None or out.dtype != torch.float32):
+    biased = bias is None or out.dtype != torch.float32  # torch adds none to fp32
+    if why_not is None and biased and scales.whole:
         _of_whole_tensors(x, weight, bias, scales, out)
         return
     if why_not is None:
@@ -46,11 +49,11 @@ def why_not_torchs(n: int, k: int, kind: str) -> str | None:
 def _of_whole_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, out: Tensor) -> None:
     """The product with one scale for each operand: one kernel."""
     operands = (aligned(x), aligned(weight).t(), scales.x.reshape(()), scales.w.reshape(()))
-    how = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": scales.accumulate == "fast"}
+    how: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": scales.accumulate == "fast"}
     if out.is_contiguous():
-        torch._scaled_mm(*operands, **how, out=out)  # type: ignore[arg-type]
+        torch._scaled_mm(*operands, bias=bias, **how, out=out)
     else:
-        out.copy_(torch._scaled_mm(*operands, **how))  # type: ignore[arg-type]
+        out.copy_(torch._scaled_mm(*operands, bias=bias, **how))
 
 
 def _by_torch(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:

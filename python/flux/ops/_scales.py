@@ -84,6 +84,11 @@ class Scales(NamedTuple):
         """Whether x and the weight have one scale each, of canonical scales."""
         return self.x.numel() == self.w.numel() == 1
 
+    def of_product(self, k: int) -> Scaling:
+        """As scaling, of canonical scales of one product."""
+        found = self.scaling(k)
+        return found._replace(kind="tensor") if self.whole else found
+
     def scaling(self, k: int) -> Scaling:
         """The facts for the plan, of checked scales."""
         kind = "block" if is_by_block(self.x, k) else "row"

@@ -244,9 +244,7 @@ def launch(
     """
     x2 = x if x.dim() == 2 else x.reshape(m, k)
     weight, transpose_weight, scales = _scales.canonical(weight, transpose_weight, scales)
-    scaling = None if scales is None else scales.scaling(k)
-    if scales is not None and scales.whole:
-        scaling = scales.scaling(k)._replace(kind="tensor")
+    scaling = None if scales is None else scales.of_product(k)
     key = (m, n, k, x.dtype, transpose_weight, x.device, _invariance.active(), scaling)
     plan = _plans.get(key)
     if plan is None:

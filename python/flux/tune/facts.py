@@ -46,7 +46,7 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
 
     ours = {way: in_way(way) for way in WAYS if in_way(way) in times}
     if row.scales:
-        # Torch's way is that of the peer with one scale for each operand. Others follow the product.
+        # Torch's way between ranks is none of its peers: their products and collectives are not flux's.
         if row.op in _COLLECTIVES or row.op == "gemm_ar_norm":
             kind = "block" if row.scales == "block" else "row"
             yield from fact(scaled(row.op, kind), (m, n, k), {_way_of(row): "flux"} | ours, row.tp)
