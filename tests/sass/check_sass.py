@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -26,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+KEPT = Path(__file__).resolve().parents[2] / "build" / "sass"
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 # A load, the line of its encoding, and a jump back for the next thread.
 _TMA_LOOP = re.compile(r"UTMALDG[^\n]*\n[^\n]*\n[^\n]*BRA\.U\.ANY")
@@ -135,7 +138,21 @@ def divisions_beside_loads(body: str) -> int:
 
 
 def read_kernels(library: Path) -> list[Kernel]:
-    """Every kernel in the library."""
+    """Every kernel in the library. To disassemble one takes more than a minute, so what was read is kept."""
+    contents = hashlib.sha256(library.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    kept = KEPT / f"{contents[:24]}.json"
+    if kept.exists():
+        told = json.loads(kept.read_text())
+        return [Kernel(**{**each, "opcodes": collections.Counter(each["opcodes"])}) for each in told]
+    kernels = _disassembled(library)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    part = kept.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps([vars(kernel) for kernel in kernels]))
+    part.replace(kept)
+    return kernels
+
+
+def _disassembled(library: Path) -> list[Kernel]:
     resources = {
         match[1]: dict(entry.split(":", 1) for entry in match[2].split())
         for match in _RESOURCES.finditer(_dump("--dump-resource-usage", library))
