@@ -51,14 +51,20 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<[^>]+>)[^\n]*$', re.MULT
 Read = Callable[[str], str | None]
 
 
-Code = dict[str, list[str]]
+Code = dict[str, tuple[str, ...]]
 
 
-def code(text: str) -> list[str]:
+@cache  # most commits have most sources in common
+def code(text: str) -> tuple[str, ...]:
     """The lines of a source without comments, includes and whitespace: what remains is what is compiled."""
     text = _COMMENT.sub(lambda match: match.group(1) or " ", text)
     lines = ("".join(line.split()) for line in _INCLUDE.sub("", text).splitlines())
-    return [line for line in lines if line]
+    return tuple(line for line in lines if line)
+
+
+@cache
+def _included(text: str) -> tuple[str, ...]:
+    return tuple(match.group(1) for match in _INCLUDE.finditer(text) if match.group(1))
 
 
 def share_changed(then: Code, now: Code) -> float:
@@ -83,8 +89,7 @@ def device_code(sources: tuple[str, ...], read: Read) -> Code:
             continue
         found[path] = code(text)
         on_host = path.endswith(".cu") or "launch" in Path(path).name
-        names = [match.group(1) for match in _INCLUDE.finditer(text) if match.group(1)]
-        todo += [name for name in names if name.endswith(".cuh") or not on_host]
+        todo += [name for name in _included(text) if name.endswith(".cuh") or not on_host]
     return found
 
 
@@ -95,6 +100,7 @@ class History:
         self.root = root
         self._now: dict[tuple[str, ...], Code] = {}
         self._read = cache(self._show)
+        self._changed = cache(self._compare)
         command = ["git", "-C", str(root), "cat-file", "--batch"]
         try:
             self._git: subprocess.Popen[bytes] | None = subprocess.Popen(
@@ -129,7 +135,9 @@ class History:
 
     def changed(self, op: str, commit: str) -> float:
         """The share of the device code of an operator that is not as at a commit that is there."""
-        sources = SOURCES[op]
+        return self._changed(SOURCES[op], commit)
+
+    def _compare(self, sources: tuple[str, ...], commit: str) -> float:
         if sources not in self._now:
             self._now[sources] = device_code(sources, self._in_tree)
         then = device_code(sources, lambda path: self._read(f"{commit}:csrc/{path}"))

@@ -195,10 +195,10 @@ def test_what_changes_a_kernel(tools: Tools, repository: Path, name: str, text: 
 
 
 def test_code_keeps_strings_with_slashes(tools: Tools) -> None:
-    assert tools.sources.code('f("// no comment");  // one\n#include <a>\n/* b\nc */ g();\n') == [
+    assert tools.sources.code('f("// no comment");  // one\n#include <a>\n/* b\nc */ g();\n') == (
         'f("//nocomment");',
         "g();",
-    ]
+    )
 
 
 def test_every_operator_of_a_source_table_exists(tools: Tools) -> None:
