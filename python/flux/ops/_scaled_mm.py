@@ -23,8 +23,8 @@ def scaled_mm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, ou
     why_not = why_not_torchs(n, k, scales.scaling(k).kind)
     if out.numel() == 0:
         return
-    biased = bias is None or out.dtype != torch.float32  # torch adds none to fp32
-    if why_not is None and biased and scales.whole:
+    adds_bias = bias is None or out.dtype != torch.float32  # torch._scaled_mm adds none to fp32
+    if why_not is None and adds_bias and scales.whole:
         _of_whole_tensors(x, weight, bias, scales, out)
         return
     if why_not is None:

@@ -196,7 +196,7 @@ def facts_key(op: str, problem: PlanInput) -> tuple[str, int, int, int, int, int
     elif op in _ELEMENTS:
         m, n, k = m * n, 0, 0
     if problem.scaling is not None:
-        # Sums that are promoted or not change the product, but not by how much it hides.
+        # Sums without promotion are other facts of a product. How much one hides depends little on them.
         op = scaled(op, problem.scaling.kind, fast=op == "gemm" and problem.scaling.fast)
     return op, problem.world_size, problem.dtype.itemsize, m, n, k
 

@@ -46,7 +46,7 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
 
     ours = {way: in_way(way) for way in WAYS if in_way(way) in times}
     if row.scales:
-        # Torch's way between ranks is none of its peers: their products and collectives are not flux's.
+        # Of several ranks torch's way is not timed: unlike peers it applies scales behind the product.
         if row.op in _COLLECTIVES or row.op == "gemm_ar_norm":
             kind = "block" if row.scales == "block" else "row"
             yield from fact(scaled(row.op, kind), (m, n, k), {_way_of(row): "flux"} | ours, row.tp)

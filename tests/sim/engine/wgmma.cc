@@ -99,7 +99,7 @@ void read_operand(Cta& cta, const Operand& operand, int first, int rows, const A
   }
 }
 
-// Vectorised, where the processor can by eight: half of the simulator's time goes by here.
+// For the longest loops of the simulator.
 #define VECTORISED __attribute__((optimize("O3"), target_clones("avx2", "default")))
 
 VECTORISED void multiply(const float (*a)[kMaxN], const float (*b)[kMaxN], int n, int steps,
