@@ -119,12 +119,12 @@ def test_nothing_around_it_changes(answer: Any) -> None:
 
 
 def test_it_is_quick(answer: Any) -> None:
-    """0.3 s beside torch, or a share of what torch takes on a slow machine: 0.18, and up to 0.29 where other
-    tests share its caches. The compiler took 1.8 s, as long as torch.
+    """0.3 s beside torch, or a share of what torch takes on a slow machine. The compiler took 1.8 s. The best
+    of several: where other tests share its caches, one takes up to 0.29 of torch's time.
     """
     runs = [answer["seconds"]]
-    while runs[-1][1] > max(0.3, 0.35 * runs[-1][0]):
-        assert len(runs) < 3, f"seconds for torch, then flux: {runs}"
+    while runs[-1][1] > max(0.3, 0.2 * runs[-1][0]):
+        assert len(runs) < 8, f"seconds for torch, then flux: {runs}"
         runs.append(ask()["seconds"])
 
 

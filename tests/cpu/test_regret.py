@@ -51,23 +51,31 @@ def test_the_plan_is_near_the_fastest_way_that_was_measured(regret: Any, facts: 
 
 # What nothing near it tells by 10 %, and why: docs/design/plan.md, "What neighbours do not tell".
 UNTOLD = {("gemm", 128, 6144, 4096)}
+FP8_BYTES = 1
 
 
 @pytest.mark.parametrize("leave_out", ["without_rows", "without_weight"])
 def test_interpolation_does_no_harm(regret: Any, facts: tuple[Fact, ...], leave_out: str) -> None:
-    """Left out, a row is chosen within the bar by what is near it, but for UNTOLD and fp8 products."""
+    """Left out, a row is chosen within the bar by what is near it, but for UNTOLD. The bar of torch's fp8
+    products is wider.
+    """
     tuning_for = getattr(regret, leave_out)(facts)
     some = [fact for fact in facts if tuning_for(fact).estimates(*fact.problem)]
     held, usual = regret.hold(some, tuning_for), regret.hold(some, lambda fact: NO_FACTS)
     assert len(held) > 100
-    means = [regret.geomean([each.regret for each in these]) for these in (held, usual)]
-    assert means[0] <= 1.0100 < 1.015 < means[1]
-    in_16_bits = [each for each in held if not each.fact.op.startswith(scaled("gemm", "tensor"))]
+    means = [
+        regret.geomean([each.regret for each in these if each.fact.dtype != FP8_BYTES])
+        for these in (held, usual)
+    ]
+    assert means[0] <= 1.0095 < 1.016 < means[1]
+    torchs = [each for each in held if each.fact.op == scaled("gemm", "tensor")]
+    assert regret.geomean([each.regret for each in torchs]) <= 1.035
+    assert max(each.regret for each in torchs) < 1.26
+    others = [each for each in held if each not in torchs]
     over = {
-        (row.op, row.m, row.n, row.k)
-        for row in (each.fact for each in in_16_bits if each.regret > regret.WORST)
+        (row.op, row.m, row.n, row.k) for row in (each.fact for each in others if each.regret > regret.WORST)
     }
-    assert over == UNTOLD and max(each.regret for each in in_16_bits) < 1.105
+    assert over == UNTOLD and max(each.regret for each in others) < 1.105
     harm = [mine.regret / theirs.regret for mine, theirs in zip(held, usual, strict=True)]
     assert max(harm) <= 1.05 and sum(each > 1 for each in harm) <= 4
     assert regret.geomean(regret.errors(some, tuning_for)) < 1.05

@@ -83,7 +83,7 @@ def row_from_json(data: dict[str, Any]) -> Row:
     older = {SUSTAINED: sustained} | {AFTER + whose: ms for whose, ms in behind.items()}
     fields["conditions"] = fields.get("conditions", {}) | {how: ms for how, ms in older.items() if ms}
     times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data["times"].items()}
-    if VLLM in times and times[VLLM].role == "peer":  # in files from before 2026-11-27
+    if VLLM in times and times[VLLM].role == "peer":  # in files of commit 0ed04ed and before
         times[VLLM] = replace(times[VLLM], role="fast")
     return Row(**fields, local=tuple(data["local"]), times=times)
 

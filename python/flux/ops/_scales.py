@@ -58,6 +58,11 @@ class Scaling(NamedTuple):
         return -(-k // BLOCK) if self.kind == "block" else 1
 
 
+def kind_of(op: str, scales: str) -> str:
+    """Scaling.kind of scales of "tensor", "row" or "block" in an operator."""
+    return "row" if scales == "tensor" and op != "gemm" else scales
+
+
 class Scales(NamedTuple):
     """The scales of a call and what goes with them; see `given`. w: of one weight.
 

@@ -24,7 +24,7 @@ from flux.ops._plan import RUNS, SUMS
 from flux.ops._plan import Plan as Plan
 from flux.ops._plan import PlanInput as PlanInput
 from flux.ops._scaled_mm import why_not_torchs
-from flux.ops._scales import BLOCK, FP8, Scaling, check_how
+from flux.ops._scales import BLOCK, FP8, Scaling, check_how, kind_of
 from flux.tuning import store
 from flux.tuning.facts import WAYS as ALL_WAYS
 from flux.tuning.facts import Model, Modelled, choose, scaled
@@ -344,9 +344,7 @@ def explain(
     for name, size in (("m", m), ("n", n), ("k", k)):
         if size < 0:
             _check.fail("explain", name, "a size", size)
-    scaling = _scaling(dtype, scales, out_dtype, accumulate)
-    if scaling is not None and (op, scales) == ("gemm", "tensor"):
-        scaling = scaling._replace(kind="tensor")
+    scaling = _scaling(op, dtype, scales, out_dtype, accumulate)
     device = current_device()
     process_group = None if op == "gemm" else groups.resolve_group(group, "explain")
     world_size = 1 if process_group is None else process_group.size()
@@ -360,7 +358,7 @@ def explain(
 
 
 def _scaling(
-    dtype: torch.dtype, scales: str | None, out_dtype: torch.dtype | None, accumulate: str
+    op: str, dtype: torch.dtype, scales: str | None, out_dtype: torch.dtype | None, accumulate: str
 ) -> Scaling | None:
     """Checks the arguments of explain that describe operands."""
     if dtype not in FP8:
@@ -373,8 +371,7 @@ def _scaling(
     if scales not in ("tensor", "row", "block"):
         _check.fail("explain", "scales", f"tensor, row or block, as the dtype is {dtype}", scales)
     check_how("explain", out_dtype or torch.bfloat16, accumulate)
-    kind = "block" if scales == "block" else "row"
-    return Scaling(kind, out_dtype or torch.bfloat16, accumulate == "fast")
+    return Scaling(kind_of(op, scales), out_dtype or torch.bfloat16, accumulate == "fast")
 
 
 def why_unfused(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from flux.bench.cases.moe import MODELS
 from flux.bench.model import DTYPE_BYTES, Row, in_way
 from flux.moe.plan import facts_op
+from flux.ops._scales import kind_of
 from flux.tuning.facts import WAYS, Fact, scaled
 
 # Microseconds between two launches, which the sum of the times of parts does not have: 0.3 to 0.7
@@ -48,8 +49,8 @@ def _facts(row: Row, tuned: bool) -> Iterator[Fact]:
     if row.scales:
         # Of several ranks torch's way is not timed: unlike peers it applies scales behind the product.
         if row.op in _COLLECTIVES or row.op == "gemm_ar_norm":
-            kind = "block" if row.scales == "block" else "row"
-            yield from fact(scaled(row.op, kind), (m, n, k), {_way_of(row): "flux"} | ours, row.tp)
+            op = scaled(row.op, kind_of(row.op, row.scales))
+            yield from fact(op, (m, n, k), {_way_of(row): "flux"} | ours, row.tp)
         elif (row.op, row.scales) == ("gemm", "tensor") and (row.plan or {}).get("fused"):
             yield from fact(scaled("gemm", "tensor"), (m, n, k), {"fused": "flux", "torch": "_scaled_mm"}, 1)
         return

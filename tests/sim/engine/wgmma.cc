@@ -17,15 +17,28 @@ constexpr int kMaxN = 256;
 int bytes_of(Element element) { return element == Element::kE4M3 || element == Element::kE5M2 ? 1 : 2; }
 int steps_of(Element element) { return 32 / bytes_of(element); }
 
+// The values of a sign, exponent_bits and mantissa_bits, as if all were finite.
+std::vector<float> finite_values(int exponent_bits, int mantissa_bits) {
+  const int ones = 1 << mantissa_bits, exponents = 1 << exponent_bits,
+            lowest = 2 - exponents / 2 - mantissa_bits;
+  std::vector<float> values;
+  for (const float sign : {1.0f, -1.0f}) {
+    for (int i = 0; i < exponents * ones; ++i) {
+      const int exponent = i / ones, mantissa = i % ones;
+      values.push_back(sign * (exponent == 0
+                                   ? std::ldexp(static_cast<float>(mantissa), lowest)
+                                   : std::ldexp(static_cast<float>(mantissa + ones), lowest + exponent - 1)));
+    }
+  }
+  return values;
+}
+
 float widen_half(uint16_t bits) {
   static const auto table = [] {
-    std::vector<float> values(65536);
-    for (uint32_t i = 0; i < 65536; ++i) {
-      const int exponent = static_cast<int>(i >> 10 & 31);
-      const auto mantissa = static_cast<float>(i & 1023);
-      float value = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(mantissa + 1024.0f, exponent - 25);
-      if (exponent == 31) value = mantissa == 0.0f ? INFINITY : NAN;
-      values[i] = i >> 15 != 0 ? -value : value;
+    std::vector<float> values = finite_values(5, 10);
+    for (size_t i = 0x7C00; i < 0x8000; ++i) {
+      values[i] = i == 0x7C00 ? INFINITY : NAN;
+      values[i | 0x8000] = -values[i];
     }
     return values;
   }();
@@ -34,14 +47,8 @@ float widen_half(uint16_t bits) {
 
 float widen_e4m3(uint8_t bits) {
   static const auto table = [] {
-    std::vector<float> values(256);
-    for (int i = 0; i < 256; ++i) {
-      const int exponent = i >> 3 & 15, mantissa = i & 7;
-      float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                  : std::ldexp(static_cast<float>(mantissa + 8), exponent - 10);
-      if ((i & 0x7F) == 0x7F) value = NAN;
-      values[static_cast<size_t>(i)] = i >> 7 != 0 ? -value : value;
-    }
+    std::vector<float> values = finite_values(4, 3);
+    values[0x7F] = values[0xFF] = NAN;
     return values;
   }();
   return table[bits];
