@@ -19,6 +19,7 @@ from measurements import Marks, Measurement, Other, Source, operator_of, ranked
 from results_text import CTAS, HEAD, HOSTS, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
 
 RESULTS = "../benchmarks/results/"
+_WAITED = [(key, part) for key in ("first_s", "further_s") for part in ("median", "p99")]
 _NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
 
 
@@ -254,11 +255,38 @@ def vllm(found: Sequence[Other]) -> list[str]:
         ]
         model = settings["model"]
         title = f"{model.get('name', 'llama-3-8b')}, {model['layers']} layers, TP {settings['tp']}"
-        with_defaults = " with its defaults" if settings.get("defaults") else ""
-        title += f", vLLM {machine['vllm']}{with_defaults}, `FLUX_VLLM_MIN_TOKENS={settings['min_tokens']}`."
+        how = " with its defaults" if settings.get("defaults") else ""
+        how += " through its API server" if settings["work"].get("api_server") else ""
+        title += f", vLLM {machine['vllm']}{how}, `FLUX_VLLM_MIN_TOKENS={settings['min_tokens']}`."
         parts.append(f"{title} {scatter(runs)} From {origin([other.source])}\n")
         parts.append(table(["tokens/s", *metrics], lines))
+        parts += arrivals(runs)
     return parts
+
+
+def arrivals(runs: Mapping[str, Any]) -> list[str]:
+    """What requests waited for, of each rate at which they arrived: medians of samples."""
+    lines = [
+        [
+            rate,
+            name,
+            *(f"{1e3 * _middle(samples, key, part):.1f}" for key, part in _WAITED),
+            f"{median(each['tokens_per_s'] for each in samples):,.0f}",
+            f"{len(samples)}, {100 * (max(first) / min(first) - 1):.0f} %",
+        ]
+        for rate in dict.fromkeys(rate for run in runs.values() for rate in run.get("traces", {}))
+        if rate != "at once"
+        for name, run in runs.items()
+        for samples in [run.get("traces", {}).get(rate)]
+        if samples
+        for first in [[each["first_s"]["median"] for each in samples]]
+    ]
+    head = ["requests", "", "first token, ms", "99 % within", "each further, ms", "99 % within", "tokens/s"]
+    return [table([*head, "samples, apart"], lines)] if lines else []
+
+
+def _middle(samples: Sequence[Mapping[str, Any]], key: str, part: str) -> float:
+    return median(each[key][part] for each in samples)
 
 
 def scatter(runs: Mapping[str, Any]) -> str:

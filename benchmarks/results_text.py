@@ -108,7 +108,8 @@ Here its time is compared with that of the best number that was tried. See [desi
 VLLM = """\
 Tokens per second with and without flux, in brackets over stock. `graph` has CUDA graphs, `eager` not.
 `stock` sums with vLLM's own all-reduce, `stock-nccl` with NCCL; `unfused` is without vLLM's fusion of
-all-reduce and RMSNorm. An engine without numbers was not up in time. See [vllm.md](vllm.md#throughput).
+all-reduce and RMSNorm. An engine without numbers was not up in time. Requests that arrive, so many in a
+second, wait for their first token and for each further one. See [vllm.md](vllm.md#throughput).
 """
 MODELS = """\
 Whole models of Megatron-Core, in brackets the time over that of flux's fastest candidate with the same

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_trace
-from vllm_models import Model
+from vllm_models import Model, write_tokenizer
 
 # The name of a run (vllm_throughput.py).
 RUN = re.compile(
@@ -90,6 +90,7 @@ class Settings:
         min_tokens: FLUX_VLLM_MIN_TOKENS; None: flux's default.
         defaults: vLLM's fusions are on if it would have them on, and multicast too if the machine allows it.
         longest: tokens of the longest sequence, if the model's are shorter.
+        api_server: vLLM is asked through its API server (vllm_server.py).
     """
 
     model: Model
@@ -101,6 +102,7 @@ class Settings:
     folder: Path
     defaults: bool = False
     longest: int = 0
+    api_server: bool = False
 
     def fuses(self, run: str) -> bool:
         """Whether vLLM may fuse an all-reduce with what follows."""
@@ -132,7 +134,8 @@ class Settings:
             arguments["gpu_memory_utilization"] = self.gpu_memory
         if run.endswith("-graph"):
             on_cpu = {"mode": 3, "cudagraph_mode": "NONE", "compile_sizes": []}
-            on_gpu = {"cudagraph_capture_sizes": CAPTURED}
+            # Where requests come and go, batches are of all sizes: vLLM captures what it does for users.
+            on_gpu = {} if self.api_server else {"cudagraph_capture_sizes": CAPTURED}
             arguments["compilation_config"] = on_cpu if self.cpu else on_gpu
         return arguments
 
@@ -154,6 +157,8 @@ class Settings:
             "FLUX_VLLM_MIN_TOKENS": first,
             "FLUX_VLLM_FP8_GEMM": fp8_gemm or "off",
             **({"FLUX_VLLM_SEQUENCE": sequence} if sequence else {}),
+            # With it an API server passes on what Probe is asked.
+            **({"VLLM_SERVER_DEV_MODE": "1"} if self.api_server else {}),
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),
@@ -167,6 +172,8 @@ class Settings:
         path = self.folder / "model" / "config.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.model.config(), indent=1))
+        if self.api_server:
+            write_tokenizer(path.parent, self.model.vocabulary)
 
 
 class Gone(Exception):
@@ -185,7 +192,8 @@ class Engine:
         self.ready = False
         self.connection, theirs = multiprocessing.Pipe()
         # With -c there is no main module that processes spawned by vLLM would import once more.
-        code = f"import vllm_engine; vllm_engine.serve({theirs.fileno()})"
+        module = "vllm_server" if settings.api_server else "vllm_engine"
+        code = f"import {module}; {module}.serve({theirs.fileno()})"
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -286,11 +294,9 @@ def serve(fd: int) -> None:
         arguments, defaults, fuses = connection.recv()
         forbid_multicast(defaults)
         from vllm import LLM
-        from vllm.config.compilation import PassConfig
 
         if not fuses:
-            known = {field.name for field in dataclasses.fields(PassConfig)}
-            arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
+            turn_fusions_off(arguments)
         commands = Commands(LLM(**arguments, worker_extension_cls="vllm_probe.Probe"))
         connection.send("ready")
         while True:
@@ -304,6 +310,14 @@ def serve(fd: int) -> None:
         sys.exit(1)
     finally:
         connection.close()
+
+
+def turn_fusions_off(arguments: dict[str, Any]) -> None:
+    """In vllm.LLM's arguments, for a run whose all-reduces stay what they are."""
+    from vllm.config.compilation import PassConfig
+
+    known = {field.name for field in dataclasses.fields(PassConfig)}
+    arguments["compilation_config"]["pass_config"] = {p: False for p in PASSES_OFF if p in known}
 
 
 def forbid_multicast(defaults: bool) -> bool:

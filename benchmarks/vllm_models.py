@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _KINDS = {
@@ -116,3 +118,17 @@ _TINY = {
 # What --cpu takes instead.
 TWINS = {name: _TINY[model.kind] for name, model in MODELS.items()}
 # fmt: on
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Into a model's folder: each token is a word, so that as many tokens come out of a prompt as went in."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<unknown>", "<begin>", "<end>"]
+    words = [*special, *(f"w{token}" for token in range(len(special), vocabulary))]
+    tokens = {word: token for token, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unknown>", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

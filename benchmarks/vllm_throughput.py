@@ -24,6 +24,7 @@ every metric the median counts.
 - decode N: tokens per second of N sequences at once; the same prompts with one token each are subtracted.
 - trace: tokens of answers per second of 2,000 requests with random lengths, always the same (vllm_trace.py),
   all at once; with --arrivals, the times to their first and further tokens if so many arrive in a second.
+  With --api-server only this is measured: requests go to `vllm serve` by HTTP (vllm_server.py).
 - profiles (--profile): these once more, with the time of each kernel on the first rank, and the longest times
   without any (kernel_profile.py); of single prompts and decoding, what all ranks' hosts do (host_profile.py).
 - answers: greedy tokens of some prompts. In bf16 a sum in another order may end a close race between two
@@ -83,7 +84,7 @@ class Work:
     """What a run is asked. prefill and forced: (prompts, tokens of each); decode: how many sequences at once;
     prompts: how many tokens those have that are to be answered; trace: how many requests; arrivals: how many
     of them in a second, for each way to serve them (0: all at once); trace_rounds: how often; singles: tokens
-    of prompts that come alone."""
+    of prompts that come alone; api_server: the trace only, by HTTP."""
 
     prefill: tuple[int, int]
     decode: tuple[int, ...]
@@ -95,6 +96,7 @@ class Work:
     arrivals: tuple[float, ...] = (0.0,)
     trace_rounds: int = 3
     singles: tuple[int, ...] = ()
+    api_server: bool = False
 
 
 # Each forced prompt alone is long enough to be sequence parallel: vLLM may take the first one by itself.
@@ -169,6 +171,10 @@ class Measurement:
             return [[generator.randrange(3, self.model.vocabulary - 12) for _ in range(n)] for n in lengths]
 
         self.keep("state_at_start", self.each("state"))
+        if work.api_server:
+            self.take_traces(write)
+            self.keep("state", self.each("state"))
+            return
         self.keep("answers", self.each("say", prompts(*work.prompts), work.answer_tokens))
         count, length = work.prefill
         long = prompts(*[length] * count)
@@ -361,6 +367,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="R",
         help="serve it at R requests a second, too",
     )
+    parser.add_argument(
+        "--api-server", action="store_true", help="the trace only, by HTTP, as `vllm bench serve` sends it"
+    )
     parser.add_argument("--profile", action="store_true", help="record kernels and hosts, too")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each metric (default 7)")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share of each engine (default 0.12)")
@@ -383,6 +392,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--runs: -fp8gemm is for --fp8")
     if not all(0 < size < POSITIONS for size in options.prompts):
         parser.error(f"--prompts: at most {POSITIONS - 1} tokens, and one at least")
+    if options.api_server and (options.decode or options.prompts or options.profile):
+        parser.error("--api-server: without --decode, --prompts and --profile")
     if options.fp8 and MODELS[options.model].experts:
         parser.error(f"--fp8: {options.model} has experts")
     return options
@@ -402,14 +413,17 @@ def main() -> int:
         trace=work.trace if options.trace is None else options.trace,
         arrivals=(*work.arrivals, *options.arrivals),
         singles=tuple(options.prompts),
+        api_server=options.api_server,
     )
+    if options.api_server:
+        work = replace(work, trace_rounds=options.rounds)
     folder = (options.logs or Path(tempfile.mkdtemp(prefix="vllm-throughput-"))).resolve()
     min_tokens = 1 if options.min_tokens is None and not options.defaults else options.min_tokens
     limits = (options.gpu_memory, options.timeout)
-    # With the first token of its answer.
-    longest = max(options.prompts, default=0) + 1
     settings = Settings(
-        model, options.tp, min_tokens, *limits, options.cpu, folder, options.defaults, longest
+        *(model, options.tp, min_tokens, *limits, options.cpu, folder, options.defaults),
+        longest=max(options.prompts, default=0) + 1,  # with the first token of its answer
+        api_server=options.api_server,
     )
     settings.write_model()
     say(f"logs in {folder}")

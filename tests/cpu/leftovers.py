@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _VARIABLE = "PROGRAM_UNDER_TEST"
+# Of state(): the last is of a process that ended, and that nobody has waited for.
+STOPPED, ENDED = ("T",), ("", "Z")
 # In the background of a shell SIGINT is ignored, and would stay so.
 _WITH_INTERRUPTS = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
@@ -101,3 +103,13 @@ def await_files(folder: Path, names: Iterable[str], program: subprocess.Popen[st
         assert program.poll() is None, (folder / "err").read_text()
         assert time.monotonic() - begin < seconds, f"no {[p.name for p in wanted if not p.exists()]}"
         time.sleep(0.02)
+
+
+def become(states: Collection[str], *pids: int) -> bool:
+    """Whether all of them are in one of these states soon: signals take a while."""
+    end = time.monotonic() + 20
+    while any(state(pid) not in states for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True

@@ -220,3 +220,21 @@ def test_every_operator_of_a_source_table_exists(tools: Tools) -> None:
 )
 def test_speeds_show_their_side_of_one(tools: Tools, value: float | None, text: str) -> None:
     assert tools.page.speed(value) == text
+
+
+def test_what_requests_waited_for_is_the_median_of_samples(tools: Tools) -> None:
+    def sample(first: float, rate: float) -> dict[str, Any]:
+        waited = {"first_s": {"median": first, "p99": 2 * first}, "further_s": {"median": 0.004, "p99": 0.01}}
+        return {"seconds": 1.0, "tokens_per_s": rate, **waited}
+
+    runs = {
+        "stock-graph": {"traces": {"at once": [sample(9, 9)], "40 per s": [sample(0.03, 900)]}},
+        "flux-graph": {"traces": {"40 per s": [sample(0.01, 2000), sample(0.03, 1000), sample(0.02, 1500)]}},
+        "late-graph": {},
+    }
+    (found,) = tools.page.arrivals(runs)
+    assert found.splitlines()[2:] == [
+        "| 40 per s | stock-graph | 30.0 | 60.0 | 4.0 | 10.0 | 900 | 1, 0 % |",
+        "| 40 per s | flux-graph | 20.0 | 40.0 | 4.0 | 10.0 | 1,500 | 3, 200 % |",
+    ]
+    assert tools.page.arrivals({"stock-graph": {"traces": {"at once": [sample(9, 9)]}}}) == []

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from leftovers import ENDED, STOPPED, become
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -120,25 +121,6 @@ def settings(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return benchmark.Settings(benchmark.TWINS["llama-3-8b"], 2, 1, 0.1, 450, True, tmp_path)
 
 
-def _state(pid: int) -> str:
-    """That of /proc, or "gone", also of a process that ended, and that nobody has waited for."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    return "gone" if state == "Z" else state
-
-
-def _become(expected: str, *pids: int) -> bool:
-    """Whether all of them are in this state soon: signals take a while."""
-    end = time.monotonic() + 20
-    while any(_state(pid) != expected for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_engines_run_only_while_they_are_asked(benchmark: Any, settings: Any) -> None:
     """They poll: with six of them on 32 cores, samples of one engine were up to 80 % apart."""
     engine = benchmark.Engine("stock-graph", settings)
@@ -146,16 +128,16 @@ def test_engines_run_only_while_they_are_asked(benchmark: Any, settings: Any) ->
         measured = benchmark.Measurement({"stock-graph": engine}, benchmark.TINY_WORK, settings.model, 0.0)
         measured.wait_until_ready(time.monotonic() + 60)
         assert measured.faults == []
-        assert _become("T", engine.process.pid)
+        assert become(STOPPED, engine.process.pid)
         for _ in range(2):
             states = engine.ask(time.monotonic() + 60, "state")
             child = max(pid for pid in states if pid != "self")
             assert "T" not in states.values(), "while it was asked"
-            assert _become("T", engine.process.pid, child)
+            assert become(STOPPED, engine.process.pid, child)
     finally:
         benchmark.stop({"stock-graph": engine})
     assert engine.process.returncode == 0, "it ended by itself"
-    assert _become("gone", child)
+    assert become(ENDED, child)
 
 
 def test_stopped_engines_end_with_a_benchmark_that_is_killed(benchmark: Any, settings: Any) -> None:
@@ -169,10 +151,10 @@ def test_stopped_engines_end_with_a_benchmark_that_is_killed(benchmark: Any, set
     os.close(write)
     engine = int(os.read(read, 100) or 0)
     os.close(read)
-    stopped = engine and _become("T", engine)
+    stopped = engine and become(STOPPED, engine)
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    ended = engine and _become("gone", engine)
+    ended = engine and become(ENDED, engine)
     with contextlib.suppress(ProcessLookupError):
         if engine:
             os.killpg(engine, signal.SIGKILL)
