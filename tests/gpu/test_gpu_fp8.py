@@ -17,6 +17,7 @@ from flux._native import core
 from flux.ops._end import QUANTS as ENDS
 from flux.ops._end import End
 from flux.ops._norm import rms_norm
+from flux.ops._scaled_mm import scaled_mm
 from flux.ops._scales import Scales
 from flux.ops.quantize import QUANTS
 from flux.testing import ScaledCase
@@ -84,6 +85,22 @@ def test_gemm_is_exact(quant: str, m: int, n: int, k: int) -> None:
     cuda = [tensor.cuda() for tensor in (x, weight, scale_x, scale_w)]
     out = flux.gemm(*cuda[:2], scale_x=cuda[2], scale_w=cuda[3], out_dtype=torch.float32)
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+def test_torchs_product_is_exact(kind: str, dtype: torch.dtype, accumulate: str) -> None:
+    """Which the plan takes where it was measured to be sooner."""
+    for m, n, k in [(1, 16, 16), (200, 1040, 528), (256, 4096, 1024)]:
+        for has_bias in (False, True):
+            case = ScaledCase(m, n, k, 1, kind, E4M3, dtype, bias=has_bias, seed=m)
+            xs, weights, scales, bias = operands(case, accumulate)
+            expected = case.product(0, 0).to(dtype).cuda()
+            whole = torch.full((m, 2 * n), torch.nan, dtype=dtype, device="cuda")
+            for out in (torch.full_like(expected, torch.nan), whole[:, :n]):
+                scaled_mm(xs[0], weights[0], bias, scales[0], out)
+                assert torch.equal(out, expected), (case, accumulate, out.is_contiguous())
 
 
 @pytest.mark.parametrize("tile", ALL_TILES, ids=str)
