@@ -14,7 +14,10 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
   flux that begins to load its weight before the one in front has ended;
 - "reduced, behind": and all other products that are not summed by such kernels;
 - "apart": and those that are summed;
-- "parts": as "flux", but by flux.gemm and flux.all_reduce.
+- "parts": as "flux", but by flux.gemm and flux.all_reduce;
+- "FlashInfer, behind", "FlashInfer, small", "FlashInfer, all": that package's sums, and products by flux's
+  kernel: those behind norms; those whose weight has at most 128 MiB, cuBLAS's for the others; all. So for
+  vLLM's.
 
 The file has microseconds a layer, for each number of tokens and arm: the median of rounds with a drawn order.
 """
@@ -48,6 +51,7 @@ from vllm_models import MODELS, Model
 CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
 LAYERS, REPLAYS, ROUNDS = 16, 10, 9
 EPS = 1e-6
+SMALL = 128 << 20  # bytes, as in flux.integrations.vllm.products
 
 
 @dataclass(frozen=True)
@@ -135,20 +139,28 @@ def arms(ranks: Ranks, hidden: int, m: int) -> dict[str, Arm]:
 
         return summed
 
+    gates = functools.partial(gemm.serving, swiglu=True)
+
+    def small(x: Tensor, weight: Tensor) -> Tensor:
+        return (gemm.serving if weight.nbytes <= SMALL else cublas)(x, weight)
+
     found = {}
     for name in peers.here():
-        residual = torch.zeros(m, hidden, device=ranks.device, dtype=ranks.dtype)
-        norm = peers.Norm(residual, torch.ones(hidden, device=ranks.device, dtype=ranks.dtype), EPS)
+        zeros = torch.zeros(m, hidden, device=ranks.device, dtype=ranks.dtype)
+        norm = peers.Norm(zeros, torch.ones(hidden, device=ranks.device, dtype=ranks.dtype), EPS)
         reduce, inside = peers.PEERS[name][1](ranks, m, hidden, norm)
 
-        def by_package(
-            x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, reduce: Any = reduce
-        ) -> Any:
-            return reduce(cublas(x, weight), residual)
+        def by_package(product: Any, reduce: Any = reduce) -> Any:
+            def summed(x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Any:
+                return reduce(product(x, weight), residual)
 
-        found[name] = Arm(by_package, cublas, inside=inside)
+            return summed
+
+        found[name] = Arm(by_package(cublas), cublas, inside=inside)
+        found[f"{name}, behind"] = Arm(by_package(cublas), gemm.serving, gates, inside)
+        found[f"{name}, small"] = Arm(by_package(small), small, None, inside)
+        found[f"{name}, all"] = Arm(by_package(gemm.serving), gemm.serving, gates, inside)
     found |= {"flux": Arm(by_flux, cublas), "gemm": Arm(by_flux, flux.gemm)}
-    gates = functools.partial(gemm.serving, swiglu=True)
     found["reduced"] = Arm(reduced(cublas), cublas)
     found["reduced, gate"] = Arm(reduced(cublas), cublas, gates)
     found["reduced, behind"] = Arm(reduced(cublas), gemm.serving, gates)
