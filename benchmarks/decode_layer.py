@@ -51,7 +51,7 @@ from vllm_models import MODELS, Model
 CONTEXT = 128  # rows of keys and values of a sequence: the bytes of 256 tokens
 LAYERS, REPLAYS, ROUNDS = 16, 10, 9
 EPS = 1e-6
-SMALL = 128 << 20  # bytes, as in flux.integrations.vllm.products
+SMALL = 128 << 20  # bytes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -285,31 +286,41 @@ def stop(engines: dict[str, Engine]) -> None:
         engine.kill()
 
 
-def serve(fd: int) -> None:
+def obey(fd: int, start: Callable[[dict[str, Any]], AbstractContextManager[Any]]) -> None:
     """Takes vllm.LLM's arguments from the pipe, whether vLLM's defaults hold, and whether it fuses sums. Says
-    "ready", then obeys (method of Commands, its arguments) until the pipe is closed.
+    "ready", then obeys (method of what `start` gives, its arguments) until the pipe is closed.
     """
     connection = Connection(fd)
     try:
         arguments, defaults, fuses = connection.recv()
         forbid_multicast(defaults)
-        from vllm import LLM
-
         if not fuses:
             turn_fusions_off(arguments)
-        commands = Commands(LLM(**arguments, worker_extension_cls="vllm_probe.Probe"))
-        connection.send("ready")
-        while True:
-            try:
-                name, given = connection.recv()
-            except EOFError:  # the benchmark has ended
-                return
-            connection.send(getattr(commands, name)(*given))
+        with start(arguments) as commands:
+            connection.send("ready")
+            while True:
+                try:
+                    name, given = connection.recv()
+                except EOFError:  # the benchmark has ended
+                    return
+                connection.send(getattr(commands, name)(*given))
     except Exception:
         traceback.print_exc()  # before the pipe is closed, upon which the benchmark reads the log
         sys.exit(1)
     finally:
         connection.close()
+
+
+def serve(fd: int) -> None:
+    """Obeys the methods of Commands."""
+    obey(fd, _engine)
+
+
+@contextlib.contextmanager
+def _engine(arguments: dict[str, Any]) -> Iterator[Commands]:
+    from vllm import LLM
+
+    yield Commands(LLM(**arguments, worker_extension_cls="vllm_probe.Probe"))
 
 
 def turn_fusions_off(arguments: dict[str, Any]) -> None:

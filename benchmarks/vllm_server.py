@@ -15,10 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import urllib.request
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,39 +50,27 @@ def command_line(arguments: dict[str, Any], port: int) -> list[str]:
 
 
 def serve(fd: int) -> None:
-    """As vllm_engine.serve, of an API server: obeys the methods of Client."""
-    connection = Connection(fd)
-    server = None
+    """As vllm_engine.serve: obeys the methods of Client."""
+    vllm_engine.obey(fd, _server)
+
+
+@contextlib.contextmanager
+def _server(arguments: dict[str, Any]) -> Iterator[Client]:
+    # All requests of a trace may be under way at once, each with a connection.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([sys.executable, "-c", RUN, *command_line(arguments, port)])
     try:
-        arguments, defaults, fuses = connection.recv()
-        vllm_engine.forbid_multicast(defaults)
-        if not fuses:
-            vllm_engine.turn_fusions_off(arguments)
-        # All requests of a trace may be under way at once, each with a connection.
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = probe.getsockname()[1]
-        server = subprocess.Popen([sys.executable, "-c", RUN, *command_line(arguments, port)])
         client = Client(f"http://{HOST}:{port}", Path(arguments["model"]))
         client.wait_until_ready(server)
-        connection.send("ready")
-        while True:
-            try:
-                name, given = connection.recv()
-            except EOFError:  # the benchmark has ended
-                return
-            connection.send(getattr(client, name)(*given))
-    except Exception:
-        traceback.print_exc()  # before the pipe is closed, upon which the benchmark reads the log
-        sys.exit(1)
+        yield client
     finally:
-        if server:
-            server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(STOP_S)
-        connection.close()
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(STOP_S)
 
 
 def run(options: list[str]) -> None:

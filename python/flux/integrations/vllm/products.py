@@ -14,8 +14,8 @@ from flux.integrations.vllm.graph import value
 
 # A weight with K columns has at least K / 8 rows. Those of routers have fewer, and were not measured.
 _MOST_COLUMNS_OF_ROWS = 8
-# Of a larger weight, what is loaded early is a small part, and cuBLAS is faster on some GPUs.
-_MOST_BYTES = 128 << 20
+# Of twice as large a weight, what is loaded early is a small part, and cuBLAS is faster on some GPUs.
+_MOST_BYTES = 224 << 20
 _aten: Any = torch.ops.aten
 _ours: Any = torch.ops.flux_vllm
 _TRANSPOSED = (_aten.permute.default, _aten.t.default)
