@@ -37,7 +37,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x')"
+	@echo "make test       set up, build, run all tests this machine can run   (ARGS='-k name -x'; THOROUGH=1: all random cases)"
 	@echo "make soak       10,000 random calls on 1 to 4 CPU processes, exact (ARGS='--seed 7 --seconds 600')"
 	@echo "make faults     an exception at every line of every collective, on 2 CPU processes"
 	@echo "make simulate   the kernels on a simulated Hopper GPU, random cases, exact; needs g++  (ARGS='--seed 7 --seconds 600')"

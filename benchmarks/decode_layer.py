@@ -19,6 +19,8 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
   kernel: those behind norms; those whose weight has at most 128 MiB, cuBLAS's for the others; all. So for
   vLLM's.
 
+With --mode, flux sums in one trip or in two, whatever its plan would choose.
+
 The file has microseconds a layer, for each number of tokens and arm: the median of rounds with a drawn order.
 """
 
@@ -45,6 +47,7 @@ from torch.multiprocessing.spawn import spawn
 
 import flux
 from flux import peers
+from flux._native import core
 from flux.ops import gemm
 from vllm_models import MODELS, Model
 
@@ -245,6 +248,9 @@ def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) ->
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world, device_id=device)
     ranks = Ranks(rank, world, device, dist.group.WORLD)
+    if options.mode is not None:
+        mode = getattr(core.ExchangeMode, options.mode)
+        core.all_reduce_mode = lambda m, n, world_size: mode
     torch.manual_seed(rank)
     rows: dict[int, Any] = {}
     with torch.no_grad():
@@ -258,6 +264,7 @@ def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) ->
                 what = f"microseconds a decoder layer of {options.model}, benchmarks/decode_layer.py"
                 versions = {"torch": torch.__version__, **peers.versions()}
                 head = {"what": what, "commit": os.environ.get("FLUX_COMMIT", ""), "tp": world}
+                head |= {"mode": options.mode or "planned"}
                 head |= {"gpu": torch.cuda.get_device_name(), "packages": versions}
                 options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     dist.barrier()
@@ -273,6 +280,7 @@ def main() -> int:
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
     parser.add_argument("--profile", action="store_true", help="print when kernels run")
+    parser.add_argument("--mode", choices=["ONE_SHOT", "TWO_SHOT"], help="how flux sums (default: as planned)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = torch.cuda.device_count()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cases import Answers, case_name, compare, run_all
 
 import flux
+from effort import some
 from flux.comm.cpu import CpuWorkspace
 from flux.ops import ag_gemm as ops
 from flux.ops import all_gather as gather_ops
@@ -159,7 +160,7 @@ def skewed(rank: int, world_size: int) -> str:
 
     CpuWorkspace.signal = late_signal  # type: ignore[method-assign]
     try:
-        for number in range(80):
+        for number in range(some(80)):
             rows, n, k = shapes.randint(1, 300), shapes.randint(1, 4 * (number + 1)), shapes.randint(2, 40)
             bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)
             op = shapes.choice(("ag_gemm", "gathered", "all_gather", "gemm_rs"))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cases import Answers, asked_of_one_and_of_several, case_name, compare, questions, run_all
 
 import flux
+from effort import some
 from flux._native import core
 from flux.comm.cpu import CpuWorkspace
 from flux.ops import all_reduce as reduce_ops
@@ -258,7 +259,7 @@ def skewed(rank: int, world_size: int) -> str:
     CpuWorkspace.signal = late_signal  # type: ignore[method-assign]
     try:
         with deciding(lambda m, n, p: TWO_SHOT if m * n // 8 % 2 else ONE_SHOT):
-            for number in range(60):
+            for number in range(some(60)):
                 m, n, k = shapes.randint(1, 100), shapes.randint(1, 10 * (number + 1)), shapes.randint(2, 24)
                 bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)
                 kind = shapes.choice(["gemm_ar", "gemm_ar", "all_reduce", "gemm_rs", "reduce_scatter"])

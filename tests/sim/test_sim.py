@@ -10,8 +10,10 @@ import mutants
 import pytest
 import simulator
 
-# Policies repeat every 18 seeds: each combination of the adversary's choices sees some shapes.
-CASES = 18
+from effort import some
+
+# Policies repeat every 18 seeds: then each combination of the adversary's choices sees some shapes.
+CASES = some(18)
 KINDS = [(program.name, case, 1, CASES) for program in simulator.PROGRAMS.values() for case in program.cases]
 Runs = dict[tuple[str, int], Future[subprocess.CompletedProcess[str]]]
 
