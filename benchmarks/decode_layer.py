@@ -250,7 +250,7 @@ def work(rank: int, world: int, rendezvous: str, options: argparse.Namespace) ->
     ranks = Ranks(rank, world, device, dist.group.WORLD)
     if options.mode is not None:
         mode = getattr(core.ExchangeMode, options.mode)
-        core.all_reduce_mode = lambda m, n, world_size: mode
+        core.all_reduce_mode = lambda *_: mode
     torch.manual_seed(rank)
     rows: dict[int, Any] = {}
     with torch.no_grad():
@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--arms", nargs="+", metavar="NAME", help='these and "flux" (default: all)')
     parser.add_argument("--profile", action="store_true", help="print when kernels run")
-    parser.add_argument("--mode", choices=["ONE_SHOT", "TWO_SHOT"], help="how flux sums (default: as planned)")
+    parser.add_argument("--mode", choices=["ONE_SHOT", "TWO_SHOT"], help="how flux sums (as planned)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = torch.cuda.device_count()

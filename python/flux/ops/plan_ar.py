@@ -106,16 +106,16 @@ def plan_all_reduce_norm(problem: PlanInput) -> Plan:
     """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. k does
     not matter.
     """
-    return _summed(problem, alone=problem.on_gpu)
+    return _summed(problem, alone=problem.on_gpu, norm=problem.on_gpu)
 
 
-def _summed(problem: PlanInput, *, alone: bool = False) -> Plan:
-    """The plan of an AllReduce of a matrix [m, n]. `alone`: as of _exchanged."""
+def _summed(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> Plan:
+    """The plan of an AllReduce of a matrix [m, n]. `alone`, `norm`: as of _exchanged."""
     problem = replace(problem, k=0, transpose_weight=False)
     fused, reason = _can_sum_fused("all_reduce", problem)
     if not fused:
         return problem.plan("all_reduce", False, reason, transport=_by_torch(problem, _BY_TORCH))
-    exchange = _exchanged(problem, alone=alone)
+    exchange = _exchanged(problem, alone=alone, norm=norm)
     reason += f"; {exchange.pop('reason')}"
     return problem.plan("all_reduce", True, reason, config=_NO_TILE, **exchange)
 
@@ -164,16 +164,17 @@ for _op in ("gemm_ar", "gemm_ar_norm"):
     WAYS |= {(_op, "composed"): _composed, (_op, "fused"): _exchange_if_it_fits}
 
 
-def _exchanged(problem: PlanInput, *, alone: bool = False) -> dict[str, Any]:
+def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:
     """How ranks sum a matrix [m, n], why, and the workspace sizes that they need.
 
     `alone`: a kernel without a GEMM, which treats the matrix as one row, or distributes its rows over ranks.
+    `norm`: and normalises them.
     """
     core, m, world_size = _native.core, problem.m, problem.world_size
     padded = round_up(problem.n, VECTOR)
     rows = m
     if alone:
-        mode = core.all_reduce_mode(1, m * padded, world_size)
+        mode = core.all_reduce_mode(1, m * padded, world_size, norm)
         rows = round_up(m, world_size) if mode == core.ExchangeMode.TWO_SHOT else m
     else:
         mode = core.all_reduce_mode(m, padded, world_size)
@@ -218,10 +219,10 @@ def exchange_room(
     core = _native.core
     edge = max_m * VECTOR  # maximum padding of columns to whole vectors
     most = min(max_m * max_n, MAX_EXCHANGE_BYTES // dtype.itemsize) + edge
-    one_shot, too_many = 0, most // VECTOR + 1  # in vectors; smaller sums are one-shot
+    one_shot, too_many = 0, most // VECTOR + 1  # in vectors; smaller sums are one-shot, with a norm
     while too_many - one_shot > 1:
         middle = (one_shot + too_many) // 2
-        if core.all_reduce_mode(1, middle * VECTOR, world_size) == core.ExchangeMode.ONE_SHOT:
+        if core.all_reduce_mode(1, middle * VECTOR, world_size, True) == core.ExchangeMode.ONE_SHOT:
             one_shot = middle
         else:
             too_many = middle
