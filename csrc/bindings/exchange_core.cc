@@ -41,12 +41,12 @@ Exchange row_exchange(int m, int n, int world_size, Exchange::Mode mode) {
 }
 
 // Accepts any matrix, also one that is too large for an Exchange.
-Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size, bool deals_rows) {
+Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr int64_t kMax = int64_t{1} << 48;
   check_world_size(world_size);
   check_range("m", m, 1, kMax);
   check_range("n", n, 1, kMax);
-  return runtime::all_reduce_mode(m, n, world_size, deals_rows);
+  return runtime::all_reduce_mode(m, n, world_size);
 }
 
 int64_t contribution(const Exchange& self, int source, int owner, int row, int column) {
@@ -101,8 +101,7 @@ void bind_exchange(py::module_& m) {
   m.def("int8_scatter_bytes", &int8_scatter_bytes, py::arg("rows"), py::arg("n"), py::arg("world_size"),
         "Of the exchange area of a rank that sums `rows` rows whose contributions travel as int8.");
   m.def("all_reduce_mode", &all_reduce_mode, py::arg("m"), py::arg("n"), py::arg("world_size"),
-        py::arg("deals_rows") = false,
-        "One-shot or two-shot, whichever should be done sooner. deals_rows: of a row_exchange.");
+        "One-shot or two-shot, whichever should be done sooner.");
 }
 
 }  // namespace flux::bindings

@@ -78,12 +78,10 @@ inline Exchange make_row_exchange(int m, int n, int world_size, Exchange::Mode m
   return exchange;
 }
 
-// Picks the faster all-reduce: one-shot moves more data, two-shot adds a trip over the link. deals_rows: ranks share
-// whole rows (make_row_exchange). A CTA sums and normalises one, so owners of a few rows use few CTAs before the
-// second trip (docs/design/decode.md#rmsnorm).
-inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size, bool deals_rows) {
+// Picks the faster all-reduce: one-shot moves more data, two-shot adds a trip over the link.
+inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size) {
   constexpr double kLinkBytesPerUs = 310e3;
-  const double hop_us = deals_rows ? 4.8 : 1.7;  // from a store to the peer's poll
+  constexpr double kHopUs = 1.7;  // from a store to the peer's poll
   const double bytes = static_cast<double>(m) * n * Exchange::kElementBytes;
   // With two ranks both modes send the same amount. A sum in a launch of its own (m == 1) is faster two-shot
   // from this size on, because it accesses local memory less often
@@ -92,7 +90,7 @@ inline Exchange::Mode all_reduce_mode(int64_t m, int64_t n, int world_size, bool
   if (world_size == 2 && m == 1 && bytes >= kAloneTwoShotBytes) return Exchange::Mode::kTwoShot;
   const double one_shot = bytes * (world_size - 1);
   const double two_shot = 2 * bytes * (world_size - 1) / world_size;
-  return one_shot <= two_shot + hop_us * kLinkBytesPerUs ? Exchange::Mode::kOneShot
+  return one_shot <= two_shot + kHopUs * kLinkBytesPerUs ? Exchange::Mode::kOneShot
                                                          : Exchange::Mode::kTwoShot;
 }
 

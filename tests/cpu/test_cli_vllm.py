@@ -72,8 +72,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
     assert said["norms"] == "part of flux.gemm_ar, where those run"
     assert said["sequence parallel"] == "compiled batches from 768 tokens on"
     assert {name: what for name, what in said.items() if name.endswith("tokens")} == {
-        "1 to 128 tokens": "vLLM",
-        "129 to 767 tokens": "gemm_ar",
+        "1 to 767 tokens": "gemm_ar",
         "768 to 8192 tokens": "sequence parallel",
     }
     said = found(tmp_path, LLAMA, "--tp", "2")

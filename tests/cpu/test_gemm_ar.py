@@ -102,7 +102,7 @@ def run_case(rank: int, world_size: int, index: int) -> str:
 
 
 def two_shot(rank: int, world_size: int) -> str:
-    with deciding(lambda m, n, p: TWO_SHOT):
+    with deciding(lambda *_: TWO_SHOT):
         answers = {case_name(case): run_case(rank, world_size, i) for i, case in enumerate(CASES)}
         plan = flux.explain("gemm_ar", 4, 8, 8)
         assert world_size == 1 or plan.transport.endswith("two-shot"), plan
@@ -258,7 +258,7 @@ def skewed(rank: int, world_size: int) -> str:
 
     CpuWorkspace.signal = late_signal  # type: ignore[method-assign]
     try:
-        with deciding(lambda m, n, p: TWO_SHOT if m * n // 8 % 2 else ONE_SHOT):
+        with deciding(lambda m, n, *_: TWO_SHOT if m * n // 8 % 2 else ONE_SHOT):
             for number in range(some(60)):
                 m, n, k = shapes.randint(1, 100), shapes.randint(1, 10 * (number + 1)), shapes.randint(2, 24)
                 bias, dtype = shapes.random() < 0.5, shapes.choice(DTYPES)

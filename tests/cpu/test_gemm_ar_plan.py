@@ -125,6 +125,23 @@ def test_what_is_exchanged_and_how(change: dict[str, Any], fused: bool, mode: in
     assert made.config >= 0, "ranks could not tell each other"
 
 
+@pytest.mark.parametrize(
+    ("op", "m", "mode"),
+    [
+        *(("all_reduce_norm", m, mode) for m, mode in ((1, 0), (48, 0), (64, 1))),
+        *(("all_reduce", m, mode) for m, mode in ((16, 0), (48, 1))),
+        *(("gemm_ar_norm", m, mode) for m, mode in ((1, 0), (7, 0), (8, 1))),
+        *(("gemm_ar", m, mode) for m, mode in ((16, 0), (32, 1))),
+    ],
+)
+def test_a_norm_changes_when_two_trips_are_sooner(op: str, m: int, mode: int) -> None:
+    """As measured on four GPUs. Two ranks send as much either way, and CPUs sum as without a norm."""
+    assert plan(op, m=m, n=8192).mode == mode
+    assert plan(op, m=m, n=8192, world_size=2).mode == 0
+    without = op.removesuffix("_norm")
+    assert plan(op, m=m, n=8192, device_type="cpu").mode == plan(without, m=m, n=8192, device_type="cpu").mode
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device_type: str) -> None:
@@ -136,7 +153,7 @@ def test_what_is_reserved_suffices_for_every_smaller_sum(world_size: int, device
         # As many rows as an exchange takes, and what just goes one-shot, are the extremes.
         sizes += [(min(max_m, MAX_EXCHANGE_BYTES // 2 // n), n) for n in range(1, max_n + 1, 8)]
         for m, n in sizes:
-            for op in ("gemm_ar", "all_reduce", "all_reduce_norm"):
+            for op in ("gemm_ar", "gemm_ar_norm", "all_reduce", "all_reduce_norm"):
                 made = plan(op, m=m, n=n, device_type=device_type, world_size=world_size)
                 for name in ("signal_bytes", "slot_bytes", "exchange_bytes"):
                     # Composed plans say nothing of their parts.

@@ -32,7 +32,7 @@ def test_the_page_has_it() -> None:
 
 def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = tool.Model("", 8192, 8192, 28672)
-    assert ranges(dense) == [(1, "vLLM"), (129, "gemm_ar"), (768, "sequence parallel")]
+    assert ranges(dense) == [(1, "gemm_ar"), (768, "sequence parallel")]
     experts = tool.Model("", 8192, 8192, 0, experts=True)
     # Sums of vLLM's experts are sharded, too, but its layers take the host longer.
     assert ranges(experts) == [(1, "vLLM"), (129, "gemm_ar"), (1605, "sequence parallel")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,10 @@ RAGGED_FROM_BYTES = 2 * COMPOSED_FROM_BYTES
 # Elements of the kernels' 16-byte vectors. On CPUs matrices of any dtype are padded to a multiple of it.
 VECTOR = 8
 _BY_TORCH = "torch.distributed.all_reduce"
+# Between more than two ranks, the time of a second trip with a norm over that without one. In a launch of
+# its own, an owner of a few rows has few CTAs to sum and normalise them; behind a GEMM, CTAs have less to sum
+# after two trips (docs/design/decode.md#one-trip-or-two-with-a-norm).
+_TRIP_ALONE_WITH_NORM, _TRIP_BEHIND_GEMM_WITH_NORM = 2.8, 0.35
 
 # Of flux.gemm_rs and flux.all_gather, and of an exchange of the last rows if the ranks do not divide all.
 _COMPOSED = {"way": "composed", "transport": "those of gemm_rs and all_gather"}
@@ -55,7 +60,7 @@ def plan_gemm_ar(problem: PlanInput, *, norm: bool = False) -> Plan:
         reason = f"the sum has {sum_bytes / 2**20:.0f} MiB, more than an exchange holds"
         reason += f", and m = {m} cannot be dealt to {p} ranks"
         return problem.plan("gemm_ar", False, reason, transport=_BY_TORCH)
-    return _by_exchange(problem, reason)
+    return _by_exchange(problem, reason, norm=norm)
 
 
 def plan_gemm_ar_norm(problem: PlanInput) -> Plan:
@@ -76,15 +81,15 @@ def _composed(problem: PlanInput, reason: str) -> Plan | None:
     return problem.plan("gemm_ar", True, reason, **_COMPOSED) if problem.m >= problem.world_size else None
 
 
-def _exchange_if_it_fits(problem: PlanInput, reason: str) -> Plan | None:
+def _exchange_if_it_fits(problem: PlanInput, reason: str, *, norm: bool) -> Plan | None:
     fits = problem.m * problem.n * problem.result_dtype.itemsize <= MAX_EXCHANGE_BYTES
-    return _by_exchange(problem, reason) if fits else None
+    return _by_exchange(problem, reason, norm=norm) if fits else None
 
 
-def _by_exchange(problem: PlanInput, reason: str) -> Plan:
+def _by_exchange(problem: PlanInput, reason: str, *, norm: bool) -> Plan:
     choice = _invariant.select("gemm_ar", problem)
     two_launches = problem.on_gpu and not choice.sums_in_launch
-    exchange = _exchanged(problem, alone=two_launches)
+    exchange = _exchanged(problem, alone=two_launches, norm=norm and problem.on_gpu)
     reason += f"; {exchange.pop('reason')}"
     if problem.on_gpu:
         reason += f"; {'two launches: GEMM, sum' if two_launches else 'one launch'}"
@@ -160,24 +165,25 @@ PLANNERS |= {
     "all_reduce_norm": plan_all_reduce_norm,
     "reduce_scatter": plan_reduce_scatter,
 }
-for _op in ("gemm_ar", "gemm_ar_norm"):
-    WAYS |= {(_op, "composed"): _composed, (_op, "fused"): _exchange_if_it_fits}
+for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
+    fused = functools.partial(_exchange_if_it_fits, norm=_norm)
+    WAYS |= {(_op, "composed"): _composed, (_op, "fused"): fused}
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:
     """How ranks sum a matrix [m, n], why, and the workspace sizes that they need.
 
     `alone`: a kernel without a GEMM, which treats the matrix as one row, or distributes its rows over ranks.
-    `norm`: and normalises them.
+    `norm`: the kernel normalises rows.
     """
     core, m, world_size = _native.core, problem.m, problem.world_size
     padded = round_up(problem.n, VECTOR)
     rows = m
     if alone:
-        mode = core.all_reduce_mode(1, m * padded, world_size, norm)
+        mode = _mode(1, m * padded, world_size, _TRIP_ALONE_WITH_NORM if norm else 1.0)
         rows = round_up(m, world_size) if mode == core.ExchangeMode.TWO_SHOT else m
     else:
-        mode = core.all_reduce_mode(m, padded, world_size)
+        mode = _mode(m, padded, world_size, _TRIP_BEHIND_GEMM_WITH_NORM if norm else 1.0)
     name, other = "one-shot", "two-shot"
     if mode == core.ExchangeMode.TWO_SHOT:
         name, other = other, name
@@ -197,6 +203,14 @@ def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -
             problem.result_dtype,
         ),
     }
+
+
+def _mode(m: int, n: int, world_size: int, trip: float) -> Any:
+    """One-shot or two-shot, if a second trip takes `trip` times as long as usual: as if so much less were
+    sent. Two ranks send as much either way.
+    """
+    sent = n if world_size == 2 else max(1, round(n / trip))
+    return _native.core.all_reduce_mode(m, sent, world_size)
 
 
 def _room(device_type: str, exchange_bytes: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
@@ -222,7 +236,7 @@ def exchange_room(
     one_shot, too_many = 0, most // VECTOR + 1  # in vectors; smaller sums are one-shot, with a norm
     while too_many - one_shot > 1:
         middle = (one_shot + too_many) // 2
-        if core.all_reduce_mode(1, middle * VECTOR, world_size, True) == core.ExchangeMode.ONE_SHOT:
+        if _mode(1, middle * VECTOR, world_size, _TRIP_ALONE_WITH_NORM) == core.ExchangeMode.ONE_SHOT:
             one_shot = middle
         else:
             too_many = middle
