@@ -19,11 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from effort import some
 from flux.integrations.dtensor import FluxRowwiseParallel, FluxSharedColwiseParallel
 from flux.layers import RMSNorm, reduce_replicated_grads
 from flux.testing import spawn
 
-HIDDEN, WIDE, BLOCKS, STEPS = 16, 32, 2, 20
+HIDDEN, WIDE, BLOCKS, STEPS = 16, 32, 2, some(20)
 
 
 class Block(nn.Module):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flux
+from effort import some
 from flux.comm import registry
 from flux.comm.nodes.workspace import NodesWorkspace
 from flux.ops.plan import Plan, workspace_plan
@@ -54,7 +55,9 @@ def all_ranks(layout: str, name: str, engine: str = "auto") -> list[Any]:
 
 def random_calls(rank: int, world_size: int, ranks: int) -> tuple[list[str], Counter[str]]:
     whole = ranks == 2 and world_size == 4 and os.environ["FLUX_RAIL"] == "auto"
-    return nodes_cases.run(rank, world_size, list(nodes_cases.CHECKS), 12 if whole else 3, SEED)
+    return nodes_cases.run(
+        rank, world_size, list(nodes_cases.CHECKS), max(7, some(12)) if whole else some(3), SEED
+    )
 
 
 @pytest.mark.parametrize(
