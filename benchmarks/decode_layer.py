@@ -15,9 +15,8 @@ CUDA graph has several layers with weights of their own, so no weight is in the 
 - "reduced, behind": and all other products that are not summed by such kernels;
 - "apart": and those that are summed;
 - "parts": as "flux", but by flux.gemm and flux.all_reduce;
-- "FlashInfer, behind", "FlashInfer, small", "FlashInfer, all": that package's sums, and products by flux's
-  kernel: those behind norms; those whose weight has at most 128 MiB, cuBLAS's for the others; all. So for
-  vLLM's.
+- "FlashInfer, behind", "FlashInfer, small", "FlashInfer, all": the package sums, and flux multiplies: behind
+  norms; by weights of at most 128 MiB; everywhere. The same with "vLLM".
 
 With --mode, flux sums in one trip or in two, whatever its plan would choose.
 
