@@ -172,8 +172,7 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
         endpoints = config.compilation_config.compile_ranges_endpoints
         assert endpoints == [3, 5, 6, 20, 31, 64, 512], "64: no fusion, and the end of products behind norms"
         row_parallel(vllm, WEIGHT)
-        endpoints = config.compilation_config.compile_ranges_endpoints
-        assert endpoints == [3, 5, 6, 20, 31, 64, 100, 512]
+        assert config.compilation_config.compile_ranges_endpoints == endpoints, "100 are no end: vLLM's is 64"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +185,7 @@ def test_few_tokens_are_kept_where_vllm_would_fuse(
         (256, range(64, 129), False, [63, 128, 399, 512]),
         (256, range(1, 201), False, [8, 64, 200, 399, 512]),
         (256, range(1, 201), True, [512]),
+        (50, range(1, 201), False, [8, 50, 64, 100, 399, 512]),
     ],
 )
 def test_no_range_begins_where_both_sides_are_vllms(

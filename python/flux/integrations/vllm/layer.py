@@ -83,9 +83,11 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             compiled.install()
             scales = self._flux_fp8.scaling.kind if self._flux_fp8 else ""
             how = (self.params_dtype, self.tp_size, current_device(), scales)
-            few, many = range(0), NEVER
+            few, many, fused = range(0), NEVER, _fused_by_vllm(config, self)
             if not compiled.has_experts(config):
                 few = few_over_fusion(self.output_size, self._flux_from, *how)
+                # Beyond, nothing is to be kept from vLLM, and a range of its own would cost a compilation.
+                few = range(few.start, min(few.stop, fused + 1)) if fused else few
                 many = max(over_fusion_from(self.output_size, *how), self._flux_from)
             compiled.serve_over_fusion(config, few, many)
             # Here, and not only where the model is found to be sequence parallel: graphs that come from
@@ -97,7 +99,7 @@ class FluxRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             if first < SERVED_TOKENS < (sequence or NEVER) and not _invariance.active():
                 begins.append(SERVED_TOKENS + 1)
             for tokens in begins:
-                if tokens > _fused_by_vllm(config, self) or tokens in few or tokens >= many:
+                if tokens > fused or tokens in few or tokens >= many:
                     compiled.split_range(config, tokens)
 
     def forward(self, input_: Any) -> Any:
