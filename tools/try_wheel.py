@@ -17,7 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "torch==2.13.0"
 # Folders of tests that are copied beside the environment; the rest of the tree stays out of reach.
-HELPERS = ("tests/conftest.py", "tests/cpu/cases.py", "tests/cpu/callers.py", "tests/cpu/leftovers.py")
+HELPERS = (
+    "tests/conftest.py",
+    "tests/effort.py",
+    "tests/cpu/cases.py",
+    "tests/cpu/callers.py",
+    "tests/cpu/leftovers.py",
+)
 TESTS = (
     "tests/wheel/test_wheel.py",
     "tests/cpu/test_gemm_rs.py",
