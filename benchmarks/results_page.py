@@ -14,12 +14,11 @@ from flux.bench.model import Bar, Row, geomean, over_best
 from flux.bench.report import BARS, notes
 from flux.cli import training
 from flux.cli.tables import furthest_apart
-from flux.cli.throughput import over_stock
+from flux.cli.throughput import over_stock, waited
 from measurements import Marks, Measurement, Other, Source, operator_of, ranked
 from results_text import CTAS, HEAD, HOSTS, LOSSES, MODELS, OPERATORS, README_HEAD, README_NOTES, VLLM
 
 RESULTS = "../benchmarks/results/"
-_WAITED = [(key, part) for key in ("first_s", "further_s") for part in ("median", "p99")]
 _NUMERIC = re.compile(r"[\d.,*–% µs]*( \(\*{0,2}[\d.]+\*{0,2}\)[ ¹²³⁴]*)?")
 
 
@@ -266,27 +265,19 @@ def vllm(found: Sequence[Other]) -> list[str]:
 
 def arrivals(runs: Mapping[str, Any]) -> list[str]:
     """What requests waited for, of each rate at which they arrived: medians of samples."""
-    lines = [
-        [
-            rate,
-            name,
-            *(f"{1e3 * _middle(samples, key, part):.1f}" for key, part in _WAITED),
-            f"{median(each['tokens_per_s'] for each in samples):,.0f}",
-            f"{len(samples)}, {100 * (max(first) / min(first) - 1):.0f} %",
-        ]
-        for rate in dict.fromkeys(rate for run in runs.values() for rate in run.get("traces", {}))
-        if rate != "at once"
-        for name, run in runs.items()
-        for samples in [run.get("traces", {}).get(rate)]
-        if samples
-        for first in [[each["first_s"]["median"] for each in samples]]
-    ]
+    lines = []
+    for rate in dict.fromkeys(rate for run in runs.values() for rate in run.get("traces", {})):
+        for name, run in runs.items():
+            samples = run.get("traces", {}).get(rate)
+            if rate == "at once" or not samples:
+                continue
+            times = [f"{1e3 * seconds:.1f}" for both in waited(samples) for seconds in both]
+            tokens = median(each["tokens_per_s"] for each in samples)
+            first = [each["first_s"]["median"] for each in samples]
+            apart = f"{len(samples)}, {100 * (max(first) / min(first) - 1):.0f} %"
+            lines.append([rate, name, *times, f"{tokens:,.0f}", apart])
     head = ["requests", "", "first token, ms", "99 % within", "each further, ms", "99 % within", "tokens/s"]
     return [table([*head, "samples, apart"], lines)] if lines else []
-
-
-def _middle(samples: Sequence[Mapping[str, Any]], key: str, part: str) -> float:
-    return median(each[key][part] for each in samples)
 
 
 def scatter(runs: Mapping[str, Any]) -> str:

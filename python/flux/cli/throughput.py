@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -47,6 +48,17 @@ def over_stock(runs: dict[str, Any]) -> dict[str, dict[str, tuple[float, float |
     }
 
 
+def waited(samples: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Seconds to the first token of a trace's requests, and for each further one: of both, over its samples,
+    the medians of the median and of the 99th percentile.
+    """
+
+    def middle(key: str, part: str) -> float:
+        return statistics.median(float(each[key][part]) for each in samples)
+
+    return [(middle(key, "median"), middle(key, "p99")) for key in ("first_s", "further_s")]
+
+
 def _rates(runs: dict[str, Any], title: str) -> Table:
     found = over_stock(runs)
     metrics = list(dict.fromkeys(metric for rates in found.values() for metric in rates))
@@ -75,10 +87,10 @@ def _profile(what: str, profile: dict[str, Any]) -> str:
 
 def _trace(arrivals: str, samples: list[dict[str, Any]]) -> str:
     """Times of a trace: the medians of its samples, and how far the slowest is from the fastest."""
-    times = []
-    for key, what in (("first_s", "first token"), ("further_s", "each further one")):
-        median, late = (statistics.median(each[key][part] for each in samples) for part in ("median", "p99"))
-        times.append(f"{what} {1e3 * median:.1f} ms, in 1 % over {1e3 * late:.1f} ms")
+    times = [
+        f"{what} {1e3 * median:.1f} ms, in 1 % over {1e3 * late:.1f} ms"
+        for what, (median, late) in zip(("first token", "each further one"), waited(samples), strict=True)
+    ]
     seconds = [each["seconds"] for each in samples]
     apart = 100 * (max(seconds) / min(seconds) - 1)
     return f"trace {arrivals}: {'; '.join(times)}; {len(samples)} samples {apart:.1f} % apart"

@@ -89,7 +89,7 @@ def _exchange_if_it_fits(problem: PlanInput, reason: str, *, norm: bool) -> Plan
 def _by_exchange(problem: PlanInput, reason: str, *, norm: bool) -> Plan:
     choice = _invariant.select("gemm_ar", problem)
     two_launches = problem.on_gpu and not choice.sums_in_launch
-    exchange = _exchanged(problem, alone=two_launches, norm=norm and problem.on_gpu)
+    exchange = _exchanged(problem, alone=two_launches, norm=norm)
     reason += f"; {exchange.pop('reason')}"
     if problem.on_gpu:
         reason += f"; {'two launches: GEMM, sum' if two_launches else 'one launch'}"
@@ -111,16 +111,16 @@ def plan_all_reduce_norm(problem: PlanInput) -> Plan:
     """The plan of an AllReduce of m rows of n elements with RMSNorm, for which ranks share whole rows. k does
     not matter.
     """
-    return _summed(problem, alone=problem.on_gpu, norm=problem.on_gpu)
+    return _summed(problem, norm=True)
 
 
-def _summed(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> Plan:
-    """The plan of an AllReduce of a matrix [m, n]. `alone`, `norm`: as of _exchanged."""
+def _summed(problem: PlanInput, *, norm: bool = False) -> Plan:
+    """The plan of an AllReduce of a matrix [m, n]. norm: with RMSNorm."""
     problem = replace(problem, k=0, transpose_weight=False)
     fused, reason = _can_sum_fused("all_reduce", problem)
     if not fused:
         return problem.plan("all_reduce", False, reason, transport=_by_torch(problem, _BY_TORCH))
-    exchange = _exchanged(problem, alone=alone, norm=norm)
+    exchange = _exchanged(problem, alone=norm and problem.on_gpu, norm=norm)
     reason += f"; {exchange.pop('reason')}"
     return problem.plan("all_reduce", True, reason, config=_NO_TILE, **exchange)
 
@@ -166,24 +166,26 @@ PLANNERS |= {
     "reduce_scatter": plan_reduce_scatter,
 }
 for _op, _norm in (("gemm_ar", False), ("gemm_ar_norm", True)):
-    fused = functools.partial(_exchange_if_it_fits, norm=_norm)
-    WAYS |= {(_op, "composed"): _composed, (_op, "fused"): fused}
+    WAYS[_op, "composed"] = _composed
+    WAYS[_op, "fused"] = functools.partial(_exchange_if_it_fits, norm=_norm)
 
 
 def _exchanged(problem: PlanInput, *, alone: bool = False, norm: bool = False) -> dict[str, Any]:
     """How ranks sum a matrix [m, n], why, and the workspace sizes that they need.
 
     `alone`: a kernel without a GEMM, which treats the matrix as one row, or distributes its rows over ranks.
-    `norm`: the kernel normalises rows.
+    `norm`: with RMSNorm, which on GPUs is part of the kernel.
     """
     core, m, world_size = _native.core, problem.m, problem.world_size
     padded = round_up(problem.n, VECTOR)
-    rows = m
+    rows, trip = m, 1.0
+    if norm and problem.on_gpu:
+        trip = _TRIP_ALONE_WITH_NORM if alone else _TRIP_BEHIND_GEMM_WITH_NORM
     if alone:
-        mode = _mode(1, m * padded, world_size, _TRIP_ALONE_WITH_NORM if norm else 1.0)
+        mode = _mode(1, m * padded, world_size, trip)
         rows = round_up(m, world_size) if mode == core.ExchangeMode.TWO_SHOT else m
     else:
-        mode = _mode(m, padded, world_size, _TRIP_BEHIND_GEMM_WITH_NORM if norm else 1.0)
+        mode = _mode(m, padded, world_size, trip)
     name, other = "one-shot", "two-shot"
     if mode == core.ExchangeMode.TWO_SHOT:
         name, other = other, name
