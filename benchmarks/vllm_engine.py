@@ -79,6 +79,8 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# An API server passes on what Probe is asked, and all clients draw the same prompts: by hashes of strings.
+API_SERVER = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0"}
 # Fusions of the all-reduce: with RMSNorm by FlashInfer; into a reduce-scatter.
 PASSES_OFF = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 
@@ -158,8 +160,7 @@ class Settings:
             "FLUX_VLLM_MIN_TOKENS": first,
             "FLUX_VLLM_FP8_GEMM": fp8_gemm or "off",
             **({"FLUX_VLLM_SEQUENCE": sequence} if sequence else {}),
-            # With it an API server passes on what Probe is asked.
-            **({"VLLM_SERVER_DEV_MODE": "1"} if self.api_server else {}),
+            **(API_SERVER if self.api_server else {}),
             # Compiling takes ranks different times.
             "FLUX_TIMEOUT_S": str(self.timeout_s),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(self.timeout_s),

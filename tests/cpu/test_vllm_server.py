@@ -116,6 +116,8 @@ def test_options_are_those_of_the_engine(server: Any, settings: Any) -> None:
     assert options[options.index("--compilation-config") + 1] == "{}"
     assert "--enforce-eager" not in options and "--skip-tokenizer-init" not in options
     assert on_gpu.environment("flux-graph")["VLLM_SERVER_DEV_MODE"] == "1"
+    # vLLM's client draws a prompt by Python's hash of a string, which else differs between processes.
+    assert on_gpu.environment("flux-graph")["PYTHONHASHSEED"] == "0"
     assert "VLLM_SERVER_DEV_MODE" not in replace(on_gpu, api_server=False).environment("flux-graph")
 
 
