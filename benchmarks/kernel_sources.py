@@ -48,6 +48,7 @@ EQUAL_RESTS = "e0cb697"
 
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<[^>]+>)[^\n]*$', re.MULTILINE)
+_OF_FILES = re.compile(r"#pragmaonce|namespace[\w:]*\{|\}")  # lines that a file more brings
 Read = Callable[[str], str | None]
 
 
@@ -68,11 +69,14 @@ def _included(text: str) -> tuple[str, ...]:
 
 
 def share_changed(then: Code, now: Code) -> float:
-    """The share of the lines of `now` that `then` has nowhere; 0 where no text differs, and only there."""
+    """The share of the lines of `now` that `then` has nowhere; 0 if lines only moved, between files too."""
     if {path: "".join(lines) for path, lines in then.items()} == {p: "".join(q) for p, q in now.items()}:
         return 0.0
-    before, after = (Counter(line for lines in code.values() for line in lines) for code in (then, now))
-    return max((after - before).total(), 1) / max(after.total(), 1)
+    before, after = (
+        Counter(line for lines in code.values() for line in lines if not _OF_FILES.fullmatch(line))
+        for code in (then, now)
+    )
+    return max((after - before).total(), int(before != after)) / max(after.total(), 1)
 
 
 def device_code(sources: tuple[str, ...], read: Read) -> Code:

@@ -1,7 +1,7 @@
 #include "ag_gemm/ag_gemm.h"
 #include "ag_gemm/ag_gemm_fp8.h"
 #include "ag_gemm/gather.cuh"
-#include "gemm/launch.cuh"
+#include "gemm/sm90/launch.cuh"
 #include "runtime/copy_queue.h"
 
 namespace flux::ag_gemm {

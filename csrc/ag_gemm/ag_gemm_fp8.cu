@@ -1,5 +1,5 @@
 #include "ag_gemm/ag_gemm_fp8.h"
-#include "gemm/launch.cuh"
+#include "gemm/sm90/launch.cuh"
 
 namespace flux::ag_gemm {
 

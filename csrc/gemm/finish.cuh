@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "gemm/epilogue.cuh"
+#include "gemm/elements.cuh"
 #include "gemm/named_barriers.h"
 #include "gemm/quantize.cuh"
 #include "gemm/shares.cuh"

@@ -1,6 +1,6 @@
 #include "gemm/gemm.h"
 #include "gemm/instances.h"
-#include "gemm/launch.cuh"
+#include "gemm/sm90/launch.cuh"
 
 namespace flux::gemm {
 

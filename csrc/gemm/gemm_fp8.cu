@@ -1,6 +1,6 @@
 #include "gemm/instances.h"
-#include "gemm/launch.cuh"
-#include "gemm/launch_swap_ab.cuh"
+#include "gemm/sm90/launch.cuh"
+#include "gemm/sm90/launch_swap_ab.cuh"
 
 namespace flux::gemm {
 

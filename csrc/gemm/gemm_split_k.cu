@@ -1,5 +1,5 @@
 #include "gemm/instances.h"
-#include "gemm/launch.cuh"
+#include "gemm/sm90/launch.cuh"
 
 namespace flux::gemm {
 

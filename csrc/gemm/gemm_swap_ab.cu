@@ -1,5 +1,5 @@
 #include "gemm/instances.h"
-#include "gemm/launch_swap_ab.cuh"
+#include "gemm/sm90/launch_swap_ab.cuh"
 
 namespace flux::gemm {
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "gemm/epilogue.cuh"
+#include "gemm/elements.cuh"
 #include "gemm/quantized.h"
 #include "runtime/device/ptx.cuh"
 

@@ -6,6 +6,7 @@
 #include "gemm/finish.cuh"
 #include "gemm/named_barriers.h"
 #include "gemm/policy.h"
+#include "gemm/sm90/epilogue.cuh"
 
 namespace flux::gemm_ar {
 

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "gemm/launch_swap_ab.cuh"
+#include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/all_reduce.cuh"
 #include "gemm_ar/gemm_ar.h"
 #include "gemm_ar/gemm_ar_tiles.h"

@@ -1,5 +1,5 @@
-#include "gemm/launch.cuh"
-#include "gemm/launch_swap_ab.cuh"
+#include "gemm/sm90/launch.cuh"
+#include "gemm/sm90/launch_swap_ab.cuh"
 #include "gemm_ar/exchange_store.cuh"
 #include "gemm_ar/gemm_ar_tiles.h"
 

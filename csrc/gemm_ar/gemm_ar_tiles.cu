@@ -1,4 +1,4 @@
-#include "gemm/launch.cuh"
+#include "gemm/sm90/launch.cuh"
 #include "gemm_ar/exchange_store.cuh"
 #include "gemm_ar/gemm_ar_tiles.h"
 

@@ -1,4 +1,4 @@
-#include "gemm/launch.cuh"
+#include "gemm/sm90/launch.cuh"
 #include "gemm_rs/gemm_rs.h"
 #include "gemm_rs/gemm_rs_fp8.h"
 #include "gemm_rs/store.cuh"

@@ -7,7 +7,7 @@
 // the rank that owns it (`rounds_own`).
 #pragma once
 
-#include "gemm/epilogue.cuh"
+#include "gemm/elements.cuh"
 #include "gemm/named_barriers.h"
 #include "gemm/policy.h"
 #include "gemm_rs/plan.h"

@@ -1,7 +1,7 @@
 // Activations of experts, and their derivatives.
 #pragma once
 
-#include "gemm/epilogue.cuh"
+#include "gemm/elements.cuh"
 
 namespace flux::moe {
 

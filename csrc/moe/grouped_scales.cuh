@@ -3,7 +3,7 @@
 // applied to the sums.
 #pragma once
 
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 
 namespace flux::moe {
 

@@ -6,7 +6,7 @@
 // too early is not available to an idle CTA.
 #pragma once
 
-#include "gemm/smem.cuh"
+#include "gemm/sm90/smem.cuh"
 
 namespace flux::moe {
 

@@ -1,7 +1,7 @@
 // The products of a rank's experts, and the weighted sum of a token's rows of them. Used by layer 1 and by combine.cu.
 #pragma once
 
-#include "gemm/epilogue.cuh"
+#include "gemm/elements.cuh"
 
 namespace flux::moe {
 

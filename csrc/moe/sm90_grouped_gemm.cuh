@@ -1,5 +1,5 @@
 // Grouped GEMM: rows sorted by expert, each multiplied by the weight of its expert. Has the mainloop, stages and slabs
-// of gemm/sm90_gemm.cuh. In addition, rows of x may be gathered from any location, and the rows of an expert may end
+// of gemm/sm90/gemm.cuh. In addition, rows of x may be gathered from any location, and the rows of an expert may end
 // in the middle of a tile.
 //
 //   loader     warp 0                 B by TMA, one thread; A too, unless its rows must be gathered
@@ -45,9 +45,9 @@
 //   end(params, call)               called by one thread of each CTA, after combine, or after its last tile is drawn
 #pragma once
 
-#include "gemm/epilogue.cuh"
-#include "gemm/mainloop.cuh"
-#include "gemm/smem.cuh"
+#include "gemm/sm90/epilogue.cuh"
+#include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/smem.cuh"
 #include "moe/activation.cuh"
 #include "moe/grouped_scales.cuh"
 #include "moe/job_queue.cuh"

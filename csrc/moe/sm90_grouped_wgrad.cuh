@@ -13,9 +13,9 @@
 // math warps: their loop is that of all GEMM kernels.
 #pragma once
 
-#include "gemm/epilogue.cuh"
-#include "gemm/mainloop.cuh"
-#include "gemm/smem.cuh"
+#include "gemm/sm90/epilogue.cuh"
+#include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/smem.cuh"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::moe {

@@ -104,6 +104,16 @@ def upward_includes(root: Path) -> list[str]:
     return found
 
 
+def one_architecture(root: Path) -> list[str]:
+    """Headers of csrc/gemm know no architecture: only its .cu files name a mainloop."""
+    return [
+        f"{path}: {target}"
+        for path, _, target in includes(root)
+        if path.count("/") == 2 and path.startswith("csrc/gemm/") and Path(path).suffix != ".cu"
+        if re.match(r"gemm/sm\d+/|cute/|cutlass/", target)
+    ]
+
+
 def python_imports(root: Path) -> list[str]:
     """Parts of the package import only what lies below them."""
     package = root / "python" / "flux"
@@ -207,6 +217,7 @@ LAWS: list[tuple[Callable[[Path], list[str]], str, str]] = [
     (foreign_headers, "csrc/runtime/device.h", "  # include <Python.h>\n"),
     (upward_includes, "csrc/gemm_rs/store.cuh", '#include "ag_gemm/plan.h"\n'),
     (upward_includes, "csrc/runtime/device.cc", '#include "gemm/select.h"\n'),
+    (one_architecture, "csrc/gemm/finish.cuh", '#include "gemm/sm90/smem.cuh"\n'),
     (python_imports, "python/flux/comm/group.py", "def f():\n    from flux.ops import gemm\n"),
     (python_imports, "python/flux/ops/gemm.py", "import flux\n"),
     (python_imports, "python/flux/bench/a.py", "from . import b\n"),

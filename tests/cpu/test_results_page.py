@@ -194,6 +194,13 @@ def test_what_changes_a_kernel(tools: Tools, repository: Path, name: str, text: 
     history.close()
 
 
+def test_moved_lines_are_no_change(tools: Tools) -> None:
+    then = {"a.cuh": ("namespaceflux{", "inta;", "intb;", "}")}
+    moved = {"a.cuh": ("namespaceflux{", "inta;", "}"), "b.cuh": ("#pragmaonce", "namespaceb{", "intb;", "}")}
+    assert tools.sources.share_changed(then, moved) == 0
+    assert tools.sources.share_changed(moved, {"a.cuh": ("inta;",)}) > 0
+
+
 def test_code_keeps_strings_with_slashes(tools: Tools) -> None:
     assert tools.sources.code('f("// no comment");  // one\n#include <a>\n/* b\nc */ g();\n') == (
         'f("//nocomment");',

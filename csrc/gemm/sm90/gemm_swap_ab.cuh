@@ -25,10 +25,10 @@
 
 #include "gemm/finish.cuh"
 #include "gemm/gemm.h"
-#include "gemm/mainloop.cuh"
 #include "gemm/named_barriers.h"
-#include "gemm/scales.cuh"
-#include "gemm/smem.cuh"
+#include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/scales.cuh"
+#include "gemm/sm90/smem.cuh"
 #include "gemm/swap_ab.h"
 #include "runtime/device/ptx.cuh"
 

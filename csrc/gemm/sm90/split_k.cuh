@@ -8,7 +8,7 @@
 #pragma once
 
 #include "gemm/named_barriers.h"
-#include "gemm/smem.cuh"
+#include "gemm/sm90/smem.cuh"
 #include "gemm/tile_order.h"
 #include "runtime/device/ptx.cuh"
 

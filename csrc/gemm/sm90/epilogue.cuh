@@ -6,8 +6,9 @@
 // blocks are a chunk of 16 columns: 8 accumulators a thread, or 16 bytes after rounding to a 16-bit type.
 #pragma once
 
+#include "gemm/elements.cuh"
 #include "gemm/policy.h"
-#include "gemm/wgmma.cuh"
+#include "gemm/sm90/wgmma.cuh"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
@@ -65,90 +66,6 @@ FLUX_DEVICE void load_a(const Boxes& a, uint32_t dst, uint32_t full, int k, int 
     ptx::tma_load_2d(a.map, dst, full, k, row);
   } else {
     ptx::tma_load_2d_multicast(a.map, dst + cta * a.rows * 128, full, k, row + cta * a.rows, 0b11);
-  }
-}
-
-// --- rounding ---
-
-template <class Element>
-struct Pair;
-template <>
-struct Pair<__nv_bfloat16> {
-  FLUX_DEVICE static uint32_t round(float a, float b) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  FLUX_DEVICE static float2 widen(uint32_t bits) {
-    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
-  }
-};
-template <>
-struct Pair<__half> {
-  FLUX_DEVICE static uint32_t round(float a, float b) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  FLUX_DEVICE static float2 widen(uint32_t bits) {
-    return __half22float2(reinterpret_cast<const __half2&>(bits));
-  }
-};
-
-// 16 bytes of a row.
-constexpr int kVector = 8;
-
-template <class Element>
-FLUX_DEVICE void widen(const uint4& v, float (&f)[kVector]) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = Pair<Element>::widen(words[i]);
-    f[2 * i] = pair.x;
-    f[2 * i + 1] = pair.y;
-  }
-}
-
-FLUX_DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-template <class Element>
-FLUX_DEVICE uint4 round(const float (&f)[kVector]) {
-  return {Pair<Element>::round(f[0], f[1]), Pair<Element>::round(f[2], f[3]),
-          Pair<Element>::round(f[4], f[5]), Pair<Element>::round(f[6], f[7])};
-}
-
-// The part of a chunk that one thread holds, as pairs of columns: {left block, row}, {left block, row + 8},
-// {right block, row}, {right block, row + 8}.
-struct Fragment {
-  uint32_t pair[4];
-};
-
-template <class Element>
-FLUX_DEVICE Fragment pack(const float* d) {
-  return {{Pair<Element>::round(d[0], d[1]), Pair<Element>::round(d[2], d[3]),
-           Pair<Element>::round(d[4], d[5]), Pair<Element>::round(d[6], d[7])}};
-}
-
-// Two adjacent elements of a row that nothing writes during the launch; the first has an even index.
-template <class Element>
-FLUX_DEVICE float2 load_pair(const void* row, int first) {
-  return Pair<Element>::widen(__ldg(static_cast<const uint32_t*>(row) + first / 2));
-}
-template <>
-FLUX_DEVICE float2 load_pair<float>(const void* row, int first) {
-  return __ldg(static_cast<const float2*>(row) + first / 2);
-}
-
-template <class Element, int kAccumulators>
-FLUX_DEVICE void add_bias(const void* bias, int first_column, int n, float (&d)[kAccumulators]) {
-#pragma unroll
-  for (int block = 0; block < kAccumulators / 4; ++block) {
-    const int column = first_column + block * 8 + threadIdx.x % 4 * 2;
-    if (column < n) {
-      const float2 b = load_pair<Element>(bias, column);
-      d[block * 4 + 0] += b.x;
-      d[block * 4 + 1] += b.y;
-      d[block * 4 + 2] += b.x;
-      d[block * 4 + 3] += b.y;
-    }
   }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm/gemm.h"
-#include "gemm/scales.cuh"
+#include "gemm/sm90/scales.cuh"
 #include "runtime/check.h"
 
 namespace flux::gemm {

@@ -4,10 +4,10 @@
 #include <algorithm>
 
 #include "gemm/gemm.h"
-#include "gemm/kernel_table.h"
-#include "gemm/scale_params.cuh"
 #include "gemm/select.h"
-#include "gemm/sm90_gemm.cuh"
+#include "gemm/sm90/gemm.cuh"
+#include "gemm/sm90/kernel_table.h"
+#include "gemm/sm90/scale_params.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"

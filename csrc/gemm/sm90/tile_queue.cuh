@@ -11,7 +11,7 @@
 // cluster. A CTA that is not resident yet (NCCL may occupy SMs) never holds a tile that other CTAs wait for.
 #pragma once
 
-#include "gemm/smem.cuh"
+#include "gemm/sm90/smem.cuh"
 
 namespace flux::gemm {
 

@@ -1,4 +1,4 @@
-// Stands in for csrc/gemm/epilogue.cuh: what is rounded, with bfloat16 as the upper half of a float.
+// Stands in for csrc/gemm/sm90/epilogue.cuh: what is rounded, with bfloat16 as the upper half of a float.
 #pragma once
 
 #include <bit>

@@ -7,8 +7,8 @@
 #include <atomic>
 #include <utility>
 
+#include "gemm/sm90/wgmma.cuh"
 #include "gemm/tile_config.h"
-#include "gemm/wgmma.cuh"
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"

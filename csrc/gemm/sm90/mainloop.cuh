@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "gemm/smem.cuh"
-#include "gemm/wgmma.cuh"
+#include "gemm/sm90/smem.cuh"
+#include "gemm/sm90/wgmma.cuh"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {

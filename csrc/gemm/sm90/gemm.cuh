@@ -12,13 +12,13 @@
 // (docs/design/gemm-rs.md#what-sending-costs-and-who-pays).
 #pragma once
 
-#include "gemm/epilogue.cuh"
-#include "gemm/mainloop.cuh"
 #include "gemm/policy.h"
-#include "gemm/scales.cuh"
-#include "gemm/smem.cuh"
-#include "gemm/split_k.cuh"
-#include "gemm/tile_queue.cuh"
+#include "gemm/sm90/epilogue.cuh"
+#include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/scales.cuh"
+#include "gemm/sm90/smem.cuh"
+#include "gemm/sm90/split_k.cuh"
+#include "gemm/sm90/tile_queue.cuh"
 #include "runtime/device/ptx.cuh"
 
 namespace flux::gemm {
