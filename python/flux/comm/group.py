@@ -152,6 +152,11 @@ def is_live(group: ProcessGroup) -> bool:
     return is_live(_parts[group].of) if group in _parts else group in _c10d._world.pg_map
 
 
+def live() -> list[ProcessGroup]:
+    """All groups of this process."""
+    return [*_c10d._world.pg_map, *_parts]
+
+
 def store_of(group: ProcessGroup) -> Any:
     """The key-value store of a group."""
     return _parts[group].store if group in _parts else _c10d._get_process_group_store(group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -28,6 +29,7 @@ _ops: Any = torch.ops
 # The operand for an optional tensor that is not given.
 ABSENT: int = _native.core.ABSENT_OPERAND
 _count = itertools.count()
+_all: weakref.WeakSet[Any] = weakref.WeakSet()  # KnownCalls
 
 # What enqueues kernels; and for each of them the numbers of all tensors that its operator takes, in the order
 # of its arguments.
@@ -216,7 +218,15 @@ def _launch_table() -> Any:
 
 def make(turn: Any = None, order: Any = None, error_address: int = 0, group_name: str = "") -> Any:
     """The known calls (flux._core.KnownCalls) of a workspace, or of operators without communication."""
-    return _native.core.KnownCalls(_torch(), _launch_table(), turn, order, error_address, group_name)
+    made = _native.core.KnownCalls(_torch(), _launch_table(), turn, order, error_address, group_name)
+    _all.add(made)
+    return made
+
+
+def forget_all() -> None:
+    """Forgets all known calls of this process."""
+    for calls in _all:
+        calls.clear()
 
 
 @functools.cache

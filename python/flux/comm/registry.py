@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ _workspaces: dict[Key, Workspace] = {}
 _turns: dict[Key, Any] = {}
 # First calls that failed after the ranks had met: their meeting, and the error if it was a timeout.
 _unfinished: dict[Key, tuple[Meeting, CommTimeoutError | None]] = {}
+# Groups of the process from which this one was forked.
+_of_parent: set[ProcessGroup] = set()
 
 
 def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any) -> T:
@@ -60,6 +64,7 @@ def get(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
 
 
 def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
+    _refuse_forked(group, op)
     if device.type == "cuda":
         refuse_capture(group, op)
     key, its_turn = (group, device), turn(group, device)
@@ -104,6 +109,33 @@ def known_of_one_rank(group: ProcessGroup) -> Any:
 def _clear() -> None:
     known.of_groups.clear()
     _workspaces.clear()
+
+
+def _refuse_forked(group: ProcessGroup, op: str) -> None:
+    if group in _of_parent:
+        raise RuntimeError(
+            f"{op}: group {groups.name_of(group)!r} belongs to the process from which this one was forked, "
+            "whose ranks would take this call for its own. Call flux in that process only, not in a "
+            "DataLoader's workers; start processes that are to be ranks with spawn or forkserver, or fork "
+            "before init_process_group"
+        )
+
+
+def _forget_parent() -> None:
+    """In a forked child: forgets the parent's workspaces, so that all calls come to _refuse_forked.
+
+    Nothing is freed, because destructors would disturb the parent (sockets), wait for its threads, or fail
+    (GPU memory).
+    """
+    _of_parent.update(groups.live())
+    kept = [dict(each) for each in (_workspaces, _turns, _unfinished)]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not freed when the interpreter exits either
+    for each in (_workspaces, _turns, _unfinished):
+        each.clear()
+    known.forget_all()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _of_nodes(workspace: NodesWorkspace, op: str) -> NodesWorkspace:
@@ -153,6 +185,7 @@ def _keys(group: ProcessGroup) -> list[Key]:
 
 def check(group: ProcessGroup) -> None:
     """Raises the failure of a group's workspaces, if any: see flux.check."""
+    _refuse_forked(group, "check")
     for key in _keys(group):
         workspace = _workspaces.get(key)
         ask = functools.partial(_raise_if_unfinished, key) if workspace is None else workspace.check
@@ -168,6 +201,7 @@ def check_all() -> None:
 
 def release(group: ProcessGroup) -> None:
     """Frees the workspaces of a group and forgets failures: see flux.release."""
+    _refuse_forked(group, "release")
     for key in _keys(group):
         turn(*key).call(_release, key)
 

@@ -196,8 +196,9 @@ def _file(name: str, flags: int) -> io.FileIO:
 
 
 def _map(file: io.FileIO, nbytes: int) -> torch.Tensor:
-    # The tensor keeps the mapping alive.
-    return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+    mapped = mmap.mmap(file.fileno(), nbytes)
+    mapped.madvise(mmap.MADV_DONTFORK)  # a forked child must not write for its parent, nor keep the memory
+    return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
 
 
 def _free() -> str:
