@@ -1,4 +1,4 @@
-"""A process that was forked from a rank is none: its calls are refused, and its parent's go on undisturbed."""
+"""A process forked from a rank is none: its calls are refused, and its parent goes on undisturbed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
