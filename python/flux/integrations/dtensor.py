@@ -32,9 +32,10 @@ ForwardOfMany = Callable[[Sequence[nn.Linear], torch.Tensor], list[torch.Tensor]
 class FluxColwiseParallel(ColwiseParallel):
     """ColwiseParallel whose gather of a sequence-parallel input runs in the GEMM, through flux.ag_gemm.
 
-    Arguments are those of ColwiseParallel. flux serves nn.Linear with ``input_layouts=Shard(dim)``, where
-    `dim` counts rows of the input (not its last dimension), and ``output_layouts=Shard(-1)``. Everything
-    else, and a weight that does not divide by the ranks, is left to ColwiseParallel.
+    Arguments are those of ColwiseParallel. flux serves nn.Linear whose input is ``Shard(dim)``, where `dim`
+    counts rows (not the last dimension): a DTensor of this placement, or a tensor with
+    ``input_layouts=Shard(dim)``. Everything else, and a weight or a DTensor's rows that do not divide by the
+    ranks, is left to torch.
 
     The output [..., N/p] has dimension `dim` first in memory: where that is not dimension 0, the next
     FluxRowwiseParallel takes it without a copy, and code that flattens it needs reshape instead of view.
@@ -54,11 +55,14 @@ class FluxColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        why_not = self._why_not(module, device_mesh)
+        why_not = _why_not_linear(module, device_mesh.size(), 0)
         if why_not is not None:
             say_once(f"{type(self).__name__}: left to torch: {why_not}", logging.INFO)
             return super()._apply(module, device_mesh)
         assert isinstance(module, nn.Linear)
+        if not isinstance(self.input_layouts[0], Shard):
+            why_not = f"input_layouts={self.input_layouts[0]}: only DTensors that are cut in rows are gathered"
+            say_once(f"{type(self).__name__}: {why_not}", logging.INFO)
         compute = self._forward(device_mesh)
 
         def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -68,31 +72,25 @@ class FluxColwiseParallel(ColwiseParallel):
         _replace_forward(module, forward)
         return module
 
-    def _why_not(self, module: nn.Module, mesh: DeviceMesh) -> str | None:
-        (source,), (target,) = self.input_layouts, self.output_layouts
-        if not isinstance(source, Shard):
-            return f"input_layouts={source}: there is nothing to gather"
-        if target != Shard(-1):
-            return f"output_layouts={target}, not {Shard(-1)}"
-        return _why_not_linear(module, mesh.size(), 0)
-
     def _forward(self, mesh: DeviceMesh) -> ForwardOfMany:
         """A function that computes the outputs of some layers for the same input, which it gathers once."""
-        (source,), (target,) = self.input_layouts, self.output_layouts
-        assert isinstance(source, Shard)
-        group, dim = str(mesh.get_group().group_name), source.dim
+        (source,), (target,), local = self.input_layouts, self.output_layouts, self.use_local_output
+        group, p = str(mesh.get_group().group_name), mesh.size()
 
         def compute(layers: Sequence[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
-            if dim % x.dim() == x.dim() - 1:
-                layouts = (source, Replicate(), target)
-                return [_through_dtensor(layer, x, mesh, *layouts, self.use_local_output) for layer in layers]
+            layout, parts = source, 1
+            if isinstance(x, DTensor):
+                # Its shape is that of the whole; a tensor's is that of one of p equal parts.
+                layout, parts = x.placements[0], p
+                if layout.is_partial() and isinstance(source, Shard):
+                    layout = source
+            if type(layout) is not Shard or not _are_rows(x, layout.dim, parts):
+                return _through_dtensor(layers, x, mesh, (layout, Replicate(), target), local)
             weights = [_local(layer.weight) for layer in layers]
             biases = [None if layer.bias is None else _local(layer.bias) for layer in layers]
-            rows = _local_input(x, mesh, source).movedim(dim, 0)
-            outs = [out.movedim(0, dim) for out in flux.ag_gemm(rows, weights, biases, group=group)]
-            return (
-                outs if self.use_local_output else [DTensor.from_local(out, mesh, [target]) for out in outs]
-            )
+            rows = _local_input(x, mesh, layout).movedim(layout.dim, 0)
+            outs = flux.ag_gemm(rows, weights, biases, group=group)
+            return [_laid_out(out.movedim(0, layout.dim), mesh, Shard(-1), target, local) for out in outs]
 
         return compute
 
@@ -140,7 +138,7 @@ class FluxSharedColwiseParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.style.src_data_rank = self.src_data_rank
         layers = [module.get_submodule(name) for name in self.names]
-        if any(self.style._why_not(layer, device_mesh) is not None for layer in layers):
+        if any(_why_not_linear(layer, device_mesh.size(), 0) is not None for layer in layers):
             for layer in layers:
                 self.style._apply(layer, device_mesh)
             return module
@@ -244,9 +242,9 @@ class FluxRowwiseParallel(RowwiseParallel):
         group = str(device_mesh.get_group().group_name)
 
         def forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-            if isinstance(target, Shard) and not _scatters_rows(x, target.dim, p):
+            if isinstance(target, Shard) and not _are_rows(x, target.dim, p):
                 layouts = (source, source, target)
-                return _through_dtensor(module, x, device_mesh, *layouts, self.use_local_output)
+                return _through_dtensor([module], x, device_mesh, layouts, self.use_local_output)[0]
             local_x, weight, bias = _local_input(x, device_mesh, source), _local(module.weight), None
             if isinstance(target, Shard):
                 if module.bias is not None:
@@ -257,7 +255,7 @@ class FluxRowwiseParallel(RowwiseParallel):
                 if module.bias is not None:
                     bias = _local(module.bias)
                 out = gemm_ar(local_x, weight, bias, group)
-            return out if self.use_local_output else DTensor.from_local(out, device_mesh, [target])
+            return _laid_out(out, device_mesh, target, target, self.use_local_output)
 
         distribute_module(module, device_mesh, self._partition_linear_fn)
         _replace_forward(module, forward)
@@ -313,6 +311,8 @@ def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gr
         gemm_ar(x, weight, None, dist.group.WORLD.group_name).sum().backward()
         assert x.grad.shape == (4, 64)
     """
+    if x.dim() == 1:
+        return gemm_ar(x[None], weight, bias, group)[0]
     if not torch.is_grad_enabled():
         return flux.gemm_ar(x, weight, bias, group=group)
     apply: Any = _GemmAllReduce.apply  # not typed
@@ -331,8 +331,8 @@ def _why_not_linear(module: nn.Module, p: int, dim: int) -> str | None:
     return None
 
 
-def _scatters_rows(x: torch.Tensor, dim: int, p: int) -> bool:
-    """Whether dimension `dim` of the result is a row dimension that is divisible by the ranks."""
+def _are_rows(x: torch.Tensor, dim: int, p: int) -> bool:
+    """Whether dimension `dim` of x counts rows, and is divisible by p."""
     return dim % x.dim() != x.dim() - 1 and x.shape[dim] % p == 0
 
 
@@ -359,18 +359,30 @@ def _local_input(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.
     return x.redistribute(mesh, [layout]).to_local()
 
 
+def _laid_out(
+    out: torch.Tensor, mesh: DeviceMesh, layout: Placement, target: Placement, use_local_output: bool
+) -> torch.Tensor:
+    """A result, of which each rank has what `layout` says, as its style was asked for."""
+    if use_local_output and layout == target:
+        return out
+    distributed = DTensor.from_local(out, mesh, [layout]).redistribute(mesh, [target])
+    return distributed.to_local() if use_local_output else distributed
+
+
 def _through_dtensor(
-    layer: nn.Linear,
+    layers: Sequence[nn.Linear],
     x: torch.Tensor,
     mesh: DeviceMesh,
-    source: Placement,
-    wanted: Placement,
-    target: Placement,
+    layouts: tuple[Placement, Placement, Placement],
     use_local_output: bool,
-) -> torch.Tensor:
-    """As in torch's styles: redistributes x from layout `source` to `wanted`, and the result to `target`."""
-    distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source], run_check=False)
-    out = nn.Linear.forward(layer, distributed.redistribute(mesh, [wanted]))
-    assert isinstance(out, DTensor)
-    out = out.redistribute(mesh, [target])
-    return out.to_local() if use_local_output else out
+) -> list[torch.Tensor]:
+    """As in torch's styles: redistributes x, if they differ, from one layout to a second, and results to a
+    third.
+    """
+    source, wanted, target = layouts
+    distributed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [source])
+    if source != wanted:
+        distributed = distributed.redistribute(mesh, [wanted])
+    outs: list[Any] = [nn.Linear.forward(layer, distributed) for layer in layers]
+    outs = [out.redistribute(mesh, [target]) for out in outs]
+    return [out.to_local() for out in outs] if use_local_output else outs
