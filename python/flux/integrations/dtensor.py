@@ -61,7 +61,7 @@ class FluxColwiseParallel(ColwiseParallel):
             return super()._apply(module, device_mesh)
         assert isinstance(module, nn.Linear)
         if not isinstance(self.input_layouts[0], Shard):
-            why_not = f"input_layouts={self.input_layouts[0]}: only DTensors that are cut in rows are gathered"
+            why_not = f"input_layouts={self.input_layouts[0]}: only DTensors cut in rows are gathered"
             say_once(f"{type(self).__name__}: {why_not}", logging.INFO)
         compute = self._forward(device_mesh)
 
