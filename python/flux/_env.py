@@ -69,6 +69,12 @@ def _existing_file(text: str) -> str:
     return text
 
 
+def _file_to_append_to(text: str) -> str:
+    if text and not os.access(os.path.dirname(text) or ".", os.W_OK):
+        raise ValueError("must be a file in a folder that exists and is writable")
+    return text
+
+
 def _one_of(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         value = text.strip().lower()
@@ -156,7 +162,7 @@ VARIABLES: tuple[Variable, ...] = (
         "",
         "File to which rank 0 of each group appends the problems that it plans, for flux tune --trace.",
         "run",
-        str,
+        _file_to_append_to,
     ),
     Variable(
         "FLUX_DEBUG",
@@ -274,6 +280,13 @@ def get(name: str) -> Any:
         return variable.parse(text)
     except ValueError as error:
         raise ValueError(f"{name}={text!r}: {error} (default {variable.default!r})") from None
+
+
+def check() -> None:
+    """Raises ValueError if a variable that operators read is malformed."""
+    for variable in VARIABLES:
+        if variable.read == "run" and not variable.name.startswith(("FLUX_VLLM", "FLUX_SGLANG")):
+            get(variable.name)
 
 
 def default(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from flux import _env
 
@@ -11,7 +11,21 @@ _mode: bool | None = None
 
 
 def active() -> bool:
-    """Whether calls must be batch invariant."""
+    """Whether calls must be batch invariant. A malformed default counts as off until `demanded` raises: in a
+    group, where all ranks do (Workspace.meet), and not only the one that has it.
+    """
+    if _mode is None:
+        with suppress(ValueError):
+            return demanded()
+    return bool(_mode)
+
+
+def demanded() -> bool:
+    """As active, for what depends on it.
+
+    Raises:
+        ValueError: FLUX_BATCH_INVARIANT is malformed.
+    """
     global _mode
     if _mode is None:
         _mode = _env.get("FLUX_BATCH_INVARIANT") == "on"
@@ -55,7 +69,7 @@ def batch_invariant(enabled: bool = True) -> AbstractContextManager[None]:
 @contextmanager
 def _switched(enabled: bool) -> Iterator[None]:
     global _mode
-    before = active()
+    before = _mode
     _mode = enabled
     try:
         yield

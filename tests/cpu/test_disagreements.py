@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import flux
+from flux.comm import workspace
+from flux.comm.cpu import CpuWorkspace
 from flux.testing import AgGemmCase, GemmRsCase, spawn
 
 Call = Callable[[], Any]
@@ -281,3 +286,70 @@ def only_one_asks(rank: int, p: int) -> list[str]:
 
 def test_without_being_asked_contents_are_not_compared() -> None:
     assert all(said == "no error" for told in spawn(contents, 2, backend="gloo") for said in told)
+
+
+SETTINGS = {
+    "FLUX_BATCH_INVARIANT": "perhaps",
+    "FLUX_DEBUG": "all",
+    "FLUX_FUSED": "never",
+    "FLUX_GROUPED_WGRAD": "cublas",
+    "FLUX_LINKS": "/none",
+    "FLUX_NODES": "round",
+    "FLUX_RAIL": "iron",
+    "FLUX_RECORD_SHAPES": "/none/shapes",
+    "FLUX_SYMM_BACKEND": "mpi",
+    "FLUX_TIMEOUT_S": "soon",
+    "FLUX_TUNING": "/none",
+}
+FIRST: list[Callable[[], Call]] = [gemm_rs, ag_gemm, gemm_ar, all_gather, all_reduce, reduce_scatter]
+FIRST += [reserve, route, with_gather, normed]
+
+
+@contextlib.contextmanager
+def other_build() -> Iterator[None]:
+    with mock.patch.object(workspace, "BUILD", "0.0 with layout 0"):
+        yield
+
+
+@contextlib.contextmanager
+def no_facts() -> Iterator[None]:
+    with mock.patch.object(CpuWorkspace, "facts", side_effect=OSError("no such GPU")):
+        yield
+
+
+def first_calls(rank: int, p: int) -> list[tuple[str, str]]:
+    """What all ranks are told where the last one differs at the group's first call."""
+    calls = [FIRST[i % len(FIRST)] for i in range(len(SETTINGS))]
+    tried = list(zip(SETTINGS, calls, strict=True)) + [("FLUX_BATCH_INVARIANT", call) for call in FIRST]
+    ways: list[tuple[str, Any, Callable[[], Call]]] = [
+        (name, mock.patch.dict(os.environ, {name: SETTINGS[name]}), call) for name, call in tried
+    ]
+    ways += [("build", other_build(), gemm_rs), ("facts", no_facts(), gemm_rs)]
+    told = []
+    for name, differing, call in ways:
+        made, start = call(), time.monotonic()
+        with differing if rank == p - 1 else contextlib.nullcontext():
+            try:
+                made()
+                told.append((name, "no error"))
+            except Exception as error:
+                told.append((name, f"{type(error).__name__}: {error}"))
+        assert time.monotonic() - start < 15, "until the deadline"
+    assert torch.equal(gemm_rs()(), torch.full((ROWS // p, N), float(p * K)))
+    return told
+
+
+def test_a_rank_that_cannot_begin_says_so_to_all() -> None:
+    """A malformed variable, another build or an exception of one rank was a timeout of all others."""
+    results = spawn(first_calls, 2, backend="gloo", env={"FLUX_TIMEOUT_S": "20"})
+    assert results[0] == results[1]
+    assert len(results[0]) == len(SETTINGS) + len(FIRST) + 2
+    for name, message in results[0]:
+        assert message.startswith("Disagreement: "), (name, message)
+        if name == "build":
+            assert "flux: expected the same on all ranks of the group, got" in message
+            assert message.endswith(f"{workspace.BUILD} on rank 0, 0.0 with layout 0 on rank 1")
+        elif name == "facts":
+            assert message.endswith(": rank 1: OSError: no such GPU")
+        else:
+            assert re.search(rf": rank 1: {name}\b.*(must be|could not|No such file)", message), message

@@ -98,6 +98,7 @@ def test_a_rank_that_dies_in_the_middle_is_named(own_shm: Path, op: str, round_:
         assert len(result["errors"]) == 3, "the first call, a second one and check() must raise"
         for error in result["errors"]:
             assert (error.op, error.rank, error.peer, error.epoch) == (op, rank, dying, 2)
+            assert error.seen == 2, "it has begun the call"
             for word in (op, f"rank {rank} ", f"peer {dying}", "epoch 2", "FLUX_TIMEOUT_S"):
                 assert word in str(error)
         assert result["first_s"] < TIMEOUT_S + 5
@@ -151,7 +152,7 @@ def recovering(rank: int, world_size: int) -> list[str]:
 def test_release_makes_a_group_usable_again() -> None:
     env = {"FLUX_TIMEOUT_S": "1.5"}
     results = spawn(recovering, 3, env=env, backend="gloo")
-    assert all("peer 1" in results[rank][0] for rank in (0, 2))
+    assert all("peer 1, epoch 2 (last seen from it: epoch 1)" in results[rank][0] for rank in (0, 2))
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import pickle
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import flux
 from flux.comm import group as group_module
+from flux.comm.cpu import CpuWorkspace
 from flux.testing import spawn
 
 PACKAGE = Path(flux.__file__).parent
@@ -85,6 +87,44 @@ def call_with_a_stranger_in_the_store(rank: int, world_size: int) -> str:
 def test_a_stranger_in_the_store_is_an_error_on_all_ranks() -> None:
     for told in spawn(call_with_a_stranger_in_the_store, 2, backend="gloo"):
         assert told.startswith("RuntimeError: flux.gemm_rs: meeting: expected the facts of rank 1"), told
+
+
+class WithPeer:
+    """Meetings of rank 0 of two: rank 1 says the same but for one fact."""
+
+    def __init__(self, *path: str, value: Any) -> None:
+        self._path, self._value = path, value
+
+    def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        theirs = json.loads(json.dumps(facts))
+        within = theirs
+        for name in self._path[:-1]:
+            within = within[name]
+        within[self._path[-1]] = self._value
+        return [facts, theirs]
+
+
+def met(peer: WithPeer) -> list[dict[str, Any]]:
+    return CpuWorkspace.meet(object(), torch.device("cpu"), "gemm_rs", peer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [7, 7.5, "x", True, [1], {"a": 1}, None], ids=str)
+def test_facts_of_other_types_are_refused_and_name_the_rank(value: Any) -> None:
+    told = met(WithPeer("more", value=0))[0]
+    paths = [(name,) for name in told if name not in ("build", "wrong")]  # these have messages of their own
+    paths += [(outer, inner) for outer in ("links", "tuning") for inner in told[outer]]
+    tried = 0
+    for path in paths:
+        own: Any = functools.reduce(lambda within, name: within[name], path, told)
+        reason = own is None or isinstance(own, str)
+        if type(value) is type(own) or (reason and (value is None or isinstance(value, str))):
+            continue
+        with pytest.raises(
+            RuntimeError, match=f"^flux.gemm_rs: meeting: rank 1: {': '.join(path)}: expected"
+        ):
+            met(WithPeer(*path, value=value))
+        tried += 1
+    assert tried > 5
 
 
 # Each runs code that its input chooses. torch's object collectives unpickle too: only commands use them, and

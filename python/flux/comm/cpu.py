@@ -198,6 +198,9 @@ class CpuWorkspace(Workspace):
         epoch = self._next_epoch
         seen = _native.core.wait_at_least(address, epoch, self.timeout_s)
         if (seen - epoch) & 0x80000000:
+            # The word at `address` has the last call of one parity, or of one tile.
+            begun = [_native.core.load_acquire(self._memory.peers[peer] + self._entry(e)) for e in (0, 1)]
+            seen = max(begun, key=lambda each: (each - epoch - 1) % _EPOCHS)
             self.failure = CommTimeoutError(
                 op, self.rank, peer, epoch, seen=seen, tile=tile, timeout_s=self.timeout_s
             )

@@ -150,7 +150,7 @@ class CudaWorkspace(Workspace):
     ) -> tuple[symm_mem.SymmetricMemory, Any]:
         # Peers may write to the old buffers until they have reached this point too.
         torch.cuda.synchronize(self.device)
-        met = self._meet(op, {"rendezvous": symm_mem.rendezvous_count()})
+        met = self._tell(op, {"rendezvous": symm_mem.rendezvous_count()})
         nbytes = HEADER_BYTES + signal_bytes + 2 * (slot_bytes + exchange_bytes)
         memory = symm_mem.SymmetricMemory(
             nbytes, self.group, self.device, [facts["rendezvous"] for facts in met]

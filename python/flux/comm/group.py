@@ -213,7 +213,7 @@ class Meeting:
         try:
             self._set(op, f"{place}/{self._rank}", token)
             if self._rank == 0:
-                deadline = time.monotonic() + _env.timeout_s()
+                deadline = time.monotonic() + _patience_s()
                 joined = range(1, self._world_size)
                 tokens = [self._wait(op, peer, f"{place}/{peer}", deadline, _is_token) for peer in joined]
                 for peer, theirs in zip(joined, tokens, strict=True):
@@ -229,7 +229,7 @@ class Meeting:
         self._prefix = f"{self._base}/{number}"
 
     def _await_number(self, op: str, place: str, token: str) -> str:
-        deadline = time.monotonic() + _env.timeout_s()
+        deadline = time.monotonic() + _patience_s()
         try:
             return self._wait(op, 0, f"{self._base}/begin/{self._rank}/{token}", deadline)
         except CommTimeoutError:
@@ -237,7 +237,7 @@ class Meeting:
             for peer in range(self._world_size):
                 key = f"{place}/{peer}"
                 if not self._store.check([key]) or not self._store.get(key):
-                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s()) from None
+                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s()) from None
             raise
 
     def exchange(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -263,7 +263,7 @@ class Meeting:
 
     def _gather(self, op: str, place: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         prefix = f"{self._prefix}/{place}"
-        deadline = time.monotonic() + _env.timeout_s()
+        deadline = time.monotonic() + _patience_s()
         self._set(op, f"{prefix}/{self._rank}", json.dumps(facts))
         peers = range(self._world_size)
         values = [self._wait(op, peer, f"{prefix}/{peer}", deadline) for peer in peers]
@@ -288,7 +288,7 @@ class Meeting:
                     if accept is None or accept(value):
                         return value
                 if time.monotonic() > deadline:
-                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s())
+                    raise CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s())
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.02)
         except CommTimeoutError:
@@ -299,7 +299,15 @@ class Meeting:
     def _store_failed(self, op: str, peer: int, error: RuntimeError) -> CommTimeoutError:
         # The store is hosted by one of the job's processes, which may have died.
         detail = f"The store of the group failed: {error}."
-        return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_env.timeout_s(), detail=detail)
+        return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s(), detail=detail)
+
+
+def _patience_s() -> float:
+    """The deadline of a meeting. Of a malformed one ranks tell each other (Workspace.meet), and all raise."""
+    try:
+        return _env.timeout_s()
+    except ValueError:
+        return float(_env.default("FLUX_TIMEOUT_S"))
 
 
 def _is_token(value: str) -> bool:
@@ -318,6 +326,28 @@ def _parse(op: str, peer: int, value: str) -> dict[str, Any]:
             f"{_MAX_FACTS_BYTES} bytes, got {len(value)} bytes that begin with {value[:60]!r}"
         )
     return facts
+
+
+def check_alike(op: str, facts: Sequence[dict[str, Any]], mine: dict[str, Any]) -> None:
+    """Checks that all ranks told facts of the types of this rank's own. A reason may be None.
+
+    Raises:
+        RuntimeError: names the rank, the fact, the expected and the told value.
+    """
+    for rank, told in enumerate(facts):
+        if problem := _unlike(told, mine):
+            raise RuntimeError(f"flux.{op}: meeting: rank {rank}: {problem}")
+
+
+def _unlike(told: dict[str, Any], mine: dict[str, Any]) -> str | None:
+    for name, own in mine.items():
+        kinds = (str, type(None)) if own is None or isinstance(own, str) else (type(own),)
+        if name not in told or type(told[name]) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            return f"{name}: expected {expected}, got {told.get(name, 'nothing')!r:.80}"
+        if isinstance(own, dict) and (problem := _unlike(told[name], own)):
+            return f"{name}: {problem}"
+    return None
 
 
 def reduce_scatter() -> Callable[..., object]:

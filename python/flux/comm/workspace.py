@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from flux import _env, _invariance, _native
 from flux._log import say_once
 from flux.comm import topology
-from flux.comm.group import Meeting, name_of
+from flux.comm.group import Meeting, check_alike, name_of
 from flux.comm.shm import NoSharedMemory
 from flux.comm.topology import Topology
 from flux.errors import CommTimeoutError
@@ -39,6 +39,12 @@ MAX_WORLD_SIZE: int = _native.core.MAX_WORLD_SIZE
 # Ids of operators in headers and in the timeout records of kernels.
 OP_IDS: dict[str, int] = _native.core.OP_IDS
 OP_NAMES = {op_id: op for op, op_id in OP_IDS.items()}
+
+_LAYOUT = repr(
+    (HEADER_BYTES, PAGE_BYTES, MAX_WORLD_SIZE, sorted(OP_IDS.items()), _native.core.tile_configs())
+)
+# Ranks must have equal ones to use each other's memory.
+BUILD = f"{_native.core.VERSION} with layout {hashlib.sha256(_LAYOUT.encode()).hexdigest()[:8]}"
 
 
 class Call(Protocol):
@@ -82,8 +88,8 @@ NOTHING: Same = {}
 
 
 class Disagreement(ValueError):
-    """The ranks of a group made different calls, or have different measurements to plan by. Raised on all of
-    them alike, so the group remains usable.
+    """The ranks of a group made different calls, or differ in settings, builds of flux or measurements.
+    Raised on all of them alike, so the group remains usable.
 
     Attributes:
         calls: the facts of each rank's call, if it was the calls that differed.
@@ -136,6 +142,16 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(facts + data.numpy().tobytes()).hexdigest()[:16]
 
 
+def agreed(op: str, facts: Sequence[dict[str, Any]], name: str, what: str) -> str:
+    """A fact that all ranks must have told alike. Raises Disagreement, on every rank, if they did not."""
+    told = [fact.get(name) for fact in facts]
+    for rank, value in enumerate(told):
+        if value != told[0]:
+            both = f"{told[0]} on rank 0, {value} on rank {rank}"
+            raise Disagreement(f"{op}: {what}: expected the same on all ranks of the group, got {both}")
+    return str(told[0])
+
+
 def compare_calls(op: str, calls: list[dict[str, Any]]) -> None:
     """Raises Disagreement, on every rank alike, if the ranks of a group did not make the same call."""
     if any(call != calls[0] for call in calls):
@@ -176,16 +192,35 @@ class Workspace(ABC):
     ) -> list[dict[str, Any]]:
         """What the ranks of a group tell each other first, in rank order: the facts by which workspaces are
         made.
+
+        Raises:
+            Disagreement: on all ranks, if one of them has no facts, or another build of flux.
         """
-        told = {
-            "node": topology.node_id(),
-            "links": topology.links().to_tell(),
-            "nodes": _env.get("FLUX_NODES"),
-            "compare": _env.get("FLUX_DEBUG") == "compare",
-            "graphs": group in expecting_graphs,
-            "tuning": store.to_tell(store.local(device)),
-        }
-        return meeting.exchange(op, {**cls.facts(group, device), **told})
+        cause: Exception | None = None
+        told: dict[str, Any] = {"build": BUILD, "wrong": None}
+        try:
+            _env.check()
+            told |= cls.facts(group, device)
+            told |= {
+                "node": topology.node_id(),
+                "links": topology.links().to_tell(),
+                "nodes": _env.get("FLUX_NODES"),
+                "rail": _env.get("FLUX_RAIL"),
+                "compare": _env.get("FLUX_DEBUG") == "compare",
+                "graphs": group in expecting_graphs,
+                "tuning": store.to_tell(store.local(device)),
+            }
+        except Exception as error:  # the peers would wait for this rank until the deadline
+            cause = error
+            told["wrong"] = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+        facts = meeting.exchange(op, told)
+        agreed(op, facts, "build", "flux")
+        if wrong := [f"rank {rank}: {fact['wrong']}" for rank, fact in enumerate(facts) if fact.get("wrong")]:
+            raise Disagreement(f"{op}: {'; '.join(wrong)}") from cause
+        check_alike(op, facts, told)
+        return facts
 
     def __init__(
         self,
@@ -235,7 +270,7 @@ class Workspace(ABC):
                 if fact[key] != facts[0][key]:
                     return f"ranks 0 and {rank} differ in {key}: {facts[0][key]!r}, {fact[key]!r}"
         # A rank knows only whether it can write to its peers. If any rank cannot, all run unfused.
-        seen = self._meeting.exchange(op, {"why_not": self._unreachable(facts)})
+        seen = self._tell(op, {"why_not": self._unreachable(facts)})
         return next((f"rank {rank}: {f['why_not']}" for rank, f in enumerate(seen) if f["why_not"]), None)
 
     @classmethod
@@ -344,6 +379,12 @@ class Workspace(ABC):
             if self.known is not None:
                 self.known.clear()  # all further calls raise the failure
             raise
+
+    def _tell(self, op: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """As _meet, for facts of the same types on all ranks."""
+        told = self._meet(op, facts)
+        check_alike(op, told, facts)
+        return told
 
     def release(self) -> None:
         """Waits until no rank uses the buffers; after a failure, only announces that this rank does not."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flux import _native
-from flux._invariance import active
+from flux._invariance import demanded
 from flux.comm.workspace import NotInvariant
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def select(op: str, problem: PlanInput) -> Any:
     shape, transposed, sms = (problem.m, problem.n, problem.k), problem.transpose_weight, problem.sms
     how: dict[str, Any] = {"world_size": problem.world_size} if op in ("gemm_rs", "ag_gemm") else {}
     how |= problem.operands
-    if active():
+    if demanded():
         typical = core.select_gemm_rs if op == "gemm_rs" else core.select_ag_gemm
         tile = typical(_TYPICAL_ROWS, *shape[1:], transposed, _TYPICAL_RANKS, sms, **problem.operands).config
         config = tile | _NO_CLUSTER
@@ -48,7 +48,7 @@ def require(plan: Plan) -> None:
 
 def refuse(op: str) -> None:
     """Raises ValueError in calls that must be batch invariant: `op` never is."""
-    if active():
+    if demanded():
         raise ValueError(f"{op}: batch_invariant: expected an operator that is batch invariant, got {op}")
 
 
@@ -57,7 +57,7 @@ def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
 
     torch's functions for CPUs add in an order that may depend on the number of rows, and on alignment.
     """
-    if not active() or x.shape[0] <= 1:
+    if not demanded() or x.shape[0] <= 1:
         return function(x)
     return torch.cat([function(x[i : i + 1].clone()) for i in range(x.shape[0])])
 

@@ -28,6 +28,7 @@ from flux.comm.workspace import (
     Disagreement,
     Same,
     Workspace,
+    agreed,
     call_facts,
     compare_calls,
 )
@@ -77,7 +78,8 @@ class NodesWorkspace(Workspace):
         assert found is not None
         self.topology = found
         self.node, self.local = found.node_of(group.rank()), found.local_of(group.rank())
-        self.links, self.way = _agreed_links(op, facts), _agreed_way(op, facts)
+        self.links, self.way = _agreed_links(op, facts), agreed(op, facts, "nodes", "FLUX_NODES")
+        agreed(op, facts, "rail", "FLUX_RAIL")
         self.rail: Any = None  # a Rail, while the group can run fused
         self.node_group: Any = None
         self.inner: Workspace | None = None
@@ -140,7 +142,7 @@ class NodesWorkspace(Workspace):
                     NO_FACTS  # a part of a group has no backend by which torch could run a call
                 )
                 why_not = self.inner.why_not
-        told = self._meet(op, {"why_not": why_not})
+        told = self._tell(op, {"why_not": why_not})
         self.why_not = _first("node", told, self.topology.node_of)
         if self.why_not is None:
             self._join_rail(op, token)
@@ -160,7 +162,7 @@ class NodesWorkspace(Workspace):
             raise
         except RuntimeError as error:
             why_not = f"no rail: {str(error).strip().splitlines()[0]}"
-        told = self._meet(op, {"why_not": why_not})
+        told = self._tell(op, {"why_not": why_not})
         self.why_not = _first("rank", told, lambda rank: rank)
         if self.why_not is not None and self.rail is not None:
             self.rail.close()
@@ -410,14 +412,6 @@ def _agreed_links(op: str, facts: Sequence[dict[str, Any]]) -> Links:
                 f"on rank {rank}"
             )
     return told[0]
-
-
-def _agreed_way(op: str, facts: Sequence[dict[str, Any]]) -> str:
-    for rank, fact in enumerate(facts):
-        if fact["nodes"] != facts[0]["nodes"]:
-            told = f"{facts[0]['nodes']!r} on rank 0, {fact['nodes']!r} on rank {rank}"
-            raise Disagreement(f"{op}: FLUX_NODES: expected the same on all ranks, got {told}")
-    return str(facts[0]["nodes"])
 
 
 def _first(what: str, told: Sequence[dict[str, Any]], number: Callable[[int], int]) -> str | None:
