@@ -5,8 +5,10 @@
 
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
+#include "runtime/launch_table.h"
 #include "runtime/turn.h"
 
 namespace flux::bindings {
@@ -66,9 +68,18 @@ struct LaunchOrder {
   pybind11::object event =
       pybind11::none();  // recorded after the last call, if that was on an external stream
 
-  // Whether a call on a stream comes after the last call without further ado.
-  bool follows_itself(const void* next) const {
-    return stream == reinterpret_cast<uint64_t>(next) && event.is_none();
+  std::unordered_set<uint64_t> lasting;  // raw streams that calls were made on and that nobody destroys
+
+  // Whether what is enqueued on a stream from now on comes after the last call. Lets it wait if both streams last.
+  bool follow(const runtime::LaunchTable& table, int device, void* next) {
+    if (!event.is_none()) return false;
+    const auto raw = reinterpret_cast<uint64_t>(next);
+    if (stream == raw) return true;
+    if (!stream.has_value() || lasting.count(raw) == 0) return false;
+    const pybind11::gil_scoped_release release;  // a record waits if the device's queue is full
+    if (!table.follow(device, reinterpret_cast<void*>(*stream), next)) return false;
+    stream = raw;
+    return true;
   }
 };
 

@@ -328,7 +328,7 @@ class KnownCalls {
   bool launch(KnownCall& known, int device, const Address& address, const Object& object) {
     void* stream = nullptr;
     if (!table_->ready(device, &stream)) return false;
-    if (order_ != nullptr && !order_->follows_itself(stream)) return false;
+    if (order_ != nullptr && !order_->follow(*table_, device, stream)) return false;
     if (turn_ != nullptr) turn_->open();
     const uint32_t before = copy_epoch;
     for (const KnownLaunch& each : known.launches) copy_epoch = std::max(copy_epoch, before + each.copy_call);

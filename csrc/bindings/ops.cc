@@ -317,15 +317,32 @@ void prepare_op() {
 
 // ---- kept launches ---------------------------------------------------------------------------------------------
 
-bool ready(int32_t device, void** stream) {
-  if (runtime::current_device() != device) return false;
-  if (aoti_torch_get_current_cuda_stream(device, stream) != AOTI_TORCH_SUCCESS) return false;
+bool succeeded(cudaError_t result) {
+  if (result != cudaSuccess) cudaGetLastError();  // nobody else must see it
+  return result == cudaSuccess;
+}
+
+// It is unknown of a legacy stream while another thread captures.
+bool is_not_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(*stream), &status) != cudaSuccess) {
-    cudaGetLastError();  // of a legacy stream while another thread captures: nobody else must see it
-    return false;
-  }
-  return status == cudaStreamCaptureStatusNone;
+  return succeeded(cudaStreamIsCapturing(stream, &status)) && status == cudaStreamCaptureStatusNone;
+}
+
+bool ready(int32_t device, void** stream) {
+  return runtime::current_device() == device &&
+         aoti_torch_get_current_cuda_stream(device, stream) == AOTI_TORCH_SUCCESS &&
+         is_not_captured(static_cast<cudaStream_t>(*stream));
+}
+
+// The device is the current one, and one thread at a time is here (LaunchOrder), so one event serves every change of
+// streams: a wait is for its last record before the wait.
+bool follow(int32_t device, void* last, void* next) {
+  static cudaEvent_t events[runtime::kMaxDevices] = {};
+  cudaEvent_t& event = events[device];
+  return is_not_captured(static_cast<cudaStream_t>(last)) &&
+         (event != nullptr || succeeded(cudaEventCreateWithFlags(&event, cudaEventDisableTiming))) &&
+         succeeded(cudaEventRecord(event, static_cast<cudaStream_t>(last))) &&
+         succeeded(cudaStreamWaitEvent(static_cast<cudaStream_t>(next), event, 0));
 }
 
 const char* run(void* launch, void* const* addresses, uint32_t copy_epoch, void* stream) {
@@ -344,7 +361,7 @@ const char* run(void* launch, void* const* addresses, uint32_t copy_epoch, void*
 void drop(void* launch) { delete static_cast<KeptLaunch*>(launch); }
 
 int64_t launch_table_op() {
-  static constexpr runtime::LaunchTable table = {&ready, &run, &drop};
+  static constexpr runtime::LaunchTable table = {&ready, &follow, &run, &drop};
   return reinterpret_cast<int64_t>(&table);
 }
 

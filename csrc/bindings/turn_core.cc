@@ -81,6 +81,9 @@ void bind_turn(py::module_& m) {
           },
           "Ends what acquire began.")
       .def_readwrite("stream", &LaunchOrder::stream, "Raw stream of the last call, or None.")
+      .def(
+          "lasts", [](LaunchOrder& self, uint64_t stream) { self.lasting.insert(stream); },
+          "A raw stream that nobody destroys: known calls may follow the last call there.")
       .def_readwrite("event", &LaunchOrder::event,
                      "What to wait for before the next call, or None: the last call's stream.");
 }

@@ -63,6 +63,7 @@ class Machine:
 
     Attributes:
         dispatched: the name and arguments of each kernel that Python launched.
+        follows: the streams, last and next, of each wait between streams that C++ enqueued.
         repeated: the operator and the addresses of each launch that C++ repeated, and its copy epoch.
         computes: by operators: what a kernel does with the arguments of its operator. Others do nothing.
     """
@@ -71,8 +72,10 @@ class Machine:
         self.dispatched: list[tuple[str, tuple[Any, ...]]] = []
         self.repeated: list[tuple[str, list[int | None], int]] = []
         self.dropped: list[int] = []
+        self.follows: list[tuple[int, int]] = []
         self.computes: dict[str, Callable[..., object]] = {}
         self.stream, self.is_ready, self.error = STREAM, True, b""
+        self.is_captured = False  # the stream of the last call
         self.during: Callable[[], object] = lambda: None
         self.running, self.addresses = 0, None  # of the launch that runs
         # The operators of launches, their number of tensors, and their arguments if they compute.
@@ -82,9 +85,15 @@ class Machine:
         pointers = ctypes.POINTER(ctypes.c_void_p)
         run = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, pointers, ctypes.c_uint32, ctypes.c_void_p)
         drop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        follow = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
         _alive.append(self)  # known calls call its functions when they are freed
-        self._functions = (ready(self._ready), run(self._run), drop(self.dropped.append))
-        self._table = (ctypes.c_void_p * 3)(*(ctypes.cast(f, ctypes.c_void_p).value for f in self._functions))
+        self._functions = (
+            ready(self._ready),
+            follow(self._follow),
+            run(self._run),
+            drop(self.dropped.append),
+        )
+        self._table = (ctypes.c_void_p * 4)(*(ctypes.cast(f, ctypes.c_void_p).value for f in self._functions))
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         self.table = new(ctypes.addressof(self._table), core.LAUNCH_TABLE, None)
@@ -120,6 +129,11 @@ class Machine:
     def _ready(self, device: int, stream: Any) -> bool:
         stream[0] = self.stream
         return self.is_ready
+
+    def _follow(self, device: int, last: int | None, next_one: int | None) -> bool:
+        if not self.is_captured:
+            self.follows.append((last or 0, next_one or 0))
+        return not self.is_captured
 
     def _run(self, launch: int, addresses: Any, epoch: int, stream: int) -> int | None:
         name, count, arguments = self._kept[launch - 1]

@@ -249,6 +249,8 @@ class CudaWorkspace(Workspace):
             if _owned_by_others(current.stream_id):
                 # An external stream may be destroyed before the next call, so record the event now, not then.
                 order.event = _cuda.Event()
+            else:
+                order.lasts(stream)
 
     def _launched(self) -> None:
         event = self._order.event
