@@ -30,20 +30,25 @@ class Torch {
   // types: of tensors whose calls need no Python; more may follow. dtype: torch.dtype. view: makes a tensor of a part of
   // another one's memory, from its sizes, strides and offset; or None. states: functions that return something true if a
   // call must go through torch's dispatcher. The profiler names what is dispatched, so then kernels are, too.
+  // increment_version: tells autograd that the tensors of a tuple have been written. forward_ad: the variables of
+  // torch.autograd.forward_ad.
   Torch(const py::object& exchange_api, py::list types, py::object dtype, py::object view,
-        std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled)
+        std::vector<py::object> states, py::object grad_enabled, py::object profiler_enabled,
+        py::object increment_version, py::dict forward_ad)
       : types_(std::move(types)),
         dtype_(std::move(dtype)),
         view_(std::move(view)),
         states_(std::move(states)),
         grad_enabled_(std::move(grad_enabled)),
-        profiler_enabled_(std::move(profiler_enabled)) {
+        profiler_enabled_(std::move(profiler_enabled)),
+        increment_version_(std::move(increment_version)),
+        forward_ad_(std::move(forward_ad)) {
     const auto* const api = unpack<dlpack::ExchangeApi>(exchange_api, dlpack::kCapsule);
     if (api->version.major != dlpack::kMajor || api->tensor_from_py_object == nullptr) {
       throw py::value_error("exchange_api: expected version 1, with tensors that are not owned");
     }
     describe_ = api->tensor_from_py_object;
-    for (const char* name : {"new_empty", "requires_grad", "is_neg", "new_empty_strided"}) {
+    for (const char* name : {"new_empty", "requires_grad", "is_neg", "new_empty_strided", "_current_level"}) {
       names_.push_back(intern(name));
     }
     dtype_name_ = py::make_tuple(intern("dtype"));
@@ -71,6 +76,9 @@ class Torch {
 
   // Whether calls on plain tensors may bypass torch's dispatcher.
   bool bypasses() const {
+    // Tensors with a tangent do not say so. Below zero: no level of forward-mode differentiation is open.
+    PyObject* const level = PyDict_GetItem(forward_ad_.ptr(), names_[4].ptr());
+    if (level == nullptr || !PyLong_Check(level) || PyLong_AsLong(level) >= 0) return false;
     for (const py::object& state : states_) {
       if (is_true(PyObject_CallNoArgs(state.ptr()))) return false;
     }
@@ -79,6 +87,13 @@ class Torch {
   bool profiler_enabled() const { return is_true(PyObject_CallNoArgs(profiler_enabled_.ptr())); }
   bool grad_enabled() const { return is_true(PyObject_CallNoArgs(grad_enabled_.ptr())); }
   bool requires_grad(PyObject* tensor) const { return is_true(PyObject_GetAttr(tensor, names_[1].ptr())); }
+  // False, without an exception, if torch does not agree.
+  bool tell_written(const py::tuple& tensors) const {
+    const auto done =
+        py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment_version_.ptr(), tensors.ptr()));
+    if (done.ptr() == nullptr) PyErr_Clear();
+    return done.ptr() != nullptr;
+  }
   bool is_negated(PyObject* tensor) const {
     return is_true(PyObject_CallMethodNoArgs(tensor, names_[2].ptr()));
   }
@@ -128,7 +143,8 @@ class Torch {
   py::list types_;
   py::object dtype_, view_;
   std::vector<py::object> states_;
-  py::object grad_enabled_, profiler_enabled_;
+  py::object grad_enabled_, profiler_enabled_, increment_version_;
+  py::dict forward_ad_;
   std::vector<py::object> names_;
   py::tuple dtype_name_;
 };

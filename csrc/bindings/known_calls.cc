@@ -68,6 +68,7 @@ struct KnownCall {
   std::optional<FollowingStep> follows;
   std::vector<int> results;
   bool one_result;
+  size_t num_written;  // results that are arguments
   const LaunchTable* table;
   std::mutex running;  // a launch keeps what it has encoded, so two threads may not run it at once
 
@@ -107,9 +108,7 @@ class KnownCalls {
     const std::shared_ptr<KnownCall> known = find(arguments);
     if (known == nullptr || torch_->profiler_enabled()) Py_RETURN_NONE;
     if (direct && !may_skip_dispatch(arguments)) Py_RETURN_NONE;
-    for (const int result : known->results) {
-      if (result >= 0 && !arguments.is_apart(result)) Py_RETURN_NONE;
-    }
+    if (known->num_written > 0 && !tell_written(*known, arguments)) Py_RETURN_NONE;
     // Allocations may run out of memory, so they come before the call is opened.
     std::vector<py::object> fresh;
     fresh.reserve(known->fresh.size());
@@ -193,6 +192,7 @@ class KnownCalls {
       for (const int result : made) check_range("made", result, -num_fresh, -1);
       known->follows = FollowingStep{function, operands, made};
     }
+    known->num_written = std::count_if(results.begin(), results.end(), [](int i) { return i >= 0; });
     known->results = std::move(results);
     known->one_result = one_result;
     known->words.assign(arguments.words, arguments.words + arguments.num_words);
@@ -270,6 +270,18 @@ class KnownCalls {
       if (fresh->back().ptr() == nullptr) return Made::kFailed;
     }
     return Made::kAll;
+  }
+
+  // Tells autograd which arguments a call writes. False if one of them overlaps another argument.
+  bool tell_written(const KnownCall& known, const Arguments& arguments) const {
+    const py::tuple written(known.num_written);
+    Py_ssize_t at = 0;
+    for (const int result : known.results) {
+      if (result < 0) continue;
+      if (!arguments.is_apart(result)) return false;
+      PyTuple_SET_ITEM(written.ptr(), at++, Py_NewRef(arguments.objects[result]));
+    }
+    return torch_->tell_written(written);
   }
 
   bool may_skip_dispatch(const Arguments& arguments) const {
@@ -387,9 +399,10 @@ void bind_known_calls(py::module_& m) {
   m.attr("LAUNCH_TABLE") = py::bytes(runtime::kLaunchTableName);  // name of the capsule
   py::class_<Torch>(m, "Torch", "What torch says about tensors and about the calling thread.")
       .def(py::init<py::object, py::list, py::object, py::object, std::vector<py::object>, py::object,
-                    py::object>(),
+                    py::object, py::object, py::dict>(),
            py::arg("exchange_api"), py::arg("types"), py::arg("dtype"), py::arg("view"), py::arg("states"),
-           py::arg("grad_enabled"), py::arg("profiler_enabled"),
+           py::arg("grad_enabled"), py::arg("profiler_enabled"), py::arg("increment_version"),
+           py::arg("forward_ad"),
            "exchange_api: torch's DLPack exchange API. types: of plain tensors. dtype: torch.dtype. view: "
            "makes "
            "a tensor in the memory of another one, from that, sizes, strides and offset; or None. states: "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -196,3 +197,22 @@ def test_other_transforms_are_refused(transform: Any) -> None:
     x = integers(4, 8)
     with pytest.raises(NotImplementedError, match=r"gemm: inside torch.func.grad.*torch.vmap work"):
         transform(lambda weight: flux.gemm(x, weight).sum())(integers(6, 8))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda dual: flux.gemm(dual, integers(6, 8)),
+        lambda dual: flux.gemm(integers(4, 6), integers(8, 6), out=dual),
+        lambda dual: flux.wgrad_accum(integers(3, 4), integers(3, 8), dual),
+        lambda dual: flux.grouped_gemm(dual, integers(1, 6, 8), torch.tensor([0, 4], dtype=torch.int32)),
+        lambda dual: column_linear(dual, [integers(6, 8)], group="none"),
+    ],
+)
+def test_tangents_are_refused(call: Any) -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(integers(4, 8), integers(4, 8))
+        with pytest.raises(NotImplementedError, match="expected a tensor without a tangent"):
+            call(dual)
+    call = lambda x: flux.gemm(x, integers(6, 8))  # noqa: E731
+    assert torch.autograd.functional.jvp(call, integers(4, 8), integers(4, 8))[1].shape == (4, 6)

@@ -14,6 +14,7 @@ from cases import Answers, asked, asked_of_one_and_of_several, by_name, question
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flux
+from flux.layers import ParallelMLP
 from flux.ops import gemm as gemm_module
 from flux.ops.gemm_rs_with_gather import gemm_rs_with_gather
 from flux.testing import AgGemmCase, GemmRsCase, spawn
@@ -286,6 +287,9 @@ def second_derivatives(rank: int, world_size: int) -> None:
         torch.autograd.gradgradcheck(op, tensors)
     torch.autograd.gradgradcheck(flux.all_gather, tensors[:1])
     torch.autograd.gradgradcheck(lambda x, w: gemm_rs_with_gather(x, w, x), tensors[:2])
+    for activation in ("swiglu", "gelu"):
+        mlp = ParallelMLP(3, 2, activation=activation, dtype=torch.float64)
+        torch.autograd.gradgradcheck(lambda x, *_, mlp=mlp: mlp(x), (tensors[0], *mlp.parameters()))
 
 
 def test_gradcheck_of_one_rank() -> None:

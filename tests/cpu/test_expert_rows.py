@@ -31,6 +31,16 @@ def nowhere(rows: Tensor) -> Tensor:
     return rows
 
 
+def test_autograd_sees_that_kernels_overwrite_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "kernel_takes", lambda *_: True)
+    monkeypatch.setattr(steps, "_finish_kernel", lambda *_: None)
+    monkeypatch.setattr(steps, "_finish_activation_kernel", lambda *_: None)
+    rows, scores = integers(1, 7, 16), torch.ones(7)
+    steps._finish_cuda(rows, OFFSETS, scores, None)
+    steps._finish_activation_cuda(rows, integers(2, 7, 16), OFFSETS, scores, "silu")
+    assert rows._version == 2
+
+
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS.int()])
 def test_gathered_rows_are_rounded_once(tokens: Tensor) -> None:
     x, scores = integers(1, 4, 16), torch.tensor([2.0, 0.5, -1.0, 4.0, 1.0, NAN, NAN])

@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from repeated import (
     told,
 )
 from test_known_calls import DEVICE
+from torch.autograd import forward_ad
 
 import flux
 from flux import moe
@@ -240,6 +242,8 @@ def test_what_torch_must_see_is_left_to_torch(machine: Machine, workspace: CudaW
         assert not is_known()
     with torch.profiler.profile():
         assert not is_known()
+    with forward_ad.dual_level():
+        assert not is_known()
     with torch.utils._python_dispatch.TorchDispatchMode():
         assert not is_known()
     seen = []
@@ -256,19 +260,6 @@ def test_what_torch_must_see_is_left_to_torch(machine: Machine, workspace: CudaW
         assert workspace.known.call(*wrong) is None
 
 
-def test_gradients_flow_through_known_calls(machine: Machine, workspace: CudaWorkspace) -> None:
-    x = torch.randn(8, 64).bfloat16().requires_grad_()
-    weight = torch.randn(16, 64).bfloat16()
-    with torch.no_grad():
-        flux.gemm_rs(x, weight)
-    before = len(machine.dispatched), len(machine.repeated)
-    out = flux.gemm_rs(x, weight)  # autograd records it, and C++ repeats the kernel below
-    assert (len(machine.dispatched), len(machine.repeated)) == (before[0], before[1] + 1)
-    assert out.requires_grad and out.grad_fn is not None
-    out.sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
-
-
 def test_a_call_that_cannot_be_repeated_now_goes_through_python(
     machine: Machine, workspace: CudaWorkspace
 ) -> None:
@@ -278,13 +269,39 @@ def test_a_call_that_cannot_be_repeated_now_goes_through_python(
     machine.is_ready = False  # a capture, or another device
     assert count(machine, call) == PYTHON
     machine.is_ready = True
-    machine.stream = 9
-    assert count(machine, call) == PYTHON
-    machine.stream = STREAM
     workspace._order.event = "event"
     assert workspace.known.call(gemm_rs._OP, False, x, weight, None, None, False) is None
     workspace._order.event = None
     assert count(machine, call) == CPP
+
+
+def test_streams_that_alternate_wait_for_each_other(
+    machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = tensor(8, 64), tensor(16, 64)
+    waits: list[object] = []
+
+    def on(stream: int, owned_by_torch: bool = True) -> tuple[int, int]:
+        current = SimpleNamespace(stream_id=1 if owned_by_torch else 2, wait_event=waits.append)
+        machine.stream = stream
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        return count(machine, lambda: flux.gemm_rs(x, weight))
+
+    recorded = SimpleNamespace(record_event=lambda: "event")
+    monkeypatch.setattr(cuda._cuda, "ExternalStream", lambda stream, device: recorded)
+    monkeypatch.setattr(cuda._cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    workspace._order.lasts(STREAM)
+    assert [on(STREAM), on(STREAM), on(0)] == [PYTHON, CPP, PYTHON], "a stream that nobody has seen"
+    assert [on(STREAM), on(STREAM), on(0), on(STREAM)] == [CPP] * 4
+    assert machine.follows == [(0, STREAM), (STREAM, 0), (0, STREAM)] and waits == ["event"]
+    # The stream of the last call is being captured, or somebody may destroy one of the streams.
+    machine.is_captured = True
+    assert [on(STREAM), on(0)] == [CPP, PYTHON]
+    machine.is_captured = False
+    assert [on(9, owned_by_torch=False), on(9, owned_by_torch=False), on(STREAM)] == [PYTHON] * 3
+    assert len(machine.follows) == 3 and len(waits) == 5
+    assert [on(0), on(STREAM)] == [CPP, CPP]
 
 
 def test_calls_of_other_threads_are_waited_for(machine: Machine, workspace: CudaWorkspace) -> None:

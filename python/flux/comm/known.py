@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed.distributed_c10d
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -202,8 +203,8 @@ def _torch() -> Any:
     profiling = _C._autograd._profiler_enabled
     # What code that torch compiles makes its views with.
     view = getattr(_C._dynamo.guards, "_reinterpret_tensor", None)
-    grad_enabled = torch.is_grad_enabled
-    return _native.core.Torch(exchange_api, plain_types, torch.dtype, view, states, grad_enabled, profiling)
+    asked = (states, torch.is_grad_enabled, profiling, _C._increment_version, vars(forward_ad))
+    return _native.core.Torch(exchange_api, plain_types, torch.dtype, view, *asked)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from flux.layers.functional import SaveGathered, column_linear
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divides, check_options
 from flux.ops import _arguments
 from flux.ops.autograd import concatenated
+from flux.ops.grouped_gemm import silu_slope
 
 
 class ParallelMLP(nn.Module):
@@ -161,8 +162,10 @@ class _Swiglu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         of_silu = torch.ops.aten.silu_backward
         # The code below is not differentiable and cannot be traced.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return of_silu(grad * up, gate), grad * nn.functional.silu(gate)
+        if torch.is_grad_enabled():
+            return grad * up * silu_slope(gate), grad * nn.functional.silu(gate)
         both = grad.new_empty([*grad.shape[:-1], 2, grad.shape[-1]])
         of_gate, of_up = both.unbind(-2)
         of_silu(grad * up, gate, grad_input=of_gate)

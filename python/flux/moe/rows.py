@@ -13,7 +13,7 @@ import torch
 from flux.comm import cuda
 from flux.ops._library import library
 from flux.ops._tensors import readable, readable_if_any, wide_type
-from flux.ops.grouped_gemm import NUMBERS, activate
+from flux.ops.grouped_gemm import NUMBERS, activate, silu_slope
 
 Tensor = torch.Tensor
 
@@ -136,18 +136,12 @@ def _activation_grad(grad: Tensor, product: Tensor, offsets: Tensor, activation:
     if activation == "gelu":
         result: Tensor = torch.ops.aten.gelu_backward(g, z)
     elif activation == "silu":
-        result = g * _silu_slope(z)
+        result = g * silu_slope(z)
     else:
         gate, up = z.chunk(2, dim=-1)
         of_up = g * torch.nn.functional.silu(gate)
-        result = torch.cat([g * up * _silu_slope(gate), of_up], -1)
+        result = torch.cat([g * up * silu_slope(gate), of_up], -1)
     return result.to(grad.dtype)
-
-
-def _silu_slope(z: Tensor) -> Tensor:
-    # By hand: torch's own backward pass of it has none itself.
-    sigmoid = z.sigmoid()
-    return sigmoid * (1 + z * (1 - sigmoid))
 
 
 def _gather_fake(x: Tensor, tokens: Tensor, *_: Any) -> Tensor:
@@ -173,8 +167,11 @@ def _finish(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | No
 
 
 def _in_place(rows: Tensor) -> bool:
-    """Whether kernels can overwrite the rows."""
-    return rows.is_contiguous() and rows.data_ptr() % 16 == 0 and kernel_takes(rows, rows.shape[1])
+    """Whether kernels can overwrite the rows. If so, tells autograd that they do."""
+    fits = rows.is_contiguous() and rows.data_ptr() % 16 == 0 and kernel_takes(rows, rows.shape[1])
+    if fits:
+        torch.autograd.graph.increment_version(rows)
+    return fits
 
 
 def _finish_cuda(rows: Tensor, offsets: Tensor, scores: Tensor | None, x: Tensor | None) -> Tensor:

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from flux.ops import _check
+
+_unpack_dual: Any = forward_ad.unpack_dual  # not typed
 
 
 def wrong_type(op: str, argument: str, expected: str, got: object) -> NoReturn:
@@ -35,6 +38,11 @@ def tensor(op: str, argument: str, value: object) -> None:
         _check.fail(op, argument, "a tensor of real numbers, not quantised", f"dtype {value.dtype}")
     if value.device.type not in ("cpu", "cuda", "meta"):
         _check.fail(op, argument, "a tensor on the CPU or a CUDA device", f"device {value.device}")
+    if forward_ad._current_level >= 0 and _unpack_dual(value).tangent is not None:
+        raise NotImplementedError(
+            f"{op}: {argument}: expected a tensor without a tangent, got a dual tensor: flux has no "
+            "derivatives in forward mode; torch.autograd.grad works"
+        )
 
 
 def optional_tensor(op: str, argument: str, value: object) -> None:

@@ -316,13 +316,16 @@ def separate(
     *others: torch.Tensor | None,
     may_be: torch.Tensor | None = None,
 ) -> None:
-    """Checks that a contiguous output of a call shares no memory with the other tensors of the call."""
+    """Checks that a contiguous output of a call shares no memory with the other tensors of the call. Tells
+    autograd that it is written, which torch does not see of a kernel.
+    """
     for other in others:
         if other is None or not share_memory(written, other):
             continue
         if may_be is not None and other is may_be and _same_memory(written, other):
             continue
         fail(op, name, "memory of its own", "a tensor that overlaps another argument")
+    torch.autograd.graph.increment_version(written)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flux.comm import known, registry
 from flux.comm.group import process_group
@@ -267,8 +268,8 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a call on CUDA tensors may bypass torch's dispatcher, which saves 5 us of host time.
 
-    False while torch traces, compiles or transforms, under a dispatch mode or autocast, and for tensors that
-    are not plain and dense.
+    False while torch traces, compiles, transforms or differentiates in forward mode, under a dispatch mode or
+    autocast, and for tensors that are not plain and dense.
     """
     if torch.compiler.is_compiling():
         return False
@@ -284,6 +285,7 @@ def may_skip_dispatch(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         and x.is_cuda
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
     )
 

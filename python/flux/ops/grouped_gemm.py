@@ -158,6 +158,12 @@ def activate(product: torch.Tensor, activation: str | None) -> torch.Tensor:
     return torch.nn.functional.gelu(product) if activation == "gelu" else product
 
 
+def silu_slope(z: torch.Tensor) -> torch.Tensor:
+    """The derivative of silu, by hand: aten.silu_backward has no derivative itself."""
+    sigmoid = z.sigmoid()
+    return sigmoid * (1 + z * (1 - sigmoid))
+
+
 def expert_weight(
     op: str, x: torch.Tensor, weight: torch.Tensor, activation: str | None, scales: Scales | None = None
 ) -> int:

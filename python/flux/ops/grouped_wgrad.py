@@ -236,6 +236,7 @@ def _accum_cuda(grad_output: Tensor, x: Tensor, offsets: Tensor, main_grad: Tens
     if 0 in (main_grad.numel(), x.shape[0]):
         return
     if uses_kernel(grad_output, x, main_grad) and main_grad.data_ptr() % 16 == 0:
+        torch.autograd.graph.increment_version(main_grad)
         launch(grad_output, x, offsets, main_grad)
     elif _has_grouped_gemm(grad_output, x):
         main_grad.add_(_cuda(grad_output, x, offsets))
