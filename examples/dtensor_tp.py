@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel
+from flux.integrations.dtensor import convert_plan
 from flux.layers import mark_replicated, reduce_replicated_grads
 from flux.testing import spawn
 
@@ -50,16 +50,10 @@ def train(
     tp = mesh["tp"]
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(hidden) for _ in range(LAYERS))).to(device, dtype)
-    colwise, rowwise = (
-        (FluxColwiseParallel, FluxRowwiseParallel) if on_flux else (ColwiseParallel, RowwiseParallel)
-    )
+    # Activations [batch, sequence, hidden] between the blocks are cut along the sequence.
+    plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
     for block in model:
-        # Activations [batch, sequence, hidden] between the blocks are cut along the sequence.
-        parallelize_module(
-            block,
-            tp,
-            {"up": colwise(input_layouts=Shard(1)), "down": rowwise(output_layouts=Shard(1))},
-        )
+        parallelize_module(block, tp, convert_plan(plan) if on_flux else plan)
         mark_replicated(block.norm, "weight")  # each rank sees its part of the sequence
         if fsdp > 1:
             fully_shard(block, mesh=mesh["dp"])

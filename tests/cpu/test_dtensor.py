@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flux
 from flux.integrations import dtensor
+from flux.integrations._shared_outputs import SharedOutputs
 from flux.integrations.dtensor import FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel
 from flux.testing import spawn
 
@@ -314,7 +315,7 @@ def test_shared_outputs() -> None:
     with torch.no_grad():
         for i, layer in enumerate(layers):
             layer.bias.fill_(i + 1)
-    shared, module = dtensor._Shared(layers, compute), nn.Module()
+    shared, module = SharedOutputs(layers, compute), nn.Module()
     x = torch.zeros(2)
 
     def check(i: int, x: torch.Tensor, expected: float, computed: list[int]) -> None:

@@ -6,8 +6,11 @@ see no difference. What changes is the forward pass of the module, and with it t
 
 from __future__ import annotations
 
+import copy
 import logging
+import warnings
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -16,17 +19,31 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 import flux
 from flux._log import say_once
+from flux.integrations._shared_outputs import ForwardOfMany, SharedOutputs
 from flux.ops import autocast
 
-__all__ = ["FluxColwiseParallel", "FluxRowwiseParallel", "FluxSharedColwiseParallel", "gemm_ar"]
+__all__ = [
+    "FluxColwiseParallel",
+    "FluxRowwiseParallel",
+    "FluxSharedColwiseParallel",
+    "convert_plan",
+    "gemm_ar",
+]
 
-# These get their layers as arguments, so that a deep copy of a module does not use the original's weights.
+# It gets the layer as an argument, so that a deep copy of a module does not use the original's weights.
 Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
-ForwardOfMany = Callable[[Sequence[nn.Linear], torch.Tensor], list[torch.Tensor]]
 
 
 class FluxColwiseParallel(ColwiseParallel):
@@ -143,67 +160,13 @@ class FluxSharedColwiseParallel(ParallelStyle):
                 self.style._apply(layer, device_mesh)
             return module
         linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        shared = _Shared(linears, self.style._forward(device_mesh))
+        shared = SharedOutputs(linears, self.style._forward(device_mesh))
         for i, layer in enumerate(linears):
             distribute_module(layer, device_mesh, self.style._partition_linear_fn)
             layer.forward = partial(shared.output, i)  # type: ignore[method-assign]
         module.register_forward_pre_hook(shared.begin)
         module.register_forward_hook(shared.end, always_call=True)
         return module
-
-
-class _Shared:
-    """Outputs of layers that have been computed and not yet been returned, within one call of the module
-    that contains the layers.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear], compute: ForwardOfMany) -> None:
-        self._layers, self._compute = layers, compute
-        self._inside = False
-        self._outputs: dict[int, torch.Tensor] = {}
-        # The tensors from which the outputs were computed.
-        self._read: list[torch.Tensor] = []
-        self._state: tuple[Any, ...] = ()
-
-    def begin(self, module: nn.Module, inputs: object) -> None:
-        """Hook at the start of a call of the module."""
-        self._inside = True
-        self._forget()
-
-    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Hook at the end of a call of the module, also if it failed."""
-        self._inside = False
-        self._forget()
-
-    def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of layer `i` for x."""
-        if not self._inside:
-            # The weights may have changed unnoticed: FSDP2 writes them without autograd's version counters.
-            return self._compute([self._layers[i]], x)[0]
-        read, state = self._what_it_depends_on(x)
-        same = len(read) == len(self._read) and all(a is b for a, b in zip(read, self._read, strict=True))
-        if not same or state != self._state or i not in self._outputs:
-            self._outputs = dict(enumerate(self._compute(self._layers, x)))
-            self._read, self._state = read, state
-        out = self._outputs.pop(i)
-        if not self._outputs:
-            self._forget()
-        return out
-
-    def _forget(self) -> None:
-        self._outputs, self._read, self._state = {}, [], ()
-
-    def _what_it_depends_on(self, x: torch.Tensor) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-        """The tensors on which outputs depend, their versions, and the gradient modes."""
-        parameters = [p for layer in self._layers for p in (layer.weight, layer.bias) if p is not None]
-        read = [x, *parameters]
-        # The compiler traces functionalised tensors, which are never overwritten.
-        if torch.compiler.is_compiling():
-            return read, (torch.is_grad_enabled(),)
-        versions = [
-            (tensor.requires_grad, 0 if tensor.is_inference() else tensor._version) for tensor in read
-        ]
-        return read, (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *versions)
 
 
 class FluxRowwiseParallel(RowwiseParallel):
@@ -260,6 +223,145 @@ class FluxRowwiseParallel(RowwiseParallel):
         distribute_module(module, device_mesh, self._partition_linear_fn)
         _replace_forward(module, forward)
         return module
+
+
+def convert_plan(plan: Any) -> Any:
+    """A plan for parallelize_module that does on flux what flux can fuse, and the rest by torch's styles.
+
+    ColwiseParallel and RowwiseParallel become flux's, with the same arguments. If a PrepareModuleInput or
+    PrepareModuleInputOutput gathers one input, from ``Shard(dim)`` to ``Replicate()``, the gather moves into
+    the GEMMs of the column-parallel layers directly in that module, one gather for all. The module then gets
+    the DTensor before the gather, of the same shape; it must not call to_local() on it. Styles that flux does
+    not know stay, and with them the gather for a module that they are applied in. The logger `flux` names
+    what stays with torch, at level INFO.
+
+    Args:
+        plan: a style, or a dict of names of modules, which may have wildcards, to styles. It is not changed.
+
+    Returns:
+        The same for flux. Layers that get a gather are converted under the name of their module, not theirs.
+
+    Raises:
+        TypeError: `plan` is neither of these, or holds something that is no ParallelStyle.
+
+    Example::
+
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+
+        from flux.integrations.dtensor import convert_plan
+
+        plan = {
+            "0": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+            "0.0": ColwiseParallel(),
+        }
+        layers = nn.Sequential(nn.Sequential(nn.Linear(64, 32 * p), nn.ReLU()))
+        parallelize_module(layers, init_device_mesh("cpu", (p,)), convert_plan(plan))
+        assert layers(torch.randn(8, 64)).shape == (8 * p, 32)
+    """
+    if isinstance(plan, ParallelStyle):
+        return convert_plan({"": plan})[""]
+    if not isinstance(plan, dict) or not all(isinstance(style, ParallelStyle) for style in plan.values()):
+        got = {key: type(style).__name__ for key, style in plan.items()} if isinstance(plan, dict) else plan
+        raise TypeError(f"convert_plan: plan: expected a ParallelStyle or a dict of them, got {got!r}")
+    converted = {key: _on_flux(style) for key, style in plan.items()}
+    left = {key: type(style).__name__ for key, style in converted.items() if not isinstance(style, _OURS)}
+    for key, style in plan.items():
+        if type(style) not in (PrepareModuleInput, PrepareModuleInputOutput):
+            continue
+        prepare: Any = getattr(style, "prepare_module_input", style)
+        inside = f"{key}." if key else ""
+        parts = {name.removeprefix(inside): name for name in plan if name != key and name.startswith(inside)}
+        direct = {part: converted[name] for part, name in parts.items() if "." not in part}
+        layers = {part: layer for part, layer in direct.items() if isinstance(layer, FluxColwiseParallel)}
+        unknown = {type(plan[name]).__name__ for name in parts.values() if type(plan[name]) not in _KNOWN}
+        gathers, bare = _without_gathers(style)
+        if gathers != 1:
+            left[key] += f", which gathers {gathers} inputs"
+        elif prepare.use_local_output:
+            left[key] += ", whose module reads tensors, not DTensors"
+        elif unknown or not layers:
+            left[key] += f", with {', '.join(sorted(unknown)) or 'no column-parallel layers'} in it"
+        else:
+            converted[key] = _GatherInLayers(style, bare, layers)
+            del left[key]
+            for part in layers:
+                del converted[parts[part]]
+    if left:
+        told = "; ".join(f"{key!r}: {why}" for key, why in left.items())
+        say_once(f"convert_plan: left to torch: {told}", logging.INFO)
+    return converted
+
+
+def _on_flux(style: Any) -> Any:
+    """Flux's style for one of torch's, or the same."""
+    ours: Any = {ColwiseParallel: FluxColwiseParallel, RowwiseParallel: FluxRowwiseParallel}.get(type(style))
+    if ours is None:
+        return style
+    (source,), (target,) = style.input_layouts, style.output_layouts
+    return ours(input_layouts=source, output_layouts=target, use_local_output=style.use_local_output)
+
+
+def _without_gathers(style: Any) -> tuple[int, Any]:
+    """How many inputs PrepareModuleInput gathers, and one that leaves those as they are."""
+    style, gathers = copy.copy(style), 0
+    if isinstance(style, PrepareModuleInputOutput):
+        gathers, style.prepare_module_input = _without_gathers(style.prepare_module_input)
+        return gathers, style
+
+    def kept(source: Placement | None, wanted: Placement | None) -> Placement | None:
+        nonlocal gathers
+        gather = type(source) is Shard and wanted == Replicate()
+        gathers += gather
+        return source if gather else wanted
+
+    if style.input_layouts is not None:
+        style.desired_input_layouts = tuple(map(kept, style.input_layouts, style.desired_input_layouts))
+    layouts, wanted = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
+    style.desired_input_kwarg_layouts = {name: kept(layouts[name], wanted.get(name)) for name in layouts}
+    return gathers, style
+
+
+class _GatherInLayers(ParallelStyle):
+    """A style that gathers a module's input, or one without the gather if layers of the module do it."""
+
+    def __init__(self, gathering: Any, bare: Any, layers: dict[str, FluxColwiseParallel]) -> None:
+        super().__init__()
+        self.gathering, self.bare, self.layers = gathering, bare, layers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        children, styles = dict(module.named_children()), dict[str, FluxColwiseParallel]()
+        for pattern, style in self.layers.items():
+            names = [name for name in children if fnmatch(name, pattern)]
+            styles |= dict.fromkeys(names, style)
+            if not names:  # torch warns, too
+                warnings.warn(f"no submodule matching {pattern!r} in {type(module).__name__}", stacklevel=2)
+        served = [_why_not_linear(children[name], device_mesh.size(), 0) is None for name in styles]
+        (self.bare if served and all(served) else self.gathering)._apply(module, device_mesh)
+        # Layers with the same arguments and size of input share a gather.
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name, style in styles.items():
+            kind = style.input_layouts, style.output_layouts, style.use_local_output
+            groups.setdefault((*kind, getattr(children[name], "in_features", None)), []).append(name)
+        for names in groups.values():
+            shared = FluxSharedColwiseParallel(*names, input_layouts=Replicate())
+            shared.style, shared.src_data_rank = styles[names[0]], self.src_data_rank
+            shared._apply(module, device_mesh)
+        return module
+
+
+_OURS = (FluxColwiseParallel, FluxRowwiseParallel, FluxSharedColwiseParallel, _GatherInLayers)
+_KNOWN = {
+    *_OURS,
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+}
 
 
 class _GemmAllReduce(torch.autograd.Function):
