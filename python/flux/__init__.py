@@ -29,17 +29,19 @@ from flux.ops.wgrad import wgrad_accum
 from flux.ops.workspaces import check, expect_graphs, release, reserve
 
 if TYPE_CHECKING:
-    from flux import layers
+    from flux import integrations, layers, testing
 else:
+    _LAZY = ("integrations", "layers", "testing")
+
     # Hidden from type checkers, which would otherwise accept every name.
     def __getattr__(name: str) -> object:
-        """Imports flux.layers at its first use."""
-        if name == "layers":
-            return import_module("flux.layers")
+        """Imports a part of flux at its first use."""
+        if name in _LAZY:
+            return import_module(f"flux.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), "layers"})
+        return sorted({*globals(), *_LAZY})
 
 
 __version__ = "0.2.0"
@@ -61,11 +63,13 @@ __all__ = [
     "grouped_gemm",
     "grouped_wgrad",
     "grouped_wgrad_accum",
+    "integrations",
     "layers",
     "moe",
     "quantize",
     "reduce_scatter",
     "release",
     "reserve",
+    "testing",
     "wgrad_accum",
 ]

@@ -228,7 +228,8 @@ def test_ranks_that_disagree_about_lists_or_operators_are_all_told() -> None:
 
 def reserving(rank: int, world_size: int) -> list[str]:
     told = []
-    for arguments in ({"max_m": 64 + rank}, {"slots": 2}, {"max_n": 0}, {"dtype": torch.int8}):
+    bad = ({"max_m": 64 + rank}, {"slots": 2}, {"max_n": 0}, {"dtype": torch.int8}, {"device": "cuda:99"})
+    for arguments in bad:
         try:
             flux.reserve(**{"max_m": 64, "max_n": 64, "max_k": 64, **arguments})
         except ValueError as error:
@@ -242,6 +243,8 @@ def test_reserve_refuses() -> None:
         assert told[1].startswith("reserve: slots: expected 1") and told[1].endswith("got 2")
         assert told[2] == "reserve: max_n: expected a positive size, got 0"
         assert told[3].startswith("reserve: dtype: expected") and told[3].endswith("got torch.int8")
+        seen = torch.cuda.device_count()
+        assert told[4] == f"reserve: device: expected a CUDA device (torch sees {seen} here), got cuda:99"
 
 
 def interrupted(rank: int, world_size: int) -> list[str]:

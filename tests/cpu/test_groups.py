@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flux
 from flux.comm import registry
@@ -156,6 +157,33 @@ def lifecycle(rank: int, world_size: int) -> str:
 
 def test_reserve_release_and_the_end_of_a_group() -> None:
     assert spawn(lifecycle, 2, backend="gloo") == [""] * 2
+
+
+def dry_run(rank: int, world_size: int, backend: str) -> list[Any]:
+    """Operators and a step of training in a group of 4 ranks that torch fakes."""
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=FakeStore(), rank=1, world_size=4)
+    x, weight = torch.ones(8, 6), torch.ones(12, 6)
+    found = [flux.gemm_rs(x, weight), flux.ag_gemm(x, weight), flux.gemm_ar(x, weight), flux.all_reduce(x)]
+    found += [flux.reduce_scatter(x), flux.all_gather(x)]
+    flux.reserve(max_m=8, max_n=8, max_k=8)
+    mlp = flux.layers.ParallelMLP(8, 16, dtype=torch.float32)
+    found.append(mlp(torch.ones(2, 8)))
+    found[-1].sum().backward()
+    experts = flux.moe.MoEMLP(8, 16, 4, ep_size=2, dtype=torch.float32)
+    found.append(experts(torch.ones(2, 8), torch.tensor([[0, 3], [1, 2]]), torch.ones(2, 2)))
+    flux.check()
+    flux.release()
+    flux.gemm_rs(x, weight)
+    reason = flux.explain("gemm_rs", m=8, n=12, k=6, dtype=torch.float32).reason
+    return [*(list(result.shape) for result in found), reason]
+
+
+@pytest.mark.parametrize("backend", ["fake", "cpu:fake,cuda:fake"])
+def test_dry_runs_in_a_fake_group_give_shapes(backend: str) -> None:
+    (told,) = spawn(dry_run, 1, backend, backend="gloo")
+    assert told[:-1] == [[2, 12], [32, 12], [8, 12], [8, 6], [2, 6], [32, 6], [2, 8], [2, 8]]
+    assert told[-1] == f"rank 0: torch's backend {backend} exchanges nothing"
 
 
 def nine(rank: int, world_size: int) -> tuple[bool, str]:

@@ -29,7 +29,7 @@ THIS_FILE = "tests/cpu/test_house.py"
 _BASE = {"_invariance", "_env", "_log", "_native", "errors"}
 _SERVES = _BASE | {"_files", "flux", "ops", "moe", "comm", "tuning", "testing", "machine"}
 MAY_IMPORT = {
-    "__init__": {"_invariance", "errors", "ops", "moe", "layers"},
+    "__init__": {"_invariance", "errors", "ops", "moe", "layers", "integrations", "testing"},
     "__main__": {"cli"},
     "_env": set(),
     "_invariance": {"_env"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,11 +62,15 @@ answer = {
 }
 answer["dir"] = dir(flux)
 answer["class"] = flux.layers.ParallelMLP.__module__
-try:
-    flux.gemmrs
-except AttributeError as error:
-    answer["unknown"] = str(error)
-import flux.testing
+answer["spawn"] = flux.testing.spawn.__module__
+answer["dir of integrations"] = dir(flux.integrations)
+answer["install"] = flux.integrations.async_tp.install.__module__
+answer["unknown"] = []
+for module, name in ((flux, "gemmrs"), (flux.integrations, "asynctp")):
+    try:
+        getattr(module, name)
+    except AttributeError as error:
+        answer["unknown"].append(str(error))
 answer["with layers"] = sorted(set(sys.modules) - modules)
 print(json.dumps(answer))
 """
@@ -97,12 +102,21 @@ def test_no_compiler_is_imported(answer: Any) -> None:
     assert unwanted(answer["with layers"]) == []
 
 
-def test_layers_are_there_on_demand(answer: Any) -> None:
-    assert "flux.layers" not in answer["modules"]
+def test_parts_are_there_on_demand(answer: Any) -> None:
+    parts = {"layers", "integrations", "testing"}
+    assert not {f"flux.{part}" for part in parts} & set(answer["modules"])
     assert answer["class"] == "flux.layers.mlp"
-    assert {"layers", "gemm_rs", "moe", "__version__"} <= set(answer["dir"])
-    assert "layers" in flux.__all__
-    assert answer["unknown"] == "module 'flux' has no attribute 'gemmrs'"
+    assert answer["spawn"] == "flux.testing.spawn"
+    assert answer["install"] == "flux.integrations.async_tp"
+    assert {*parts, "gemm_rs", "moe", "__version__"} <= set(answer["dir"])
+    assert parts <= set(flux.__all__)
+    folder = Path(flux.integrations.__file__).parent
+    adapters = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
+    assert adapters == set(flux.integrations.__all__) <= set(answer["dir of integrations"])
+    assert answer["unknown"] == [
+        "module 'flux' has no attribute 'gemmrs'",
+        "module 'flux.integrations' has no attribute 'asynctp'",
+    ]
 
 
 def test_unwanted_modules_are_found() -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flux
 from flux.comm import shm
 from flux.errors import CommTimeoutError
 from flux.testing import spawn
@@ -384,7 +385,8 @@ def test_too_little_room_on_one_rank_is_one_line_on_all_and_less_can_be_had_afte
         assert (first, last, mappings, names) == ("fine", "fine", "0", "[]")
         assert re.fullmatch(
             rf"flux.ag_gemm: no shared memory: rank 1: {2 * limit} bytes in /dev/shm, \d+ free: "
-            rf".*File too large.*The 3 ranks of the group need {6 * limit} bytes there: .*--shm-size\)",
+            rf".*File too large.*The 3 ranks of the group need {6 * limit} bytes there: .*--shm-size\), or "
+            r"let torch carry the calls \(FLUX_FUSED=off\)",
             second,
         )
         assert huge.count(f"{1 << 62} bytes in /dev/shm, ") == 3
@@ -410,3 +412,30 @@ def test_all_ranks_are_told_of_a_segment_that_is_not_private() -> None:
     refused = "segment of rank 1: access of others: expected none, got 0o44"
     expected = f"flux.ag_gemm: no shared memory: rank 0: {refused}; rank 2: {refused}"
     assert results == [expected] * 3
+
+
+def without_room(rank: int, world_size: int, how: str) -> list[str]:
+    if rank == 1 and how == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (mmap.PAGESIZE, mmap.PAGESIZE))
+    elif rank == 1:
+        shm.os.access = lambda *_: False  # type: ignore[attr-defined]
+    said = []
+    x, weight = torch.ones(world_size, 4), torch.ones(3, 4)
+    for fused in ("auto", "auto", "off"):
+        os.environ["FLUX_FUSED"] = fused
+        try:
+            said.append(str(flux.gemm_rs(x, weight).tolist()))
+        except shm.NoSharedMemory as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_no_room_and_no_access_are_alike(how: str) -> None:
+    results = spawn(without_room, 2, how, backend="gloo")
+    assert results[0] == results[1]
+    first, second, off = results[0]
+    assert first == second and first.startswith("flux.gemm_rs: no shared memory: rank 1: "), first
+    assert ("is not there or not writable. Mount" in first) == (how == "read-only")
+    assert first.endswith("(containers: --shm-size), or let torch carry the calls (FLUX_FUSED=off)")
+    assert off == "[[8.0, 8.0, 8.0]]", "the group remains usable"

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import shm
-from flux.comm.group import Meeting
+from flux.comm.group import Meeting, why_fake
 from flux.comm.workspace import (
     HEADER_BYTES,
     ON_ALL_RANKS,
@@ -57,13 +57,27 @@ class CpuWorkspace(Workspace):
         self._memory: Any = None
         if self._shares_memory:
             # The first call compares its facts through the headers, so these must exist before it.
-            self.grow(PAGE_BYTES, PAGE_BYTES, op, {})
+            try:
+                self.grow(PAGE_BYTES, PAGE_BYTES, op, {})
+            except shm.NoSharedMemory:
+                if self.why_not is None:  # unfused calls can do without
+                    raise
 
     @classmethod
     def facts(cls, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
         off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
-        alone = shm.why_not() or (None if shm.host_id() else "this process cannot tell which host it is on")
-        return {"why_not": off or alone, "host": shm.host_id(), "backend": "shm", "num_sms": 0, "shm": alone}
+        host, no_memory, fake = shm.host_id(), shm.why_not(), why_fake(group)
+        alone = fake or no_memory or (None if host else "this process cannot tell which host it is on")
+        found = {"why_not": off or alone, "host": host, "backend": "shm", "num_sms": 0, "shm": alone}
+        return {**found, "error": None if off or fake else no_memory}
+
+    @classmethod
+    def meet(
+        cls, group: ProcessGroup, device: torch.device, op: str, meeting: Meeting
+    ) -> list[dict[str, Any]]:
+        facts = super().meet(group, device, op, meeting)
+        shm.raise_if_any(op, [fact["error"] or "" for fact in facts], f". Mount a tmpfs there {shm.WAY_OUT}")
+        return facts
 
     def _verdict(self, op: str, facts: list[dict[str, Any]]) -> str | None:
         # Ranks of one host can compare their calls even if no call runs fused.

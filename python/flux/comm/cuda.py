@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux import _env, _native
 from flux.comm import known, shm, symm_mem
-from flux.comm.group import Meeting, name_of
+from flux.comm.group import Meeting, name_of, why_fake
 from flux.comm.workspace import (
     HEADER_BYTES,
     NOTHING,
@@ -124,7 +124,7 @@ class CudaWorkspace(Workspace):
         properties = torch.cuda.get_device_properties(device)
         off = "FLUX_FUSED=off" if _env.get("FLUX_FUSED") == "off" else None
         return {
-            "why_not": off or why_not(device) or symm_mem.why_not(group, device),
+            "why_not": off or why_fake(group) or why_not(device) or symm_mem.why_not(group, device),
             "host": shm.host_id(),
             "backend": _env.get("FLUX_SYMM_BACKEND"),
             "num_sms": properties.multi_processor_count,

@@ -157,6 +157,12 @@ def live() -> list[ProcessGroup]:
     return [*_c10d._world.pg_map, *_parts]
 
 
+def why_fake(group: ProcessGroup) -> str | None:
+    """Why nothing reaches the other ranks of a group, or None. Dry runs have such groups, of one process."""
+    backend, _ = _c10d._world.pg_map.get(group, ("", None))
+    return f"torch's backend {backend} exchanges nothing" if "fake" in backend else None
+
+
 def store_of(group: ProcessGroup) -> Any:
     """The key-value store of a group."""
     return _parts[group].store if group in _parts else _c10d._get_process_group_store(group)
@@ -189,6 +195,8 @@ class Meeting:
     @classmethod
     def of(cls, group: ProcessGroup, tag: str) -> Meeting:
         """The meetings of a group. tag: distinguishes its workspaces."""
+        if why_fake(group) is not None:
+            return _FakeMeeting(None, "", group.rank(), group.size())
         # Groups may share one store (a FileStore given to init_process_group), so keys contain the members.
         members = "-".join(str(r) for r in _members(group))
         base = f"flux/{tag}/{name_of(group)}/{members}"
@@ -300,6 +308,19 @@ class Meeting:
         # The store is hosted by one of the job's processes, which may have died.
         detail = f"The store of the group failed: {error}."
         return CommTimeoutError(op, self._rank, peer, 0, timeout_s=_patience_s(), detail=detail)
+
+
+class _FakeMeeting(Meeting):
+    """Of a fake group: there are no other ranks, and its store may store nothing."""
+
+    def begin(self, op: str) -> None:
+        pass
+
+    def _gather(self, op: str, place: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        return [facts] * self._world_size
+
+    def _set(self, op: str, key: str, value: str) -> None:
+        pass
 
 
 def _patience_s() -> float:

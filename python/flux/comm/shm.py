@@ -36,6 +36,8 @@ _NAME = re.compile(r"flux-[0-9]{1,10}-[0-9a-f]{40}")
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # A segment without a lock belongs to a dead process, or is so new that its creator has not locked it yet.
 _STALE_AFTER_S = 60.0
+# Of a user whose ranks have no shared memory.
+WAY_OUT = "(containers: --shm-size), or let torch carry the calls (FLUX_FUSED=off)"
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
 
@@ -113,9 +115,9 @@ class SharedMemory:
         if any(fact.get("full") for fact in facts):
             advice = (
                 f". The {len(facts)} ranks of the group need {len(facts) * self.nbytes} bytes there: "
-                "remove files, or enlarge it (containers: --shm-size)"
+                f"remove files, or enlarge it {WAY_OUT}"
             )
-        _raise_if_any(op, errors, advice)
+        raise_if_any(op, errors, advice)
 
         error, gone = "", None
         for peer, name in enumerate(names[1:]):
@@ -132,7 +134,7 @@ class SharedMemory:
             if isinstance(lost := fact.get("gone"), int):
                 detail = f"It removed its segment before rank {finder} had opened it."
                 raise CommTimeoutError(op, rank, lost, 0, detail=detail)
-        _raise_if_any(op, [_text(fact.get("error")) for fact in facts])
+        raise_if_any(op, [_text(fact.get("error")) for fact in facts])
         self.views.insert(rank, self.views.pop(0))
 
 
@@ -145,7 +147,8 @@ def _text(error: object) -> str:
     return error if isinstance(error, str) else f"expected an error message, got {error!r:.80}"
 
 
-def _raise_if_any(op: str, errors: list[str], advice: str = "") -> None:
+def raise_if_any(op: str, errors: list[str], advice: str = "") -> None:
+    """Raises NoSharedMemory with the errors of the ranks that have one."""
     told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if told:
         raise NoSharedMemory(f"flux.{op}: no shared memory: " + "; ".join(told) + advice)

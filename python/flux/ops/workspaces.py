@@ -77,6 +77,9 @@ def _device(device: torch.device | str) -> torch.device:
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
         _check.fail("reserve", "device", "the CPU or a CUDA device", where)
+    gpus = torch.cuda.device_count() if where.type == "cuda" else 0
+    if where.type == "cuda" and (where.index or 0) >= gpus:
+        _check.fail("reserve", "device", f"a CUDA device (torch sees {gpus} here)", where)
     return where
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ def work(fn: object, args: tuple[Any, ...]) -> bytes:
             "spawn: fn: expected a function that other processes can import, defined at the top level of a "
             f"module, got {name}: {error}"
         ) from error
-    if _origin(fn) == "__main__" and not _main_can_be_imported():
+    if _origin(fn) == "__main__" and not main_can_be_imported():
         fail(
             "spawn",
             "fn",
@@ -54,9 +55,11 @@ def _origin(fn: object) -> str:
     return str(getattr(fn, "__module__", "") or "")
 
 
-def _main_can_be_imported() -> bool:
+def main_can_be_imported() -> bool:
+    """Whether the program has a file or is a module, unlike interactive sessions, -c and standard input."""
     main = sys.modules["__main__"]
-    return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+    # A program on standard input says that its file is <stdin>.
+    return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", ""))
 
 
 def world_size(value: object) -> None:

@@ -144,6 +144,8 @@ def spawn(
     work = _check.work(fn, args)
     with rank_process.listen() as listener, _Ranks(world_size, timeout_s, may_die) as ranks:
         preparation = mp_spawn.get_preparation_data("")
+        if not _check.main_can_be_imported():
+            preparation.pop("init_main_from_path", None)
         preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
         job = rank_process.Job(
             world_size=world_size,
