@@ -24,15 +24,19 @@ inline void acquire(runtime::Turn& turn) {
   });
 }
 
-// Serialises the calls of host threads on a group. Also records whether an exception ended a call after the call had
-// become visible to peers. In C++, so that no asynchronous exception (such as KeyboardInterrupt) can occur between the
-// end of a call and its record.
+// Serialises the calls of host threads on a group. Also records whether an exception ended a call that peers have seen a
+// part of: that breaks the group. In C++, so that no asynchronous exception (such as KeyboardInterrupt) can occur
+// between the end of a call and its record.
+//
+// An exception breaks the group from `open`, before the first thing that peers can see, until `call` returns. Before,
+// the call can be made again; after, it is made. Around a call, `hold` keeps the turn for work that is not its own, such
+// as autograd's: there only an interrupt breaks the group, because its caller would make the call again.
 class CallTurn {
  public:
   explicit CallTurn(pybind11::object refusals) : refusals_(std::move(refusals)) {}
 
-  // args: the function, then its arguments.
-  pybind11::object call(PyObject* const* args, Py_ssize_t count);
+  // args: the function, then its arguments. holds: `hold`, else `call`.
+  pybind11::object call(PyObject* const* args, Py_ssize_t count, bool holds);
 
   // A call without Python code in it: try_enter, open, leave. False if another thread is inside a call.
   bool try_enter() {
@@ -41,12 +45,12 @@ class CallTurn {
     return true;
   }
   void open() { open_ = true; }
+  // What peers have seen so far is complete, and no part of the call: they do not wait for more.
+  void close() { open_ = false; }
   // broken_by: name of the exception that ends an open call, or null.
   void leave(const char* broken_by = nullptr) {
-    if (turn_.depth() == 1) {
-      if (open_ && broken_by != nullptr) broken_by_ = broken_by;
-      open_ = false;
-    }
+    if (open_ && broken_by != nullptr) broken_by_ = broken_by;
+    if (turn_.depth() == 1) open_ = false;
     turn_.release();
   }
 
@@ -56,7 +60,7 @@ class CallTurn {
  private:
   runtime::Turn turn_;
   pybind11::object refusals_;
-  bool open_ = false;  // the running call is already visible to peers
+  bool open_ = false;  // peers may have seen a part of the running call
   std::optional<std::string> broken_by_;
 };
 

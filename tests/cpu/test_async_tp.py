@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as symm_mem
 from cases import Answers
+from torch.utils.checkpoint import checkpoint
 
 import flux
 from flux.integrations import async_tp
@@ -274,15 +276,27 @@ class Mlp(torch.nn.Module):
         return scatter_rows(out, "sum", self.dim, group)
 
 
+def recomputed(run: Any, x: torch.Tensor) -> torch.Tensor:
+    """Under activation checkpointing; first, a hook raises after a call of flux."""
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        raise KeyError("of a hook")
+
+    with pytest.raises(KeyError, match="of a hook"), torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        run(x)
+    return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
     async_tp.install()
     shape = (6, 16) if dim == 0 else (2, 6, 16)
     x = torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(99 + rank)).float()
     runs = []
     calls: dict[str, int] = {}
-    for compile_it in (False, True):
-        model = Mlp(rank, dim, moves)
-        run = torch.compile(model, fullgraph=True) if compile_it else model
+    plain, model = Mlp(rank, dim, moves), Mlp(rank, dim, moves)
+    whole: Any = torch.compile(model, fullgraph=True)
+    for run in (plain, whole, partial(recomputed, whole))[: 3 if dim == 0 else 2]:
+        model.zero_grad()
         leaf = x.clone().requires_grad_()
         with (
             mock.patch.object(flux, "ag_gemm", wraps=flux.ag_gemm) as ag,
@@ -292,11 +306,18 @@ def compiled(rank: int, world_size: int, dim: int, moves: bool) -> list[str]:
             _symm_mem._test_mode(),  # every group may use symmetric memory
         ):
             out = run(leaf)
-            calls["forward"] = (ag.call_count, rs.call_count)
+            forward = (ag.call_count, rs.call_count)
             (out * (torch.arange(out.numel()) % 7).view(out.shape)).sum().backward()
-            calls["both"] = (ag.call_count, rs.call_count)
-        runs.append([out, leaf.grad, *(p.grad for p in model.parameters())])
-    answers = [f"element {i}: {same(b, a)}" for i, (a, b) in enumerate(zip(*runs, strict=True)) if same(b, a)]
+            if run is whole:
+                calls = {"forward": forward, "both": (ag.call_count, rs.call_count)}
+        parameters = (plain if run is plain else model).parameters()
+        runs.append([out, leaf.grad, *(p.grad for p in parameters)])
+    answers = [
+        f"element {i}: {same(b, a)}"
+        for other in runs[1:]
+        for i, (a, b) in enumerate(zip(runs[0], other, strict=True))
+        if same(b, a)
+    ]
     # Forward: gate and up share one gather. Backward: one gather of the gradient, one scatter for each of
     # gate and up. Torch's pass does not find the gather of a gradient whose rows were moved, and before 2.13,
     # backward, nothing that is gathered or scattered along another dimension than the first.

@@ -345,6 +345,21 @@ def test_failures(machine: Machine, workspace: CudaWorkspace) -> None:
             flux.gemm_rs(x, weight)
 
 
+def test_a_hook_that_raises_breaks_no_call_off(machine: Machine, workspace: CudaWorkspace) -> None:
+    x, weight = tensor(8, 64).requires_grad_(), tensor(16, 64).requires_grad_()
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        raise error("of a hook")
+
+    for error, launches in ((ValueError, PYTHON), (ValueError, CPP), (KeyboardInterrupt, CPP)):
+        before = len(machine.dispatched), len(machine.repeated)
+        with pytest.raises(error), torch.autograd.graph.saved_tensors_hooks(pack, pack):
+            flux.gemm_rs(x, weight)
+        made = len(machine.dispatched) - before[0], len(machine.repeated) - before[1]
+        assert made == launches, "the call was made"
+        assert workspace.turn.broken_by == (None if error is ValueError else "KeyboardInterrupt")
+
+
 def test_no_memory_for_the_result(
     machine: Machine, workspace: CudaWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

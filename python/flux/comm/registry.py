@@ -34,21 +34,27 @@ _unfinished: dict[Key, tuple[Meeting, CommTimeoutError | None]] = {}
 _of_parent: set[ProcessGroup] = set()
 
 
-def in_turn(group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any) -> T:
+def in_turn(
+    group: ProcessGroup, device: torch.device, fn: Callable[..., T], *arguments: Any, holds: bool = False
+) -> T:
     """Runs fn(*arguments), a whole call on a group. Calls of several threads run one after the other, in
-    order of arrival. If an exception ends a call that is already visible to peers, the group refuses all
-    further calls.
+    order of arrival. If an exception ends a call of which peers may have seen a part, the group refuses all
+    further calls (CallTurn in csrc/bindings/call_turn.h says between which two points).
 
     All ranks must make a group's calls in the same order, which is the callers' responsibility.
+
+    Args:
+        holds: fn makes a call in its turn, and has work around it that is not flux's, such as autograd's.
     """
     if group.size() == 1:
         return fn(*arguments)
     its_turn = _turns.get((group, device)) or turn(group, device)
+    run = its_turn.hold if holds else its_turn.call
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         # torch functions without a device argument use the current device.
         with torch.cuda.device(device):
-            return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
-    return its_turn.call(fn, *arguments)  # type: ignore[no-any-return]
+            return run(fn, *arguments)  # type: ignore[no-any-return]
+    return run(fn, *arguments)  # type: ignore[no-any-return]
 
 
 def turn(group: ProcessGroup, device: torch.device) -> Any:
@@ -94,6 +100,7 @@ def _make(group: ProcessGroup, device: torch.device, op: str) -> Workspace:
     del _unfinished[key]
     if workspace.known is not None:
         known.of_groups.setdefault(group, workspace.known)
+    its_turn.close()  # the call for which it was made has not begun
     return workspace
 
 

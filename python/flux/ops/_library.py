@@ -302,11 +302,12 @@ def dispatch(
     """Calls a collective through torch's dispatcher: op(*arguments), or with `out` op_out(*arguments, out).
     scaling: the last arguments, after `out`.
 
-    Together with autograd's work after the operator, this is one call on the group. Returns `out` if given.
+    No other thread's call comes between the operator and autograd's work after it. Returns `out` if given.
     """
     if not torch.compiler.is_compiling():
         fn = op if out is None else functools.partial(_returning_out, op_out, out, len(arguments))
-        return registry.in_turn(process_group(group_name), device, fn, *arguments, *scaling)
+        group = process_group(group_name)
+        return registry.in_turn(group, device, fn, *arguments, *scaling, holds=True)
     if out is None:
         return op(*arguments, *scaling)
     op_out(*arguments, out, *scaling)

@@ -220,8 +220,8 @@ def ag_gemm(
         return _answered(_by_operator, arguments, name, results, many, scaling)
     pg = resolve_group(group, "ag_gemm")
     function = _by_operator if not direct else below_dispatch if pg.size() == 1 else _among_ranks
-    where = pg if direct else name
-    return registry.in_turn(pg, x.device, _answered, function, arguments, where, results, many, scaling)
+    call = (_answered, function, arguments, pg if direct else name, results, many, scaling)
+    return registry.in_turn(pg, x.device, *call, holds=not direct)
 
 
 def _by_operator(*arguments: Any) -> list[torch.Tensor]:

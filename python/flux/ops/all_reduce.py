@@ -213,7 +213,7 @@ def _eager_norm(
     done = _known(x, residual, norm_weight, eps, group)
     if done is None:
         out, end = _checked(x, residual, End(norm_weight, eps))
-        done = end.of(out, _run(x, residual, end, group, out, None))
+        done = _run(x, residual, end, group, out, None)
     return cast("tuple[Tensor, Tensor]", done)
 
 
@@ -223,7 +223,7 @@ def _eager_quant(*arguments: Any) -> list[Tensor]:
     done = _known(x, residual, norm_weight, eps, group, *quantised)
     if done is None:
         out, end = _checked(x, residual, End(norm_weight, eps, *quantised))
-        done = end.of(out, _run(x, residual, end, group, out, None))
+        done = _run(x, residual, end, group, out, None)
     return list(done)
 
 
@@ -249,35 +249,40 @@ def _run(
     group: ProcessGroup,
     out: Tensor,
     given_out: Tensor | None,
-) -> Made | None:
-    """Writes the sum to `out`. Returns what the same launch has made of it. given_out: `out`, if the caller
-    gave it.
+) -> Any:
+    """Writes the sum to `out`. Returns it, or what `end` makes of it. given_out: `out`, if the caller gave
+    it.
     """
+    return registry.in_turn(group, x.device, _whole, x, residual, end, group, out, given_out)
+
+
+def _whole(
+    x: Tensor, residual: Tensor | None, end: End, group: ProcessGroup, out: Tensor, given_out: Tensor | None
+) -> Any:
     if group.size() == 1:
-        out.copy_(x if residual is None else x + residual)
-        return None
+        return end.of(out.copy_(x if residual is None else x + residual))
     if not _invariance.active():
         recipe = recipe_of(x, residual, end, given_out)
-        return registry.in_turn(group, x.device, sum_of, x, residual, end, group, out, recipe)
+        return end.of(out, sum_of(x, residual, end, group, out, recipe))
     # The kernel that normalises adds the squares of a row in one order, whatever the number of rows. It takes
     # rows of whole vectors; any others are summed as elements, and torch normalises them.
     rows, columns = (0, 0) if end.norm_weight is None else _check.rows_to_norm("all_reduce", x)
+    by_kernel = end
     if columns == 0 or columns % VECTOR:
-        rows, columns, end = x.numel(), 1, ends.NONE
+        rows, columns, by_kernel = x.numel(), 1, ends.NONE
     given, total = x.reshape(rows, columns), out.view(rows, columns)
     added = None if residual is None else residual.reshape(rows, columns)
     parts = split_rows(rows, columns, x.dtype)
     # A scale of a whole tensor is of all parts.
-    of_part = end if len(parts) == 1 else End(end.norm_weight, end.eps)
+    of_part = by_kernel if len(parts) == 1 else End(by_kernel.norm_weight, by_kernel.eps)
     made: list[Made | None] = []
     for part in parts:
         some = None if added is None else added[part]
-        call = (given[part], some, of_part, group, total[part])
-        made.append(registry.in_turn(group, x.device, sum_of, *call))
+        made.append(sum_of(given[part], some, of_part, group, total[part]))
     if len(made) == 1:
-        return made[0]
+        return end.of(out, made[0])
     norms = [each.normalised for each in made if each is not None]
-    return Made(torch.cat(norms)) if norms else None
+    return end.of(out, Made(torch.cat(norms)) if norms else None)
 
 
 def recipe_of(
@@ -298,8 +303,8 @@ def sum_of(
     recipe: known.Recipe | None = None,
     also: Same = NOTHING,
 ) -> Made | None:
-    """Writes the sum of all ranks' x, plus residual, to `out`. Returns as _run. recipe: of the call, if it is
-    to be known (flux.comm.known). also: as in gemm_rs.call.
+    """Writes the sum of all ranks' x, plus residual, to `out`. Returns what the same launch has made
+    of it. recipe: of the call, if it is to be known (flux.comm.known). also: as in gemm_rs.call.
     """
     workspace = registry.get(group, x.device, "all_reduce")
     if end.norm_weight is None:

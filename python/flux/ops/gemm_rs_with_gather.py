@@ -104,7 +104,7 @@ def gathers_beside(rows: torch.Tensor, weights: Sequence[torch.Tensor], group_na
     group = process_group(group_name)
     if not rows.is_cuda or group.size() == 1 or torch.compiler.is_compiling():
         return False
-    workspace = registry.get(group, rows.device, "gemm_rs")
+    workspace = registry.in_turn(group, rows.device, registry.get, group, rows.device, "gemm_rs")
     return _backward_beside(workspace, rows, sum(weight.shape[0] for weight in weights))
 
 
