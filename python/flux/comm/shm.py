@@ -198,6 +198,7 @@ def _file(name: str, flags: int) -> io.FileIO:
     return file
 
 
+@torch.inference_mode(False)  # later calls write to it in other modes
 def _map(file: io.FileIO, nbytes: int) -> torch.Tensor:
     mapped = mmap.mmap(file.fileno(), nbytes)
     mapped.madvise(mmap.MADV_DONTFORK)  # a forked child must not write for its parent, nor keep the memory

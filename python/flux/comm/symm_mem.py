@@ -66,6 +66,7 @@ def rendezvous_count() -> int:
     return _rendezvous_count
 
 
+@torch.inference_mode(False)  # later calls write to it in other modes
 def _rendezvous(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
     global _rendezvous_count
     # Not symm_mem.empty(): newer torch may allocate it in a shared pool, at an offset.
