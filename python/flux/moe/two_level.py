@@ -324,7 +324,7 @@ def bring_tokens(workspace: NodesWorkspace, of: OfGroup, x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x, (0, 0, 0, crowd.limit - x.shape[0]))
     everybody = x.new_empty(crowd.size, x.shape[1])
     if of.places is None:
-        crossing = workspace.rail.gather(padded.contiguous(), everybody.view(crowd.nodes, crowd.limit, -1))
+        crossing = workspace.rail.gather(padded.contiguous(), everybody.view(crowd.nodes, *padded.shape))
         workspace.wait(crossing, "exchange 1 of 1, of tokens")
         return everybody
     tokens = _tokens_of_places(of.places, crowd)

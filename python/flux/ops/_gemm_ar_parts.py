@@ -34,7 +34,7 @@ _RESIDUAL = 5  # of the arguments of gemm_ar's known calls
 def addends(bias: Tensor | None, residual: Tensor | None, n: int) -> list[Tensor]:
     """The tensors to add to the sum over ranks, in this order: [n] and [m, n]."""
     found = [] if bias is None else [bias]
-    return found if residual is None else [*found, residual.reshape(-1, n)]
+    return found if residual is None else [*found, residual.reshape(residual.shape[:-1].numel(), n)]
 
 
 def plus(total: Tensor, addends: list[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     In fp32 (float64: in float64), rounded once.
     """
     wide = x.to(wide_type(x.dtype))
-    squares = wide.square().view(-1, wide.shape[-1])
+    squares = wide.square().view(wide.shape[:-1].numel(), wide.shape[-1])
     mean = _invariant.by_rows(lambda rows: rows.mean(-1, keepdim=True), squares)
     scale = torch.rsqrt(mean.view(*wide.shape[:-1], 1) + eps)
     return (wide * scale * weight).to(x.dtype)

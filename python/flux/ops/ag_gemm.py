@@ -384,9 +384,9 @@ def _among_ranks(
         workspace.plans[facts] = (call, plans, shapes, m, ns, k, given)
     x2 = x
     if x.dim() != 2:
-        x2 = x.reshape(-1, k)
+        x2 = x.reshape(m // p, k)
         products = [out.view(m, n) for out, n in zip(products, ns, strict=True)]
-        gathered = [each.view(m, -1) for each in gathered]
+        gathered = [each.view(m, each.shape[-1]) for each in gathered]
     operands = parts.Operands(x2, weights, biases, transpose_weight, group, products, gathered, scales)
     if call.way == "parts":
         recipe = _known.recipe(arguments, len(weights), outs, bool(scales), within)

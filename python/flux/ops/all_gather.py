@@ -144,7 +144,9 @@ def _among_ranks(
 ) -> torch.Tensor:
     workspace = registry.get(group, x.device, "all_gather")
     plan = gather_plan(workspace, x, at_once=at_once)
-    x2, out2 = (x, out) if x.dim() == 2 else (x.reshape(-1, plan.k), out.view(plan.m, plan.k))
+    x2, out2 = x, out
+    if x.dim() != 2:
+        x2, out2 = x.reshape(x.shape[0], plan.k), out.view(plan.m, plan.k)
     with workspace.calling(plan, also) as epoch:
         if not plan.fused:
             unfused(x, group, out)

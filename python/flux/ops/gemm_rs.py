@@ -275,7 +275,7 @@ def _among_ranks(
         plan = workspace_plan(workspace, "gemm_rs", m, n, k, x.dtype, transpose_weight, scaling)
         _invariant.require(plan)
         workspace.plans[facts] = (plan, shape, m, n, k)
-    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(-1, n))
+    x2, out2 = (x, out) if len(shape) == 2 else (x.reshape(m, k), out.view(m // group.size(), n))
     if plan.way == "parts":
         partial = x.new_empty(m, n, dtype=out.dtype)
         recipe.allocates(partial, like=2)

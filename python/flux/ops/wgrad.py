@@ -59,7 +59,7 @@ def wgrad_accum(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Ten
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.flatten(0, -2)
 
 
 def _fake(grad_output: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor) -> None:
