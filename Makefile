@@ -46,7 +46,7 @@ help:
 	@echo "                VLLM_SOURCES=0.33.0: the same with Python sources of another version"
 	@echo "make megatron   set up releases of Megatron-Core in $(MEGATRON_VENV), install flux there, compare with and without"
 	@echo "make bench      set up, build, run the benchmark: on the GPUs, or on 4 CPU processes without one"
-	@echo "make results    write docs/results.md, README's table and measured.json from benchmarks/results"
+	@echo "make results    write docs/results.md, README's table and what plans choose by, from benchmarks/results"
 	@echo "make build      rebuild in place what changed                      (FLUX_CUDA=auto|on|off)"
 	@echo "make kernels    compile every kernel for Hopper and check its machine code; needs nvcc, no GPU"
 	@echo "make wheel      wheels and the sdist in dist/: with kernels if FLUX_CUDA is not off; needs nvcc, no GPU"
@@ -137,7 +137,6 @@ bench: build
 
 results: build
 	$(PY) benchmarks/make_results.py $(ARGS)
-	$(PY) benchmarks/make_measured.py
 	$(PY) benchmarks/tuning_facts.py
 
 # The objects are deleted so that the log of ptxas is complete; ccache makes that cheap and replays the log.

@@ -1,37 +1,51 @@
-"""Writes what the vLLM plugin decides by (flux.integrations.vllm.thresholds) from benchmarks/results.
-
-    python benchmarks/make_measured.py
+"""By what the vLLM plugin decides (flux.integrations.vllm.thresholds), from benchmarks/results:
+benchmarks/tuning_facts.py writes it beside the facts of plans.
 
 Of each problem of gemm_ar the newest measurement counts. The run that compares large sums is added: it is of
 two ranks, and its peer is cuBLAS and NCCL. Of whole models in vLLM the newest run of each number of columns
-in the residual counts, on GPUs of the same architecture with as many SMs.
+in the residual counts.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flux.integrations.vllm.thresholds import SHIPPED, Decode, Prefill, Row, Sum, measured_in
+from flux.integrations.vllm.thresholds import Decode, Measured, Prefill, Row, Sum, measured_in
+from flux.tuning.machine import Machine, of_result
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
 # A larger m is not in the suite of gemm_ar.
 LARGE_FROM = 256
+# Of results that do not have them: bits of the bus by the memory's clock in MHz (HBM3e and HBM3), and the
+# rate of NVLink-4, 18 links.
+_BUS_BITS, _LINK_GB_PER_S = {3201: 6144, 2619: 5120}, 478.1
 
 
-def measured() -> dict[str, Any]:
+def machine_of(about: dict[str, Any]) -> Machine:
+    """The machine of a result, by what it says of it."""
+    found = of_result(about, "a result")
+    if found.memory_gb_per_s is not None:
+        return found
+    clocks = about["gpus_idle"][0]
+    memory_mhz = clocks["mem_max_mhz"]
+    memory = round(2 * memory_mhz * _BUS_BITS[memory_mhz] / 8e3, 1)
+    return Machine(found.arch, found.sms, clocks["sm_max_mhz"], memory, _LINK_GB_PER_S)
+
+
+def measured(machine: Machine) -> dict[str, list[dict[str, Any]]]:
+    """What was measured on such a machine, the run of large sums included."""
     newest: dict[tuple[int, int, int, int, str], Row] = {}
     sums: dict[tuple[int, int], Sum] = {}
-    machines = set()
-    # Thresholds are those of one machine.
     for path in sorted(
-        path for op in ("gemm_ar", "all_reduce", "decode") for path in RESULTS.glob(f"*-{op}-*xH200-*.json")
+        path for op in ("gemm_ar", "all_reduce", "decode") for path in RESULTS.glob(f"*-{op}-*")
     ):
-        results = json.loads(path.read_text())
-        machines.add((results["machine"]["arch"], results["machine"]["sms"]))
-        found = measured_in(results)
+        if machine_of(json.loads(path.read_text())["machine"]).difference(machine):
+            continue
+        _, found = measured_in(path)
         # Of scales that count as one kind the slowest.
         for row in sorted(found.rows, key=lambda row: -row.speedup):
             newest[row.ranks, row.n, row.k, row.m, row.scales] = row
@@ -42,22 +56,21 @@ def measured() -> dict[str, Any]:
         if shape["m"] > LARGE_FROM:
             row = Row(2, shape["n"], shape["k"], shape["m"], round(speedup_of_large(shape), 3))
             newest[row.ranks, row.n, row.k, row.m, row.scales] = row
-    ((arch, sms),) = machines
-    rows = [
-        [r.ranks, r.n, r.k, r.m, r.speedup, *([r.scales] if r.scales else [])]
-        for _, r in sorted(newest.items())
-    ]
-    models = of_models((arch, sms))
+    models = of_models(machine)
+    found = Measured(
+        tuple(row for _, row in sorted(newest.items())),
+        tuple(each for _, each in sorted(sums.items())),
+        tuple(each for each in models if isinstance(each, Prefill)),
+        tuple(each for each in models if isinstance(each, Decode)),
+    )
     return {
-        "machine": {"arch": arch, "sms": sms},
-        "rows": rows,
-        "sums": [[s.ranks, s.nbytes, s.speedup] for _, s in sorted(sums.items())],
-        "prefills": [[p.ranks, p.hidden, p.speedup] for p in models if isinstance(p, Prefill)],
-        "decodes": [[d.ranks, d.hidden, d.tokens, d.speedup] for d in models if isinstance(d, Decode)],
+        name: [{key: value for key, value in each.items() if value != ""} for each in entries]
+        for name, entries in asdict(found).items()
+        if name != "source"
     }
 
 
-def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
+def of_models(machine: Machine) -> list[Prefill | Decode]:
     """Of models that flux made sequence parallel where vLLM, by its defaults, fuses."""
     newest: dict[tuple[Any, ...], Prefill | Decode] = {}
     for results in sorted(
@@ -65,8 +78,12 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
         key=lambda each: str(each["date"]),
     ):
         model, ranks = results["settings"]["model"], results["settings"]["tp"]
-        here = (results["machine"]["arch"], results["machine"]["sms"]) == machine
-        if not here or model["fp8"] or model["experts"] or "stock-graph" not in results["runs"]:
+        if (
+            machine_of(results["machine"]).difference(machine)
+            or model["fp8"]
+            or model["experts"]
+            or "stock-graph" not in results["runs"]
+        ):
             continue
         # Runs that were told from how many tokens on say nothing of flux's own choice.
         ours = [run for run in results["runs"] if run.startswith("flux") and run.endswith("-graph")]
@@ -90,17 +107,3 @@ def of_models(machine: tuple[str, int]) -> list[Prefill | Decode]:
 def speedup_of_large(shape: dict[str, float]) -> float:
     """Of the faster of the two ways that gemm_ar chooses from."""
     return shape["cublas+nccl"] / min(shape[way] for way in ("exchange", "composed") if way in shape)
-
-
-def text() -> str:
-    """The file's contents, a line for each row."""
-    data = measured()
-    lists = {
-        name: ",\n    ".join(map(json.dumps, data[name])) for name in ("rows", "sums", "prefills", "decodes")
-    }
-    told = ",\n  ".join(f'"{name}": [\n    {rows}\n  ]' for name, rows in lists.items())
-    return f'{{\n  "machine": {json.dumps(data["machine"])},\n  {told}\n}}\n'
-
-
-if __name__ == "__main__":
-    SHIPPED.write_text(text())

@@ -139,7 +139,7 @@ def report() -> Iterator[str]:
         if off := errors(facts, tuning_for):
             yield f"  estimated ratios off by {geomean(off):.3f}, {max(off):.2f} at worst ({len(off)} ratios)"
     here = store.read(FILE)[0]
-    of_here = (found for result, _, _, found in measured() if machine_of(result) == here)
+    of_here = (found for result, _, _, found in measured() if machine_of(result.machine) == here)
     stored = [fact for found in of_here for fact in found]
     yield line("every stored run, as without measurements", hold(stored, none))
     yield line("every stored run, as shipped", hold(stored, same))

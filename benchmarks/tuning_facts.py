@@ -2,7 +2,8 @@
 
     python benchmarks/tuning_facts.py
 
-Of each problem the newest measurement counts, also if the kernels have changed since; it is then marked.
+Of each problem the newest measurement counts, also if the kernels have changed since; it is then marked. What
+vLLM's thresholds are made of is added by benchmarks/make_measured.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from flux.tuning import store
 from flux.tuning.facts import Fact
 from flux.tuning.machine import Machine
 from kernel_sources import SOURCES, History  # noqa: E402
+from make_measured import machine_of  # noqa: E402
+from make_measured import measured as measured_of_vllm
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,8 +34,6 @@ LARGE = RESULTS / "tuning" / "2026-11-22-gemm_ar-composed-tp2-2xH200.json"
 FEW_ROWS = RESULTS / "tuning" / "2026-11-23-few-rows-1xH200.json"
 FEW_ROWS_AT = "2026-11-23T03:36"  # of its commit: results of the same day are newer
 FILE = store.SHIPPED / "sm90-132-4.9TBs.json"  # of the machine with most measurements
-# Bits of the bus, by the memory's clock in MHz: HBM3e and HBM3. NVLink-4: 18 links.
-_BUS_BITS, _LINK_GB_PER_S = {3201: 6144, 2619: 5120}, 478.1
 
 
 def measured(results: Path = RESULTS) -> Iterator[tuple[record.Record, str, Row, list[Fact]]]:
@@ -91,17 +92,9 @@ def of_few_rows() -> list[Fact]:
     return facts
 
 
-def machine_of(result: record.Record) -> Machine:
-    about = result.machine
-    clocks = about["gpus_idle"][0]
-    memory_mhz = clocks["mem_max_mhz"]
-    memory = round(2 * memory_mhz * _BUS_BITS[memory_mhz] / 8e3, 1)
-    return Machine(about["arch"], about["sms"], clocks["sm_max_mhz"], memory, _LINK_GB_PER_S)
-
-
 def newest() -> dict[Machine, list[Fact]]:
     """The newest measurement of each problem, by machine."""
-    told = [(str(result.date), machine_of(result), facts) for result, _, _, facts in measured()]
+    told = [(str(result.date), machine_of(result.machine), facts) for result, _, _, facts in measured()]
     most = next(machine for _, machine, _ in told if name_of(machine) == FILE.name)
     told += [*tuned(), ("", most, of_large_sums()), (FEW_ROWS_AT, most, of_few_rows())]
     of_all: dict[Machine, dict[Any, Fact]] = {}
@@ -124,7 +117,13 @@ def name_of(machine: Machine) -> str:
 def texts() -> dict[str, str]:
     """The contents of each file, by its name."""
     what = "from benchmarks/results, by benchmarks/tuning_facts.py"
-    return {name_of(machine): store.to_json(machine, facts, what=what) for machine, facts in newest().items()}
+    found = {}
+    for machine, facts in newest().items():
+        name = name_of(machine)
+        # Thresholds are known of one machine.
+        vllm = measured_of_vllm(machine) if name == FILE.name else None
+        found[name] = store.to_json(machine, facts, vllm, what=what)
+    return found
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from flux import _native
 from flux.peers import versions
+from flux.tuning.machine import of_device
 
 # flux never uses multicast; results of peers with multicast would not be comparable.
 NO_MULTICAST = {
@@ -186,6 +188,8 @@ def describe(device: str) -> dict[str, Any]:
             "gpu_count": torch.cuda.device_count(),
             "sms": properties.multi_processor_count,
             "arch": f"sm_{properties.major}{properties.minor}",
+            # What plans and thresholds match machines by.
+            "kind": asdict(of_device(torch.device("cuda", 0))),
             "driver": gpus[0]["driver"] if gpus else None,
             "gpus_idle": gpus,
         }

@@ -33,7 +33,7 @@ def make_record(device: str = "cuda", *, complete: bool = True) -> Record:
             "fused": m == 512,
             "config": "128x256x4",
             "time_us": 190.0,
-            "candidates": [["128x256x4", 190.0]],
+            "candidates": [("128x256x4", 190.0)],
         }
         rows.append(
             Row(
@@ -108,11 +108,11 @@ def test_conditions_of_older_files_are_read() -> None:
 
 
 def test_other_schemas_and_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"schema": 99}')
-    with pytest.raises(ValueError, match="expected to have schema 1, got 99"):
+    (tmp_path / "a.json").write_text('{"schema": 99, "rows": []}')
+    with pytest.raises(ValueError, match="schema: expected 1, got 99"):
         record.read(tmp_path / "a.json")
     (tmp_path / "b.json").write_text("not json")
-    with pytest.raises(ValueError, match="not a JSON result file"):
+    with pytest.raises(ValueError, match="expected JSON, but Expecting value"):
         record.read(tmp_path / "b.json")
 
 

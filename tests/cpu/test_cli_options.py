@@ -136,7 +136,7 @@ def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.Monkey
     ("text", "words"),
     [
         (b"not = toml = at all", "no TOML: Invalid value"),
-        (b"\xff\xfe", "no TOML: 'utf-8' codec"),
+        (b"\xff\xfe", "expected UTF-8, got 0xff"),
         (b"[suite]\nname='a'\ndtype='float32'\nm=[1]\nmm=[2]\n", "[suite] expected keys of name|got 'mm'"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_file_that_is_cut_off(file: Path, share: float, tmp_path: Path) -> Non
     text = file.read_text().rstrip()
     cut = tmp_path / "cut.json"
     cut.write_text(text[: int(share * len(text))])
-    assert refusal(cut).endswith(f"{cut} is not a JSON result file: it is cut off")
+    assert refusal(cut).endswith(f"file {cut}: expected JSON, but it is cut off")
 
 
 @pytest.mark.parametrize(
@@ -176,19 +176,19 @@ def test_what_is_no_json(tmp_path: Path) -> None:
     for name, content, why in (
         ("a", b"", "it is empty"),
         ("b", b"some text", "Expecting value"),
-        ("c", b"\xff\xfe\x00", "Expecting value"),
-        ("d", b"[" * 100_000, "nested too deeply"),
+        ("c", b"\xff\xfe\x00", "byte 0: expected UTF-8, got 0xff"),
+        ("d", b"[" * 100_000, "expected at most 64 levels, got more"),
     ):
         (tmp_path / name).write_bytes(content)
         assert why in refusal(tmp_path / name)
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
-        assert f"bench: --show expected a JSON file, got '{path}': {why}" in refusal(path)
+        assert f"file {path}: {why}" in refusal(path)
 
 
 def test_results_of_another_schema(tmp_path: Path) -> None:
     data = json.loads(BENCH.read_text()) | {"schema": 99}
     (tmp_path / "new.json").write_text(json.dumps(data))
-    assert "expected to have schema 1, got 99" in refusal(tmp_path / "new.json")
+    assert "schema: expected 1, got 99" in refusal(tmp_path / "new.json")
 
 
 def test_only_results_of_bench_are_drawn(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from flux import _log
 from flux.integrations.vllm import thresholds
 from flux.integrations.vllm.report import NEVER
 from flux.integrations.vllm.thresholds import (
@@ -28,8 +30,9 @@ from flux.integrations.vllm.thresholds import (
     sums,
     up_to_bytes,
 )
+from flux.tuning import store
+from flux.tuning.machine import Machine
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -79,6 +82,12 @@ def test_fp8() -> None:
     assert decide(4096, 2048, BF16, 2, bf16 + fp8, "here")[0] == 1
 
 
+def written(path: Path, *rows: dict[str, Any], **machine: Any) -> Path:
+    """A result of flux bench."""
+    path.write_text(json.dumps({"machine": machine or {"device": "cpu"}, "rows": rows}))
+    return path
+
+
 def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {
         "flux": {"median_ms": 1.0, "role": "flux"},
@@ -86,10 +95,9 @@ def test_fp8_in_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     common = {"op": "gemm_ar", "tp": 2, "local": [8, 4096, 2048], "times": times}
     of_fp8 = [{**common, "dtype": "float8_e4m3fn", "scales": scales} for scales in ("tensor", "block")]
-    results = {"rows": [*of_fp8, {**common, "dtype": "bfloat16"}]}
-    assert [row.scales for row in thresholds.measured_in(results).rows] == ["row", "block", ""]
-    path = tmp_path / "tuning.json"
-    path.write_text(json.dumps({"rows": of_fp8[:1]}))
+    path = written(tmp_path / "all.json", *of_fp8, {**common, "dtype": "bfloat16"})
+    assert [row.scales for row in thresholds.measured_in(path)[1].rows] == ["row", "block", ""]
+    path = written(tmp_path / "tuning.json", of_fp8[0])
     for name in ("MIN_TOKENS", "SEQUENCE"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
     assert sequence_from(4096, BF16, 2, CPU, "row") is None
@@ -190,26 +198,72 @@ def test_how_large_a_sum(measured: list[tuple[int, float]], nbytes: int) -> None
     assert up_to_bytes(2, [*others, *(Sum(2, *each) for each in measured)]) == nbytes
 
 
-def machine(arch: tuple[int, int], sms: int) -> Any:
-    properties = mock.Mock(major=arch[0], minor=arch[1], multi_processor_count=sms)
-    return mock.patch("torch.cuda.get_device_properties", return_value=properties)
+H200 = Machine("sm_90", 132, 1980.0, 4916.7, 478.1)
+# As many SMs at the same clock; the memory is slower.
+H100 = replace(H200, memory_gb_per_s=3352.3)
 
 
-def test_what_is_shipped_is_for_one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def on(machine: Machine) -> Iterator[None]:
+    thresholds._measured.cache_clear()
+    with mock.patch.object(thresholds, "of_device", lambda device: machine):
+        yield
+    thresholds._measured.cache_clear()
+
+
+def test_what_is_shipped_is_for_one_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("MIN_TOKENS", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
-    shipped = json.loads(thresholds.SHIPPED.read_text())["machine"]
-    arch = tuple(int(digit) for digit in shipped["arch"].removeprefix("sm_"))
-    with machine(arch, shipped["sms"]):
-        assert from_tokens(4096, 2048, BF16, 2, GPU)[0] < 256
-        assert from_tokens(4096, 2048, BF16, 2, GPU, eager=True)[0] == 256
-        assert from_tokens(4096, 2048, BF16, 3, GPU)[0] == 1536
-        assert sums(2, GPU)[0] == 1 and 1 << 20 < sums(2, GPU)[1] < 12 << 20
-        assert sums(3, GPU) == (1, 0)
-    for other in (((10, 0), shipped["sms"]), (arch, shipped["sms"] + 1)):
-        with machine(*other):
-            assert from_tokens(4096, 2048, BF16, 2, GPU)[0] == 1536 and sums(2, GPU) == (1, 0)
+    ((shipped, _),) = store.of_vllm()
+    for same in (shipped, H200, replace(H200, memory_gb_per_s=4800.0), replace(H200, link_gb_per_s=None)):
+        with on(same):
+            tokens, why = from_tokens(4096, 2048, BF16, 2, GPU)
+            assert tokens < 256 and "measured on such GPUs" in why
+            assert from_tokens(4096, 2048, BF16, 2, GPU, eager=True)[0] == 256
+            assert from_tokens(4096, 2048, BF16, 3, GPU)[0] == 1536
+            assert sums(2, GPU)[0] == 1 and 1 << 20 < sums(2, GPU)[1] < 12 << 20
+            assert sums(3, GPU) == (1, 0)
+            assert over_fusion_from(4096, BF16, 2, GPU) < NEVER
+    for other, words in (
+        (H100, "memory_gb_per_s 4916.7, not 3352.3"),
+        (replace(H200, arch="sm_100"), "arch sm_90, not sm_100"),
+        (replace(H200, sms=131), "sms 132, not 131"),
+        (replace(H200, sm_mhz=1785.0), "sm_mhz 1980.0, not 1785.0"),
+        (replace(H200, link_gb_per_s=212.5), "link_gb_per_s 478.1, not 212.5"),
+    ):
+        caplog.clear()
+        _log._said.clear()
+        with on(other), caplog.at_level("INFO", "vllm.flux"):
+            assert from_tokens(4096, 2048, BF16, 2, GPU) == (
+                1536,
+                "no measurement of 2 such GPUs: only large sums",
+            )
+            assert sums(2, GPU) == (1, 0) and over_fusion_from(4096, BF16, 2, GPU) == NEVER
+            assert few_over_fusion(4096, 1, BF16, 2, GPU) == range(0)
+            assert sequence_from(8192, BF16, 2, GPU) == 1536, "twice as large sums"
+        (line,) = [record.message for record in caplog.records]
+        assert f"no measurements of such GPUs: those that flux has are of others ({words})" in line
     assert from_tokens(4096, 2048, torch.float32, 2, CPU)[0] == 768
+    assert from_tokens(4096, 2048, BF16, 2, thresholds.MEASURED_GPU)[0] < 256
+
+
+def test_a_result_of_another_machine_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("FLUX_VLLM_MIN_TOKENS", raising=False)
+    times = {"flux": {"median_ms": 1.0, "role": "flux"}, "a": {"median_ms": 1.5, "role": "serial"}}
+    row = {"op": "gemm_ar", "tp": 2, "local": [8, 4096, 2048], "times": times, "dtype": "bfloat16"}
+    told = {"device": "cuda", "arch": "sm_90", "sms": 132}
+    file = written(tmp_path / "own.json", row, **told, kind=asdict(H100))
+    older = written(tmp_path / "older.json", row, **told)
+    for own, here, used in ((file, H100, True), (file, H200, False), (older, H200, True)):
+        monkeypatch.setenv("FLUX_VLLM_TUNING", str(own))
+        with on(here):
+            tokens, why = from_tokens(4096, 2048, BF16, 2, GPU)
+            assert (tokens == 8 and str(own) in why) == used, why
+    assert f"{file} is of another machine (memory_gb_per_s 3352.3, not 4916.7)" in caplog.text
 
 
 def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -220,19 +274,13 @@ def test_the_users_own_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         times["flux"] = {"role": "flux", "median_ms": flux}
         return {"op": op, "tp": 8, "m": m, "local": [m, 64, 32], "dtype": "bfloat16", "times": times}
 
-    file = tmp_path / "gemm_ar.json"
-    file.write_text(
-        json.dumps(
-            {
-                "rows": [
-                    row("gemm_ar", 1, 2.0, a=("serial", 4.0), b=("peer", 1.9), c=("comm", 9.0)),
-                    row("gemm_ar", 7, 2.0, a=("serial", 4.0), b=("peer", 3.0), c=("gemm", 1.0)),
-                    row("gemm_ar", 9, 2.0, c=("gemm", 1.0)),
-                    row("all_reduce", 2, 2.0, a=("peer", 3.0)),
-                    row("gemm_rs", 9, 2.0, a=("serial", 1.0)),
-                ]
-            }
-        )
+    file = written(
+        tmp_path / "gemm_ar.json",
+        row("gemm_ar", 1, 2.0, a=("serial", 4.0), b=("peer", 1.9), c=("comm", 9.0)),
+        row("gemm_ar", 7, 2.0, a=("serial", 4.0), b=("peer", 3.0), c=("gemm", 1.0)),
+        row("gemm_ar", 9, 2.0, c=("gemm", 1.0)),
+        row("all_reduce", 2, 2.0, a=("peer", 3.0)),
+        row("gemm_rs", 9, 2.0, a=("serial", 1.0)),
     )
     monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
     assert from_tokens(64, 32, BF16, 8, CPU) == (7, f"measured in {file}, weight [64, 32]")
@@ -251,30 +299,21 @@ def test_a_file_of_another_kind(
         file.write_text(text)
         monkeypatch.setenv("FLUX_VLLM_TUNING", str(file))
         assert from_tokens(4096, 2048, BF16, 2, CPU)[0] == 1536
-        assert f"{file} is no result file of flux bench" in caplog.records[-1].message
-
-
-def test_shipped_measurements_are_those_of_the_results() -> None:
-    spec: Any = importlib.util.spec_from_file_location("make_measured", BENCHMARKS / "make_measured.py")
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    assert thresholds.SHIPPED.read_text() == module.text(), "make results"
-    assert module.speedup_of_large({"cublas+nccl": 6.0, "exchange": 3.0, "composed": 4.0}) == 2.0
-    assert module.speedup_of_large({"cublas+nccl": 6.0, "composed": 4.0}) == 1.5
+        line = caplog.records[-1].message
+        assert f"FLUX_VLLM_TUNING: result of flux bench {file}: expected" in line and "not used" in line
 
 
 def test_sequence_parallel_from(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SEQUENCE", "TUNING"):
         monkeypatch.delenv(f"FLUX_VLLM_{name}", raising=False)
-    with machine((9, 0), 132):
+    with on(H200):
         # On 8 nothing was measured: twice as large sums.
         assert [sequence_from(8192, BF16, ranks, GPU) for ranks in (2, 4, 8)] == [768, 768, 1536]
         # Where a layer is several calls of flux, the host needs work for the GPU meanwhile.
         assert [sequence_from(8192, BF16, p, GPU, experts=True) for p in (2, 4, 8)] == [803, 1605, 3210]
         assert sequence_from(4096, BF16, 2, GPU) == 1536
         assert sequence_from(16384, BF16, 2, GPU) == 384, "12 MiB"
-    with machine((10, 0), 148):
+    with on(replace(H200, arch="sm_100", sms=148)):
         assert sequence_from(16384, BF16, 2, GPU) == 768, "not measured: twice as large sums"
     monkeypatch.setenv("FLUX_VLLM_SEQUENCE", "77")
     assert sequence_from(4096, BF16, 2, CPU) == 77

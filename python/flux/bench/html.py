@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from flux import _files
 from flux.bench.model import Derived, Row
 from flux.bench.plot import TALLEST, base_of, colours_of
 from flux.bench.plot_ctas import EDGE, FAINT, FLUX, GRID, INK, LOSS
@@ -45,10 +46,8 @@ def write(record: Record, path: str | Path) -> Path:
     """Writes the page of a result, and returns its path. Raises ValueError if the result has no rows."""
     if not record.rows:
         raise ValueError("bench: this result has no row to report")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(record), encoding="utf-8")
-    return path
+    _files.write(path, page(record))
+    return Path(path)
 
 
 def page(record: Record) -> str:

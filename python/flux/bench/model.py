@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from flux._files import Count, NotNegative, Positive, Size, Within
 from flux.testing.compare import passed
 
 # Copy-engine bandwidth of a Hopper GPU over 18 NVLink-4 links, all GPUs at once (measured: 383-391 GB/s).
@@ -65,7 +66,7 @@ class Timing:
     """Milliseconds per call: one sample per round, each the mean of a burst on the slowest rank."""
 
     role: str
-    samples: tuple[float, ...]
+    samples: Annotated[tuple[float, ...], Annotated[tuple[Positive, ...], Within(1)]]
 
     @property
     def median(self) -> float:
@@ -104,6 +105,17 @@ class Bar:
     us: float | None = None
 
 
+class _Plan(TypedDict, total=False):
+    """What tables and pictures show of a plan."""
+
+    fused: bool
+    way: str
+    config: str
+    time_us: NotNegative | None
+    candidates: list[tuple[str, Positive]]
+    communication_ctas: Size
+
+
 @dataclass
 class Row:
     """One measured problem: its sizes, the measured times, and the plan.
@@ -114,21 +126,21 @@ class Row:
     op: str
     model: str
     pattern: str
-    m: int
-    n: int
-    k: int
-    tp: int
+    m: Size
+    n: Size
+    k: Size
+    tp: Count
     dtype: str
-    local: tuple[int, int, int]
-    wire_bytes: int
+    local: tuple[Size, Size, Size]
+    wire_bytes: Size
     times: dict[str, Timing] = field(default_factory=dict)
-    host_us: dict[str, float] = field(default_factory=dict)
-    plan: dict[str, Any] | None = None
+    host_us: dict[str, NotNegative] = field(default_factory=dict)
+    plan: Annotated[dict[str, Any], _Plan] | None = None
     check: str = "not run"
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     scales: str = ""
-    conditions: dict[str, dict[str, float]] = field(default_factory=dict)
+    conditions: dict[str, dict[str, Positive]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

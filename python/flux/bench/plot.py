@@ -54,6 +54,7 @@ def plot(record: Record, path: str | Path) -> Path:
     widths, heights = zip(*sizes, strict=True)
     style = {
         "font.size": 9,
+        "text.parse_math": False,  # names from files may have a $
         "font.family": "DejaVu Sans",
         "axes.edgecolor": EDGE,
         "axes.labelcolor": INK,

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from flux._files import is_stream, read_json, write_json
+from flux._files import Count, Positive, Within, is_stream, parse, read_json, write_json
 from flux.bench.model import AFTER, LINK_GB_PER_S, SUSTAINED, VLLM, Derived, Row, Timing, derive
 
-SCHEMA = 1
+_Schema = Literal[1]
+(SCHEMA,) = get_args(_Schema)
+
+
+class _Settings(TypedDict, total=False):
+    """Those that tables and pictures depend on."""
+
+    world: Count
+    nodes: Count
+    link_gb_per_s: Positive
+    all_configs: bool
+
+
+class _Machine(TypedDict, total=False):
+    peers: dict[str, Any]
 
 
 @dataclass
@@ -25,8 +39,8 @@ class Record:
     date: str
     suite: str
     device: str
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+    machine: Annotated[dict[str, Any], _Machine]
+    settings: Annotated[dict[str, Any], _Settings]
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     complete: bool = False
@@ -76,16 +90,38 @@ def row_to_json(row: Row, record: Record) -> dict[str, Any]:
     return data
 
 
-def row_from_json(data: dict[str, Any]) -> Row:
-    fields = {key: value for key, value in data.items() if key not in ("times", "derived", "local")}
-    # Files from before 2026-11-26 have two fields for conditions.
+class _Times(TypedDict):
+    role: str
+    samples_ms: Annotated[list[Positive], Within(1)]
+
+
+class _Row(TypedDict, total=False):
+    """Fields that are not those of Row. Files from before 2026-11-26 have two for conditions."""
+
+    times: dict[str, _Times]
+    conditions: dict[str, dict[str, Positive]]
+    sustained_ms: dict[str, Positive]
+    after_ms: dict[str, dict[str, Positive]]
+
+
+class _File(TypedDict):
+    schema: _Schema
+    rows: list[_Row]
+
+
+def _row_from_json(data: _Row, where: str, place: str) -> Row:
+    fields: dict[str, Any] = {key: value for key, value in data.items() if key != "derived"}
     sustained, behind = fields.pop("sustained_ms", {}), fields.pop("after_ms", {})
     older = {SUSTAINED: sustained} | {AFTER + whose: ms for whose, ms in behind.items()}
     fields["conditions"] = fields.get("conditions", {}) | {how: ms for how, ms in older.items() if ms}
-    times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data["times"].items()}
+    times = {name: Timing(t["role"], tuple(t["samples_ms"])) for name, t in data.get("times", {}).items()}
     if VLLM in times and times[VLLM].role == "peer":  # in files of commit 0ed04ed and before
         times[VLLM] = replace(times[VLLM], role="fast")
-    return Row(**fields, local=tuple(data["local"]), times=times)
+    row: Row = parse(Row, {**fields, "times": times}, where, place)
+    if unknown := {name for timed in row.conditions.values() for name in timed} - times.keys():
+        where = f"{where}: {place}.conditions"
+        raise ValueError(f"{where}: expected candidates of times, got {sorted(unknown)[0]!r:.120}")
+    return row
 
 
 def to_json(record: Record) -> dict[str, Any]:
@@ -93,12 +129,20 @@ def to_json(record: Record) -> dict[str, Any]:
     return {"schema": SCHEMA, **data, "rows": [row_to_json(row, record) for row in record.rows]}
 
 
-def from_json(data: dict[str, Any]) -> Record:
-    """Raises ValueError if the file is of another schema."""
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"bench: result file expected to have schema {SCHEMA}, got {data.get('schema')!r}")
-    fields = {key: value for key, value in data.items() if key not in ("schema", "rows")}
-    return Record(**fields, rows=[row_from_json(row) for row in data["rows"]])
+def from_json(data: Any, where: str = "") -> Record:
+    """A result of bench, from its JSON.
+
+    Args:
+        where: the file.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    file: _File = parse(_File, data, where)
+    rows = [_row_from_json(row, where, f"rows[{i}]") for i, row in enumerate(file["rows"])]
+    fields = {key: value for key, value in data.items() if key != "schema"}
+    record: Record = parse(Record, {**fields, "rows": rows}, where)
+    return record
 
 
 def write(record: Record, path: str | Path) -> None:
@@ -109,4 +153,5 @@ def write(record: Record, path: str | Path) -> None:
 
 def read(path: str | Path) -> Record:
     """A result of bench. Raises ValueError if the file is something else."""
-    return from_json(read_json(path))
+    what = "result of bench"
+    return from_json(read_json(path, what=what), f"{what} {path}")

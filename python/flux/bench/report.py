@@ -60,7 +60,9 @@ def make_console(*, stderr: bool = False, least: int = 0) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):  # characters that an ASCII terminal lacks must not raise
         stream.reconfigure(errors="replace")
-    console = Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
+    # Text is what it says: brackets and colons in names from files are no styles, links or pictures.
+    width = None if stream.isatty() else _WIDE
+    console = Console(stderr=stderr, width=width, markup=False, emoji=False)
     console.width = max(console.width, least)
     return console
 

@@ -478,7 +478,7 @@ def _explain_failure(error: SpawnError, settings: Settings) -> None:
     console = make_console(stderr=True)
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
     if options.timed_out(error):
         options.say_error(f"bench: stopped after {settings.timeout_s:g} s (--timeout)")

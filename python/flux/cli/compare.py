@@ -73,10 +73,7 @@ def command(files: Sequence[str]) -> None:
         options.only_rank_0()
         if len(files) != 2:
             raise ValueError(f"bench: compare expected two result files, got {len(files)}")
-        try:
-            old, new = (record.read(Path(file)) for file in files)
-        except OSError as error:
-            raise ValueError(f"bench: compare {error.filename}: {error.strerror}") from error
+        old, new = (record.read(Path(file)) for file in files)
         found = list(changes(old, new))
         if not found:
             raise ValueError("bench: compare found no row that both files have")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from flux._files import write_json
+from flux._files import parse, write_json
 from flux.bench.report import make_console
 from flux.cli import findings, links, options, vllm
 from flux.cli import nodes as among_nodes
@@ -20,7 +20,7 @@ from flux.cli.findings import Finding
 from flux.machine import now
 
 _NAME_WIDTH = 28
-_MARKS = {"ok": "[green]✓[/]", "info": " ", "bad": "[bold red]✗[/]"}
+_MARKS = {"ok": ("✓", "green"), "info": (" ", ""), "bad": ("✗", "bold red")}
 
 
 def examine(*, active: bool) -> Iterator[Finding]:
@@ -39,33 +39,36 @@ def report(found: Iterable[Finding], console: Console) -> list[Finding]:
     stacked = console.width < 2 * _NAME_WIDTH
     for finding in found:
         if not shown or finding.section != shown[-1].section:
-            console.print(f"\n[bold]{finding.section}[/]")
+            console.print(Text(f"\n{finding.section}", style="bold"))
         shown.append(finding)
-        name, value = f"{_MARKS[finding.state]} {escape(finding.name)}", escape(finding.value)
+        name = Text.assemble(_MARKS[finding.state], f" {finding.name}")
         if stacked:
-            console.print(f"{name}: {value}", highlight=False)
+            console.print(name.append(f": {finding.value}"))
             continue
         line = Table.grid(padding=(0, 2))
         line.add_column(width=_NAME_WIDTH)
-        line.add_row(name, value)
+        line.add_row(name, finding.value)
         console.print(line)
     bad = [f for f in shown if f.state == "bad"]
     console.print()
     for finding in bad:
-        console.print(
-            f"[bold red]✗[/] {escape(finding.name)}: {escape(finding.advice or finding.value)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        said = f" {finding.name}: {finding.advice or finding.value}"
+        console.print(Text.assemble(_MARKS["bad"], said), soft_wrap=True)
     if not bad:
-        console.print("[green]Nothing is wrong.[/]")
+        console.print("Nothing is wrong.", style="green")
     return shown
+
+
+class _File(TypedDict):
+    date: str
+    findings: list[Finding]
 
 
 def show(data: dict[str, Any], console: Console) -> None:
     """Prints the findings of a file."""
-    console.print(f"[dim]flux doctor · {escape(data['date'])}[/]", highlight=False)
-    report([Finding(**finding) for finding in data["findings"]], console)
+    file: _File = parse(_File, data)
+    console.print(Text(f"flux doctor · {file['date']}", style="dim"))
+    report(file["findings"], console)
 
 
 def command(

@@ -9,7 +9,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ class Finding:
     section: str
     name: str
     value: str
-    state: str = "info"
+    state: Annotated[str, Literal["ok", "info", "bad"]] = "info"
     advice: str | None = None
     data: Any = None
 

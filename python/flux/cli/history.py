@@ -58,10 +58,7 @@ def command(files: Sequence[str], models: Sequence[str], m: Sequence[int], pictu
     """Prints and draws each row's times over the results. Raises ValueError if there is none."""
     if not files:
         raise ValueError("bench: history expected result files, got none")
-    try:
-        results = [record.read(Path(file)) for file in files]
-    except OSError as error:
-        raise ValueError(f"bench: history {error.filename}: {error.strerror}") from error
+    results = [record.read(Path(file)) for file in files]
     found = rows_of(results, models, m)
     if not found:
         raise ValueError("bench: history found no row of flux in these files")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import typer
-from rich.markup import escape
+from rich.text import Text
 from typer.core import TyperGroup
 
 from flux._files import is_stream
@@ -67,7 +67,7 @@ def say_error(message: object) -> None:
     """An error as one line on standard error."""
     if speaks():
         text = " ".join(str(message).split())
-        make_console(stderr=True).print(f"[bold red]error[/] {escape(text)}", highlight=False, soft_wrap=True)
+        make_console(stderr=True).print(Text.assemble(("error", "bold red"), f" {text}"), soft_wrap=True)
 
 
 def refuse(message: object) -> NoReturn:

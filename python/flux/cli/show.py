@@ -40,7 +40,7 @@ def _losses(data: Data) -> bool:
 _RESULT = Kind(
     "a result of bench",
     lambda data: "rows" in data and "suite" in data,
-    lambda data, console: console.print(render(records.from_json(data), console.width)),
+    lambda data, console: console.print(render(records.from_json(data, ""), console.width)),
 )
 KINDS = (
     _RESULT,
@@ -58,12 +58,7 @@ def show_file(path: Path, picture: Path | None, report: Path | None = None) -> N
 
     Raises ValueError if it cannot be read, is not one of flux's files, or not whole.
     """
-    try:
-        data = read_json(path)
-    except OSError as error:
-        raise ValueError(
-            f"bench: --show expected a JSON file, got {str(path)!r}: {error.strerror}"
-        ) from error
+    data = read_json(path)
     kind = next((kind for kind in KINDS if isinstance(data, dict) and data and kind.is_one(data)), None)
     if kind is None:
         known = ", ".join(kind.name for kind in KINDS)
@@ -75,13 +70,14 @@ def show_file(path: Path, picture: Path | None, report: Path | None = None) -> N
     try:
         with console.capture() as text:  # print nothing if the file turns out to be truncated
             kind.show(data, console)
-        sys.stdout.write(text.get())
-        sys.stdout.flush()
-        if picture is not None:
-            drawn = plots.plot(records.from_json(data), picture)
-            console.print(f"picture: {drawn}", highlight=False, soft_wrap=True)
-        if report is not None:
-            written = html.write(records.from_json(data), report)
-            console.print(f"report: {written}", highlight=False, soft_wrap=True)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"bench: {path} has {kind.name}, but not whole: {error!r}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"file {path}: expected {kind.name}, but not whole: {why}") from error
+    sys.stdout.write(text.get())
+    sys.stdout.flush()
+    if picture is not None:
+        drawn = plots.plot(records.from_json(data), picture)
+        console.print(f"picture: {drawn}", highlight=False, soft_wrap=True)
+    if report is not None:
+        written = html.write(records.from_json(data), report)
+        console.print(f"report: {written}", highlight=False, soft_wrap=True)

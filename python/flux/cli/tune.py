@@ -92,7 +92,7 @@ def command(
     console = make_console(least=100)
     console.print(table(tuned.choices))
     for line in (*tuned.wrong, *([f"{tuned.left} rows left: run it again to go on"] if tuned.left else [])):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
     console.print(f"FLUX_TUNING={out} on all ranks uses this", highlight=False, soft_wrap=True)
     if tuned.wrong:
         raise typer.Exit(1)

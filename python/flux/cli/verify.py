@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from flux import machine
-from flux._files import write_json
+from flux._files import parse, write_json
 from flux.bench.report import make_console
 from flux.cli import options, verify_cases
 from flux.cli.options import real, whole
@@ -67,7 +68,7 @@ def _progress(console: Console) -> Iterator[Say]:
         op = text.partition(":")[0]
         if op != said:
             said = op
-            console.print(f"verifying {op}", highlight=False, markup=False)
+            console.print(f"verifying {op}", highlight=False)
 
     yield say
 
@@ -87,8 +88,8 @@ def report(outcomes: list[Outcome], console: Console) -> None:
         if previous not in (None, (o.op, o.where)):
             table.add_section()
         previous = (o.op, o.where)
-        result = f"[{_STYLE[o.state]}]{o.state}[/]" + (f" {escape(o.detail)}" if o.detail else "")
-        table.add_row(escape(o.op), escape(o.where), escape(o.case), result, f"{o.seconds:.2f}")
+        result = Text.assemble((o.state, _STYLE[o.state]), f" {o.detail}" if o.detail else "")
+        table.add_row(*map(Text, (o.op, o.where, o.case)), result, f"{o.seconds:.2f}")
     console.print(table)
     count = Counter(o.state for o in outcomes)
     states = [state for state in _STYLE if state != "timed out" or count[state]]
@@ -96,11 +97,17 @@ def report(outcomes: list[Outcome], console: Console) -> None:
     console.print(text, style="bold red" if failed(outcomes) else "green", highlight=False)
 
 
+class _File(TypedDict):
+    commit: str
+    date: str
+    outcomes: list[Outcome]
+
+
 def show(data: dict[str, Any], console: Console) -> None:
     """Prints the outcomes of a file."""
-    head = f"flux verify · {data['commit']} · {data['date']}"
-    console.print(f"[dim]{escape(head)}[/]", highlight=False)
-    report([Outcome(**outcome) for outcome in data["outcomes"]], console)
+    file: _File = parse(_File, data)
+    console.print(Text(f"flux verify · {file['commit']} · {file['date']}", style="dim"))
+    report(file["outcomes"], console)
 
 
 def command(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 Say = Callable[[str], None]
 RUNNING = "running"
@@ -24,7 +25,7 @@ class Outcome:
     op: str
     case: str
     where: str
-    state: str
+    state: Annotated[str, Literal["exact", "wrong", "timed out", "skipped", "running"]]
     detail: str = ""
     seconds: float = 0.0
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from flux._files import read_json
 from flux.cli.findings import Finding
 from flux.integrations import vllm as plugin
 from flux.integrations.vllm import forecast, thresholds
@@ -29,9 +29,8 @@ def model(name: str) -> forecast.Model:
     if path is None:
         raise ValueError(f"{_WANTED}, got {name!r}")
     try:
-        config = json.loads(path.read_text())
-        return forecast.model_of(config, name)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return forecast.model_of(read_json(path), name)
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{_WANTED}, got {name!r}: {error}") from error
 
 

@@ -7,16 +7,18 @@ same number in their nodes; data that crosses nodes travels along rails.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from flux import _env
+from flux import _env, _files
+from flux._files import Within
 from flux.comm import shm
 
-_LINKS_SCHEMA = "flux links 1"
+_Schema = Literal["flux links 1"]
+(_LINKS_SCHEMA,) = get_args(_Schema)
+_Rate = Annotated[float, Within(1e-6, 1e9)]
 
 
 def node_id() -> str:
@@ -122,15 +124,22 @@ def links() -> Links:
     return _read(path) if path else Links()
 
 
+class _Told(TypedDict):
+    nic_gb_per_s: _Rate
+    nvlink_gb_per_s: _Rate
+    latency_us: _Rate
+    source: str
+
+
+class _File(TypedDict):
+    schema: _Schema
+    links: _Told
+
+
 @functools.cache
 def _read(path: str) -> Links:
-    try:
-        told = json.loads(Path(path).read_text())
-    except ValueError:
-        told = None
-    if not isinstance(told, Mapping) or told.get("schema") != _LINKS_SCHEMA:
-        raise ValueError(f"FLUX_LINKS={path!r}: expected a file that flux doctor --nodes has written")
-    return links_of(told.get("links"), f"FLUX_LINKS={path!r}")
+    file: _File = _files.read_json(path, _File, "FLUX_LINKS, a file of flux doctor --nodes,")
+    return links_of(file["links"], path)
 
 
 def links_of(told: object, what: str) -> Links:
@@ -139,15 +148,10 @@ def links_of(told: object, what: str) -> Links:
     Raises:
         ValueError: they are not rates.
     """
-    if not isinstance(told, Mapping) or set(told) != set(Links().to_tell()):
-        raise ValueError(f"{what}: expected the rates {', '.join(Links().to_tell())}, got {told!r:.200}")
-    rates = {name: told[name] for name in told if name != "source"}
-    for name, rate in rates.items():
-        if not isinstance(rate, int | float) or not 0.0 < rate < 1e6:
-            raise ValueError(f"{what}: {name}: expected a positive number, got {rate!r}")
-    return Links(**{name: float(rate) for name, rate in rates.items()}, source=str(told["source"]))
+    links: Links = _files.parse(Links, _files.parse(_Told, told, what), what)
+    return links
 
 
 def write_links(path: Path, measured: Links) -> None:
     """Writes the file that FLUX_LINKS names."""
-    path.write_text(json.dumps({"schema": _LINKS_SCHEMA, "links": measured.to_tell()}, indent=1) + "\n")
+    _files.write_json({"schema": _LINKS_SCHEMA, "links": measured.to_tell()}, path)

@@ -6,18 +6,18 @@ the next one goes on behind it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 import flux
 from flux import _files
 from flux import machine as machines
+from flux._files import Count, Size
 from flux.bench.model import DTYPE_BYTES
 from flux.bench.runner import Settings, context_of, label, measure, progress, run
 from flux.bench.suites import Problem
@@ -29,6 +29,16 @@ from flux.tuning.machine import Machine, of_device
 
 # Operators whose ways can be timed by themselves; gemm on GPUs only.
 OPS = ("gemm_rs", "ag_gemm", "gemm_ar", "gemm_ar_norm", "all_reduce")
+
+
+class _Planned(TypedDict):
+    """A line of FLUX_RECORD_SHAPES."""
+
+    op: str
+    m: Count
+    n: Size
+    k: Size
+    world_size: Count
 
 
 @dataclass(frozen=True)
@@ -87,18 +97,14 @@ def traced(file: Path, world: int) -> list[Problem]:
         ValueError: the file cannot be read, or is no such file.
     """
     problems: dict[Problem, None] = {}
-    try:
-        for line in file.read_text().splitlines():
-            told = json.loads(line)
-            op, m, n, k, p = (told[name] for name in ("op", "m", "n", "k", "world_size"))
-            if p != world or op not in OPS:
-                continue
+    what = "file of FLUX_RECORD_SHAPES"
+    for i, line in enumerate(_files.read_text(file, what).splitlines(), 1):
+        where = f"{what} {file}: line {i}"
+        told: _Planned = _files.parse(_Planned, _files.of_json(line, where), where)
+        op, m, n, k, p = told["op"], told["m"], told["n"], told["k"], told["world_size"]
+        if p == world and op in OPS:
             sizes = {"ag_gemm": (m, n * p, k), "all_reduce": (1, m * n, p)}.get(op, (m, n, k * p))
             problems[Problem(op, "trace", op, *sizes)] = None
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no file of FLUX_RECORD_SHAPES: {error!r}") from None
     return list(problems)
 
 
@@ -156,6 +162,6 @@ def _tune_rank(rank: int, world_size: int, settings: Settings, file: str, budget
             else:
                 wrong.append(f"{label(problem)}: {row.check}")
             if rank == 0:
-                _files.replace(path, store.to_json(here, facts, **about))
+                _files.write(path, store.to_json(here, facts, **about))
             step(label(problem), "done" if row.ok else f"WRONG: {row.check}")
     return Tuned(choices(facts), tuple(wrong), left) if rank == 0 else None

@@ -9,11 +9,15 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from flux._files import Count, Positive, Size, Within
 
 # Ways to run an operator. "parts": one after the other by flux's own operators, "composed": gemm_ar as
 # gemm_rs and all_gather, "torch": by torch and its collectives.
-WAYS = ("fused", "composed", "parts", "torch")
+_Way = Literal["fused", "composed", "parts", "torch"]
+WAYS: tuple[str, ...] = get_args(_Way)
+_Times = Annotated[dict[_Way, Positive], Within(1)]
 # The smallest gain for which a plan leaves its default, by what an estimate rests on: this problem, others
 # with its weight, others with similar weights (docs/design/plan.md). Errors of the last two are independent.
 MARGINS = {"measured": 0.02, "between": 0.04, "similar": 0.05}
@@ -69,16 +73,16 @@ class Fact:
     """
 
     op: str
-    ranks: int
-    dtype: int
-    m: int
-    n: int
-    k: int
-    us: dict[str, float]
-    noise: float = 0.0
+    ranks: Count
+    dtype: Annotated[int, Within(1, 8)]
+    m: Count
+    n: Size
+    k: Size
+    us: Annotated[dict[str, float], _Times]
+    noise: Annotated[float, Within(0.0, 1e3)] = 0.0
     source: str = ""
     older: bool = False
-    summed: tuple[str, ...] = ()
+    summed: Annotated[tuple[str, ...], tuple[_Way, ...]] = ()
 
     @property
     def problem(self) -> tuple[str, int, int, int, int, int]:

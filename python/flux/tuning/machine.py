@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+
+from flux._files import Count, NotNegative, Positive, parse
 
 # Rates of one kind of machine differ by less, of two kinds by more.
 _SAME = 0.03
@@ -28,10 +30,10 @@ class Machine:
     """
 
     arch: str
-    sms: int | None = None
-    sm_mhz: float | None = None
-    memory_gb_per_s: float | None = None
-    link_gb_per_s: float | None = None
+    sms: Count | None = None
+    sm_mhz: Positive | None = None
+    memory_gb_per_s: Positive | None = None
+    link_gb_per_s: NotNegative | None = None
 
     def difference(self, other: Machine) -> str | None:
         """The first fact in which two machines differ, as text, or None."""
@@ -43,6 +45,29 @@ class Machine:
                 continue
             return f"{each.name} {mine}, not {theirs}"
         return None
+
+
+class _About(TypedDict):
+    """The facts of a machine in a result of bench (flux.machine.describe)."""
+
+    device: str
+
+
+class _OfGpus(TypedDict, total=False):
+    kind: Machine
+    arch: str
+    sms: Count
+
+
+def of_result(about: object, where: str) -> Machine:
+    """The machine of a result of bench. Older ones do not tell its rates.
+
+    Raises:
+        ValueError: it is no part of a result.
+    """
+    device: _About = parse(_About, about, where, "machine")
+    gpus: _OfGpus = parse(_OfGpus, about, where, "machine")
+    return gpus.get("kind") or Machine(gpus.get("arch", device["device"]), gpus.get("sms"))
 
 
 def of_device(device: torch.device) -> Machine:

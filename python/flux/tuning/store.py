@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from flux import _env
+from flux import _env, _files
+from flux._files import Size
 from flux._log import say_once
-from flux.tuning.facts import NO_FACTS, WAYS, Fact, Tuning
+from flux.tuning.facts import NO_FACTS, Fact, Tuning
 from flux.tuning.machine import Machine, of_device
 
-SCHEMA = 1
+_Schema = Literal[1]
+(SCHEMA,) = get_args(_Schema)
 SHIPPED = Path(__file__).with_name("shipped")
 
 
@@ -80,47 +83,76 @@ def _shipped(here: Machine) -> Tuning:
     return NO_FACTS
 
 
+def of_vllm() -> Iterator[tuple[Machine, dict[str, Any]]]:
+    """By what vLLM's plugin decides (flux.integrations.vllm.thresholds): of each machine for which flux ships
+    such measurements.
+    """
+    for path in sorted(SHIPPED.glob("*.json")):
+        file: _File = _files.read_json(path, _File, "tuning file")
+        if "vllm" in file:
+            yield file["machine"], file["vllm"]
+
+
+class _Row(TypedDict):
+    """A fact, whose source is a number of the file's list."""
+
+    source: Size
+
+
+class _Vllm(TypedDict, total=False):
+    vllm: dict[str, list[dict[str, Any]]]
+
+
+class _File(_Vllm):
+    """What a tuning file has at least."""
+
+    schema: _Schema
+    machine: Machine
+    sources: list[str]
+    rows: list[_Row]
+
+
 def read(path: Path) -> tuple[Machine, tuple[Fact, ...]]:
     """The machine and the facts of a file.
 
     Raises:
         ValueError: the file is not there, or is no tuning file of this schema.
     """
-    try:
-        data = json.loads(path.read_text())
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}, not {SCHEMA}")
-        facts = tuple(_fact(row, data["sources"]) for row in data["rows"])
-        return Machine(**data["machine"]), facts
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path} is no tuning file of flux: {type(error).__name__}: {error}") from None
+    file: _File = _files.read_json(path, _File, "tuning file")
+    sources, facts, first = file["sources"], [], dict[Any, int]()
+    for i, row in enumerate(file["rows"]):
+        where, place = f"tuning file {path}", f"rows[{i}]"
+        if row["source"] >= len(sources):
+            raise ValueError(f"{where}: {place}.source: expected one of {len(sources)}, got {row['source']}")
+        fact: Fact = _files.parse(Fact, {**row, "source": sources[row["source"]]}, where, place)
+        if (same := first.setdefault(fact.problem, i)) != i:
+            raise ValueError(f"{where}: {place}: expected another problem, got that of rows[{same}]")
+        facts.append(fact)
+    return file["machine"], tuple(facts)
 
 
-def _fact(row: dict[str, Any], sources: list[str]) -> Fact:
-    us = {str(way): float(time) for way, time in row["us"].items()}
-    if not us or not us.keys() <= set(WAYS) or min(us.values()) <= 0:
-        raise ValueError(f"expected positive times of {', '.join(WAYS)}, got {row['us']}")
-    given = {**row, "us": us, "source": sources[row["source"]], "summed": tuple(row.get("summed", ()))}
-    fact = Fact(**given)
-    if not isinstance(fact.op, str) or any(not isinstance(size, int) for size in fact.problem[1:]):
-        raise ValueError(f"expected an operator and sizes, got {fact.problem}")
-    return fact
-
-
-def to_json(machine: Machine, facts: list[Fact], **about: Any) -> str:
+def to_json(
+    machine: Machine, facts: list[Fact], vllm: dict[str, list[dict[str, Any]]] | None = None, **about: Any
+) -> str:
     """The text of a file, a line for each fact.
 
     Args:
+        vllm: as of `of_vllm`.
         about: what else the file tells: versions, dates, the command.
     """
     sources = list(dict.fromkeys(fact.source for fact in facts))
     rows = []
     for fact in facts:
         row = {key: value for key, value in asdict(fact).items() if value or key in ("n", "k", "noise")}
-        rows.append(json.dumps({**row, "source": sources.index(fact.source)}))
+        rows.append({**row, "source": sources.index(fact.source)})
     head = {"schema": SCHEMA, **about, "machine": asdict(machine), "sources": sources}
-    lines = ",\n    ".join(rows)
-    text = json.dumps(head, indent=2)[:-2]
-    return f'{text},\n  "rows": [\n    {lines}\n  ]\n}}\n' if rows else f'{text},\n  "rows": []\n}}\n'
+    parts = [json.dumps(head, indent=2)[1:-2], f'\n  "rows": {_lines(rows, "  ")}']
+    if vllm is not None:
+        lists = (f'\n    "{name}": {_lines(entries, "    ")}' for name, entries in vllm.items())
+        parts.append(f'\n  "vllm": {{{",".join(lists)}\n  }}')
+    return f"{{{','.join(parts)}\n}}\n"
+
+
+def _lines(rows: list[dict[str, Any]], indent: str) -> str:
+    inside = ",".join(f"\n{indent}  {json.dumps(row)}" for row in rows)
+    return f"[{inside}\n{indent}]" if rows else "[]"

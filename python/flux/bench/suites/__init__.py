@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from flux._files import plain, read_text
 from flux.bench.model import DTYPE_BYTES, FP8, wire_bytes
 
 # What a row says of its problem.
@@ -165,7 +166,7 @@ def _model(entry: Any) -> Model:
 
 def parse(text: str) -> Suite:
     """Reads a suite from TOML text; ValueError says which key is wrong."""
-    data = tomllib.loads(text)
+    data = plain(tomllib.loads(text))
     _only("the file", data, ("suite", "model"))
     head, entries = data.get("suite", {}), data.get("model", [])
     right = isinstance(head, dict) and isinstance(entries, list)
@@ -187,11 +188,10 @@ def load(name: str) -> Suite:
     if path.suffix == ".toml":
         if not path.is_file():
             raise ValueError(f"bench: --suite {name}: suite file not found")
+        text = read_text(path)
         try:
-            return parse(path.read_text())
-        except OSError as error:
-            raise ValueError(f"bench: --suite {name}: {error.strerror}") from error
-        except ValueError as error:
+            return parse(text)
+        except (ValueError, RecursionError) as error:
             kind = "" if str(error).startswith("suite: ") else "suite: no TOML: "
             raise ValueError(f"bench: {name}: {kind}{error}") from error
     one_of(name, available(), " or a .toml file", "--suite")

@@ -1,6 +1,6 @@
 """From how many tokens on flux.gemm_ar is faster than the GEMM and all-reduce that vLLM would run.
 
-Read from measurements: those that flux ships (measured.json, for GPUs like the ones that were measured), or
+Read from measurements: those that flux ships for such machines beside the facts of plans (flux.tuning), or
 those of the user (FLUX_VLLM_TUNING). Where there are none, flux takes only sums that are bound by the links,
 of which gemm_rs hides half. All ranks answer alike, because they have the same shapes, settings and GPUs.
 Needs nothing of vLLM.
@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import torch
 
 from flux import _invariance
+from flux._files import Count, Positive, Size, parse, read_json
 from flux.integrations.vllm.report import NEVER, setting, tell
 from flux.ops.plan_ar import MAX_EXCHANGE_BYTES
+from flux.tuning import store
+from flux.tuning.machine import Machine, of_device, of_result
 
 # Stands for GPUs like those that were measured.
 MEASURED_GPU = torch.device("meta")
 # Sizes of layers must be multiples of this.
 ALIGNMENT = 8
-SHIPPED = Path(__file__).with_name("measured.json")
 # Two runs of one measurement differ by up to this.
 _NOISE = 0.02
 # Of whole models; the samples of both engines are taken in turns.
@@ -55,21 +57,21 @@ class Row:
         scales: of fp8 operands: "row" (also those of whole tensors) or "block".
     """
 
-    ranks: int
-    n: int
-    k: int
-    m: int
-    speedup: float
-    scales: str = ""
+    ranks: Count
+    n: Count
+    k: Count
+    m: Count
+    speedup: Positive
+    scales: Annotated[str, Literal["", "row", "block"]] = ""
 
 
 @dataclass(frozen=True)
 class Sum:
     """One measurement of all_reduce; as Row."""
 
-    ranks: int
-    nbytes: int
-    speedup: float
+    ranks: Count
+    nbytes: Count
+    speedup: Positive
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,19 @@ class Prefill:
         speedup: tokens per second / those of vLLM by its defaults, which fuse all-reduces with RMSNorm.
     """
 
-    ranks: int
-    hidden: int
-    speedup: float
+    ranks: Count
+    hidden: Count
+    speedup: Positive
 
 
 @dataclass(frozen=True)
 class Decode:
     """Decoding of `tokens` sequences in vLLM; otherwise as Prefill."""
 
-    ranks: int
-    hidden: int
-    tokens: int
-    speedup: float
+    ranks: Count
+    hidden: Count
+    tokens: Count
+    speedup: Positive
 
 
 _NO_TOKENS = range(0)
@@ -136,7 +138,7 @@ def from_tokens(
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, "FLUX_VLLM_MIN_TOKENS"
-    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
+    measured = _of(device)
     tokens, why = decide(n, k, dtype, ranks, measured.rows, measured.source, scales)
     return (
         (_EAGER_FROM, "eager calls of fewer are bound by the host")
@@ -173,8 +175,7 @@ def over_fusion_from(n: int, dtype: torch.dtype, ranks: int, device: torch.devic
     sequence = sequence_from(n, dtype, ranks, device)
     if scales or sequence is None:
         return NEVER
-    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).prefills
-    slowest = min((each.speedup for each in _nearest(measured, n, ranks)), default=0.0)
+    slowest = min((each.speedup for each in _nearest(_of(device).prefills, n, ranks)), default=0.0)
     return sequence if slowest >= 1 + _NOISE else NEVER
 
 
@@ -190,7 +191,7 @@ def few_over_fusion(
     """
     if scales or sequence_from(n, dtype, ranks, device) is None:
         return _NO_TOKENS
-    measured = _nearest(_measured(setting("FLUX_VLLM_TUNING"), _machine(device)).decodes, n, ranks)
+    measured = _nearest(_of(device).decodes, n, ranks)
     found = _faster_between((each.tokens, each.speedup) for each in measured)
     alike = begins <= found.start or any(each.hidden == n for each in measured)
     return found if alike else _NO_TOKENS
@@ -219,7 +220,7 @@ def sequence_from(
     forced = setting("FLUX_VLLM_SEQUENCE")
     if forced is not None:
         return forced or None
-    known = _measured(setting("FLUX_VLLM_TUNING"), _machine(device)).rows
+    known = _of(device).rows
     if scales and not any(row.ranks == ranks and row.scales == scales for row in known):
         return None
     begin = _composed_from(n, dtype, ranks, device)
@@ -249,8 +250,7 @@ def experts_sum_from(n: int, dtype: torch.dtype, ranks: int, device: torch.devic
 
 def _composed_from(n: int, dtype: torch.dtype, ranks: int, device: torch.device) -> int:
     """From how many rows on a sum is bound by the links."""
-    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
-    known = any(row.ranks == ranks for row in measured.rows)
+    known = any(row.ranks == ranks for row in _of(device).rows)
     nbytes = _BOUND_BY_LINKS if known else _BOUND_EVERYWHERE
     return -(-nbytes // (n * dtype.itemsize))
 
@@ -265,8 +265,7 @@ def sums(ranks: int, device: torch.device) -> tuple[int, int]:
     forced = setting("FLUX_VLLM_MIN_TOKENS")
     if forced is not None:
         return forced, MAX_EXCHANGE_BYTES
-    measured = _measured(setting("FLUX_VLLM_TUNING"), _machine(device))
-    return 1, up_to_bytes(ranks, measured.sums)
+    return 1, up_to_bytes(ranks, _of(device).sums)
 
 
 def up_to_bytes(ranks: int, measured: Iterable[Sum]) -> int:
@@ -302,56 +301,89 @@ def _faster_between(measured: Iterable[tuple[int, float]]) -> range:
 
 def fingerprint() -> str:
     """Differs between settings and measurements that may decide differently."""
-    tuning = setting("FLUX_VLLM_TUNING")
-    data = Path(tuning or SHIPPED).read_bytes()
+    own = setting("FLUX_VLLM_TUNING")
+    files = [*([Path(own)] if own else []), *sorted(store.SHIPPED.glob("*.json"))]
+    data = b"".join(path.read_bytes() for path in files if os.access(path, os.R_OK))
     names = ("FLUX_VLLM_MIN_TOKENS", "FLUX_VLLM_SEQUENCE", "FLUX_VLLM_FP8_GEMM")
     limits = f"{[setting(name) for name in names]} {_EXPERTS_FROM} {_invariance.active()}"
     return f"{limits} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def measured_in(results: dict[str, Any]) -> Measured:
-    """The measurements in a result file of ``flux bench``."""
+class _Time(TypedDict):
+    role: str
+    median_ms: Positive
+
+
+class _Scales(TypedDict, total=False):
+    scales: Literal["", "tensor", "row", "block"]
+
+
+class _Row(_Scales):
+    """A row of a result of flux bench."""
+
+    op: str
+    tp: Count
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
+    local: tuple[Size, Size, Size]
+    times: dict[str, _Time]
+
+
+class _Result(TypedDict):
+    machine: dict[str, Any]
+    rows: list[_Row]
+
+
+def measured_in(path: Path) -> tuple[Machine, Measured]:
+    """The machine and the measurements of a result file of ``flux bench``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    results: _Result = read_json(path, _Result, "result of flux bench")
     rows, sums = [], []
     for row in results["rows"]:
         others = [t["median_ms"] for t in row["times"].values() if t["role"] in ("serial", "peer")]
+        m, n, k = row["local"]
         if row["op"] not in ("gemm_ar", "all_reduce") or not others or "flux" not in row["times"]:
             continue
-        m, n, k = row["local"]
         speedup = round(min(others) / row["times"]["flux"]["median_ms"], 3)
         if row["op"] == "gemm_ar":
             scales = {"tensor": "row"}.get(row.get("scales", ""), row.get("scales", ""))
             rows.append(Row(row["tp"], n, k, m, speedup, scales))
         else:
             sums.append(Sum(row["tp"], m * n * getattr(torch, row["dtype"]).itemsize, speedup))
-    return Measured(tuple(rows), tuple(sums))
+    machine = of_result(results["machine"], f"result of flux bench {path}")
+    return machine, Measured(tuple(rows), tuple(sums))
+
+
+def _of(device: torch.device) -> Measured:
+    return _measured(setting("FLUX_VLLM_TUNING"), device)
 
 
 @functools.cache
-def _measured(tuning: str, machine: tuple[str, int] | None) -> Measured:
-    if tuning:
+def _measured(own: str, device: torch.device) -> Measured:
+    """The user's measurements or else those that flux ships, if they are of such a machine."""
+    here = None if device == MEASURED_GPU else of_device(device)
+    if own:
         try:
-            found = measured_in(json.loads(Path(tuning).read_text()))
-            return replace(found, source=f"measured in {tuning}")
-        except (ValueError, KeyError, TypeError) as error:
-            tell(f"{tuning} is no result file of flux bench: {error!r}", logging.WARNING)
-    shipped = json.loads(SHIPPED.read_text())
-    if machine != (shipped["machine"]["arch"], shipped["machine"]["sms"]):
-        return Measured((), ())
-    rows = tuple(Row(*each) for each in shipped["rows"])
-    sums = tuple(Sum(*each) for each in shipped["sums"])
-    prefills = tuple(Prefill(*each) for each in shipped["prefills"])
-    decodes = tuple(Decode(*each) for each in shipped["decodes"])
-    return Measured(rows, sums, prefills, decodes, "measured on such GPUs")
-
-
-def _machine(device: torch.device) -> tuple[str, int] | None:
-    if device.type == "meta":
-        machine = json.loads(SHIPPED.read_text())["machine"]
-        return machine["arch"], machine["sms"]
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+            machine, found = measured_in(Path(own))
+        except ValueError as error:
+            tell(f"FLUX_VLLM_TUNING: {error}; it is not used", logging.WARNING)
+        else:
+            difference = here and machine.difference(here)
+            if not difference:
+                return replace(found, source=f"measured in {own}")
+            tell(f"FLUX_VLLM_TUNING={own} is of another machine ({difference}): not used", logging.WARNING)
+    differences = []
+    for machine, section in store.of_vllm():
+        difference = here and machine.difference(here)
+        if not difference:
+            shipped: Measured = parse(Measured, section)
+            return replace(shipped, source="measured on such GPUs")
+        differences.append(difference)
+    if device.type == "cuda":
+        tell(f"no measurements of such GPUs: those that flux has are of others ({'; '.join(differences)})")
+    return Measured((), ())
 
 
 def _distance(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, tuple[int, int]]:
