@@ -210,11 +210,11 @@ class Workspace(ABC):
                 "graphs": group in expecting_graphs,
                 "tuning": store.to_tell(store.local(device)),
             }
-        except Exception as error:  # the peers would wait for this rank until the deadline
-            cause = error
-            told["wrong"] = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
+        # Peers would wait until the deadline for a rank that raises here.
+        except ValueError as error:
+            told["wrong"] = str(error)
+        except Exception as error:
+            cause, told["wrong"] = error, f"{type(error).__name__}: {error}"
         facts = meeting.exchange(op, told)
         agreed(op, facts, "build", "flux")
         if wrong := [f"rank {rank}: {fact['wrong']}" for rank, fact in enumerate(facts) if fact.get("wrong")]:
