@@ -103,7 +103,7 @@ class Llama(nn.Module):
         angles = torch.outer(torch.arange(tokens.shape[1]), 0.5 ** torch.arange(HEAD // 2))
         x = self.embeddings(tokens)
         for block in self.layers:
-            x = checkpoint(block, x, angles, use_reentrant=False, early_stop=False)
+            x = checkpoint(block, x, angles, use_reentrant=False)
         return self.output(self.norm(x))
 
 
